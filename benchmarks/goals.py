@@ -2,15 +2,13 @@
 
     python -m benchmarks.goals --out benchmarks/results                 # all, about 14 minutes on one H200
     python -m benchmarks.goals --out benchmarks/results --only mini     # one run
-    python -m benchmarks.goals --out benchmarks/results --before /tmp/5453251   # an older dinfer: `benchmarks.before`
     python -m benchmarks.goals --out /tmp/dry --dry-run                 # small shapes on a CPU
 
 Each run is a process of its own and writes `goals-NAME-h200.json` in the folder after each number in flight. So one
 that fails or is cut short costs no other, and leaves what it has measured. A file that is whole is left as it is:
 `--again` measures it anew. `mini` and `mini-fp8` are also the curve of tokens a second and latency over 1 to 512 in
 flight: their levels come in the order of what is wanted most. Compiled kernels are shared; `TRITON_CACHE_DIR` keeps
-them for later calls. With `--before` the files are called `before-NAME-h200.json`, and of `mini` and `mini-fp8` only
-the levels of the table are measured. `python -m benchmarks.report` draws the curve and writes the tables.
+them for later calls. `python -m benchmarks.report` draws the curve and writes the tables.
 """
 
 from __future__ import annotations
@@ -24,8 +22,6 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from benchmarks.before import folder_of
 
 ROOT = Path(__file__).parents[1]
 STEADY = "--stagger --settle --gather --rounds 3"
@@ -48,7 +44,6 @@ RUNS = {  # what `benchmarks.throughput` is asked
     "mini-16k": f"{LONG} --prompt 16128",
     "mini-32k": f"{LONG} --prompt 32512",
 }
-TABLE = "--in-flight 64,128,256 --rounds 3"  # of the levels of LLaDA2-mini, those in the table
 SMALL = {"llada-8b": "small", "llada2-mini": "small-llada2", "sdar-4b": "small-sdar", "sdar-8b": "small-sdar"}
 
 
@@ -113,33 +108,29 @@ def number(value: float | None) -> str:
     return "-" if value is None else f"{value:,.0f}" if value >= 1000 else f"{value:.2f}"
 
 
-def line(name: str, dry: bool, before: bool = False) -> list[str]:
+def line(name: str, dry: bool) -> list[str]:
     """The arguments of `benchmarks.throughput`; those that come last hold."""
     given = RUNS[name].split()
-    if before and name in ("mini", "mini-fp8"):
-        given += TABLE.split()
     if dry:
         small = [SMALL.get(part, part) for part in given]
         given = [*small, "--device", "cpu", "--prompt", "32", "--new", "32", "--rounds", "1"]
     return given
 
 
-def file_of(folder: Path, name: str, before: bool = False) -> Path:
-    return folder / f"{'before' if before else 'goals'}-{name}-h200.json"
+def file_of(folder: Path, name: str) -> Path:
+    return folder / f"goals-{name}-h200.json"
 
 
-def report_of(folder: Path, name: str, before: bool = False) -> dict[str, Any] | None:
+def report_of(folder: Path, name: str) -> dict[str, Any] | None:
     """What a run has written, as far as it came."""
-    file = file_of(folder, name, before)
+    file = file_of(folder, name)
     return json.loads(file.read_text()) if file.is_file() else None
 
 
 def measured(name: str, given: argparse.Namespace, kernels: str) -> str | None:
     """Runs `benchmarks.throughput`. Returns why it failed."""
-    before = given.before is not None
-    module = ["benchmarks.before", str(given.before)] if before else ["benchmarks.throughput"]
-    command = [sys.executable, "-m", *module, *line(name, given.dry_run, before), "--kept-kernels"]
-    command += ["--out", str(file_of(given.out, name, before).resolve())]
+    command = [sys.executable, "-m", "benchmarks.throughput", *line(name, given.dry_run), "--kept-kernels"]
+    command += ["--out", str(file_of(given.out, name).resolve())]
     environment = os.environ | {"TRITON_CACHE_DIR": kernels}
     try:
         done = subprocess.run(
@@ -156,20 +147,19 @@ def main(args: list[str] | None = None) -> None:
     parser.add_argument("--only", nargs="+", choices=RUNS, default=list(RUNS))
     parser.add_argument("--again", action="store_true", help="measure anew what is there")
     parser.add_argument("--limit", type=float, default=400, help="seconds that a run may take")
-    parser.add_argument("--before", type=folder_of, help="an older dinfer's folder")
     parser.add_argument("--dry-run", action="store_true")
     given = parser.parse_args(args)
     given.out.mkdir(parents=True, exist_ok=True)
     failed = []
     with tempfile.TemporaryDirectory(prefix="dinfer-kernels-") as scratch:
         for name in given.only:
-            report = report_of(given.out, name, given.before is not None)
+            report = report_of(given.out, name)
             if given.again or report is None or len(report["runs"]) < len(report["setting"]["in_flight"]):
                 error = measured(name, given, os.environ.get("TRITON_CACHE_DIR", scratch))
                 if error is not None:
                     failed.append(name)
                     print(f"{name}: {error}", flush=True)
-                report = report_of(given.out, name, given.before is not None)
+                report = report_of(given.out, name)
             for row in ROWS:
                 if row.run == name and report is not None and (run := level(report, row.in_flight)) is not None:
                     print(told(row, run), flush=True)

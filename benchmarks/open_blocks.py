@@ -2,7 +2,6 @@
 
     python -m benchmarks.open_blocks --out benchmarks/results/open-blocks-h200.json
     python -m benchmarks.open_blocks --shape small --device cpu --blocks 1,2                      # dry run
-    python -m benchmarks.open_blocks --report     # prints the tables of benchmarks/results/blocks.md, from results
 
 Weights are random; one request uses the dual cache. Every block commits a token at each step, and the next block opens
 at once, so most steps have all blocks open. Steps with candidates (`runtime.speculate`) have one block open. The time
@@ -20,7 +19,6 @@ from typing import Any
 import torch
 
 from benchmarks.feeds import random_prompts
-from benchmarks.open_blocks_table import open_blocks
 from benchmarks.parts import by_kernel, by_part, profiled
 from benchmarks.provenance import begun, save
 from benchmarks.shapes import SHAPES, shape
@@ -38,11 +36,7 @@ def main(args: list[str] | None = None) -> None:
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--new", type=int, default=256)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--report", action="store_true", help="measure nothing: print what was measured")
     given = parser.parse_args(args)
-    if given.report:
-        print(open_blocks(Path(__file__).parent / "results"))
-        return
     device = torch.device(given.device)
     cuda = device.type == "cuda"
     family, spec = shape(given.shape)

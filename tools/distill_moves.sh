@@ -19,8 +19,6 @@ table() { # name, arguments of benchmarks.multi_block
 }
 table insert-delete --model tiny-llada2 --adapter "$results" --edits --least 92 \
     --only '(align=True|^block_diffusion) +(joint_threshold|insert_delete)'
-timeout "$left" python -m benchmarks.repair --adapter "$results" --beside tiny-llada2-multi-block --device cuda \
-    --out "$results/repair" >"$results/repair.txt" 2>&1 &
 table tiny-llada2 --model tiny-llada2 --edits --least 92 --only '^(multi_block|dmax).*align=True (joint|dmax|threshold)'
 table tiny --model tiny --only '^(multi_block|lopa)'
 table lopa --model tiny --adapter tiny-d2f --block 32 --only '^lopa'

@@ -16,10 +16,9 @@ pytest.importorskip("selenium")
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
-from support.browser import PROGRAM, needs_chromium
+from support.browser import chromium, needs_chromium
 from support.serving import Client, listening, served
 
-from benchmarks.serving.page import chromium
 from dinfer.serving.settings import Settings
 
 DRIVER = shutil.which("chromedriver")
@@ -42,7 +41,7 @@ def address(client: Client) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    with chromium(tmp_path_factory.mktemp("profile"), "1200,1000", PROGRAM) as found:
+    with chromium(tmp_path_factory.mktemp("profile"), "1200,1000") as found:
         yield found
 
 

@@ -25,13 +25,13 @@ from ray import serve
 from support.command_line import CommandLine
 from support.serving import tiny
 
-from benchmarks.serving.cluster import QUIET, Cluster, cluster
-from benchmarks.serving.kills import Clusters, Kill, questions, trial
 from dinfer.cli import conf
 from dinfer.cli.commands.serve import made
 from dinfer.serving.ray.cluster import connect
 from dinfer.serving.ray.replicas import Plan, deployed
 from dinfer.serving.settings import Settings, listen
+from tests.support.kills import Clusters, Kill, questions, trial
+from tests.support.ray_cluster import QUIET, Cluster, cluster
 
 REPLICA = "ServeReplica:dinfer:Replica"
 SERVE = ("device=cpu", "runtime.rows=4", "max_new_tokens=32")

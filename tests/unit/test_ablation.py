@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ def test_a_dry_run_writes_the_ratio_of_every_variant(tmp_path: Path) -> None:
     assert [*cases["small"]] == ["all on", "canvas", "all on, again", "early"]
     assert [*cases["small-llada2"]] == ["all on", "canvas", "gather", "experts", "all on, again", "early"]
     for rows in cases.values():
-        base = (rows["all on"]["step_ms"] + rows["all on, again"]["step_ms"]) / 2
+        base = statistics.median(rows["all on"]["step_runs"] + rows["all on, again"]["step_runs"])
         for row in rows.values():
             assert row["step_ratio"] == pytest.approx(row["step_ms"] / base, abs=1e-3)
             assert row["same_tokens"] and row["window_steps"] > 0 and row["wall_ratio"] > 0
@@ -59,13 +60,23 @@ def test_a_variant_that_fails_is_recorded(monkeypatch: pytest.MonkeyPatch, tmp_p
     def broken(recipe: object, case: object, new: int, settings: dict[str, bool]) -> object:
         if "canvas" in os.environ.get("DINFER_KERNELS", ""):
             raise RuntimeError("no room\nat all")
-        return {"step_ms": 2.0, "wall_ms": 4.0}, [[1]]
+        return {"step_ms": 2.0, "wall_ms": 4.0, "step_runs": [2.0], "wall_runs": [4.0]}, [[1]]
 
     monkeypatch.setattr(ablation, "measured", broken)
     out = tmp_path / "ablation.json"
     ablation.main(["--cases", "small", "--only", "canvas,commit", "--device", "cpu", "--out", str(out)])
     rows = json.loads(out.read_text())["cases"]["small"]
     assert rows["canvas"] == {"error": "no room"} and rows["commit"]["step_ratio"] == 1.0
+
+
+def test_what_repeated_runs_differ_by_is_not_told() -> None:
+    runs = {"all on": [2.0, 2.1], "canvas": [2.0, 2.05], "commit": [3.0, 3.0], "all on, again": [2.0, 2.0]}
+    rows = {
+        name: {"step_ms": own[0], "wall_ms": 4.0, "step_runs": own, "wall_runs": [4.0]} for name, own in runs.items()
+    }
+    ablation.compared(rows)
+    assert rows["all on"]["step_spread"] == pytest.approx(0.05) and rows["commit"]["step_spread"] == 0
+    assert ablation.beyond(rows) == {"commit": "+50.0% / ·"}
 
 
 @pytest.mark.parametrize(("line", "message"), [

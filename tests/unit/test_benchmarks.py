@@ -5,143 +5,23 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from support.command_line import write_checkpoint
 
 import dinfer.kernels
-from benchmarks import dataset, goals, goals_table, open_blocks, parts, rounds, single, startup, step, throughput
+from benchmarks import card, figures, goals, open_blocks, parts, startup, step, tables, throughput
 from benchmarks.feeds import apart, plain_tokens, random_prompts
 from benchmarks.limits import limits, operations, weight_bytes
 from benchmarks.parts import Span, by_kernel, by_part, longest
 from benchmarks.peers import ours, work
-from benchmarks.prompts import Prompt, read_prompts
-from benchmarks.serving import ratio
 from benchmarks.shapes import SHAPES, shape
-from dinfer.analysis.outputs import JsonLines
 from dinfer.layers.linear import quantize
 from dinfer.loading.checkpoint import random_network
 from dinfer.memory.kv import KVPool
 from dinfer.recipe.recipe import Recipe, compose
 from dinfer.step.canvas import Phase
 from dinfer.step.contracts import StepShape
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return f"model.checkpoint={write_checkpoint(tmp_path_factory.mktemp('checkpoint'))}"
-
-
-def written(folder: Path, text: str, name: str = "data.jsonl") -> Path:
-    (folder / name).write_text(text)
-    return folder / name
-
-
-MESSAGES = [{"role": "user", "content": "b"}]
-
-
-def test_data_sets_of_every_shape_are_read(tmp_path: Path) -> None:
-    expected = [Prompt("x", "a", 7), Prompt("1", MESSAGES), Prompt("2", "c")]
-    entries: list[Any] = [{"id": "x", "prompt": "a", "answer": 7}, {"question": MESSAGES}, "c"]
-    lines = "\n".join(map(json.dumps, entries)) + "\n\n"
-    assert read_prompts(written(tmp_path, lines)) == expected
-    for wrapped in (entries, {"details": entries}, {"judge_details": entries}, {"data": entries}):
-        assert read_prompts(written(tmp_path, json.dumps(wrapped), "data.json")) == expected
-    assert read_prompts(written(tmp_path, lines), 2) == expected[:2]
-
-
-@pytest.mark.parametrize(
-    ("text", "name", "message"),
-    [
-        ("{", "a.jsonl", r"a\.jsonl:1 is not JSON"),
-        ('"a"\n\n{"answer": 1}', "a.jsonl", r"a\.jsonl:3 needs a `prompt`"),
-        ('{"prompt": ""}', "a.jsonl", "needs a `prompt`"),
-        ("[3]", "a.json", "entry 0 must be a text or an object, not 3"),
-        ('{"rows": []}', "a.json", "must be a list of entries, or have one as details"),
-        ("[]", "a.json", "has no prompts"),
-        ('["a"]', "a.csv", r"must end in \.json or \.jsonl"),
-        ('[{"id": 1, "prompt": "a"}, {"id": "1", "prompt": "b"}]', "a.json", "the id '1' occurs twice"),
-    ],
-)
-def test_what_is_no_data_set_is_refused(tmp_path: Path, text: str, name: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        read_prompts(written(tmp_path, text, name))
-    with pytest.raises(ValueError, match="limit=0 must be at least 1"):
-        read_prompts(written(tmp_path, '["a"]', "b.json"), 0)
-
-
-def predictions(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in Path(f"{out}.jsonl").read_text().splitlines()]
-
-
-def test_a_run_that_was_killed_goes_on_where_it_was(
-    tmp_path: Path, checkpoint: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Killed within the second batch, and within a line: nothing is lost, nothing is answered twice."""
-    data = written(tmp_path, "\n".join(f'{{"prompt": "question {i}", "answer": {i}}}' for i in range(5)))
-    args = ["--batch", "2", checkpoint, "max_new_tokens=8", "iteration.block=8"]
-    dataset.main([str(data), str(tmp_path / "whole"), *args])
-    asked: list[str] = []
-    answer = dataset.answer
-
-    def dying(pipe: Any, prompts: list[Prompt], new_tokens: int) -> Any:
-        asked.extend(prompt.id for prompt in prompts)
-        if len(asked) == 4:
-            raise KeyboardInterrupt
-        return answer(pipe, prompts, new_tokens)
-
-    monkeypatch.setattr(dataset, "answer", dying)
-    with pytest.raises(KeyboardInterrupt):
-        dataset.main([str(data), str(tmp_path / "out.v1"), *args])
-    with JsonLines(tmp_path / "out.v1.jsonl"), pytest.raises(SystemExit, match="another process writes"):
-        dataset.main([str(data), str(tmp_path / "out.v1"), *args])
-    with (tmp_path / "out.v1.jsonl").open("ab") as file:
-        file.write('{"id": "2", "pro": "ü'.encode()[:-1])  # within a character
-    dataset.main([str(data), str(tmp_path / "out.v1"), *args])
-    assert asked == ["0", "1", "2", "3", "2", "3", "4"]
-    timing = {"seconds", "wall"}
-    found, whole = ([{k: v for k, v in line.items() if k not in timing} for line in predictions(out)]
-                    for out in (tmp_path / "out.v1", tmp_path / "whole"))  # fmt: skip
-    assert found == whole and [line["answer"] for line in found] == list(range(5))
-    report = json.loads((tmp_path / "out.v1.json").read_text())
-    statistics = report["statistics"]
-    assert (report["prompts"], report["answered"], statistics["problems"]) == (5, 5, 5)
-    assert statistics["tpf"] == pytest.approx(
-        sum(line["tokens"] for line in whole) / sum(line["forwards"] for line in whole), rel=1e-5
-    )
-    assert report["settings"]["model"]["checkpoint"] in checkpoint and report["commit"]
-
-
-def test_other_settings_do_not_mix_and_a_higher_limit_goes_on(tmp_path: Path, checkpoint: str) -> None:
-    data, out = str(written(tmp_path, '"a"\n"b"\n"c"\n')), str(tmp_path / "out")
-    args = [checkpoint, "max_new_tokens=8", "iteration.block=8"]
-    dataset.main([data, out, "--limit", "1", *args])
-    dataset.main([data, out, "--limit", "2", *args])
-    assert [line["prompt"] for line in predictions(tmp_path / "out")] == ["a", "b"]
-    for more, message in (
-        (["decoder.threshold=0.5"], "made with another decoder"),
-        (["--limit", "1"], "2 predictions already, more than --limit=1"),
-        (["--batch", "0"], "--batch=0 must be at least 1"),
-        (["decoder.treshold=1"], "Did you mean 'threshold'"),
-    ):
-        with pytest.raises(SystemExit, match=message):
-            dataset.main([data, out, *args, *more])
-
-
-def test_a_single_prompt_is_timed(tmp_path: Path, checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "single.json"
-    settings = [checkpoint, "max_new_tokens=8", "iteration.block=8"]
-    single.main(["--prompt", "a", "--warmup", "1", "--repeats", "3", "--out", str(out), *settings])
-    found = json.loads(out.read_text())
-    assert len(found["runs"]) == 3 and found["median"] in found["runs"]
-    for run in found["runs"]:
-        assert run["tps"] == pytest.approx(run["tokens"] / run["seconds"])
-        assert run["fps"] == pytest.approx(run["forwards"] / run["seconds"])
-    assert capsys.readouterr().out.splitlines()[-1].startswith("median: ")
-    with pytest.raises(SystemExit, match="--repeats=0 must be at least 1"):
-        single.main(["--repeats", "0", *settings])
 
 
 def random_recipe(name: str) -> Recipe:
@@ -290,9 +170,8 @@ def test_runs_for_the_goals_are_gone_on_with_and_told_in_tables(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for row in goals.ROWS:  # every row is a level of a run that throughput takes
-        for before in (False, True):
-            assert row.in_flight in throughput.arguments(goals.line(row.run, dry=True, before=before)).in_flight
-    assert "Not measured" in goals_table.goals(tmp_path) and "Not measured" in goals_table.startup(tmp_path)
+        assert row.in_flight in throughput.arguments(goals.line(row.run, dry=True)).in_flight
+    assert "Not measured" in tables.goals(tmp_path) and "Not measured" in tables.startup(tmp_path)
     args = [*goals.line("mini", dry=True), "--in-flight", "64,1", "--block", "1", "--new", "16", "--rounds", "3"]
     throughput.main([*args, "--out", str(tmp_path / "goals-mini-h200.json")])
     capsys.readouterr()
@@ -302,22 +181,13 @@ def test_runs_for_the_goals_are_gone_on_with_and_told_in_tables(
         f"LLaDA2-mini, bf16, 64 in flight: steady tokens/s {goals.number(steady)}, goal 11,000"
         in capsys.readouterr().out
     )
-    text = goals_table.goals(tmp_path)
+    text = tables.goals(tmp_path)
     assert f"| LLaDA2-mini, bf16 | 64 | steady tokens/s | {goals.number(steady)} | 11,000 |" in text
     assert "| LLaDA2-mini, bf16 | 128 | steady tokens/s | - | 14,500 | - | - |" in text
-    (tmp_path / "before-mini-h200.json").write_text((tmp_path / "goals-mini-h200.json").read_text())
-    row = {"model": "tiny", "dtype": "float32", "same": 7, "same_at_half": 8, "correct": [5, 6]}
-    found = {"setting": {"count": 9, "rows": 4}, "before": "old", "commit": "new", "rows": [row]}
-    (tmp_path / "before-tokens-h200.json").write_text(json.dumps(found))
-    text = goals_table.goals(tmp_path)
-    assert f"| 64 | steady tokens/s | {goals.number(steady)} | {goals.number(steady)} | 11,000 |" in text
-    assert "| LLaDA2-mini, fp8 | 64 | steady tokens/s | - | - | 17,000 | - | - | - | - |" in text
-    assert "`tiny`, float32: 7 (8), 5 and 6 right" in text
-    text = goals_table.curve(tmp_path)
+    text = tables.curve(tmp_path)
     assert text.index("| bf16, 1 |") < text.index("| bf16, 64 |")  # as the curve goes, not as it was measured
     pytest.importorskip("matplotlib")
-    goals_table.draw_curve(tmp_path, tmp_path)
-    assert "requests in flight" in (tmp_path / "curve.svg").read_text()
+    assert [len(axes.lines) for axes in figures.curve(tmp_path).axes] == [2, 2]
 
 
 def test_our_side_of_the_comparison_does_the_common_work(tmp_path: Path) -> None:
@@ -338,37 +208,6 @@ def test_a_step_is_timed_by_open_blocks(tmp_path: Path) -> None:
     assert [run["candidates"] for run in (one, two, drafted)] == [0, 0, 2]
 
 
-def test_the_served_rate_is_set_beside_the_engines(tmp_path: Path) -> None:
-    """Of two requests, one after the other, in the form of guidellm's report."""
-    first = {"output_tokens": 30, "time_to_first_token_ms": 500.0}
-    requests = [first | {"request_start_time": 1.0 + i, "request_end_time": 2.0 + i} for i in range(2)]
-    times = {"successful": {"percentiles": {"p50": 1.0, "p95": 2.0, "p99": 3.0}}}
-    metrics = {
-        "request_totals": {"errored": 1, "incomplete": 0}, "time_to_first_token_ms": times,
-        "inter_token_latency_ms": times,
-    }  # fmt: skip
-    benchmark = {
-        "requests": {"successful": requests}, "metrics": metrics, "config": {"strategy": {"streams": 4}},
-    }  # fmt: skip
-    found = ratio.row(benchmark, {4: {"tokens_per_s": 40.0, "steady_tokens_per_s": 60.0}})
-    assert (found["tokens_per_s"], found["ratio"], found["failed"], found["requests"]) == (30.0, 0.75, 1, 2)
-    assert found["steady_ratio"] == 0.5  # 30 tokens within the second in which the last request had not begun
-    assert found["first_piece_ms"] == {"p50": 1.0, "p95": 2.0, "p99": 3.0}
-
-
-def test_rounds_leave_out_the_steps_and_wait_for_the_simulated_device(tmp_path: Path) -> None:
-    """A device that takes a second for each step is all that a round takes; one that takes nothing is never busy."""
-    shares = []
-    for step_us in ("1e6", "0"):
-        out = tmp_path / "rounds.json"
-        sizes = ["--in-flight", "2", "--rounds", "2", "--prompt", "9", "--new", "9", "--position-us", "0"]
-        rounds.main([*sizes, "--step-us", step_us, "--out", str(out)])
-        (run,) = json.loads(out.read_text())["runs"]
-        assert run["requests"] == 4 and run["launches"] >= run["rounds"] > 0
-        shares.append(run["device_share"])
-    assert shares[0] > 0.9 and shares[1] == 0
-
-
 def test_a_start_is_told_phase_by_phase() -> None:
     given = startup.arguments(
         ["--shape", "small", "--device", "cpu", "--prompt", "4", "--block", "4", "--in-flight", "2"]
@@ -377,3 +216,24 @@ def test_a_start_is_told_phase_by_phase() -> None:
     names = ["weights on the card", "one request", "the same again", "all in flight"]
     assert [phase["phase"] for phase in phases] == names
     assert all(phase["kernels"] == 0 for phase in phases[1:])
+
+
+def test_a_session_on_a_card_goes_on_with_its_file_and_is_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "new.json"
+    line = ["graph_kernels", "step_times", "--tiny", "--device", "cpu", "--out", str(out), "--cases"]
+    card.main([*line, "llada-8b"])
+    first = json.loads(out.read_text())["cases"]["llada-8b"]
+    assert set(first["kernels"]) == set(first["step_ms"]) == {"FULL 1x104", "WINDOW 1x32"}
+    assert all(len(row["runs"]) == 3 and row["spread"] >= 0 for row in first["step_ms"].values())
+    card.main([*line, "llada-8b", "sdar-4b-batch128"])
+    cases = json.loads(out.read_text())["cases"]
+    assert cases["llada-8b"] == first and [*cases] == ["llada-8b", "sdar-4b-batch128"]
+    capsys.readouterr()
+    other = json.loads(out.read_text())
+    other["cases"]["llada-8b"]["kernels"]["WINDOW 1x32"][1] = "new"
+    (tmp_path / "other.json").write_text(json.dumps(other))
+    card.main(["--compare", str(out), str(tmp_path / "other.json")])
+    told = capsys.readouterr().out
+    assert "llada-8b FULL 1x104" in told and "kernels, the same" in told and "others from 1 on" in told

@@ -12,17 +12,15 @@ import pytest
 import torch
 
 from benchmarks import throughput
-from benchmarks.capacity import ask, check, degrees, denoising, layouts, measure
+from benchmarks.capacity import check, denoising, measure
 from benchmarks.capacity.__main__ import main
 from benchmarks.capacity.cluster import Cluster, Router, cost, percentiles
 from benchmarks.capacity.denoising import Denoising
 from benchmarks.capacity.front_end import FrontEnd
-from benchmarks.capacity.limits import read
 from benchmarks.capacity.replica import Setting, lanes_of
 from benchmarks.capacity.steps import Spread, StepTimes, Unmeasured
 from benchmarks.capacity.traffic import Asked, poisson, trace
 from benchmarks.clock import Clock
-from benchmarks.shapes import shape
 from dinfer.engine.request import Request, Update
 from dinfer.parallel.leader import leader
 from dinfer.step.canvas import Phase
@@ -261,12 +259,6 @@ def test_the_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFi
     assert "2 cards, 4 rows, 9 tokens/s" in capsys.readouterr().out
 
 
-def test_the_questions_of_the_docs_name_what_is_wrong() -> None:
-    for given, message in ((["none.json"], "none.json: .*No such file"), (["none.json", "--out", "/dev"], "directory")):
-        with pytest.raises(SystemExit, match=message):
-            ask.main(["--steps", *given])
-
-
 def test_blocks_take_as_many_steps_as_were_counted(tmp_path: Path) -> None:
     counts = Denoising({4: 3, 12: 1}, 32)
     drawn = Counter(counts.steps(32, draw) for draw in [Random(0)] for _ in range(2000))
@@ -352,45 +344,3 @@ def test_a_step_may_be_a_little_larger_than_measured_if_one_says_so() -> None:
     assert found["beyond"] == 1 and cluster().closed_loop([Asked(0.0, 1, 31)], 1)["beyond"] == 0
     with pytest.raises(ValueError, match=r"--reach -0\.1 must be at least 0"):
         StepTimes(report(), "made", reach=-0.1)
-
-
-def test_two_cards_are_one_replica_or_two(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layouts, "SECONDS", 40)
-    steps = report()["steps"]
-    fast = [row | {"quantiles_ms": [4.0] * 5, "mean_ms": 4.0} for row in steps]
-    cases = {
-        "small-llada2, bf16, 1 cards": {"steps": steps, "host_ms": 0.0},
-        "small-llada2, bf16, 2 cards": {"steps": fast, "host_ms": 0.0},
-        "small-llada2, bf16, 2 cards, nccl": {"failed": "no time was left"},
-    }
-    one, two = layouts.compared(cases, 8.0)
-    assert one["alone_s"] == pytest.approx(0.010 * (1 + 8 * 4)) and two["alone_s"] == pytest.approx(
-        0.4 * one["alone_s"]
-    )
-    assert two["tokens_per_s"] == pytest.approx(
-        256 / two["alone_s"]
-    )  # of two cards: 1.25 times those of a replica each
-    assert [load["share"] for load in one["loads"]] == [0.2, 0.5] and len(two["loads"]) == 3
-    assert one["loads"][0]["replicas"] == 2 and two["loads"][0]["replicas"] == 1
-
-
-def test_more_cards_are_extrapolated_from_one_and_two() -> None:
-    """One card is as measured; two give back what the split was made of; the limit is what no card divides."""
-    times = {"1 rows": {"nccl": 300.0, "one-shot": 100.0}, "1024 rows": {"nccl": 100.0}}
-    two, spec = {"collectives, bf16, 2 cards": {"us": times}}, shape("small-llada2")[1]
-    sums = 2 * spec.layers * 0.1
-    split = degrees.Split.of(one=10.0, two=6.0 + sums, sums=sums)
-    assert (split.whole, split.shared) == (pytest.approx(2.0), pytest.approx(8.0))
-
-    def step(cards: int) -> float:
-        made = degrees.extrapolated(report(10.0), "small-llada2", split, two, cards, alone=10.0)
-        assert made.cards == cards
-        return made.window(1, 32, 100).p50
-
-    assert step(1) == pytest.approx(10.0)
-    assert step(2) == pytest.approx(6.0 + sums) and step(4) == pytest.approx(4.0 + sums)
-    times["1024 rows"] = {"nccl": 1124.0}  # a microsecond for each row beyond the first
-    rows = 64 * 32 * spec.hidden / 4096
-    want = 2 * spec.layers * (100 + (rows - 1) * 1024 / 1023) / 1e3
-    assert degrees.sums_ms(two, spec, 64 * 32, 2) == pytest.approx(want)
-    assert degrees.sums_ms(two, spec, 64 * 32, 1) == 0 and degrees.splits(read(degrees.RESULTS / degrees.TWO))

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.peers import compare, table, work
+from benchmarks import tables
+from benchmarks.peers import compare, work
 from benchmarks.shapes import SHAPES
 
 ALL = [
@@ -73,17 +74,17 @@ def test_runs_are_added_to_a_file_and_one_that_fails_costs_no_other(
 
 
 def test_the_table_joins_the_files_of_one_session(tmp_path: Path) -> None:
-    assert "Not measured" in table.diffulex(tmp_path)
+    assert "Not measured" in tables.diffulex(tmp_path)
     report(tmp_path, "diffulex-h200.json", ALL[::2])
     report(tmp_path, "diffulex-second-h200.json", ALL[1::2])
-    text = table.diffulex(tmp_path)
+    text = tables.diffulex(tmp_path)
     assert "ours at abc, one a card" in text
     rows = [line for line in text.splitlines() if line.startswith(("| Diffulex,", "| ours,"))]
     assert [row.split(" | ")[-1] for row in rows] == [f"{1000 + place:,} |" for place in range(12)]
     assert rows[11] == "| ours, SDAR-8B, blocks of 4 | 16 | 11.50 | 11.25 ms | 193 | 1,011 |"
     report(tmp_path, "diffulex-sdar-h200.json", ALL[:1])
     with pytest.raises(ValueError, match=rf"diffulex-sdar-h200\.json has {ALL[0]} again"):
-        table.diffulex(tmp_path)
+        tables.diffulex(tmp_path)
     report(tmp_path, "diffulex-sdar-h200.json", [], torch="3")
     with pytest.raises(ValueError, match=r"diffulex-sdar-h200\.json has another torch than diffulex-h200\.json"):
-        table.diffulex(tmp_path)
+        tables.diffulex(tmp_path)

@@ -1,6 +1,6 @@
 """Kills workers, the driver and the head of `dinfer batch ... ray=ADDRESS` at random moments, and checks the answers.
 
-    python -m benchmarks.serving.kills --files 4 --kills 5 --out benchmarks/results/serving-kills.json
+    python -m tests.support.kills --files 4 --kills 5 --out benchmarks/results/serving-kills.json
 
 Two replicas of the model in the box answer each file, on a Ray cluster of this machine. Who is killed, and after how
 many answers, is drawn from the file's seed. The command runs again until it succeeds, on a new cluster if the head is
@@ -27,8 +27,8 @@ import torch
 
 import dinfer
 from benchmarks.provenance import provenance, save
-from benchmarks.serving.cluster import QUIET, Cluster, cluster
 from dinfer.demo.problems import generate
+from tests.support.ray_cluster import QUIET, Cluster, cluster
 
 VICTIMS = ("worker", "driver", "head")
 NEW_TOKENS = 32

@@ -1,0 +1,747 @@
+"""The tables of README.md and docs: a function a section, each from files of benchmarks/results."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.goals import ROWS, RUNS, Row, figure, level, number, report_of, wanted
+from dinfer.cli.catalog import catalog
+from dinfer.recipe.registry import MODELS
+
+RESULTS = Path(__file__).parent / "results"
+Report = dict[str, Any]
+Cell = str | Callable[[Any], Any]  # a format of the row's entries, or what makes the cell of the row
+
+
+def load(name: str, folder: Path = RESULTS) -> Report:
+    """A file of results by its name without suffix."""
+    return dict(json.loads((folder / f"{name}.json").read_text()))
+
+
+def there(names: Iterable[str], folder: Path) -> list[Report]:
+    """Those of the files that are there."""
+    return [load(name, folder) for name in names if (folder / f"{name}.json").is_file()]
+
+
+def table(columns: Mapping[str, Cell], rows: Iterable[Any]) -> str:
+    """A table with these columns, title to cell, and a line for each row."""
+    lines = [f"| {' | '.join(columns)} |", "| --- |" + " --- |" * (len(columns) - 1)]
+    for row in rows:
+        cells = (cell.format_map(row) if isinstance(cell, str) else str(cell(row)) for cell in columns.values())
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def at(index: Any) -> Callable[[Any], Any]:
+    """The cell that is the row's entry at an index, or nothing."""
+    return lambda row: row.get(index, "") if isinstance(row, dict) else row[index]
+
+
+def commits(reports: Iterable[Report]) -> str:
+    return ", ".join(dict.fromkeys(report["commit"] for report in reports))
+
+
+def command(report: Report) -> str:
+    """The command of a report, without its output."""
+    return re.sub(r" --out \S+", "", report["command"])
+
+
+def machine(report: Report) -> str:
+    return f"{report['hardware']}, torch {report['torch']}"
+
+
+# Accuracy of the models in the box
+
+
+ACCURACY = "{accuracy:.1f}%, {tpf:.2f}"
+SHOWN = ("steps=32", "steps=8", "threshold=0.99", "threshold=0.9", "threshold=0.7", "threshold=0.5")
+
+
+def matrix(title: str, heads: Mapping[str, Any], names: Mapping[str, Any], cell: Callable[[Any, Any], str]) -> str:
+    """A table of two keys: a line for each of `names`, a column for each of `heads`, title to key."""
+    columns: dict[str, Cell] = {title: lambda name: name}
+    columns |= {head: lambda name, key=key: cell(names[name], key) for head, key in heads.items()}
+    return table(columns, names)
+
+
+def box() -> str:
+    """Both models: accuracy and tokens per forward by decoder, and by cache or with forwards."""
+    report, second = load("tiny-quality-h200"), load("tiny-llada2-quality")
+    rows = {(row["options"], row["cache"]): row for row in report["rows"]}
+    first = matrix(
+        "decoder",
+        {f"cache `{cache}`": cache for cache in ("none", "prefix", "dual")},
+        {f"`{rows[options, 'none']['decoder']}` {options}": options for options in SHOWN},
+        lambda options, cache: ACCURACY.format_map(rows[options, cache]),
+    )
+    figures = {"accuracy": "{accuracy:.1f}%", "NFE": "{nfe:.1f}", "TPF": "{tpf:.2f}"}
+    return "\n\n".join(
+        [
+            f"The model in the box on {report['rows'][0]['problems']} held-out problems, blocks of 32, "
+            f"`max_new_tokens={report['setting']['new']}`, float32: accuracy, and tokens per forward (TPF).",
+            first,
+            "The second model in the box, `tiny-llada2` (LLaDA2's architecture, 7.1 million parameters, 4 of 16 "
+            "experts a token, trained to edit), on the same problems with `iteration=block_diffusion cache=block`. It "
+            "is not as good as the first at one token a forward or with a threshold; with a decoder that edits it "
+            "comes near.",
+            table({"decoder": "`{decoder}` {options}", **figures}, second["rows"]),
+        ]
+    )
+
+
+def quantized() -> str:
+    """Accuracy, tokens per forward and answers that stay the same, by what is rounded; a table for each model."""
+    report = load("quantized-h200")
+    rows = {(row["model"], row["cache"], row["quantize"], row["kv"]): row for row in report["rows"]}
+    parts = [
+        f"{report['rows'][0]['problems']} held-out problems, `threshold` 0.9, "
+        f"`max_new_tokens={report['setting']['new']}`, "
+        "float32 but for what is rounded: accuracy with its 95% interval, tokens per forward, and the share of "
+        f"problems whose answer equals, word for word, that of the model as it is. `{command(report)}`, "
+        f"{machine(report)}, commit {report['commit']}."
+    ]
+    cell = "{accuracy:.1f}% ({accuracy_low:.1f} to {accuracy_high:.1f}), {tpf:.2f}, {same:.0f}%"
+    rounded = {
+        "as it is" if key == (None, "model") else f"`quantize={key[0]}`" if key[0] else f"`runtime.kv={key[1]}`": key
+        for key in dict.fromkeys(key[2:] for key in rows)
+    }
+    for model in dict.fromkeys(key[0] for key in rows):
+        caches = {f"cache `{key[1]}`": key[1] for key in rows if key[0] == model}
+        parts.append(
+            matrix(f"`{model}`", caches, rounded, lambda key, cache, m=model: cell.format_map(rows[m, cache, *key]))
+        )
+    return "\n\n".join(parts)
+
+
+def everything() -> str:
+    """Accuracy, tokens per forward and wall time of every decoder and cache, a table for each iteration."""
+    report = load("tiny-everything-h200")
+    rows = {(row["iteration"], row["decoder"], row["options"], row["cache"]): row for row in report["rows"]}
+    caches = {f"`{name}`": name for name in ("none", "vicinity", "prefix", "dual", "delayed", "adaptive")}
+    parts = [
+        f"{len(rows)} recipes, {report['rows'][0]['problems']} problems in one batch, "
+        f"`max_new_tokens={report['setting']['new']}`, float32, {machine(report)}, commit "
+        f"{report['commit']}. Each cell: accuracy, tokens per forward, seconds for the batch (eager steps). "
+        "-: refused, or not measured at this setting."
+    ]
+
+    def cell(recipe: Any, cache: str) -> str:
+        row = rows.get((*recipe, cache))
+        return "-" if row is None else (ACCURACY + ", {seconds:.2f} s").format_map(row)
+
+    for iteration in ("blockwise", "smooth", "full"):
+        names = {f"`{key[1]}` {key[2]}".rstrip(): key[:3] for key in rows if key[0] == iteration}
+        parts.append(f"### `{iteration}`\n\n{matrix('decoder', caches, names, cell)}")
+    return "\n\n".join(parts)
+
+
+FURTHER = {
+    "tiny": ("tiny-further-cpu", "tiny-further-more-cpu", "tiny-further-prior-cpu"),
+    "tiny-llada2": ("tiny-llada2-further-cpu",),
+}
+
+
+def further() -> str:
+    """Decoders, caches and options that are not in the table of everything."""
+    reports = {model: [load(file) for file in files] for model, files in FURTHER.items()}
+    some, every = reports["tiny"][0], [report for runs in reports.values() for report in runs]
+
+    def named(name: str, options: str) -> str:
+        return " ".join([f"`{name}`", *([options] if options else [])])
+
+    rows = [row | {"model": model} for model, runs in reports.items() for report in runs for row in report["rows"]]
+    columns: dict[str, Cell] = {
+        "model": "`{model}`",
+        "iteration": "`{iteration}`",
+        "decoder": lambda row: named(row["decoder"], row["options"]),
+        "cache": lambda row: named(*row["cache"].partition(" ")[::2]),
+        "accuracy": "{accuracy:.1f}%",
+        "NFE": "{nfe:.1f}",
+        "TPF": "{tpf:.2f}",
+    }
+    return (
+        f"{some['rows'][0]['problems']} held-out problems, `max_new_tokens={some['setting']['new']}`, float32, "
+        f"{machine(some)}, commit {commits(every)}.\n\n{table(columns, rows)}"
+    )
+
+
+def families() -> str:
+    """What the families of published checkpoints are, a line each."""
+    rows = []
+    for family in MODELS.names():
+        entries = [entry for entry in catalog() if entry.family == family]
+        attention = " and ".join(dict.fromkeys(entry.attention for entry in entries if not entry.prompt_block))
+        rows.append((family, entries, attention))
+    return table(
+        {
+            "family": lambda row: f"`{row[0]}`",
+            "published": lambda row: (
+                f"`{row[1][0].checkpoint}`{f' and {len(row[1]) - 1} more' if row[1][1:] else ''}"
+            ),
+            "attention": at(2),
+            "experts": lambda row: "yes" if any("-A" in entry.size for entry in row[1]) else "no",
+        },
+        rows,
+    )
+
+
+# Speed
+
+
+STEPS = {  # the title of a row, its file, and its goal in ms
+    "LLaDA-8B": ("step-llada-8b-h200", 4.9),
+    "LLaDA-8B, batch 8": ("step-llada-8b-batch8-h200", 8.5),
+    "LLaDA-8B, fp8": ("step-llada-8b-fp8-h200", 3.1),
+    "LLaDA-8B, int4": ("step-llada-8b-int4-h200", 2.1),
+    "LLaDA2-mini, masks alike": ("step-llada2-mini-h200", None),
+    "LLaDA2-mini": ("step-llada2-mini-spread-h200", 1e3 / 190),
+    "LLaDA2-mini, fp8, masks alike": ("step-llada2-mini-fp8-h200", None),
+    "LLaDA2-mini, fp8": ("step-llada2-mini-fp8-spread-h200", 1e3 / 300),
+    "LLaDA2-mini, int4": ("step-llada2-mini-int4-spread-h200", 2.4),
+}
+
+
+def timed() -> dict[str, Report]:
+    """The steps of full-size shapes, by title."""
+    return {title: load(name) | {"title": title, "goal": goal} for title, (name, goal) in STEPS.items()}
+
+
+def milliseconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f} ms"
+
+
+def steps() -> str:
+    """The time of a step of full-size shapes, and its limits by bytes and by multiply-adds."""
+    found = timed()
+    some = next(iter(found.values()))
+    columns: dict[str, Cell] = {
+        "shape": "{title}",
+        "experts read": lambda row: "-" if row["experts_read"] is None else f"{row['experts_read']:.0f}",
+        "step": "{graph[step_ms]:.2f} ms",
+        "with the host": lambda row: milliseconds(row["graph"]["step_ms"] + row["graph"]["host_ms"]),
+        "goal": lambda row: milliseconds(row["goal"]),
+        "limit: bytes": "{limit[bytes_ms]:.2f} ms",
+        "limit: multiply-adds": "{limit[flops_ms]:.2f} ms",
+        "of the limit": lambda row: f"{100 * row['limit']['reached']:.0f}%",
+    }
+    return (
+        f"One {machine(some)}, commits {commits(found.values())}: one window step as a CUDA graph, random "
+        "weights in bfloat16 unless said, one request unless said, blocks of 32, with LM head and commits. LLaDA-8B "
+        "has the dual cache and a canvas of 128 + 256 tokens. LLaDA2-mini has block diffusion and 384 + 256 tokens."
+        f"\n\n{table(columns, found.values())}"
+    )
+
+
+def step_runs() -> str:
+    """The same steps without CUDA graphs, the time to the first measured step, and one shape on other cards."""
+    found = timed()
+    columns: dict[str, Cell] = {
+        "shape": "{title}",
+        "eager step": "{eager[step_ms]:.2f} ms",
+        "CUDA graph": "{graph[step_ms]:.2f} ms",
+        "decoding and host": lambda row: f"{100 * row['without_network']['share']:.1f}%",
+        "warm-up": lambda row: f"{row['eager']['warm_up_s'] + row['graph']['warm_up_s']:.1f} s",
+        "same tokens": lambda row: "yes" if row["graph_equals_eager"] else "NO",
+    }
+    others = [json.loads(path.read_text()) for path in sorted((RESULTS / "cards").glob("*.json"))]
+    ranked = [found["LLaDA2-mini"], *others]
+    rates = [1e3 / (one["graph"]["step_ms"] + one["graph"]["host_ms"]) for one in ranked]
+    experts = [one["profile"]["parts"]["experts"]["own_us"] / 1e3 for one in ranked]
+    return (
+        f"{table(columns, found.values())}\n\n"
+        f"LLaDA2-mini's step runs {rates[0]:.2f} times a second on this card, with the host. Its experts take "
+        f"{experts[0]:.2f} ms of it. On the {len(others)} cards of another machine (commit {others[0]['commit']}, "
+        f"`results/cards`) experts take {min(experts[1:]):.2f} to {max(experts[1:]):.2f} ms, and the step runs "
+        f"{', '.join(f'{rate:.2f}' for rate in sorted(rates[1:]))} times a second."
+    )
+
+
+def step_parts() -> str:
+    """The time of these steps by part."""
+    found = timed()
+    first = next(iter(found.values()))  # of one card: none adds up over ranks
+    names = [name for name in first["profile"]["parts"] if name != "collectives"]
+    columns: dict[str, Cell] = {"shape": "{title}"}
+    columns |= {name: f"{{profile[parts][{name}][own_us]:.0f}}" for name in names}
+    columns |= {
+        "host": lambda row: f"{1e3 * row['graph']['host_ms']:.0f}",
+        "no network": lambda row: f"{1e3 * row['without_network']['step_ms']:.0f}",
+    }
+    return table(columns, found.values())
+
+
+ABLATIONS = ("ablation-h200", "ablation-experts-h200", "ablation-more-h200", "ablation-decoders-h200")
+
+
+def ablation() -> str:
+    """What a step loses without each kernel group or optimisation of the host: a line each, a column for each case."""
+    reports, cases = there(ABLATIONS, RESULTS), dict[str, Report]()
+    for report in reports:
+        for case, rows in report["cases"].items():
+            cases.setdefault(case, {}).update({name: row for name, row in rows.items() if "error" not in row})
+    names = dict.fromkeys(name for rows in cases.values() for name in rows if not name.startswith("all on"))
+    spreads = {case: rows["all on"] for case, rows in cases.items()}
+    heads = {case: case for case in cases}
+    spread = {"spread of all on": "all on"}
+    return (
+        "How much longer a window step takes with one thing off, then, after the slash, the whole run with the host. "
+        "The first line is the spread of repeated runs with all on; what is within it is a dot. "
+        f"One {machine(reports[0])}, commits {commits(reports)}.\n\n"
+        + matrix(
+            "without", heads, spread | {f"`{name}`": name for name in names},
+            lambda name, case: (
+                "{step_spread:.1%} / {wall_spread:.1%}".format_map(spreads[case]) if name == "all on"
+                else lost(cases[case].get(name), spreads[case])
+            ),
+        )
+    )  # fmt: skip
+
+
+def lost(row: Report | None, base: Report) -> str:
+    """What step and run lose without something; a dot: no more than repeated runs differ."""
+    parts = []
+    for key in ("step", "wall") if row else ():
+        change = row[f"{key}_ratio"] - 1
+        within = abs(change) <= max(base[f"{key}_spread"], row.get(f"{key}_spread", 0))
+        parts.append("·" if within else f"{change:+.1%}")
+    return " / ".join(parts)
+
+
+def throughput() -> str:
+    """Tokens per second over the number of requests in flight, and the time of the largest batch by step."""
+    parts = []
+    runs: dict[str, Cell] = {
+        "in flight": "{in_flight}",
+        "tokens/s": "{tokens_per_s:.0f}",
+        "steady": lambda run: "-" if run["steady_tokens_per_s"] is None else f"{run['steady_tokens_per_s']:.0f}",
+        "TPF": "{tpf:.2f}",
+        "first block, median": lambda run: f"{1e3 * run['first_block_s']['median']:.0f} ms",
+        "worst": lambda run: f"{1e3 * run['first_block_s']['max']:.0f} ms",
+        "a request": "{latency_s[median]:.2f} s",
+        "GPU busy": lambda run: f"{100 * run['device_share']:.0f}%",
+        "beyond": "{memory[beyond_weights_and_kv_gb]:.2f} GB",
+    }
+    for name in ("llada2-mini-spread", "llada2-mini", "llada-8b", "llada-8b-compile", "tiny"):
+        report = load(f"throughput-{name}-h200")
+        last = report["runs"][-1]
+        launched: dict[str, Cell] = {
+            "step, at the largest number in flight": lambda row: (
+                "{phase}, {lanes} rows of {width} positions".format_map(row)
+                + (", some of which settle" if row["settles"] else "")
+            ),
+            "launches": "{launches}",
+            "median": "{median_ms:.2f} ms",
+            "of the time": lambda row, whole=1e3 * last["seconds"]: f"{100 * row['total_ms'] / whole:.0f}%",
+        }
+        parts += [
+            f"### {name}",
+            f"`{command(report)}`, {report['setting']['dtype']}, {machine(report)}, commit {report['commit']}. The "
+            f"first block of the first request: {report['cold']['first_block_s']:.1f} s after the weights were on the "
+            "card.",
+            table(runs, report["runs"]),
+            table(launched, last["steps"][:4]),
+        ]
+    return "\n\n".join(parts)
+
+
+CURVES = {"bf16": "mini", "fp8": "mini-fp8"}
+
+
+def measured(results: Path) -> dict[str, Report]:
+    """The files of `benchmarks.goals` that are there, by run."""
+    return {name: report for name in RUNS if (report := report_of(results, name)) is not None}
+
+
+def levels(results: Path) -> dict[str, list[Report]]:
+    """Of each format of LLaDA2-mini, what was measured, by the number in flight."""
+    found = {title: report_of(results, name) for title, name in CURVES.items()}
+    return {title: sorted(one["runs"], key=lambda run: run["in_flight"]) for title, one in found.items() if one}
+
+
+def goals(results: Path = RESULTS) -> str:
+    """Every figure that is to be reached beside its goal and its limit."""
+    reports = measured(results)
+    if not reports:
+        return "Not measured yet: `python -m benchmarks.goals --out benchmarks/results` does it."
+    some, made = next(iter(reports.values())), sorted({report["commit"] for report in reports.values()})
+
+    def values(row: Row, limit: str = "limit") -> tuple[float | None, float | None]:
+        run = level(reports[row.run], row.in_flight) if row.run in reports else None
+        return (None, None) if run is None or limit not in run else figure(row.figure, run, limit)
+
+    def share(row: Row, value: float | None, limit: float | None) -> str:
+        """What part of its limit a figure is. Of a time, the limit is the least."""
+        return "-" if not value or not limit else f"{limit / value if 'ms' in row.figure else value / limit:.0%}"
+
+    columns: dict[str, Cell] = {
+        "work": lambda row: row.work,
+        "in flight": lambda row: row.in_flight,
+        "figure": lambda row: row.figure,
+        "measured": lambda row: number(values(row)[0]),
+        "goal": wanted,
+        "limit": lambda row: number(values(row)[1]),
+        "of the limit": lambda row: share(row, *values(row)),
+        "warm": lambda row: number(values(row, "limit_warm")[1]),
+        "of that": lambda row: share(row, *values(row, "limit_warm")),
+    }
+    return (
+        f"One {machine(some)}, commit{'s' * (len(made) > 1)} {', '.join(made)}. "
+        "*Limit*: the figure if every step took the least time that its bytes or its multiply-adds allow, at rates of "
+        "the card from the same run, "
+        "and the host none. *Warm*: the same at the rate of a card that has multiplied for two seconds and is at its "
+        f"power limit, as under load. -: not measured.\n\n{table(columns, ROWS)}"
+    )
+
+
+def long_prompts(results: Path = RESULTS) -> str:
+    """Prefills and steps of long prompts."""
+    reports = measured(results)
+    rows = [
+        run | {"length": length}
+        for length in ("16k", "32k")
+        for run in reports.get(f"mini-{length}", {"runs": []})["runs"]
+    ]
+    return table(
+        {
+            "LLaDA2-mini, prompts of": "{length}",
+            "in flight": "{in_flight}",
+            "prefill, positions/s": lambda run: f"{run['limit']['prefill'].get('positions_per_s', 0):,.0f}",
+            "usual step": "{limit[usual][median_ms]:.2f} ms",
+            "by bytes": "{limit[usual][bytes_ms]:.2f} ms",
+            "keys and values read": "{limit[usual][keys_gb]:.2f} GB",
+        },
+        rows,
+    )
+
+
+def curve(results: Path = RESULTS) -> str:
+    """Tokens a second and latency of LLaDA2-mini over the requests in flight."""
+    rows = [run | {"title": title} for title, runs in levels(results).items() for run in runs]
+    return table(
+        {
+            "LLaDA2-mini, in flight": "{title}, {in_flight}",
+            "tokens/s, steady": lambda run: number(run["steady_tokens_per_s"]),
+            "limit": lambda run: number(run["limit"]["tokens_per_s"]),
+            "a request, median": "{latency_s[median]:.2f} s",
+            "worst": "{latency_s[max]:.2f} s",
+            "GPU busy": lambda run: f"{100 * run['device_share']:.0f}%",
+        },
+        rows,
+    )
+
+
+STARTS = {  # when kernels are compiled, and the file
+    "at its first launch": "startup-llada2-mini-h200",
+    "ahead, beside each other": "startup-llada2-mini-ahead-h200",
+}
+
+
+def startup(results: Path = RESULTS) -> str:
+    """From weights on the card to the first block: nothing compiled before, and once more on the same machine."""
+    found = {title: report for title, name in STARTS.items() for report in there([name], results)}
+    if not found:
+        return "Not measured yet: `python -m benchmarks.startup` does it."
+    some = next(iter(found.values()))
+    rows = [
+        {"title": title, "commit": report["commit"], "start": words}
+        | {phase["phase"]: phase for phase in report[name]["phases"]}
+        for title, report in found.items()
+        for name, words in (("cold", "first"), ("warm", "second"))
+        if name in report
+    ]
+    columns: dict[str, Cell] = {
+        "a kernel is compiled": "{title}",
+        "commit": "{commit}",
+        "start": "{start}",
+        "first block": "{one request[first_block_s]:.1f} s",
+        "kernels": "{one request[kernels]}",
+        "several requests": "{all in flight[seconds]:.1f} s",
+    }
+    return (
+        f"LLaDA2-mini's shape, bf16, {machine(some)}. Seconds from "
+        "weights on the card; to be reached: 8 s, the second time 2 s. The last column is what "
+        f"{some['setting']['in_flight']} requests at once take after that, for the first time.\n\n"
+        + table(columns, rows)
+    )
+
+
+# Beside other programs
+
+
+PEERS = {  # a row's title, and its run
+    "dInfer, eager, dual cache": "peer-eager",
+    "dInfer, torch.compile, dual cache": "peer-dual",
+    "ours, dual cache": "ours-dual",
+    "ours, dual cache, fp8": "ours-fp8",
+    "dInfer, torch.compile, vicinity 16/16": "peer-vicinity",
+    "ours, vicinity 16/16": "ours-vicinity",
+    "dInfer, torch.compile, no cache": "peer-none",
+    "ours, no cache": "ours-none",
+    "dInfer, torch.compile, dual cache, batch 8": "peer-batch8",
+    "ours, dual cache, batch 8": "ours-batch8",
+}
+
+
+def beside() -> Report:
+    """All runs of the published dInfer and ours, and what they ran on."""
+    return load("peers-h200-5453251")
+
+
+def peers() -> str:
+    """The published dInfer and ours on the same work: generations beside generations, steps beside steps."""
+    report = beside()
+    runs, some = report["runs"], report["runs"]["ours-dual"]
+    together = [name for name in PEERS.values() if runs[name].get("together_with")]
+    rows = []
+    for title, name in PEERS.items():
+        widths = {int(key.split()[-1]): found["median_ms"] for key, found in runs[name]["by_width"].items()}
+        full = widths.pop(some["prompt"] + some["new"])
+        window = " to ".join(f"{ms:.2f}" for ms in sorted(set(widths.values()))) or "-"
+        star = " *" if name in together else ""
+        rows.append(runs[name] | {"title": title, "window": window, "full": full, "star": star})
+    columns: dict[str, Cell] = {
+        "run": "{title}",
+        "ms a forward, generation": "{ms_per_forward:.2f}",
+        "window step": "{window}",
+        "full pass": "{full:.2f}",
+        "tokens/s": "{tokens_per_s:,.0f}",
+        "forwards": "{forwards}",
+        "first call": "{warm_up_s:.0f} s{star}",
+    }
+    return (
+        f"LLaDA-8B's shape with random bfloat16 weights, prompt {some['prompt']}, {some['new']} new tokens, blocks of "
+        f"{some['block']}, {some['tokens_per_forward']:.0f} tokens a step on both sides: each computes its threshold "
+        "rule and commits the leftmost masks. dInfer at commit "
+        f"{report['peer_commit']}, ours at {report['commit']}, one {machine(report)}, "
+        f"transformers {report['transformers']}. A generation is the median of {len(some['all_s'])}, over its "
+        "forwards. A window step is one forward of a block, a full pass one of the whole canvas. The first call "
+        f"compiles. {len(together)} runs of dInfer compiled beside each other (marked *), so their first calls "
+        f"are longer than alone; they were timed one at a time.\n\n{table(columns, rows)}"
+    )
+
+
+BLOCKS = {"llada": "LLaDA-8B, blocks of 32", "sdar-4b": "SDAR-4B, blocks of 4", "sdar-8b": "SDAR-8B, blocks of 4"}
+
+
+def diffulex(folder: Path = RESULTS) -> str:
+    """Diffulex and ours on the same work, as far as it was measured. Cards of one session have a file each."""
+    reports = {file.name: load(file.stem, folder) for file in sorted(folder.glob("diffulex*-h200.json"))}
+    if not reports:
+        return "Not measured yet: `python -m benchmarks.peers.compare --diffulex FOLDER` does it."
+    first, report = next(iter(reports.items()))
+    same, runs = ("diffulex_commit", "hardware", "torch", "transformers"), dict[str, Any]()
+    for name, other in reports.items():
+        if differ := [key for key in same if other[key] != report[key]]:
+            raise ValueError(f"{name} has another {' and '.join(differ)} than {first}: measure all anew")
+        if twice := runs.keys() & other["runs"].keys():
+            raise ValueError(f"{name} has {', '.join(sorted(twice))} again: delete the older file")
+        runs |= other["runs"]
+    some = next(iter(runs.values()))
+    rows = [
+        run | {"title": f"{who}, {title}", "batch": batch, "usual": usual["median_ms"]}
+        for batch in (1, 16)
+        for name, title in BLOCKS.items()
+        for side, who in (("diffulex", "Diffulex"), ("ours", "ours"))
+        if (run := runs.get(f"{side}-{name}-batch{batch}")) is not None
+        and (usual := max(run["by_width"].values(), key=lambda found: found["forwards"]))
+    ]
+    columns: dict[str, Cell] = {
+        "run": "{title}",
+        "batch": "{batch}",
+        "ms a forward, generation": "{ms_per_forward:.2f}",
+        "step": "{usual:.2f} ms",
+        "forwards": "{forwards}",
+        "tokens/s": "{tokens_per_s:,.0f}",
+    }
+    return (
+        f"Random bfloat16 weights, {some['new']} new tokens, prompts of 128 tokens (LLaDA) and 512 (SDAR). Each step "
+        "commits the 4 or 2 leftmost masks on both sides, and keys of finished blocks are final. Diffulex at commit "
+        f"{report['diffulex_commit']}, ours at {commits(reports.values()).replace(', ', ' and ')}, one "
+        f"{machine(report)}, transformers {report['transformers']}. A generation is the median of "
+        f"{len(some['all_s'])}, over its forwards. Ours caches a block in the next one's first step, Diffulex in a "
+        f"step of its own.\n\n{table(columns, rows)}"
+    )
+
+
+def llama_cpp() -> str:
+    """llama.cpp and ours on the same files on a CPU: CPU time of one thread."""
+    report = load("llama-cpp-memory-cpu")
+    rows = [(name.removesuffix(".gguf"), found) for name, found in sorted(report["after"]["files"].items())]
+    columns: dict[str, Cell] = {
+        "file": at(0),
+        "full pass, llama.cpp": lambda row: f"{row[1]['llama.cpp']['whole pass']:.2f} s",
+        "ours": lambda row: f"{row[1]['ours']['whole pass']:.2f} s",
+        "our window step": lambda row: f"{row[1]['ours']['window step']:.2f} s",
+        "tokens/s, ours / theirs": lambda row: f"{row[1]['tokens/s, ours / theirs']:.1f}",
+        "peak memory, ours / theirs": lambda row: (
+            f"{row[1]['ours']['peak MB']:.0f} / {row[1]['llama.cpp']['peak MB']:.0f} MB: "
+            f"{row[1]['peak memory, ours / theirs']:.2f}"
+        ),
+    }
+    return (
+        f"llama.cpp {report['llama.cpp'].removeprefix('vendored ')}; {report['machine']}; ours at "
+        f"{report['after']['commit']}. CPU time of one thread, medians of two rounds in turns "
+        f"(`llama-cpp-memory-cpu.json`).\n\n{table(columns, rows)}"
+    )
+
+
+def summary() -> str:
+    """One figure of speed, and one of accuracy against tokens per forward."""
+    report = beside()
+    ours, peer, ours8, peer8 = (
+        report["runs"][f"{who}-{run}"] for run in ("dual", "batch8") for who in ("ours", "peer")
+    )
+    return "\n".join(
+        [
+            f"**Speed.** LLaDA-8B's shape on one {report['hardware']}: a forward takes {ours['ms_per_forward']:.2f} ms "
+            f"over whole generations, with the published dInfer (torch.compile) {peer['ms_per_forward']:.2f} ms. The "
+            f"first call takes {ours['warm_up_s']:.0f} s against {peer['warm_up_s']:.0f} s; a batch of 8 yields "
+            f"{ours8['tokens_per_s']:,.0f} against {peer8['tokens_per_s']:,.0f} tokens a second. Both did the same "
+            f"work, dInfer at commit {report['peer_commit']} and ours at {report['commit']}; "
+            "[docs/performance.md](docs/performance.md#beside-the-published-dinfer) has all figures.",
+            "",
+            '<img src="docs/images/speed.svg" width="600" alt="Tokens a second, ours and the published dInfer">',
+            "",
+            f"**Accuracy.** The model in the box on {load('tiny-quality-h200')['rows'][0]['problems']} held-out "
+            "problems, each point a setting of a decoder. [docs/results.md](docs/results.md) has more.",
+            "",
+            '<img src="docs/images/accuracy.svg" width="600" alt="Accuracy against tokens per forward">',
+        ]
+    )
+
+
+def short() -> str:
+    """The figures that a reader asks for first."""
+    found, runs, here = timed(), beside()["runs"], load("llama-cpp-memory-cpu")["after"]["files"]["Q4_K_M.gguf"]
+    dense, experts = found["LLaDA-8B"], found["LLaDA2-mini"]
+    most = {
+        name: next(run for run in own if run["in_flight"] == 256)["steady_tokens_per_s"]
+        for name, own in levels(RESULTS).items()
+    }
+    return "\n".join(
+        [
+            f"* **A step** of one request takes {dense['graph']['step_ms']:.2f} ms with LLaDA-8B and "
+            f"{experts['graph']['step_ms']:.2f} ms with LLaDA2-mini. The card could read the weights in "
+            f"{dense['limit']['reached']:.0%} and {experts['limit']['reached']:.0%} of that time.",
+            f"* **Beside the published dInfer**: a forward of LLaDA-8B takes "
+            f"{runs['ours-dual']['ms_per_forward']:.2f} ms over whole generations, and "
+            f"{runs['peer-dual']['ms_per_forward']:.2f} ms there.",
+            f"* **Throughput**: LLaDA2-mini gives {most['bf16']:,.0f} tokens a second with 256 requests in flight, and "
+            f"{most['fp8']:,.0f} with `quantize=fp8`.",
+            f"* **On a CPU** one thread decodes {here['tokens/s, ours / theirs']:.1f} times as many tokens a second as "
+            "llama.cpp's, from the same Q4_K_M file.",
+        ]
+    )
+
+
+# Several open blocks
+
+
+WANTED = {(2, 0): 1.06, (4, 0): 1.12, (1, 4): 1.12}  # by blocks and candidates: the highest ratio to the first step
+BLOCK = 32
+
+
+def positions(run: Report) -> int:
+    """Positions that a step computes for its row."""
+    return int(run["width"] * (1 + run["candidates"]))
+
+
+def open_blocks() -> str:
+    """The time of a window step by open blocks and candidates, and of its parts."""
+    report = load("open-blocks-h200")
+    first, *others = report["runs"]
+    opened: dict[str, Cell] = {"open blocks": "{blocks}", "candidates": "{candidates}"}
+    timed: dict[str, Cell] = {
+        "positions": positions,
+        "window step": "{step_ms:.2f} ms",
+        "of the first": "{ratio:.2f}",
+        "wanted": lambda run: (
+            "-" if (most := WANTED.get((run["blocks"], run["candidates"]))) is None else f"{most:.2f}"
+        ),
+    }
+    more: dict[str, Cell] = {
+        name: lambda run, name=name: f"{run['parts_us'][name] - first['parts_us'][name]:+.0f}"
+        for name, us in first["parts_us"].items()
+        if us
+    }
+    return "\n\n".join(
+        [
+            f"One request of the shape {report['setting']['shape']} with random weights in bfloat16, the dual cache, "
+            f"prompt {report['setting']['prompt']} + {report['setting']['new']} new, blocks of {BLOCK}, CUDA graphs, "
+            f"{machine(report)}, commit {report['commit']}.",
+            table(opened | timed, report["runs"]),
+            "Where the rest of the time goes: microseconds more than in the first step, by part.",
+            table(opened | more, others),
+        ]
+    )
+
+
+# How many cards a load needs
+
+
+CHECKED = {
+    "tokens_per_s": "tokens/s",
+    "first_block_s": "first block",
+    "first_text_s": "first text",
+    "latency_s": "answer",
+}
+
+
+def checked(runs: list[Report]) -> str:
+    """Measurements and simulations."""
+
+    def pair(key: str, row: Report) -> str:
+        if "unmeasured" in row:
+            reason = f"not simulated: {row['unmeasured'].partition(': ')[0]}"
+            return reason if key == "tokens_per_s" else ""
+        if row.get(key) is None:
+            return "-"
+        form = "{:.0f}" if key == "tokens_per_s" else "{:.3f} s"
+        both = form.format(row[key]["measured"]), form.format(row[key]["simulated"])
+        return f"{both[0]}, {both[1]} ({100 * row[key]['off']:+.1f}%)"
+
+    def beyond(row: Report) -> str:
+        return f" ({row['beyond']:.0%} of its steps are larger than measured)" if row.get("beyond") else ""
+
+    columns: dict[str, Cell] = {
+        "measured": lambda row: f"{row['of']}, `{row['file'].removesuffix('.json')}`",
+        "in flight": lambda row: f"{row['in_flight']}{beyond(row)}",
+    }
+    columns |= {f"{name}: measured, simulated": lambda row, key=key: pair(key, row) for key, name in CHECKED.items()}
+    return table(columns, runs)
+
+
+def experts() -> str:
+    """Steps on two cards, with experts divided and dealt out whole, by the number of requests."""
+    names = ["tensor-parallel-fused-h200", *sorted(path.stem for path in RESULTS.glob("tensor-parallel-rows*"))]
+    took: dict[int, dict[str, float]] = {}
+    for found in (found for name in names for found in load(name).values() if isinstance(found, dict)):
+        case = found.get("case")
+        if case and (case["shape"], case["cards"], case["quantize"], case["sums"]) == ("llada2-mini", 2, None, "fused"):
+            took.setdefault(case["rows"], {})[case["experts"]] = found["with_host_ms"]
+    columns: dict[str, Cell] = {
+        "requests": at(0),
+        "divided experts": lambda row: milliseconds(row[1].get("divided")),
+        "whole experts": lambda row: milliseconds(row[1].get("dealt out")),
+    }
+    return table(columns, sorted(took.items()))
+
+
+def two_cards() -> list[Report]:
+    """What was measured and simulated of two cards; the newest file has the shortest name."""
+    files = sorted(RESULTS.glob("scaling-check-two-cards*.json"), reverse=True)
+    return [row for file in files for row in load(file.stem)["runs"]]
+
+
+SECTIONS: dict[str, Callable[[], str]] = {
+    "families": families, "summary": summary, "box": box, "further": further,
+    "everything": everything, "short": short, "steps": steps, "step-runs": step_runs, "parts": step_parts,
+    "peers": peers, "diffulex": diffulex, "llama-cpp": llama_cpp, "quantized": quantized, "goals": goals,
+    "long-prompts": long_prompts, "curve": curve, "startup": startup, "throughput": throughput, "ablation": ablation,
+    "open-blocks": open_blocks, "experts": experts, "checked": lambda: checked(load("scaling-check-h200")["runs"]),
+    "checked_two_cards": lambda: checked(two_cards()),
+}  # fmt: skip
