@@ -25,7 +25,7 @@ from dinfer.recipe.recipe import compose
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8]
 HOSTILE = "</script><script>document.title='owned'</script><!-- \u2028 & @@style@@ <img src=x onerror=alert(1)>"
-DOCS = (Path(__file__).parents[2] / "docs" / "trace.md").read_text()
+DOCS = (Path(__file__).parents[3] / "docs" / "trace.md").read_text()
 
 
 def pipeline(variant: str = "bidirectional", *, cache: Any = "dual", decoder: Any = None, **more: Any) -> Pipeline:

@@ -175,7 +175,7 @@ def test_a_round_that_hangs_is_told_but_not_one_that_meets_a_new_shape(monkeypat
 
 
 def test_the_example_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "engine.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "engine.md").read_text()
     for example in page.split("```python\n")[1:]:
         exec(compile(example.split("```")[0], "docs/engine.md", "exec"), {"__name__": "__main__"})
     said = capsys.readouterr().out

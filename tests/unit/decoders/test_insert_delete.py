@@ -17,7 +17,7 @@ from dinfer.engine.request import Request, Wants
 from dinfer.models.llada2 import Llada2
 from dinfer.recipe.recipe import IncompatibleRecipe, compose
 
-CONFIG = Path(__file__).parents[1] / "goldens" / "models" / "llada2_moe" / "config.json"
+CONFIG = Path(__file__).parents[2] / "goldens" / "models" / "llada2_moe" / "config.json"
 
 
 def script(*pages: list[int]) -> Tensor:

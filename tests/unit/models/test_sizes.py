@@ -18,7 +18,7 @@ from dinfer.loading.checkpoint import family_of
 from dinfer.recipe.registry import MODELS
 from dinfer.step.spec import ExpertLayout
 
-CONFIGS = Path(__file__).parents[1] / "configs"
+CONFIGS = Path(__file__).parents[2] / "configs"
 DREAM = "real/Dream-org__Dream-v0-Instruct-7B/config"
 SDAR = "real/JetLM__SDAR-8B-Chat/config"
 

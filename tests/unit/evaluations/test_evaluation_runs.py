@@ -34,7 +34,7 @@ from evaluations.report import rows_of
 from evaluations.run import TASKS, Settings, evaluate, load_tasks, report_of, stem_of
 from evaluations.sandbox import CODE_EVAL, Limits, in_sandbox
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
