@@ -17,7 +17,7 @@ from dinfer.parallel.leader import RankFailed
 from dinfer.serving.app import application
 from dinfer.serving.connection import Connection, open_files
 from dinfer.serving.server import Server
-from dinfer.serving.settings import naming, url
+from dinfer.serving.settings import Settings, naming, url
 
 LOG = logging.getLogger("dinfer.serving")
 FAREWELL = 2.0  # seconds in which a server still answers after its engine failed, and in which requests are cut off
@@ -90,13 +90,12 @@ def tuned() -> Iterator[None]:
         sys.setswitchinterval(before)
 
 
-def configured(server: Server) -> uvicorn.Config:
-    """The settings of uvicorn."""
-    settings = server.settings
+def configured(app: Any, settings: Settings, *, grace: int | None = None) -> uvicorn.Config:
+    """The settings of uvicorn. `grace`: seconds after which it cuts off running requests by itself."""
     door: Any = partial(Connection, settings)
     return uvicorn.Config(
-        application(server), log_config=None, access_log=False, server_header=False, backlog=settings.max_connections,
-        http=door, ws="none", timeout_keep_alive=30, timeout_graceful_shutdown=None,
+        app, log_config=None, access_log=False, server_header=False, backlog=settings.max_connections, http=door,
+        ws="none", timeout_keep_alive=30, timeout_graceful_shutdown=grace,
     )  # fmt: skip
 
 
@@ -105,7 +104,7 @@ def serve(server: Server, made: socket.socket, ready: Callable[[str], None]) -> 
 
     Raises EngineFailed, RankFailed, what `ready` raises, and OSError if another server has taken the address.
     """
-    settings, config = server.settings, configured(server)
+    settings, config = server.settings, configured(application(server), server.settings)
     open_files(settings)
     with naming(settings):  # two sockets may be bound to an address, but only one can listen
         made.listen(settings.max_connections)

@@ -3,7 +3,6 @@
 import ipaddress
 import os
 import socket
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -82,13 +81,13 @@ class Settings:
         return keys
 
 
-PATIENCE = 1.0  # seconds in which Ray Serve must answer
+def listen(settings: Settings, *, shared: bool = False) -> socket.socket:
+    """The socket that the server will listen on. Raises an OSError that names the address.
 
-
-def listen(settings: Settings) -> socket.socket:
-    """The socket that the server will listen on. Raises an OSError that names the address."""
+    `shared`: a later server of this user may listen there, too, before this one ends.
+    """
     made = socket.socket(socket.AF_INET6 if ":" in settings.host else socket.AF_INET)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT if shared else socket.SO_REUSEADDR, 1)
     try:
         with naming(settings):
             made.bind((settings.host, settings.port))
@@ -96,26 +95,6 @@ def listen(settings: Settings) -> socket.socket:
         made.close()
         raise
     return made
-
-
-def check_free(settings: Settings) -> None:
-    """Raises an OSError that names the address if something listens there but Ray Serve, which takes a new application.
-
-    For replicas: until Ray has started, nothing else tells whether the port can be had.
-    """
-    try:
-        listen(settings).close()
-    except OSError as error:
-        try:
-            ask_ray_serve(url(settings.host, settings.port))
-        except OSError:
-            raise error from None
-
-
-def ask_ray_serve(address: str) -> None:
-    """Raises OSError unless Ray Serve listens at `address`."""
-    with urllib.request.urlopen(f"{address}-/healthz", timeout=PATIENCE):
-        pass
 
 
 @contextmanager

@@ -98,15 +98,9 @@ async def silent(asked: Asked) -> AsyncGenerator[Any]:
     yield
 
 
-@pytest.fixture(autouse=True)
-def plain_logs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A gateway has a process of its own, whose logs it sets up. Here it has not."""
-    monkeypatch.setattr("dinfer.serving.ray.gateway.log_as_json", lambda: None)
-
-
 @contextmanager
 def gateway(handle: Handle, settings: Settings | None = None) -> Iterator[Callable[..., httpx.Response]]:
-    app = Gateway(handle, settings or Settings(), "").__serve_build_asgi_app__()  # type: ignore[arg-type]
+    app = Gateway(handle, settings or Settings()).app()  # type: ignore[arg-type]
 
     def ask(body: Any = BODY, path: str = CHAT, method: str = "POST", **headers: str) -> httpx.Response:
         async def once() -> httpx.Response:
@@ -138,7 +132,8 @@ def test_what_has_streamed_nothing_is_asked_elsewhere(lost: list[int]) -> None:
         whole, stream = ask(), ask(BODY | {"stream": True})
     assert whole.json()["choices"][0]["message"]["content"] == text_of(stream) == answer()
     assert stream.headers["content-type"].startswith("text/event-stream")
-    assert [asked.id for asked in handle.asked] == ["mine"] * 2 * (len(lost) + 1)
+    ids = [response.headers["x-request-id"] for response in (whole, stream)]
+    assert [asked.id for asked in handle.asked] == [one for one in ids for _ in range(len(lost) + 1)]
     assert len(set(handle.sessions)) == 1 and not handle.cancelled
 
 
@@ -148,7 +143,7 @@ def test_a_stream_that_has_begun_ends_with_an_error() -> None:
     *pieces, last = [json.loads(line.removeprefix("data: ")) for line in response.text.split("\n\n") if line]
     said = "".join(piece["choices"][0]["delta"].get("content") or "" for piece in pieces)
     assert response.status_code == 200 and said and answer().startswith(said)
-    assert last["error"]["code"] == "replica_lost" and last["request_id"] == "mine"
+    assert last["error"]["code"] == "replica_lost" and last["request_id"] == response.headers["x-request-id"]
 
 
 def test_a_request_that_ends_every_replica_ends() -> None:
@@ -181,7 +176,9 @@ def test_keys_and_limits_hold_at_the_door(monkeypatch: pytest.MonkeyPatch) -> No
         assert ask(BODY | {"user": "x" * 500}, authorization="Bearer a-key-of-ours").status_code == 413
         assert not handle.asked
         response = ask(authorization="Bearer a-key-of-ours")
-    assert response.status_code == 200 and "x-request-id" not in response.headers  # Ray Serve's proxy adds it
+        for path in ("/-/routes", "/-/healthz", "/metrics"):
+            assert ask(path=path, method="GET").status_code == 401
+    assert response.status_code == 200 and response.headers["x-request-id"].startswith("req-")
 
 
 def test_what_a_client_does_wrong_is_said_by_the_replica() -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +19,7 @@ from dinfer.loading.hub import locate
 from dinfer.serving.batch import Line
 from dinfer.serving.ray import cluster, replicas, shards
 from dinfer.serving.run import EngineFailed
-from dinfer.serving.settings import Settings
+from dinfer.serving.settings import Settings, listen
 
 TINY = locate("tiny")
 
@@ -40,8 +38,10 @@ def dinfer_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
         (["serve", "replicas=2", "port=0", "ray=somewhere"], "ray=somewhere must be auto, local, or the HOST:PORT"),
         (["serve", "replicas=2", "port=0", "ray=ray://head:10001"], "run this command on a machine of the cluster"),
         (["serve", "autoscaling={max_replicas: 2}"], "give replicas= too"),
-        (["serve", "tensor_parallel=0"], "tensor_parallel=0 must be at least 1"),
-        (["serve", "tensor_parallel=4", "runtime.tensor_parallel=2"], "contradict each other: give one"),
+        (
+            ["serve", "replicas=2", "port=0", "ray=local"],
+            "no cluster runs, and the processes of a new one",
+        ),
         (["batch", "in.jsonl", "out.jsonl", "replicas=2"], "replicas=2 needs a Ray cluster: give ray=auto too"),
         (["batch", "in.jsonl", "out.jsonl", "ray=auto", "replicas=0"], "replicas=0 must be at least 1"),
         (["eval", "ranks=2"], "ranks=2 needs a Ray cluster: give ray=auto too"),
@@ -69,30 +69,24 @@ def test_a_missing_ray_names_its_extra(
     assert said.status == 2 and "pip install 'dinfer[ray]'" in said.err
 
 
-@pytest.mark.parametrize("serve", [False, True], ids=["another server", "Ray Serve"])
 def test_a_port_that_is_taken_is_named_before_ray_starts(
-    dinfer_command: CommandLine, serve: bool, monkeypatch: pytest.MonkeyPatch
+    dinfer_command: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ray Serve may have the port: it replaces the application of an earlier command."""
+    monkeypatch.setattr(cluster, "connect", lambda *_, **__: pytest.fail("Ray starts"))
+    with listen(Settings(port=0)) as taken:
+        taken.listen()
+        port = taken.getsockname()[1]
+        said = dinfer_command("serve", "replicas=1", f"port={port}")
+    assert said.status == 2 and f"port={port}: Address already in use. Choose another port" in said.err, said.err
 
-    class Page(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200 if serve and self.path == "/-/healthz" else 404)
-            self.end_headers()
 
-        def log_message(self, *args: object) -> None:
-            pass
-
-    def start(*args: Any, **kwargs: Any) -> None:
-        raise ValueError("Ray starts")
-
-    monkeypatch.setattr(cluster, "connect", start)
-    with ThreadingHTTPServer(("127.0.0.1", 0), Page) as taken:
-        Thread(target=taken.serve_forever, daemon=True).start()
-        said = dinfer_command("serve", "replicas=1", f"port={taken.server_port}", "host=127.0.0.1")
-        taken.shutdown()
-    want = "Ray starts" if serve else f"port={taken.server_port}: Address already in use. Choose another port"
-    assert said.status == 2 and want in said.err, said.err
+def test_only_the_owner_reads_ray_s_token(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    token = tmp_path / "auth_token"
+    monkeypatch.setattr(cluster, "TOKEN", token)
+    monkeypatch.setattr(cluster.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(cluster.ray, "init", lambda *_, **__: token.write_text("secret"))
+    cluster.connect("local", logs=False)
+    assert token.stat().st_mode & 0o777 == 0o600
 
 
 def machines(monkeypatch: pytest.MonkeyPatch, *resources: dict[str, float]) -> None:
@@ -175,17 +169,19 @@ def test_why_no_replica_starts_is_the_last_line_of_its_traceback(monkeypatch: py
         monkeypatch.setattr(replicas.serve, "status", lambda: SimpleNamespace(applications=found))
         raise RuntimeError("Deploying application dinfer failed: Failed to update the deployments ['Replica'].")
 
-    monkeypatch.setattr(replicas.serve, "status", lambda: SimpleNamespace(proxies={}, applications={}))
+    monkeypatch.setattr(replicas.serve, "status", lambda: SimpleNamespace(applications={}))
     monkeypatch.setattr(replicas.serve, "run", fail)
     for name in ("start", "delete"):
         monkeypatch.setattr(replicas.serve, name, lambda *_, **__: None)
     plan = replicas.Plan(replicas=1, rows=1, resources={"CPU": 1})
     with (
+        listen(Settings(port=0)) as made,
         pytest.raises(EngineFailed, match=r"^the replicas could not start: MemoryError: the weights need 20 GB$"),
         replicas.deployed(
             lambda _: pytest.fail("it makes a server"),
             Settings(port=0),
             plan,
+            made,
         ),
     ):
         pass

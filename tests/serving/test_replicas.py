@@ -76,7 +76,11 @@ def test_a_replica_is_killed_under_load(machine: Cluster) -> None:
         config = conf.compose("serve", ["model=tiny", *SERVE]) | {"name": "tiny"}
     plan = Plan(replicas=2, rows=4, resources={"CPU": 1})
     want = wanted()
-    with deployed(partial(made, config, {}), Settings(port=0, max_new_tokens=32), plan) as here:
+    settings = Settings(port=0, max_new_tokens=32)
+    with listen(settings) as socket, deployed(partial(made, config, {}), settings, plan, socket) as here:
+        odd = httpx.get(f"{here.address}ready", headers={"X-Request-Id": b"\xff\xfe"})
+        assert odd.status_code == 200 and odd.headers["x-request-id"].startswith("req-")
+        assert httpx.get(f"{here.address}-/routes").status_code == 404
         assert httpx.get(f"{here.address}ready").json() == {"status": "ready"}
         with ThreadPoolExecutor(8) as threads:
             found = [threads.submit(ask, here.address, i % 16, i % 2 == 1) for i in range(24)]
@@ -85,7 +89,7 @@ def test_a_replica_is_killed_under_load(machine: Cluster) -> None:
             machine.workers(REPLICA)[0].kill()
             results = [one.result() for one in found]
         metrics = httpx.get(f"{here.address}metrics").text
-    serve.shutdown()  # so that the next server may choose its port
+    serve.shutdown()
     for i, (status, text, error) in enumerate(results):
         assert status == 200, results[i]
         if error is None:

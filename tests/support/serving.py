@@ -66,7 +66,7 @@ def listening(client: Client) -> Iterator[str]:
     """The application behind a socket, in a thread: its address, which ends in a slash."""
     with listen(Settings(port=0)) as made:
         made.listen()
-        web = uvicorn.Server(configured(client.server))
+        web = uvicorn.Server(configured(application(client.server), client.server.settings))
         thread = threading.Thread(target=lambda: asyncio.run(web.serve(sockets=[made])))
         thread.start()
         try:

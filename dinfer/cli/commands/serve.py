@@ -51,9 +51,6 @@ def serve(config: dict[str, Any], text: str | None) -> None:
     settings = settings_of(config)
     settings.keys()  # raises where there are none
     others, config = recipes(config, "serve"), config | {"name": name_of(config)}
-    ranks, own = config["tensor_parallel"], config["runtime"]["tensor_parallel"]
-    if ranks not in (1, own):
-        raise ValueError(f"tensor_parallel={ranks} and runtime.tensor_parallel={own} contradict each other: give one")
     if setting(config, "replicas", int | None) is not None:
         return serve_replicas(config, others, settings)
     if config["autoscaling"] is not None:
@@ -76,25 +73,26 @@ def serve_replicas(config: dict[str, Any], others: dict[str, dict[str, Any]], se
     """Deploys the same application on Ray Serve. Raises ValueError, before anything starts, for what has no room."""
     need("ray", "ray", "replicas= needs Ray")
     replicas = counted(config, "replicas")
-    from dinfer.serving.settings import check_free
+    from dinfer.serving.settings import listen
 
-    check_free(settings)
-    check_ahead(config, others)
-    autoscaling = setting(config, "autoscaling", dict | None)
-    os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # read at the import: each request has a line of its own
-    from dinfer.serving.ray.cluster import connect, device_of, placed
-    from dinfer.serving.ray.replicas import Plan, run
-    from dinfer.serving.run import EngineFailed
+    with listen(settings, shared=True) as socket:
+        check_ahead(config, others)
+        autoscaling = setting(config, "autoscaling", dict | None)
+        os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # read at the import: each request has a line of its own
+        from dinfer.serving.ray.cluster import connect, device_of, placed
+        from dinfer.serving.ray.replicas import Plan, run
+        from dinfer.serving.run import EngineFailed
 
-    connect(setting(config, "ray", str), logs=True)
-    device = device_of(setting(config, "device", str | None))
-    resources = placed(replicas, ranks_of(config), device)
-    plan = Plan(replicas=replicas, rows=runtime_of(config, device).rows, resources=resources, autoscaling=autoscaling)
-    names = [config["name"], *(f"{config['name']}:{preset}" for preset in others)]
-    try:
-        run(partial(made, config | {"device": device}, others), settings, plan, announced(names))
-    except EngineFailed as error:
-        fail(error, FAILED)
+        connect(setting(config, "ray", str), logs=True, private=not settings.insecure)
+        device = device_of(setting(config, "device", str | None))
+        resources = placed(replicas, ranks_of(config), device)
+        rows = runtime_of(config, device).rows
+        plan = Plan(replicas=replicas, rows=rows, resources=resources, autoscaling=autoscaling)
+        names = [config["name"], *(f"{config['name']}:{preset}" for preset in others)]
+        try:
+            run(partial(made, config | {"device": device}, others), settings, plan, socket, announced(names))
+        except EngineFailed as error:
+            fail(error, FAILED)
 
 
 def made(config: dict[str, Any], others: dict[str, dict[str, Any]], settings: Settings) -> Server:
@@ -181,7 +179,7 @@ def settings_of(config: dict[str, Any]) -> Settings:
     from dinfer.serving.settings import Settings
 
     hints = get_type_hints(Settings)
-    return Settings(**typed(hints, {name: config[name] for name in hints}))
+    return Settings(**typed(hints, {name: config[name] for name in hints if name in config}))
 
 
 arguments = configured

@@ -3,28 +3,54 @@
 import logging
 import os
 import socket
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
 import ray
 
-AUTO = "auto"
+AUTO, LOCAL = "auto", "local"
+TOKEN = Path.home() / ".ray" / "auth_token"
 ANSWER = 5.0  # seconds in which the head of a cluster must take a connection
 
 
-def connect(address: str, *, logs: bool) -> None:
+def connect(address: str, *, logs: bool, private: bool = False) -> None:
     """Joins the cluster at `address`. `logs`: show the output of its processes here.
 
     `auto` means the cluster of RAY_ADDRESS, or one that runs on this machine, or a new one here, which ends with this
-    process. Raises ValueError if there is none.
+    process. `private`: start none, since the ports of Ray's processes can be reached from other machines. Raises
+    ValueError if there is none.
     """
     logging.getLogger("ray").setLevel(logging.WARNING)
     if ray.is_initialized():
         return
     found = os.environ.get("RAY_ADDRESS", "") if address == AUTO else address
     reachable(found)
+    start = partial(ray.init, log_to_driver=logs, logging_level=logging.WARNING)
     try:
-        ray.init(None if address == AUTO else address, log_to_driver=logs, logging_level=logging.WARNING)
+        if address != AUTO and address != LOCAL:
+            start(address)
+        elif address == LOCAL or not running(start):
+            if private:
+                raise ValueError(
+                    "no cluster runs, and the processes of a new one listen on all addresses of this machine, with "
+                    "Ray's token as their only guard. Say insecure=true to start one, or join one with ray=HOST:PORT"
+                )
+            start(LOCAL)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ValueError(f"ray={address}: no Ray cluster can be joined there: {error}") from error
+    finally:
+        if TOKEN.exists():
+            TOKEN.chmod(0o600)  # Ray lets everybody on this machine read it
+
+
+def running(start: Callable[[str], object]) -> bool:
+    """Joins the cluster that runs on this machine or that RAY_ADDRESS names, if there is one."""
+    try:
+        start(AUTO)
+    except ConnectionError:
+        return False
+    return True
 
 
 def reachable(address: str) -> None:
@@ -33,7 +59,7 @@ def reachable(address: str) -> None:
     if "://" in address:
         raise ValueError(f"ray={address}: run this command on a machine of the cluster, with ray=auto or HOST:PORT")
     if not colon:
-        if address not in ("", "local"):
+        if address not in ("", LOCAL):
             raise ValueError(f"ray={address} must be auto, local, or the HOST:PORT of a cluster's head")
         return
     try:

@@ -25,7 +25,7 @@ from dinfer.serving.answers import sse
 from dinfer.serving.errors import ApiError
 from dinfer.serving.exchange import Application, Asked
 from dinfer.serving.guard import Guard, Message, Receive, Scope, Send
-from dinfer.serving.log import REQUEST_ID, log_as_json
+from dinfer.serving.log import REQUEST_ID
 from dinfer.serving.settings import Settings
 
 ATTEMPTS = 3  # replicas that may end during one request, which may be what ends them
@@ -36,24 +36,20 @@ LOG = logging.getLogger("dinfer.serving")
 
 
 class Gateway:
-    """The ingress of the application on Ray Serve. It holds no model, so there may be any number of gateways."""
+    """The application of a server with replicas. It holds no model."""
 
-    def __init__(self, replicas: DeploymentHandle, settings: Settings, owner: str) -> None:
-        """`owner`: the command that deploys it. Raises ValueError or OSError if this machine lacks the keys."""
-        log_as_json()
-        self._replicas, self._settings, self._owner = replicas, settings, owner
+    def __init__(self, replicas: DeploymentHandle, settings: Settings) -> None:
+        """Raises ValueError or OSError if this machine lacks the keys."""
+        self._replicas, self._settings = replicas, settings
         self._registry = CollectorRegistry()
         self._retried = Counter(
             "dinfer_requests_retried", "Requests sent to another replica after theirs ended", registry=self._registry
         )
 
-    def __serve_build_asgi_app__(self) -> Application:
+    def app(self) -> Application:
         own = {"/health": self._health, "/ready": self._ready, "/metrics": self._metrics}
         routes = [*(Route(path, answer) for path, answer in own.items()), Mount("/", self._forward)]
-        return named_by_serve(Starlette(routes=routes, middleware=[Middleware(Guard, settings=self._settings)]))
-
-    def owner(self) -> str:
-        return self._owner
+        return Starlette(routes=routes, middleware=[Middleware(Guard, settings=self._settings)])
 
     async def _health(self, request: Request) -> Response:
         return JSONResponse({"status": "ok"})
@@ -140,24 +136,6 @@ class Gateway:
         raise ApiError(
             503, f"{ATTEMPTS} replicas ended while they answered this request", code="replica_lost", retry_after=5
         )
-
-
-def named_by_serve(app: Application) -> Application:
-    """The application, with the request ids of Ray Serve's proxies, which add them to answers."""
-    header = b"x-request-id"
-
-    async def call(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            scope["request_id"] = dict(scope["headers"])[header].decode("latin-1")
-
-        async def sending(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message = {**message, "headers": [one for one in message["headers"] if one[0] != header]}
-            await send(message)
-
-        await app(scope, receive, sending)
-
-    return call
 
 
 class _Merged(Collector):

@@ -1,34 +1,39 @@
-"""The application on Ray Serve: replicas of the model, and gateways before them."""
+"""Replicas of the model on Ray Serve, and the command that serves them at its own address."""
 
+import asyncio
 import logging
 import os
 import signal
+import socket
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import ExitStack, aclosing, contextmanager, suppress
 from dataclasses import dataclass, replace
+from threading import Thread
 from typing import Any
 
+import uvicorn
 from prometheus_client.core import Metric
 from pydantic import ValidationError
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.config import AutoscalingConfig
 from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatus
 
 from dinfer.serving.app import application
+from dinfer.serving.connection import open_files
 from dinfer.serving.exchange import Asked, messages
 from dinfer.serving.guard import Message
 from dinfer.serving.log import log_as_json
 from dinfer.serving.ray.gateway import PROBE, Gateway
-from dinfer.serving.run import EngineFailed, tuned
+from dinfer.serving.run import EngineFailed, configured, tuned
 from dinfer.serving.server import Server
-from dinfer.serving.settings import NO_LIMIT, Settings, ask_ray_serve, listen, url
+from dinfer.serving.settings import NO_LIMIT, Settings, naming, url
 
 NAME = "dinfer"  # of the application on Ray Serve
-REPLICAS_OF_A_GATEWAY = 8
 CHECK = 2.0  # seconds between checks of a replica's health
 STARTS = 3  # tries to start a replica
 LOOK = 1.0  # seconds between looks at the application
@@ -42,8 +47,10 @@ Make = Callable[[Settings], Server]
 class Replica:
     """One copy of the model with its application."""
 
-    def __init__(self, make: Make, settings: Settings) -> None:
+    def __init__(self, make: Make, settings: Settings, owner: str) -> None:
+        """`owner`: the command that deploys it."""
         log_as_json()
+        self._owner = owner
         self._server = make(settings)
         self._app = application(self._server)
         self._name = serve.get_replica_context().replica_id.unique_id
@@ -63,6 +70,9 @@ class Replica:
             LOG.critical("the engine has failed, and so this replica ends", exc_info=self._server.failure)
             logging.shutdown()
             os._exit(1)
+
+    def owner(self) -> str:
+        return self._owner
 
     def ready(self) -> None:
         """Raises ApiError unless the replica takes requests."""
@@ -134,62 +144,73 @@ def app(make: Make, settings: Settings, plan: Plan, owner: str) -> serve.Applica
         },
         **({"num_replicas": plan.replicas} if scaling is None else {"autoscaling_config": scaling}), **common,
     )(Replica)  # fmt: skip
-    gateways = serve.deployment(
-        name="Gateway", ray_actor_options={"num_cpus": 0},
-        num_replicas=-(-plan.most // REPLICAS_OF_A_GATEWAY), max_ongoing_requests=settings.max_connections, **common,
-    )(serve.ingress()(Gateway))  # fmt: skip
     inside = replace(
         settings, host="127.0.0.1", api_key=None, insecure=True, max_requests=NO_LIMIT, send_timeout=NO_LIMIT
     )
-    return gateways.bind(replicas.bind(make, inside), settings, owner)
+    return replicas.bind(make, inside, owner)
 
 
-def run(make: Make, settings: Settings, plan: Plan, ready: Callable[[str], None]) -> None:
-    """Serves on the joined cluster until a signal comes. `ready` is called with the address.
+def run(make: Make, settings: Settings, plan: Plan, made: socket.socket, ready: Callable[[str], None]) -> None:
+    """Serves on the joined cluster until a signal comes. `ready` is called with the address, that of `made`.
 
-    It replaces the application of an earlier command, a replica at a time, and that command ends. Raises ValueError,
-    OSError, EngineFailed.
+    It replaces the replicas of an earlier command, one at a time, and that command ends. Raises ValueError, OSError,
+    EngineFailed.
     """
-    with suppress(KeyboardInterrupt), interruptible(), deployed(make, settings, plan) as here:
+    log_as_json()
+    with suppress(KeyboardInterrupt), interruptible(), deployed(make, settings, plan, made) as here:
         ready(here.address)
         watch(here)
 
 
 @dataclass(slots=True)
 class Deployed:
-    """An application on Ray Serve."""
+    """An application on Ray Serve, and the gateway that this process has before it."""
 
     address: str  # ends in a slash
     owner: str  # identifies this command
+    replicas: DeploymentHandle
     ours: bool = True  # False: another command has replaced it
 
 
 @contextmanager
-def deployed(make: Make, settings: Settings, plan: Plan) -> Iterator[Deployed]:
-    """Deploys the application, and deletes it at the end. Running requests then have `grace` seconds.
+def deployed(make: Make, settings: Settings, plan: Plan, made: socket.socket) -> Iterator[Deployed]:
+    """Deploys the replicas, and deletes them at the end. Running requests then have `grace` seconds.
 
-    Raises ValueError, OSError if the address is not free, EngineFailed if no replica starts.
+    Ray's own proxies stay off: they answer some paths without a key, take request ids from clients, and ask no other
+    replica if one dies. Raises ValueError, OSError if the address is not free, EngineFailed if no replica starts.
     """
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     owner, before = uuid.uuid4().hex, serve.status()
-    made = app(make, settings, plan, owner)
-    if not before.proxies:
-        with listen(settings) as socket:  # raises a clear error for a bad address, and finds a free port
-            settings = replace(settings, port=socket.getsockname()[1])
-    http = {"host": settings.host, "port": settings.port}
-    serve.start(proxy_location="EveryNode", http_options=http, logging_config=LOGS)
-    here = Deployed(url(settings.host, settings.port), owner, ours=NAME not in before.applications)
+    serve.start(proxy_location="Disabled", logging_config=LOGS)
+    ours = NAME not in before.applications
     try:
         try:
-            serve.run(made, name=NAME, route_prefix="/", logging_config=LOGS)
+            handle = serve.run(app(make, settings, plan, owner), name=NAME, route_prefix=None, logging_config=LOGS)
         except RuntimeError as error:
             raise EngineFailed(f"the replicas could not start: {_why() or error}") from error
-        here.ours = True
-        check(here.address)
-        yield here
+        here, ours = Deployed(url(*made.getsockname()[:2]), owner, handle), True
+        with listening(Gateway(handle, settings), settings, made):
+            yield here
+            ours = here.ours
     finally:
-        if here.ours:
+        if ours:
             serve.delete(NAME)
+
+
+@contextmanager
+def listening(gateway: Gateway, settings: Settings, made: socket.socket) -> Iterator[None]:
+    """Answers at the address of a socket, in a thread. At the end, running requests have `grace` seconds."""
+    open_files(settings)
+    with naming(settings):
+        made.listen(settings.max_connections)
+    web = uvicorn.Server(configured(gateway.app(), settings, grace=max(int(settings.grace), 1)))
+    thread = Thread(target=lambda: asyncio.run(web.serve(sockets=[made])), name="gateway", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        web.should_exit = True
+        thread.join()
 
 
 def _why() -> str:
@@ -210,17 +231,6 @@ def interruptible() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def check(address: str) -> None:
-    """Raises ValueError unless Ray Serve listens at `address`."""
-    try:
-        ask_ray_serve(address)
-    except OSError as error:
-        raise ValueError(
-            f"{address} does not answer: Ray Serve already ran on this cluster and listens elsewhere. Give its host= "
-            "and port=, or end it with `serve shutdown`"
-        ) from error
-
-
 def watch(here: Deployed) -> None:
     """Returns when another command has replaced the application. Raises EngineFailed if the application is gone."""
     while True:
@@ -228,8 +238,9 @@ def watch(here: Deployed) -> None:
         now = serve.status().applications.get(NAME)
         if now is None or now.status == ApplicationStatus.DELETING:
             raise EngineFailed("somebody has ended the application on Ray Serve")
-        with suppress(TimeoutError, RayError, RayServeException):  # gateways may be between two versions
-            if serve.get_app_handle(NAME).owner.remote().result(timeout_s=PROBE) != here.owner:
+        with suppress(TimeoutError, RayError, RayServeException):  # replicas may be between two versions
+            owners = {*here.replicas.broadcast("owner").results(timeout_s=PROBE)}
+            if owners and here.owner not in owners:
                 LOG.warning("another command serves in place of this one")
                 here.ours = False
                 return
