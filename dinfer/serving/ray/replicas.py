@@ -182,19 +182,29 @@ def deployed(make: Make, settings: Settings, plan: Plan, made: socket.socket) ->
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     owner, before = uuid.uuid4().hex, serve.status()
     serve.start(proxy_location="Disabled", logging_config=LOGS)
-    ours = NAME not in before.applications
-    try:
+    first = ours = NAME not in before.applications
+    with ExitStack() as stack:
+
+        def listen() -> None:
+            gateway = Gateway(serve.get_app_handle(NAME), settings)
+            stack.enter_context(listening(gateway, settings, made))
+
         try:
-            handle = serve.run(app(make, settings, plan, owner), name=NAME, route_prefix=None, logging_config=LOGS)
-        except RuntimeError as error:
-            raise EngineFailed(f"the replicas could not start: {_why() or error}") from error
-        here, ours = Deployed(url(*made.getsockname()[:2]), owner, handle), True
-        with listening(Gateway(handle, settings), settings, made):
+            if not first:  # so that there is no gap between the other command and this one
+                listen()
+            try:
+                handle = serve.run(app(make, settings, plan, owner), name=NAME, route_prefix=None, logging_config=LOGS)
+            except RuntimeError as error:
+                raise EngineFailed(f"the replicas could not start: {_why() or error}") from error
+            here, ours = Deployed(url(*made.getsockname()[:2]), owner, handle), True
+            if first:
+                listen()
             yield here
             ours = here.ours
-    finally:
-        if ours:
-            serve.delete(NAME)
+        finally:
+            stack.close()
+            if ours:
+                serve.delete(NAME)
 
 
 @contextmanager
