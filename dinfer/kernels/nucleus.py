@@ -1,5 +1,7 @@
 """The tokens a draw is restricted to: the most likely ones (Holtzman et al., arXiv:1904.09751)."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -7,9 +9,10 @@ from dinfer.step.stats import Columns
 
 
 def nucleus(
-    logits_RLV: Tensor, top_k_R1: Tensor, top_p_R1: Tensor, mask_id: int | None, top: int, columns: Columns
+    logits_RLV: Tensor, options: Mapping[str, Tensor], mask_id: int | None, top: int, columns: Columns
 ) -> Tensor:
-    """The logits, -inf outside the `top_k` most likely tokens (0: all) and outside the nucleus of mass `top_p`.
+    """The logits, -inf outside the `top_k` most likely tokens (0: all) and outside the nucleus of mass `top_p`, and
+    where a token is less than `min_p` times as likely as the most likely one.
 
     The nucleus is the smallest set of most likely tokens with a probability of at least `top_p`. Of equal tokens the
     lowest id comes first. The mask token counts in neither set and keeps its logit. [R, L, V]
@@ -34,7 +37,7 @@ def nucleus(
     prob_RLX = (best_RLX - mass_RL1).exp()
     before_RLX = prob_RLX.cumsum(-1) - prob_RLX
     place_X = torch.arange(best_RLX.shape[-1], device=logits_RLV.device)
-    top_k_R11, top_p_R11 = top_k_R1[..., None], top_p_R1[..., None]
+    top_k_R11, top_p_R11, min_p_R11 = (options[name][..., None] for name in ("top_k", "top_p", "min_p"))
     # The first is always in: rounding may have left something "before" it.
     keep_RLX = (place_X == 0) | (before_RLX < top_p_R11) | (top_p_R11 >= 1)
     count_RL1 = (keep_RLX & ((place_X < top_k_R11) | (top_k_R11 == 0))).sum(-1, keepdim=True)
@@ -45,5 +48,6 @@ def nucleus(
     room_RL1 = room_RL1 - (told_NRLX[: columns.rank] == least_RL1).sum((0, -1))[..., None]
     kept_RLV = above_RLV | (equal_RLV & (equal_RLV.cumsum(-1) <= room_RL1))
     kept_RLV = kept_RLV | ((top_k_R11 == 0) & (top_p_R11 >= 1))
+    kept_RLV &= others_RLV >= best_RLX[..., :1] + min_p_R11.log().to(others_RLV.dtype)
     columns.fill(kept_RLV, *masks, value=True)
     return logits_RLV.masked_fill(~kept_RLV, float("-inf"))

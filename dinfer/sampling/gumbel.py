@@ -20,7 +20,7 @@ from dinfer.recipe.registry import SAMPLINGS, check_range, option
 from dinfer.step.contracts import BlockView, Columns, Draw, ModelSpec, Options, Sampling
 
 LEAST, MOST = 1e-3, 1e3  # of numbers that logits are divided by or multiplied with, which then stay finite
-CUTS: dict[str, float] = {"temperature": 0, "top_k": 0, "top_p": 1}  # which leave the distribution as it is
+CUTS: dict[str, float] = {"temperature": 0, "top_k": 0, "top_p": 1, "min_p": 0}  # which leave the distribution as it is
 
 
 @SAMPLINGS.register("standard")
@@ -35,7 +35,8 @@ class StandardSampling(Sampling):
 
     paper = "LLaDA, arXiv:2502.09992"
     neutral: ClassVar[dict[str, float]] = {
-        "temperature": 0, "top_k": 0, "top_p": 1, "repetition_penalty": 1, "ban_eos": 0, "eos_last": 0,
+        **CUTS, "repetition_penalty": 1, "frequency_penalty": 0, "presence_penalty": 0, "min_tokens": 0, "ban_eos": 0,
+        "eos_last": 0,
     }  # fmt: skip
     by_parts = True
 
@@ -56,6 +57,12 @@ class StandardSampling(Sampling):
     suppress: tuple[int, ...] = option((), "tokens that are never offered")
     top_k: int = option(0, "size of the top-k candidate set; 0: unrestricted", per_request=True)
     top_p: float = option(1.0, "draw from the fewest tokens whose mass reaches this", per_request=True)
+    min_p: float = option(0.0, "draw from tokens at least so many times as likely as the likeliest", per_request=True)
+    frequency_penalty: float = option(
+        0.0, "lowers a token's logit by this for each time that the canvas holds it", per_request=True
+    )
+    presence_penalty: float = option(0.0, "lowers the logits of tokens that the canvas holds", per_request=True)
+    min_tokens: int = option(0, "tokens of the answer before which no stop token is offered", per_request=True)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "suppress", tuple(self.suppress))
@@ -73,6 +80,9 @@ class StandardSampling(Sampling):
             raise ValueError(f"sampling.top_k={self.top_k} must be 0 (all tokens) or more")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"sampling.top_p={self.top_p} must be above 0, and at most 1 (all tokens)")
+        check_range("sampling", self, "min_p", least=0, most=1)
+        check_range("sampling", self, "frequency_penalty", "presence_penalty", least=-2, most=2)
+        check_range("sampling", self, "min_tokens", least=0)
 
     def incompatibility(self, spec: ModelSpec) -> str | None:
         wrong = next((t for t in self.suppress if t >= spec.vocab or t == spec.mask_id), None)
@@ -91,20 +101,24 @@ class StandardSampling(Sampling):
             return 0
         if options["top_k"]:
             return min(int(options["top_k"]), vocab)
-        return vocab if options["top_p"] < 1 else 0
+        return vocab if options["top_p"] < 1 else int(options["min_p"] > 0)
 
     def greedy(self, options: Mapping[str, float]) -> bool:
         """Whether temperature and cuts leave the most likely token alone, so that they change nothing."""
         return options["temperature"] == 0 or options["top_k"] == 1
 
-    def adjust(self, logits_RLV: Tensor, options: Options, spec: ModelSpec, columns: Columns) -> Tensor:
+    def adjust(
+        self, logits_RLV: Tensor, view: BlockView, options: Options, spec: ModelSpec, columns: Columns
+    ) -> Tensor:
         logits_RLV = logits_RLV.clone()
         columns.fill(logits_RLV, *self.suppress)
         _rule_out(columns.of(logits_RLV, spec.eos_id), options["ban_eos"])
+        early_RL = view.pos_RL < view.prompt_R[:, None] + options["min_tokens"]
+        _rule_out(columns.of(logits_RLV, *spec.stop_ids), early_RL)
         return logits_RLV
 
     def draw(
-        self, logits_RLV: Tensor, seen_RV: Tensor, view: BlockView, options: Options, spec: ModelSpec, top: int,
+        self, logits_RLV: Tensor, count_RV: Tensor, view: BlockView, options: Options, spec: ModelSpec, top: int,
         columns: Columns,
     ) -> Draw:  # fmt: skip
         belief_RLV = logits_RLV.clone()
@@ -112,12 +126,17 @@ class StandardSampling(Sampling):
         logits_RLV = logits_RLV.to(torch.promote_types(logits_RLV.dtype, torch.float32))
         penalty_R11 = options["repetition_penalty"][..., None].to(logits_RLV.dtype)
         lowered_RLV = torch.where(logits_RLV > 0, logits_RLV / penalty_R11, logits_RLV * penalty_R11)
-        logits_RLV = torch.where(seen_RV[:, None], lowered_RLV, logits_RLV)
+        seen_R1V = count_RV[:, None] > 0
+        logits_RLV = torch.where(seen_R1V, lowered_RLV, logits_RLV)
+        for name, times_R1V in (("frequency_penalty", count_RV[:, None]), ("presence_penalty", seen_R1V)):
+            logits_RLV = logits_RLV - options[name][..., None].to(logits_RLV.dtype) * times_R1V
         drawn_R1 = (options["temperature"] > 0) & (options["top_k"] != 1)
         divisor_R1 = torch.where(drawn_R1, options["temperature"], 1.0).to(logits_RLV.dtype)
         logits_RLV = logits_RLV / divisor_R1[..., None]
-        logits_RLV = nucleus(logits_RLV, options["top_k"], options["top_p"], spec.mask_id, top, columns)
-        noisy_R1 = drawn_R1 | (options["eos_last"] > 0) | (options["repetition_penalty"] != 1)
+        logits_RLV = nucleus(logits_RLV, options, spec.mask_id, top, columns)
+        noisy_R1 = drawn_R1 | (options["eos_last"] > 0)
+        for name in ("repetition_penalty", "frequency_penalty", "presence_penalty"):
+            noisy_R1 = noisy_R1 | (options[name] != self.neutral[name])
         return Draw(
             belief_RLV, logits_RLV, drawn_R1.to(torch.float64), noisy_R1, view.seed_R, view.pos_RL, view.forward_R
         )
@@ -142,16 +161,16 @@ class TemperedSampling(StandardSampling):
         return False
 
     def draw(
-        self, logits_RLV: Tensor, seen_RV: Tensor, view: BlockView, options: Options, spec: ModelSpec, top: int,
+        self, logits_RLV: Tensor, count_RV: Tensor, view: BlockView, options: Options, spec: ModelSpec, top: int,
         columns: Columns,
     ) -> Draw:  # fmt: skip
-        draw = super().draw(logits_RLV, seen_RV, view, options, spec, top, columns)
+        draw = super().draw(logits_RLV, count_RV, view, options, spec, top, columns)
         belief_RLV = draw.logits_RLV.clone()
         _rule_out(columns.of(belief_RLV, *spec.stop_ids), options["eos_last"])
         return replace(draw, belief_RLV=belief_RLV)
 
 
-def _rule_out(tokens: Iterable[Tensor], flag_R1: Tensor) -> None:
-    """Gives tokens probability 0 in the rows that ask for it: their logits [R, L] change in place."""
+def _rule_out(tokens: Iterable[Tensor], flag: Tensor) -> None:
+    """Gives tokens probability 0 where `flag` [R, 1] or [R, L] asks for it: their logits [R, L] change in place."""
     for logits_RL in tokens:
-        logits_RL.masked_fill_(flag_R1 > 0, float("-inf"))
+        logits_RL.masked_fill_(flag > 0, float("-inf"))

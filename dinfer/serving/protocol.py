@@ -52,7 +52,6 @@ NOT_SUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
 IGNORABLE = {"prompt_cache_key", "safety_identifier", "prompt_cache_retention", "metadata", "request_id"}
 
 Text = Annotated[str, AfterValidator(encodable)]
-Number = Annotated[float, Field(allow_inf_nan=False)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 Token = Annotated[int, Field(ge=0)]
 
@@ -90,7 +89,11 @@ class Sampled(Strict):
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     user: str | None = None
     dinfer: Own = Own()
@@ -117,8 +120,8 @@ class Sampled(Strict):
     @property
     def asked(self) -> dict[str, Any]:
         """Options of the sampling, by name."""
-        names = ("temperature", "top_p", "top_k", "repetition_penalty", "seed")
-        found = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        names = Sampled.model_fields.keys() - {"model", "user", "dinfer"}
+        found = {name: getattr(self, name) for name in sorted(names) if getattr(self, name) is not None}
         if found.get("top_k") == -1:
             found["top_k"] = 0
         if "seed" in found:

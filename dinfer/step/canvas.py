@@ -283,18 +283,18 @@ class Canvas:
         status_BW = torch.where(open_BW, int(Status.OPEN), int(Status.DONE)).to(torch.uint8)
         self.status_NS.index_put_(index, status_BW)
 
-    def seen(self, slot_B: Tensor, vocab: int, mask_id: int | None) -> Tensor:
-        """Which tokens each lane's canvas holds, given or decoded; never the mask token. bool [B, vocab]"""
+    def counts(self, slot_B: Tensor, vocab: int, mask_id: int | None) -> Tensor:
+        """How often each lane's canvas holds each token, given or decoded; 0 of the mask token. int32 [B, vocab]"""
         column_S = torch.arange(self.tokens_NS.shape[1], device=self.tokens_NS.device)
         length_B = self.cursors_NC[:, CURSORS.index("length_B")].index_select(0, slot_B)
         known_BS = self.status_NS.index_select(0, slot_B) != int(Status.OPEN)
         known_BS = known_BS & (column_S < length_B[:, None])
         token_BS = torch.where(known_BS, self.tokens_NS.index_select(0, slot_B), vocab)
-        seen_BX = torch.zeros(slot_B.shape[0], vocab + 1, dtype=torch.bool, device=slot_B.device)
-        seen_BX.scatter_(1, token_BS, True)
+        count_BX = torch.zeros(slot_B.shape[0], vocab + 1, dtype=torch.int32, device=slot_B.device)
+        count_BX.scatter_add_(1, token_BS, known_BS.to(torch.int32))
         if mask_id is not None:
-            seen_BX[:, mask_id].fill_(False)
-        return seen_BX[:, :vocab]
+            count_BX[:, mask_id].fill_(0)
+        return count_BX[:, :vocab]
 
     def is_stop(self, tokens: Tensor) -> Tensor:
         return (tokens[..., None] == self.stop_X).any(-1)

@@ -226,17 +226,19 @@ class Sampling(Component):
         return 0
 
     @abstractmethod
-    def adjust(self, logits_RLV: Tensor, options: Options, spec: ModelSpec, columns: Columns) -> Tensor:
+    def adjust(
+        self, logits_RLV: Tensor, view: BlockView, options: Options, spec: ModelSpec, columns: Columns
+    ) -> Tensor:
         """Logits for the decoder to adjust, without tokens that may not be offered; never changed in place."""
 
     @abstractmethod
     def draw(
-        self, logits_RLV: Tensor, seen_RV: Tensor, view: BlockView, options: Options, spec: ModelSpec, top: int,
+        self, logits_RLV: Tensor, count_RV: Tensor, view: BlockView, options: Options, spec: ModelSpec, top: int,
         columns: Columns,
     ) -> Draw:  # fmt: skip
         """Draws a token for each position. A row whose options are neutral must come out as without sampling.
 
-        `seen_RV`: tokens that the canvas holds. `top`: the largest `top_candidates` of the rows, or more.
+        `count_RV`: how often the canvas holds each token. `top`: the largest `top_candidates` of the rows, or more.
         """
 
     @abstractmethod

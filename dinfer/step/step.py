@@ -319,13 +319,13 @@ def proposed_tokens(
     columns = own_columns(recipe, shape)
     if shape.sampled:
         options = state.options(recipe, lanes.slot_B, "sampling", shape.blocks)
-        logits_RLV = sampling.adjust(logits_RLV, options, spec, columns)
+        logits_RLV = sampling.adjust(logits_RLV, view, options, spec, columns)
     if decoder.reads_logits and shape.phase != Phase.VERIFY:
         logits_RLV = decoder.adjust(logits_RLV, view, decoder_state)
     logits_RLV = offered(recipe, logits_RLV, columns)
     if shape.sampled:
-        seen_RV = rows_of(columns.part(state.canvas.seen(lanes.slot_B, spec.vocab, spec.mask_id)), shape.blocks)
-        draw = sampling.draw(logits_RLV, seen_RV, view, options, spec, shape.top_candidates, columns)
+        count_RV = rows_of(columns.part(state.canvas.counts(lanes.slot_B, spec.vocab, spec.mask_id)), shape.blocks)
+        draw = sampling.draw(logits_RLV, count_RV, view, options, spec, shape.top_candidates, columns)
     wanted_RL, drawn_RL = (~view.given_RL, view.masked_RL) if decoder.edits else (view.masked_RL, None)
     return statistics(recipe, logits_RLV, wanted_RL, draw, columns, drawn_RL), logits_RLV
 

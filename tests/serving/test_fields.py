@@ -38,7 +38,8 @@ def pieces(response: httpx.Response) -> list[dict[str, Any]]:
 
 def test_values_that_ask_for_nothing_change_nothing(client: Client) -> None:
     neutral: dict[str, Any] = {
-        "top_k": -1, "top_p": 1, "repetition_penalty": 1.0, "skip_special_tokens": True,
+        "top_k": -1, "top_p": 1, "repetition_penalty": 1.0, "min_p": 0, "min_tokens": 0, "frequency_penalty": 0,
+        "presence_penalty": 0.0, "skip_special_tokens": True,
         "spaces_between_special_tokens": True, "add_generation_prompt": True, "use_beam_search": False, "priority": 0,
         "length_penalty": 1, "stop_token_ids": [], "chat_template_kwargs": {}, "metadata": {"a": "b"}, "n": 1,
         "tools": [{"type": "function"}], "tool_choice": "none", "stop": None, "seed": None, "stream": None,
@@ -85,6 +86,12 @@ def test_stop_tokens_and_stop_strings_end_an_answer_and_say_so(client: Client) -
     word = text.split()[3]
     ended = chat(client, stop=word, include_stop_str_in_output=True).json()["choices"][0]
     assert ended["message"]["content"] == text[: text.find(word) + len(word)] and ended["matched_stop"] == word
+
+
+def test_an_answer_has_at_least_min_tokens(client: Client) -> None:
+    usual = chat(client, max_tokens=64).json()["usage"]["completion_tokens"]
+    longer = chat(client, max_tokens=64, min_tokens=usual + 5).json()["usage"]["completion_tokens"]
+    assert usual + 5 <= longer <= 64
 
 
 def test_token_ids_come_with_answers_and_streams(client: Client) -> None:

@@ -109,15 +109,17 @@ def test_ranks_find_the_statistics_of_the_whole(
 @given(
     seed=st.integers(0, 9999), vocab=st.integers(12, 40), mask=st.sampled_from([None, 1]), ranks=st.integers(2, 3),
     digits=st.sampled_from([0, 9]), top_k=st.integers(1, 3), top_p=st.sampled_from([0.05, 0.31, 0.72, 1.0]),
+    min_p=st.sampled_from([0.0, 0.4]),
 )  # fmt: skip
 def test_ranks_cut_where_one_does(
-    seed: int, vocab: int, mask: int | None, ranks: int, digits: int, top_k: int, top_p: float
+    seed: int, vocab: int, mask: int | None, ranks: int, digits: int, top_k: int, top_p: float, min_p: float
 ) -> None:
     """Of equals the first are kept, whoever has them. One row has no cut."""
     logits_RLV, top = random_logits(seed, vocab, digits).double(), 3
-    options = torch.tensor([[top_k], [0]]), torch.tensor([[top_p], [1.0]], dtype=torch.float64)
-    whole = nucleus(logits_RLV, *options, mask, top, Columns(0, vocab, vocab))
+    given = {"top_k": [top_k, 0], "top_p": [top_p, 1.0], "min_p": [min_p, 0]}
+    options = {name: torch.tensor(values, dtype=torch.float64)[:, None] for name, values in given.items()}
+    whole = nucleus(logits_RLV, options, mask, top, Columns(0, vocab, vocab))
     found, shapes = divided(
-        vocab, ranks, lambda columns: nucleus(columns.part(logits_RLV), *options, mask, top, columns)
+        vocab, ranks, lambda columns: nucleus(columns.part(logits_RLV), options, mask, top, columns)
     )
     assert torch.equal(torch.cat(found, -1), whole) and shapes == [(2, 3, top + 1)]

@@ -119,10 +119,11 @@ def test_the_nucleus_is_that_of_a_stable_sort(seed: int, top_k: int, top_p: floa
     want = torch.zeros_like(keep).scatter(-1, order, keep)
     if masked:
         want[..., 5] = True
-    options = torch.full((3, 1), top_k), torch.full((3, 1), top_p, dtype=torch.float64)
+    given = {"top_k": top_k, "top_p": top_p, "min_p": 0}
+    options = {name: torch.full((3, 1), value, dtype=torch.float64) for name, value in given.items()}
     least = top_k or (12 if top_p < 1 else 0)
     for most in {least, max(least, 9), 12}:
-        got = nucleus(logits, *options, mask_id, most, Columns(0, 12, 12))
+        got = nucleus(logits, options, mask_id, most, Columns(0, 12, 12))
         near = ((prob.cumsum(-1) - prob - top_p).abs() < 1e-12).any() and top_p < 1
         assert near or torch.equal(got, logits.masked_fill(~want, -torch.inf))
 
@@ -138,11 +139,12 @@ def test_no_vocabulary_is_sorted_that_need_not_be() -> None:
 
 
 def test_the_nucleus_by_hand() -> None:
-    logits = torch.tensor([0.5, 0.25, 0.125, 0.125, 9.0]).log().expand(4, 1, 5)  # the last one is the mask
-    top_k, top_p = torch.tensor([[0], [2], [0], [3]]), torch.tensor([[1.0], [1.0], [0.7], [0.5]])
-    kept = nucleus(logits, top_k, top_p, 4, 5, Columns(0, 5, 5)).isfinite()[:, 0].tolist()
-    assert kept == [[True] * 5, [True, True, False, False, True], [True, True, False, False, True],
-                    [True, False, False, False, True]]  # fmt: skip
+    logits = torch.tensor([0.5, 0.25, 0.125, 0.125, 9.0]).log().expand(5, 1, 5)  # the last one is the mask
+    options = {"top_k": [0, 2, 0, 3, 0], "top_p": [1.0, 1.0, 0.7, 0.5, 1.0], "min_p": [0, 0, 0, 0, 0.4]}
+    columns = {name: torch.tensor(values)[:, None] for name, values in options.items()}
+    kept = nucleus(logits, columns, 4, 5, Columns(0, 5, 5)).isfinite()[:, 0].tolist()
+    two = [True, True, False, False, True]
+    assert kept == [[True] * 5, two, two, [True, False, False, False, True], two]
 
 
 def test_uniform_numbers_are_strictly_between_0_and_1() -> None:
@@ -220,9 +222,34 @@ def test_a_penalty_leaves_the_mask_token_as_likely_as_it_is() -> None:
     assert token == 0 and confidence == pytest.approx(torch.tensor(logits).softmax(-1)[0].item(), rel=1e-5)
 
 
+def test_penalties_count_how_often_the_canvas_holds_a_token() -> None:
+    logits = [3.0, 2.0, 1.9, -5.0, -5.0, -9.0]  # the prompt is token 0
+    for name, penalty, token in (
+        ("presence_penalty", 0.9, 0), ("presence_penalty", 1.1, 1), ("frequency_penalty", 1.1, 1),
+        ("presence_penalty", -2.0, 0),
+    ):  # fmt: skip
+        assert stats_of({name: penalty}, logits)[0] == token, (name, penalty)
+
+
+def test_no_stop_token_comes_before_min_tokens() -> None:
+    table = torch.zeros(1, 8, VOCAB, dtype=torch.float64)
+    table[..., EOS] = 9.0
+    recipe = recipe_for(model=Scripted(table))
+    for least in (0, 3, 8):
+        request = Request([1] * 8, 8, recipe.resolve({"min_tokens": least}))
+        (done,) = completions(engine_for(recipe), [request])
+        assert len(done.output) == least
+
+
 @pytest.mark.parametrize("decoder", ["joint_threshold", "remasking", "wino", "dmax"])
 @pytest.mark.parametrize(
-    "options", [{"temperature": 1.5}, {"temperature": 0.5, "top_p": 0.7}, {"repetition_penalty": 2.0}]
+    "options",
+    [
+        {"min_p": 0.2, "temperature": 1.0, "min_tokens": 9},
+        {"temperature": 1.5},
+        {"temperature": 0.5, "top_p": 0.7},
+        {"repetition_penalty": 2.0},
+    ],
 )
 def test_decoders_that_edit_take_every_sampling_and_end(decoder: str, options: dict[str, Any]) -> None:
     recipe = recipe_for(decoder=decoder)
