@@ -27,11 +27,12 @@ from torch import Tensor
 
 from dinfer.layers.formats.format import Format
 from dinfer.layers.linear import format_of, formatted
-from dinfer.loading.checkpoint import check, family_of, layout, place_of, read_config, read_spec
-from dinfer.loading.files import CheckpointError, read_object
+from dinfer.loading.checkpoint import place_of
+from dinfer.loading.files import CheckpointError, read_object, refuse
 from dinfer.loading.hub import GGUF, locate
 from dinfer.loading.packed import FIELD
-from dinfer.loading.safetensors_io import FLOATS, Stored, read, stored
+from dinfer.loading.plan import family_of, layout, read_config, read_spec
+from dinfer.loading.safetensors_io import FLOATS, Stored, mismatches, read, stored
 from dinfer.parallel.split import Placement
 from dinfer.recipe.registry import MODELS, options_of
 from dinfer.step.spec import ExpertLayout
@@ -63,7 +64,8 @@ def convert(
     tensors = stored(source)
     have = layout(family, spec, tensors)
     want = have if experts is None else family.weights(spec, experts)
-    check(source, tensors, have)
+    shapes = {name: place.shape for name, place in have.items()}
+    refuse([*mismatches(tensors, shapes)], f"the tensors in {source} do not fit its config.json")
     if have == want and experts is not None:
         raise CheckpointError(f"{source} has no experts, or they are {experts} already")
     if target.exists() and any(target.iterdir()):

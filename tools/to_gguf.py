@@ -15,11 +15,11 @@ from gguf import GGMLQuantizationType as Kind
 from gguf import GGUFWriter, TokenType
 from torch import Tensor
 
-from dinfer.loading.checkpoint import check, family_of, layout, read_config, read_spec, tensors_of
 from dinfer.loading.files import CheckpointError
 from dinfer.loading.gguf_file import ARCHITECTURES
 from dinfer.loading.gguf_tokenizer import PATTERNS, WHOLE
 from dinfer.loading.packed import FIELD, packing
+from dinfer.loading.plan import LoadPlan, family_of, read_config, read_spec
 from dinfer.parallel.split import Placement
 from dinfer.pipeline.tokenizer import read_tokenizer
 from dinfer.recipe.registry import MODELS
@@ -58,9 +58,8 @@ def write_gguf(source: Path, target: Path, made: str) -> None:
         )
     if target.exists():
         raise CheckpointError(f"{target} exists: name a new file")
-    tensors = tensors_of(source, family, spec)
-    have, want = layout(family, spec, tensors), family.weights(spec, "merged")
-    check(source, tensors, have)
+    plan = LoadPlan.read(source, family).verified()
+    tensors, have, want = plan.tensors, plan.placements, family.weights(spec, "merged")
     known = ARCHITECTURES[NAMES[spec.family]]
     names = gguf.get_tensor_name_map(known.kind, spec.layers)
     part = target.with_name(f"{target.name}.part")

@@ -1,97 +1,35 @@
-"""Loads Hugging Face checkpoints strictly, and writes them.
+"""Networks: filled from a checkpoint, filled at random, empty; and how one is written as a checkpoint."""
 
-It reads only safetensors and GGUF, and never runs a checkpoint's code. A tensor that is missing, unknown, of another
-shape, or in an unknown dtype raises an error that names it.
-"""
+from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from dinfer.loading.files import CheckpointError, Folder, read_object, refuse
-from dinfer.loading.hub import GGUF, locate
-from dinfer.loading.lora import CONFIG as ADAPTER
-from dinfer.loading.lora import read_adapter
-from dinfer.loading.packed import FIELD, PACKED, PackedWeight, kept, packed, packing, spare_biases
-from dinfer.loading.quantized import Scales, scale_at, scale_block, scales_of
-from dinfer.loading.rounding import Rounding
-from dinfer.loading.safetensors_io import FLOATS, Stored, mismatches, read, read_slices, stored
-from dinfer.loading.token_ids import CONFIG, token_ids
+from dinfer.loading.hub import GGUF
+from dinfer.loading.packed import PackedWeight
+from dinfer.loading.plan import TABLE, LoadPlan
+from dinfer.loading.quantized import scale_at
+from dinfer.loading.safetensors_io import Slices, read_slices
 from dinfer.parallel.split import WHOLE, Placement, Rank, Split
-from dinfer.recipe.registry import MODELS
 from dinfer.step.contracts import ModelFamily
 from dinfer.step.spec import ExpertLayout, ModelSpec
 
-TABLE = "embedding.weight"  # the embedding of every network
+if TYPE_CHECKING:
+    from dinfer.layers.formats.format import Format
+    from dinfer.layers.linear import Formatted
 
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """config.json, with the `mask_token_id` and all `eos_token_id`s that any file of the folder names."""
-    files = small_files(folder)
-    config = read_object(files / CONFIG)
-    return config | token_ids(files, config).fields()
-
-
-def small_files(folder: Path) -> Folder:
-    """The small files of a checkpoint: its folder, or the metadata of its GGUF file."""
-    if folder.suffix != GGUF:
-        return folder
-    from dinfer.loading.gguf_file import gguf_file  # slow to import
-
-    return gguf_file(folder)
-
-
-def tensors_of(folder: Path, family: ModelFamily, spec: ModelSpec) -> dict[str, Stored]:
-    """The tensors of a checkpoint, without those that the family does not use. Raises CheckpointError."""
-    names = {name: None for experts in get_args(ExpertLayout) for name in family.weights(spec, experts)}
-    if folder.suffix != GGUF:
-        found, how = stored(folder), packing(read_object(folder / CONFIG))
-        spare = spare_biases(found, how, names)
-        wrong = [name for name, bias in read(found, spare) if bias.any()]
-        refuse(wrong, f"{folder} has biases where the model has none, and they are not 0")
-        drop = (*spare, *family.unused)
-        return {name: one for name, one in packed(found, how).items() if not name.startswith(drop)}
-    from dinfer.loading.gguf_file import gguf_file
-
-    return gguf_file(folder).stored(names)
-
-
-def family_of(config: dict[str, Any]) -> str:
-    """The name of the family that a config.json belongs to. Raises CheckpointError."""
-    for name in MODELS.names():
-        if MODELS.get(name).matches(config):
-            return name
-    raise CheckpointError(
-        f"config.json: model_type={config.get('model_type')!r}, architectures={config.get('architectures')!r} belong "
-        f"to no family that dinfer knows. Known: {', '.join(MODELS.names())}."
-    )
-
-
-def read_spec(family: ModelFamily, config: dict[str, Any], folder: Path | None = None) -> ModelSpec:
-    """The model that a config.json describes. `folder`: where it is from. Raises CheckpointError."""
-    if not family.matches(config):
-        own = family_of(config)
-        raise CheckpointError(
-            f"config.json: model_type={config.get('model_type')!r} is of the family {own!r}, not of "
-            f"{type(family).__name__}: give model={own}"
-        )
-    try:
-        return family.spec(config)
-    except (KeyError, ValueError) as error:
-        said = f"config.json lacks the field {error}" if isinstance(error, KeyError) else str(error)
-        if folder is not None and folder.suffix == GGUF:
-            from dinfer.loading.gguf_file import gguf_file
-
-            said = gguf_file(folder).retold(said)
-        raise CheckpointError(said) from error
+Piece = tuple[str, Slices, Slices]
+"""A part of a tensor, and the part of its parameter that it fills."""
 
 
 def load_network(
@@ -113,142 +51,153 @@ def load_network(
 
     if alone := rank.ranks == 1:  # ranks that share a model compile a kernel at its first launch
         compilers.prepare(device)
-    takes = linear.taken(quantize)
-    config = read_config(folder)
-    block = scale_block(config)
-    spec = read_spec(family, config | {FIELD: None}, folder)
-    tensors = tensors_of(folder, family, spec)
-    tensors, scales = scales_of(without_copies(tensors, family.copies(spec)), block)
-    placements = layout(family, spec, tensors)
-    check(folder, tensors, placements, scales)
-    adapter = read_adapter(locate(family.adapter, needed=ADAPTER), placements) if family.adapter else None
-    if dtype is None:
-        dtype = next(dtype for name in placements if (dtype := tensors[name].floats) is not None)
+    linear.taken(quantize)  # raises for a name that is none, before anything is read
+    plan = LoadPlan.read(folder, family).verified()
+    dtype = dtype or plan.dtype
     if dtype == torch.float32:
         prepare(device)
-    changed = adapter.pairs if adapter else ()
-    held = formats_of(tensors, placements, scales, takes, changed, rank)
-    whole_on_cpu = alone and device.type == "cpu"
-    if folder.suffix == GGUF and quantize is None and whole_on_cpu:
-        from dinfer.loading.gguf_blocks import blocks_of  # slow to import
-
-        held |= blocks_of(tensors, placements, changed)
-    for format in {type(format): format for format in held.values()}.values():
+    on_cpu = alone and device.type == "cpu"
+    formats = plan.formats(dtype, quantize, rank, blocks=on_cpu and folder.suffix == GGUF and quantize is None)
+    for format in {type(format): format for name, format in formats.items() if name != TABLE}.values():
         format.check(device, f"{folder}: what it holds in {format.stored}")
-    wanted = None if quantize is None else linear.format_of(quantize)
-    if wanted is not None:
-        wanted.check(device, f"quantize={quantize}")
-    table = narrow_table(spec, tensors, placements, dtype, changed) if held or wanted else {}
-    network = empty_network(family, spec, dtype, device, table | held, rank, wanted)
-    weights, scale_of, wide = linear.formatted(network, embeddings=True), scales.read(), set()
-    mapped = table_of(placements) if whole_on_cpu and TABLE in table | held else None
-    if mapped is not None:  # only rows that are looked up take memory
-        module, own = weights[TABLE]
-        module.hold(own, (tensors[mapped].mapped(mapped),), module.formats[own])
-    every = [(name, *piece) for name in tensors if name != mapped for piece in placements[name].pieces(rank)]
-    words = {name for name, one in tensors.items() if isinstance(one, PackedWeight)}
-    whole = {name for name in tensors if placements[name].parameter in held.keys() & weights.keys()} - scale_of.keys()
-    pieces = [piece for piece in every if piece[0] not in whole]
-    rounding = None
-    if wanted is not None:
-        pieces.sort(
-            key=lambda piece: placements[piece[0]].parameter
-        )  # so that the parts of a weight follow one another
-        rest = {name: one for name, one in weights.items() if name not in held and one[0].rounds}
-        targets = [(placements[name].parameter, target) for name, _, target in pieces]
-        rounding = Rounding(wanted, rest, (one for one in targets if one[0] in rest), dtype, device)
-    parts = [(name, None if alone else source) for name, source, _ in pieces]
+    wanted = _wanted(quantize, device)
+    network = empty_network(family, plan.spec, dtype, device, formats, rank, wanted)
     with torch.no_grad():
-        for name, source, target in (piece for piece in every if piece[0] in whole):
-            module, own = weights[placements[name].parameter]
-            tensors[name].fill(module.formats[own], module.weight_of(own), source, target)
-        for (name, source, target), tensor in zip(pieces, read_slices(tensors, parts), strict=True):
-            parameter = placements[name].parameter
-            if name in scale_of:
-                scale = scale_at(scale_of[name].to(device), tensors[name].shape, block, source)
-                if parameter in held and parameter in weights:
-                    module, own = weights[parameter]
-                    held[parameter].take(module.weight_of(own), target, tensor, scale)
-                    continue
-                tensor = tensor.to(device).float() * scale
-                wide.add(name)
-            merged = tensor if adapter is None else adapter.merged(name, tensor, device, source)
-            if rounding is not None and parameter in rounding.weights:
-                rounding.of(parameter)[target].copy_(merged)
-                rounding.filled(parameter)
-            else:
-                network.get_parameter(parameter).detach()[target].copy_(merged)
-    if quantize is None and (wide := wide | words - whole):
-        logging.getLogger(__name__).warning(
-            "%s: %d of %d rounded weights are widened to %s. Either no format holds their scales (of blocks), zeros or "
-            "order of inputs, or an adapter changes them, or they share a matrix with others. quantize=fp8, int8 or "
-            "int4 rounds them again.",
-            folder, len(wide), len(scale_of) + len(words), dtype,
-        )  # fmt: skip
+        filling = _Filling(plan, network, formats, rank, device)
+        if on_cpu and TABLE in formats:
+            filling.map_table()
+        filling.fill_unchanged()
+        filling.fill(dtype, wanted)
+    if quantize is None:
+        filling.warn(dtype)
     linear.settle(network)
     if alone:
         compilers.imported(device)
     return network
 
 
-def formats_of(
-    tensors: Mapping[str, Stored], placements: Mapping[str, Placement], scales: Scales, takes: Mapping[str, Any],
-    changed: Collection[str] = (), rank: Rank = WHOLE,
-) -> dict[str, Any]:  # fmt: skip
-    """The formats of `takes` that hold the checkpoint's values bit for bit, by the parameters that can have them.
+def _wanted(quantize: str | None, device: torch.device) -> Format | None:
+    """The format to which weights are rounded. Raises ValueError if the device cannot compute with it."""
+    from dinfer.layers.linear import format_of  # only here: networks are heavy to import
 
-    The embedding is not among them, since none of these formats looks up rows. `changed`: weights that an adapter
-    changes.
-    """
-    from dinfer.layers.formats.int4 import Int4  # only here: networks are heavy to import
-
-    found: dict[str, Any] = {
-        name: takes[kind] for name, kind in scales.kept(tensors, placements, takes, changed).items()
-    }
-    for name, weight in kept(tensors, placements, changed, rank).items():
-        if weight.dtype in takes:
-            found[name] = Int4(weight.group, weight.scales) if weight.dtype == Int4.stored else takes[weight.dtype]
-    found.pop(TABLE, None)
-    return found
+    wanted = None if quantize is None else format_of(quantize)
+    if wanted is not None:
+        wanted.check(device, f"quantize={quantize}")
+    return wanted
 
 
-def table_of(placements: Mapping[str, Placement]) -> str | None:
-    """The name of the tensor that is the embedding."""
-    return next((name for name, place in placements.items() if place.parameter == TABLE), None)
+class _Filling:
+    """Carries out a plan: fills an empty network with a checkpoint's tensors."""
+
+    def __init__(
+        self, plan: LoadPlan, network: Any, formats: Mapping[str, Any], rank: Rank, device: torch.device
+    ) -> None:
+        from dinfer.layers.linear import formatted  # only here: networks are heavy to import
+
+        self.plan, self.network, self.formats, self.device = plan, network, formats, device
+        self.alone = rank.ranks == 1
+        self.weights, self.scales = formatted(network, embeddings=True), plan.scales.read()
+        self.pieces: list[Piece] = [
+            (name, *piece) for name in plan.tensors for piece in plan.placements[name].pieces(rank)
+        ]
+        self.widened: set[str] = set()  # rounded weights that no format holds
+
+    def _parameter(self, name: str) -> str:
+        return self.plan.placements[name].parameter
+
+    def map_table(self) -> None:
+        """Maps the embedding into memory: only rows that are looked up take any."""
+        if (own := self.plan.table) is not None:
+            module, name = self.weights[TABLE]
+            module.hold(name, (self.plan.tensors[own].mapped(own),), module.formats[name])
+            self.pieces = [piece for piece in self.pieces if piece[0] != own]
+
+    def fill_unchanged(self) -> None:
+        """Fills the weights whose tensors know how a format holds them: blocks and packed integers."""
+        held = {
+            name
+            for name in self.plan.tensors.keys() - self.scales.keys()
+            if self._parameter(name) in self.formats.keys() & self.weights.keys() - {TABLE}
+        }
+        for name, source, target in (piece for piece in self.pieces if piece[0] in held):
+            module, own = self.weights[self._parameter(name)]
+            self.plan.tensors[name].fill(module.formats[own], module.weight_of(own), source, target)
+        self.pieces = [piece for piece in self.pieces if piece[0] not in held]
+
+    def fill(self, dtype: torch.dtype, wanted: Format | None) -> None:
+        """Reads all other tensors, and rounds those of linear layers and experts if a format is `wanted`."""
+        plan, rounding = self.plan, None
+        if wanted is not None:
+            self.pieces.sort(key=lambda piece: self._parameter(piece[0]))  # a weight's parts follow one another
+            rest = {name: one for name, one in self.weights.items() if name not in self.formats and one[0].rounds}
+            rounding = Rounding(wanted, rest, dtype, self.device)
+            for name, _, target in self.pieces:
+                rounding.expect(self._parameter(name), target)
+        parts = [(name, None if self.alone else source) for name, source, _ in self.pieces]
+        for (name, source, target), tensor in zip(self.pieces, read_slices(plan.tensors, parts), strict=True):
+            parameter = self._parameter(name)
+            if name in self.scales:
+                scale = scale_at(self.scales[name].to(self.device), plan.tensors[name].shape, plan.scales.block, source)
+                if parameter in self.formats and parameter in self.weights:
+                    module, own = self.weights[parameter]
+                    self.formats[parameter].take(module.weight_of(own), target, tensor, scale)
+                    continue
+                tensor = tensor.to(self.device).float() * scale
+                self.widened.add(name)
+            elif isinstance(plan.tensors[name], PackedWeight):
+                self.widened.add(name)
+            if plan.adapter is not None:
+                tensor = plan.adapter.merged(name, tensor, self.device, source)
+            if rounding is not None and parameter in rounding.weights:
+                rounding.of(parameter)[target].copy_(tensor)
+                rounding.filled(parameter)
+            else:
+                self.network.get_parameter(parameter).detach()[target].copy_(tensor)
+
+    def warn(self, dtype: torch.dtype) -> None:
+        """Says how many rounded weights are wide in the network."""
+        if self.widened:
+            rounded = len(self.scales) + sum(isinstance(one, PackedWeight) for one in self.plan.tensors.values())
+            logging.getLogger(__name__).warning(
+                "%s: %d of %d rounded weights are widened to %s. Either no format holds their scales (of blocks), "
+                "zeros or order of inputs, or an adapter changes them, or they share a matrix with others. "
+                "quantize=fp8, int8 or int4 rounds them again.",
+                self.plan.folder, len(self.widened), rounded, dtype,
+            )  # fmt: skip
 
 
-def narrow_table(
-    spec: ModelSpec, tensors: Mapping[str, Stored], placements: Mapping[str, Placement], dtype: torch.dtype,
-    changed: Collection[str] = (),
-) -> dict[str, Any]:  # fmt: skip
-    """The format of an embedding that a checkpoint has in narrower floats than `dtype`, which it keeps.
+class Rounding:
+    """The weights to round, each of them whole until its last part has been read."""
 
-    Its rows are widened when they are looked up. Beside weights in few bits a wide table would be a large part of the
-    model. A table that is also the head is widened, for speed. `changed`: as in `formats_of`.
-    """
-    from dinfer.layers.formats.plain import Plain  # only here: networks are heavy to import
+    def __init__(
+        self, format: Format, weights: dict[str, tuple[Formatted, str]], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """`weights`: the module and attribute of each parameter."""
+        self.format, self.weights, self.dtype, self.device = format, weights, dtype, device
+        self.whole: dict[str, Tensor] = {}
+        self.left: Counter[str] = Counter()
+        self.shape: dict[str, tuple[int, ...]] = {}
 
-    own = table_of(placements)
-    found = None if own is None or own in changed or spec.tied_head else FLOATS.get(tensors[own].dtype)
-    return {} if found is None or found.itemsize >= dtype.itemsize else {TABLE: Plain(found)}
+    def expect(self, name: str, part: Slices) -> None:
+        """Notes a part of a weight that will be filled in."""
+        self.left[name] += 1
+        sizes = [piece.stop for piece in part]
+        self.shape[name] = tuple(map(max, zip(sizes, self.shape.get(name, sizes), strict=True)))
 
+    def of(self, name: str) -> Tensor:
+        """The tensor that takes the parts of a weight."""
+        if name not in self.whole:
+            self.whole[name] = torch.empty(self.shape[name], dtype=self.dtype, device=self.device)
+        return self.whole[name]
 
-def without_copies(tensors: Mapping[str, Stored], copies: Mapping[str, str]) -> dict[str, Stored]:
-    """The tensors without copies of others (`ModelFamily.copies`). Raises CheckpointError if a copy differs."""
-    both = {copy: name for copy, name in copies.items() if copy in tensors and name in tensors}
-    problems = [
-        f"{copy} differs from {name}"
-        for copy, name in both.items()
-        if not torch.equal(*(next(read(tensors, [one]))[1] for one in (copy, name)))
-    ]
-    refuse(problems, "the model has one tensor where the checkpoint has two, so they must be equal")
-    return {name: tensor for name, tensor in tensors.items() if name not in both}
-
-
-def layout(family: ModelFamily, spec: ModelSpec, tensors: Mapping[str, Any]) -> dict[str, Placement]:
-    """The names and shapes that a checkpoint must have, for the way in which its experts are stored."""
-    layouts = [family.weights(spec, experts) for experts in get_args(ExpertLayout)]
-    return max(layouts, key=lambda layout: len(tensors.keys() & layout.keys()))
+    def filled(self, name: str) -> None:
+        """Notes that a part is filled in, and rounds the weight after its last part. Raises ValueError."""
+        self.left[name] -= 1
+        if self.left[name]:
+            return
+        module, own = self.weights[name]
+        for held, made in zip(module.weight_of(own), self.format.make(self.whole.pop(name)), strict=True):
+            held.detach().copy_(made)
 
 
 def place_of(parameters: Mapping[str, Tensor], place: Placement) -> Tensor:
@@ -267,9 +216,7 @@ def random_network(
     """
     from dinfer.layers import linear  # only here: networks are heavy to import
 
-    wanted = None if quantize is None else linear.format_of(quantize)
-    if wanted is not None:
-        wanted.check(device, f"quantize={quantize}")
+    wanted = _wanted(quantize, device)
     network, divided = empty_network(family, spec, dtype, device, rank=rank, rest=wanted), divisions(family, spec, rank)
     shapes = dict(empty_network(family, spec, dtype, torch.device("meta")).named_parameters())
     rounded = {} if wanted is None else linear.formatted(network)
@@ -374,23 +321,3 @@ def save_network(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def differences(
-    tensors: Mapping[str, Stored], placements: Mapping[str, Placement], scales: Scales | None
-) -> Iterator[str]:
-    """Every tensor that is missing, unknown, of another shape, or no float and without a scale."""
-    if words := next((name for name in tensors if name.endswith(PACKED) and name not in placements), None):
-        yield f"config.json does not say in {FIELD} how {words} is packed: add quant_method, bits and group_size"
-    shapes = {name: place.shape for name, place in placements.items()}
-    yield from mismatches(tensors, shapes, () if scales is None else scales.stored)
-    if scales is not None:
-        yield from scales.problems(tensors)
-
-
-def check(
-    folder: Path, tensors: Mapping[str, Stored], placements: Mapping[str, Placement], scales: Scales | None = None
-) -> None:
-    """Raises a CheckpointError that lists the differences."""
-    whose = "metadata" if folder.suffix == GGUF else "config.json"
-    refuse([*differences(tensors, placements, scales)], f"the tensors in {folder} do not fit its {whose}")

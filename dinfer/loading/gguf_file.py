@@ -7,13 +7,14 @@ that a family needs nothing more for its GGUF files.
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gguf
 import numpy as np
@@ -25,6 +26,10 @@ from torch import Tensor
 from dinfer.loading.files import CheckpointError, damaged, refuse
 from dinfer.loading.gguf_tokenizer import TEXTS, check_kinds, tokenizer_files
 from dinfer.loading.safetensors_io import FLOATS, Reader, Slices, Stored
+from dinfer.parallel.split import Placement
+
+if TYPE_CHECKING:
+    from dinfer.layers.formats.blocks import Blocks, Section
 
 BLOCKS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL")
 TYPES = ("F32", "F16", "BF16", *BLOCKS)
@@ -361,3 +366,30 @@ def _config(
 def _plain(value: Any) -> Any:
     """A float before it was rounded to 32 bits, if it had few digits: 9.99999974737875e-06 was 1e-5."""
     return float(str(np.float32(value))) if isinstance(value, float) else value
+
+
+def blocks_of(
+    tensors: Mapping[str, Stored], placements: Mapping[str, Placement], changed: Collection[str]
+) -> dict[str, Blocks]:
+    """The parameters that can keep their blocks on a CPU, whose kernels multiply with them.
+
+    These are matrices all of whose weights are blocks of some type. `changed`: weights that an adapter changes.
+    """
+    from dinfer.kernels.cpu.linear import library  # only here: networks are heavy to import
+    from dinfer.layers.formats.blocks import Blocks, Section
+
+    sections: dict[str, list[tuple[int, Section]]] = {}
+    others = set() if library() is not None else {place.parameter for place in placements.values()}
+    for name, place in placements.items():
+        found = tensors[name]
+        if found.dtype in BLOCKS and len(found.shape) > 1 and name not in changed and place.expert is None:
+            size = found.size // math.prod(found.shape[:-1])
+            section = Section(found.dtype, found.shape[-2], size)
+            sections.setdefault(place.parameter, []).append((place.row, section))
+        else:
+            others.add(place.parameter)
+    return {
+        parameter: Blocks([section for _, section in sorted(found)], dequantised)
+        for parameter, found in sections.items()
+        if parameter not in others
+    }

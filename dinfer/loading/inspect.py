@@ -6,7 +6,7 @@ It calls the functions that load a checkpoint, and reads everything but the valu
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,22 +16,13 @@ import torch
 from jinja2 import TemplateError
 
 from dinfer.layers.formats.plain import PLAIN
-from dinfer.layers.linear import format_of, formatted, roundings, taken
-from dinfer.loading.checkpoint import (
-    differences,
-    empty_network,
-    family_of,
-    formats_of,
-    layout,
-    narrow_table,
-    read_spec,
-    small_files,
-    tensors_of,
-)
+from dinfer.layers.linear import format_of, formatted, roundings
+from dinfer.loading.checkpoint import empty_network
 from dinfer.loading.files import CheckpointError, Folder, read_object
 from dinfer.loading.hub import GGUF
 from dinfer.loading.packed import FIELD, packed, packed_names, packing, spare_biases
-from dinfer.loading.quantized import SCALES, Block, Scales, scale_block, scales_of
+from dinfer.loading.plan import LoadPlan, family_of, headers, layout, read_spec, small_files
+from dinfer.loading.quantized import SCALES, scale_block
 from dinfer.loading.safetensors_io import FLOATS, INDEX, SINGLE, Stored, refuse_absent, stored, stored_in, weight_map
 from dinfer.loading.token_ids import CONFIG, PUBLISHED, TOKENIZER, TokenIds, named_roles, token_ids, vocabularies
 from dinfer.parallel.split import Placement
@@ -129,39 +120,38 @@ def inspect(folder: Path, given: Mapping[str, Any]) -> Inspection:
 
 def _describe_weights(found: Inspection, family: ModelFamily | None, config: Mapping[str, Any]) -> None:
     """Notes parameters, memory, and the problems of the tensors."""
-    stored, headers = _stored(found, family)
-    block, how = scale_block(config), packing(config)
-    own, stored, headers = stored, packed_names(stored, how), packed(headers, how)
+    own, stored = _stored(found, family)
+    how = packing(config)
+    names, files = packed_names(own, how), packed(stored, how)
     found.packing = how and str(how)
-    if family is None or found.spec is None:
+    if family is None or (spec := found.spec) is None:
         return
-    found.types = dict(Counter(tensor.dtype for tensor in headers.values()))
-    copies = {copy for copy, name in family.copies(found.spec).items() if name in stored}
-    names = [name for name in stored if name not in copies and not name.startswith(family.unused)]
-    placements = layout(family, found.spec, dict.fromkeys(names))
+    found.types = dict(Counter(tensor.dtype for tensor in files.values()))
+    placements = layout(family, spec, dict.fromkeys(names))
+    found.dtype = _dtype(found, config, [files[name] for name in placements if name in files])
     spare = spare_biases(own, how, placements)
-    names = [name for name in names if name not in spare]
-    found.expected, found.parameters = len(placements), sum(math.prod(place.shape) for place in placements.values())
-    found.active = found.parameters - _idle(found.spec)
-    found.dtype = _dtype(found, config, [headers[name] for name in placements if name in headers])
-    expected = _as_expected(names or [*placements], placements, found.dtype, config, block)
-    tensors, scales = scales_of(expected | {name: headers[name] for name in expected.keys() & headers.keys()}, block)
-    wrong = [*differences(tensors, placements, scales)]
-    if not (wrong or headers or scales.stored) and found.stored == found.expected:
-        wrong = [*_contradiction(found, placements)]
+    absent = [name for name in names or placements if name not in files and name not in spare]
+    expected = _as_expected(absent, placements, found.dtype, config)
+    plan = LoadPlan.of(found.folder, family, spec, config, stored | expected)
+    found.expected = len(plan.placements)
+    found.parameters = sum(math.prod(place.shape) for place in plan.placements.values())
+    found.active = found.parameters - _idle(spec)
+    wrong = [*plan.problems()]
+    if not (wrong or files or plan.scales.stored) and found.stored == found.expected:
+        wrong = [*_contradiction(found, plan.placements)]
     found.problems += _gathered(wrong)
     if not wrong:
-        found.memory = _memory(found, family, tensors, placements, scales)
+        found.memory = _memory(found, plan, found.dtype)
 
 
 def _stored(found: Inspection, family: ModelFamily | None) -> tuple[Collection[str], dict[str, Stored]]:
     """The names of all tensors in the files or their index, and the headers of those in files at hand."""
-    headers: dict[str, Stored] = {}
+    files: dict[str, Stored] = {}
     if found.folder.suffix == GGUF:
         if family is not None and found.spec is not None:
-            headers = tensors_of(found.folder, family, found.spec)
-            found.stored = len(headers)
-        return headers, headers
+            files = headers(found.folder, family, found.spec)
+            found.stored = len(files)
+        return files, files
     if (found.folder / INDEX).is_file():
         where = weight_map(found.folder)
         metadata = read_object(found.folder / INDEX).get("metadata")
@@ -173,21 +163,21 @@ def _stored(found: Inspection, family: ModelFamily | None) -> tuple[Collection[s
         if any([*found.folder.glob("*.bin"), *found.folder.glob("*.safetensors")]):
             stored(found.folder)  # raises the error that says why it does not read them
         found.unknown.append(f"names and shapes of the tensors: neither {SINGLE} nor {INDEX} is here")
-        return [], headers
-    files = sorted(set(where.values()))
-    absent = [file for file in files if not (found.folder / file).is_file()]
-    if absent == files:
+        return [], files
+    shards = sorted(set(where.values()))
+    absent = [file for file in shards if not (found.folder / file).is_file()]
+    if absent == shards:
         found.unknown.append(f"shapes of the tensors: none of the files that {INDEX} names is here")
     else:
         with found.noting():
             refuse_absent(found.folder, absent)
-    for file in files:
+    for file in shards:
         if file not in absent:
             with found.noting():
-                headers |= stored_in(found.folder / file)
-    names = dict.fromkeys(name for name, file in where.items() if file in absent) | headers
+                files |= stored_in(found.folder / file)
+    names = dict.fromkeys(name for name, file in where.items() if file in absent) | files
     found.stored = len(names)
-    return names, headers
+    return names, files
 
 
 def _idle(spec: ModelSpec) -> int:
@@ -213,15 +203,14 @@ def _dtype(found: Inspection, config: Mapping[str, Any], stored: Iterable[Stored
 
 
 def _as_expected(
-    names: Iterable[str], placements: Mapping[str, Placement], dtype: torch.dtype, config: Mapping[str, Any],
-    block: Block | None,
-) -> dict[str, Stored]:  # fmt: skip
+    names: Sequence[str], placements: Mapping[str, Placement], dtype: torch.dtype, config: Mapping[str, Any]
+) -> dict[str, Stored]:
     """Stand-ins for tensors with unknown headers: they have the shapes and dtypes that the network wants."""
-    quantized = config.get(FIELD) or {}
+    quantized, block = config.get(FIELD) or {}, scale_block(config)
     narrow = "I8" if str(quantized.get("format")).startswith("int") else "F8_E4M3"
     matrices = [name for name, place in placements.items() if quantized and len(place.shape) > 1]
     owners = {f"{name}{end}": name for name in matrices for end in SCALES}
-    names, plain = [*names], next(name for name, one in FLOATS.items() if one == dtype)
+    plain = next(name for name, one in FLOATS.items() if one == dtype)
     narrowed = {owners[name] for name in names if name in owners}
     found = {}
     for name in names:
@@ -260,27 +249,23 @@ def _gathered(problems: Iterable[str]) -> Iterator[str]:
         yield found[0] if len(found) == 1 else f"{pattern} ({len(found)} tensors)"
 
 
-def _memory(
-    found: Inspection, family: ModelFamily, tensors: Mapping[str, Stored], placements: Mapping[str, Placement],
-    scales: Scales,
-) -> dict[str, int | None]:  # fmt: skip
+def _memory(found: Inspection, plan: LoadPlan, dtype: torch.dtype) -> dict[str, int | None]:
     """Bytes of the loaded network, by `quantize`; None if its layers cannot be rounded to that."""
-    assert found.spec is not None and found.dtype is not None
-    memory: dict[str, int | None] = {}
-    if found.folder.suffix == GGUF:
-        from dinfer.loading.gguf_blocks import blocks_of  # slow to import
 
-        if blocks := blocks_of(tensors, placements, ()):
-            held = narrow_table(found.spec, tensors, placements, torch.float32) | blocks
-            memory["blocks"] = _bytes(empty_network(family, found.spec, torch.float32, torch.device("meta"), held))
+    def empty(dtype: torch.dtype, formats: Mapping[str, Any]) -> Any:
+        return empty_network(plan.family, plan.spec, dtype, torch.device("meta"), formats)
+
+    memory: dict[str, int | None] = {}
+    if found.folder.suffix == GGUF and (blocks := plan.formats(torch.float32, blocks=True)):
+        memory["blocks"] = _bytes(empty(torch.float32, blocks))
     network: Any = None
     now = None
     for name in ("none", *roundings()):
-        held = formats_of(tensors, placements, scales, taken(None if name == "none" else name))
+        held = plan.formats(dtype, None if name == "none" else name)
         kept = {path: (type(format), vars(format)) for path, format in held.items()}
         if kept != now:
             now = kept
-            network = empty_network(family, found.spec, found.dtype, torch.device("meta"), held)
+            network = empty(dtype, held)
         size = _bytes(network)
         try:
             for module, own in formatted(network).values() if name != "none" else ():

@@ -24,8 +24,9 @@ from dinfer.engine.room import Room
 from dinfer.engine.runner import drop_graphs
 from dinfer.engine.runtime import Runtime
 from dinfer.engine.worker import Worker
-from dinfer.loading.checkpoint import divisions, load_network, random_network, read_config, read_spec
+from dinfer.loading.checkpoint import divisions, load_network, random_network
 from dinfer.loading.packed import FIELD as QUANTIZATION
+from dinfer.loading.plan import read_config, read_spec
 from dinfer.parallel.follower import Follower
 from dinfer.parallel.leader import FIELD, Leader, follows, leader, started
 from dinfer.parallel.leader_worker import entries_of, model_number, read, shape_of, spelled

@@ -14,8 +14,9 @@ import torch
 from dinfer.engine.engine import Engine
 from dinfer.engine.request import Completion, Counts, Request, Update, Wants
 from dinfer.engine.runtime import Runtime
-from dinfer.loading.checkpoint import family_of, load_network, read_config
+from dinfer.loading.checkpoint import load_network
 from dinfer.loading.hub import boxed, locate
+from dinfer.loading.plan import family_of, read_config
 from dinfer.parallel.divided_model import Source, divided
 from dinfer.pipeline.chat import ChatTemplate
 from dinfer.pipeline.infilling import Infilled, gaps_of, parse

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dinfer.loading.checkpoint import small_files
 from dinfer.loading.files import Folder, read_object
+from dinfer.loading.plan import small_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -23,7 +23,6 @@ LARGER = {  # functions above these limits, which are to be divided; nothing is 
     "dinfer/step/step.py:decode",
     "dinfer/step/step.py:denoise_step",
     "dinfer/demo/problems.py:sharing",
-    "dinfer/loading/checkpoint.py:load_network",
     "dinfer/loading/gguf_tokenizer.py:tokenizer_files",
 }
 REFLECTIONS = 20  # calls of getattr and hasattr in all: each hides from the type checker what it reads
@@ -64,20 +63,24 @@ MAY_IMPORT: dict[str, set[str]] = {
     "loading.hub": {"loading.files", "recipe.registry"},
     "loading.token_ids": {"loading.files"},
     "loading.gguf_tokenizer": {"loading.files"},
-    "loading.gguf_file": {"loading.files", "loading.gguf_tokenizer", "loading.safetensors_io"},
-    "loading.gguf_blocks": {"kernels", "layers", "loading.gguf_file", "loading.safetensors_io", "parallel.split"},
+    "loading.gguf_file": {
+        "kernels", "layers", "loading.files", "loading.gguf_tokenizer", "loading.safetensors_io",
+        "parallel.split",
+    },
     "loading.lora": {"loading.files", "loading.safetensors_io", "parallel.split"},
-    "loading.rounding": {"layers", "loading.safetensors_io"},
     "loading.packed": {"loading.files", "loading.safetensors_io", "parallel.split"},
     "loading.quantized": {"loading.files", "loading.packed", "loading.safetensors_io", "parallel.split"},
     "loading.checkpoint": {
-        "kernels", "layers", "loading.files", "loading.gguf_blocks", "loading.gguf_file", "loading.hub",
-        "loading.lora", "loading.packed", "loading.quantized", "loading.rounding", "loading.safetensors_io",
-        "loading.token_ids", "parallel.split", "recipe.registry", "startup.prepare", "step.contracts",
-        "step.spec",
+        "kernels", "layers", "loading.hub", "loading.packed", "loading.plan", "loading.quantized",
+        "loading.safetensors_io", "parallel.split", "startup.prepare", "step.contracts", "step.spec",
     },
     "loading.inspect": {
-        "layers", "loading.checkpoint", "loading.files", "loading.gguf_blocks", "loading.hub", "loading.packed",
+        "layers", "loading.checkpoint", "loading.files", "loading.hub", "loading.packed", "loading.plan",
+        "loading.quantized", "loading.safetensors_io", "loading.token_ids", "parallel.split", "recipe.registry",
+        "step.contracts", "step.spec",
+    },
+    "loading.plan": {
+        "layers", "loading.files", "loading.gguf_file", "loading.hub", "loading.lora", "loading.packed",
         "loading.quantized", "loading.safetensors_io", "loading.token_ids", "parallel.split", "recipe.registry",
         "step.contracts", "step.spec",
     },
@@ -157,15 +160,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "analysis.likelihood": CORE | {"layers"},
     "parallel.divided_model": {
         "engine.room", "engine.runner", "engine.runtime", "engine.worker", "loading.checkpoint",
-        "loading.packed", "parallel.follower", "parallel.leader", "parallel.leader_worker", "parallel.ranks",
-        "parallel.split", "recipe.recipe", "step.contracts",
+        "loading.packed", "loading.plan", "parallel.follower", "parallel.leader", "parallel.leader_worker",
+        "parallel.ranks", "parallel.split", "recipe.recipe", "step.contracts",
     },
     "pipeline.pipeline": {
         "engine.engine", "engine.request", "engine.runtime", "loading.checkpoint", "loading.hub",
-        "parallel.divided_model", "pipeline.chat", "pipeline.infilling", "pipeline.inputs",
+        "loading.plan", "parallel.divided_model", "pipeline.chat", "pipeline.infilling", "pipeline.inputs",
         "pipeline.streaming", "pipeline.tokenizer", "recipe.recipe", "recipe.registry",
     },
-    "pipeline.tokenizer": {"loading.checkpoint", "loading.files"},
+    "pipeline.tokenizer": {"loading.files", "loading.plan"},
     "pipeline.ahead": {
         "layers", "loading.files", "loading.hub", "loading.inspect", "loading.safetensors_io",
         "pipeline.pipeline", "recipe.registry",

@@ -10,7 +10,8 @@ import torch
 from support.models import CONFIG, EOS, MASK
 
 from dinfer.layers.transformer import Transformer
-from dinfer.loading.checkpoint import family_of, random_network
+from dinfer.loading.checkpoint import random_network
+from dinfer.loading.plan import family_of
 from dinfer.recipe.registry import MODELS
 from dinfer.step.contracts import ModelFamily
 
