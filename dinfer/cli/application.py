@@ -50,9 +50,9 @@ def launch(args: Namespace, task: Task, *, takes_text: bool = False) -> None:
 
     `conf/<command>.yaml` is the configuration.
     """
-    command, folder = args.command, args.config_dir
-    text, overrides = divided(args, cache(lambda: names(command, folder)), takes_text=takes_text)
-    overrides += [f"hydra.searchpath={conf.searched(folder)}"] if folder else []
+    command, folders = args.command, args.config_dirs
+    text, overrides = divided(args, cache(lambda: names(command, folders)), takes_text=takes_text)
+    overrides += [f"hydra.searchpath={conf.searched(folders)}"] if folders else []
     parsed = [parse(override) for override in overrides]
 
     def run(config: DictConfig) -> Missed | None:
@@ -76,7 +76,7 @@ def launch(args: Namespace, task: Task, *, takes_text: bool = False) -> None:
     if args.flags and args.multirun:
         raise ValueError("-m runs a sweep, and --cfg and its like show something and stop: leave one of them out")
     with conf.session() as loader, explained():
-        check(command, folder, parsed, multirun=args.multirun)
+        check(command, folders, parsed, multirun=args.multirun)
         # Hydra names a type that is internal; the public one has the same methods.
         context = HydraContext(config_loader=loader, callbacks=Callback())  # type: ignore[arg-type]
         if args.multirun:
@@ -98,29 +98,33 @@ def in_hydra(argv: Sequence[str], command: str) -> None:
         sys.argv = before
 
 
-def roots(command: str, folder: str | None) -> set[str]:
-    """All that an override may begin with. `folder`: a further one of configurations."""
-    groups = [path.name for path in Path(folder).iterdir() if path.is_dir()] if folder else []
+def roots(command: str, folders: Sequence[str]) -> set[str]:
+    """All that an override may begin with. `folders`: further ones of configurations."""
+    groups = [path.name for folder in folders for path in Path(folder).iterdir() if path.is_dir()]
     with conf.session():
         return {*conf.compose(command, []), *groups, conf.RECIPE, "hydra"}
 
 
-def names(command: str, folder: str | None) -> set[str]:
+def names(command: str, folders: Sequence[str]) -> set[str]:
     """All that an override may begin with, and options, since a user may forget to name their component."""
     described = [registry.describe(name) for registry in conf.GROUPS.values() for name in registry.names()]
-    return roots(command, folder) | {option.name for description in described for option in description.options}
+    return roots(command, folders) | {option.name for description in described for option in description.options}
 
 
-def check(command: str, folder: str | None, overrides: Sequence[Override], *, multirun: bool) -> None:
+def check(command: str, folders: Sequence[str], overrides: Sequence[Override], *, multirun: bool) -> None:
     """Raises ValueError for wrong overrides that Hydra would accept, or refuse without naming them."""
     for override in overrides:
         key, swept = override.key_or_group, override.is_sweep_override()
         if swept and not multirun:
             raise ValueError(f"{override.input_line} has several values: add -m for a run with each of them")
+        if key in (*conf.GROUPS, conf.RECIPE) and not swept and override.value() in ("", None):
+            raise ValueError(
+                f"{override.input_line} names no {key}: choose one of {', '.join(conf.choices(key))}, or leave it out"
+            )
         if key in conf.GROUPS and not swept and not isinstance(override.value(), (str, list)):
             raise unknown(key, override.value(), conf.GROUPS[key].names())
         if override.is_add() or override.is_force_add():
-            root, known = key.replace("/", ".").partition(".")[0], roots(command, folder)
+            root, known = key.replace("/", ".").partition(".")[0], roots(command, folders)
             if root not in known:
                 raise unknown("setting", key, sorted(known))
 

@@ -61,7 +61,15 @@ def configured(parser: Parser) -> None:
     parser.set_defaults(overrides=[], flags=[])
     group = parser.add_argument_group("configuration")
     group.add_argument("-m", "--multirun", action="store_true", help="one run for each of several values")
-    group.add_argument("-cd", "--config-dir", metavar="FOLDER", help="a further folder of configurations and presets")
+    group.add_argument(
+        "-cd",
+        "--config-dir",
+        action="append",
+        metavar="FOLDER",
+        default=[],
+        dest="config_dirs",
+        help="a further folder of configurations and presets; may be given several times",
+    )
     shown = one_of("--cfg", "job", "hydra", "all")
     told = one_of("--info", "all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
     for short, flag, value, kind, text in (

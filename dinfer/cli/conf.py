@@ -1,6 +1,6 @@
 """Finds the folder `conf`, and composes configurations of it and of overrides with Hydra. Explains Hydra's errors."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -17,7 +17,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, InterpolationResolutionError
 
 from dinfer.recipe.registry import REGISTRIES, Registry, UnknownName, unknown
 
@@ -71,7 +71,13 @@ def components(config: DictConfig) -> dict[str, dict[str, Any]]:
 
 def tree_of(config: DictConfig, *, resolve: bool) -> dict[str, Any]:
     """A node and all below it, as plain dicts and lists."""
-    tree = OmegaConf.to_container(config, resolve=resolve, throw_on_missing=resolve)
+    try:
+        tree = OmegaConf.to_container(config, resolve=resolve, throw_on_missing=resolve)
+    except InterpolationResolutionError as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"{error.full_key}: {reason}. ${{...}} stands for another setting; write \\${{...}} for a text"
+        ) from error
     assert isinstance(tree, dict)
     return {str(key): value for key, value in tree.items()}
 
@@ -109,12 +115,13 @@ def folder() -> Path:
     return installed if installed.is_dir() else installed.parents[1] / "conf"
 
 
-def searched(extra: str) -> str:
-    """The value of `hydra.searchpath` that adds a user's folder. Raises ValueError."""
-    if not Path(extra).is_dir():
-        raise ValueError(f"--config-dir {extra}: there is no such folder")
-    quoted = str(Path(extra).resolve()).replace("\\", "\\\\").replace("'", "\\'")
-    return f"['file://{quoted}']"
+def searched(folders: Sequence[str]) -> str:
+    """The value of `hydra.searchpath` that adds a user's folders. Raises ValueError."""
+    for folder in folders:
+        if not Path(folder).is_dir():
+            raise ValueError(f"--config-dir {folder}: there is no such folder")
+    paths = [str(Path(folder).resolve()).replace("\\", "\\\\").replace("'", "\\'") for folder in folders]
+    return "[" + ",".join(f"'file://{path}'" for path in paths) + "]"
 
 
 def read(path: Path) -> dict[str, Any]:

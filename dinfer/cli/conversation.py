@@ -6,7 +6,7 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,9 +80,9 @@ def interruptible() -> Iterator[Interrupts]:
 class Conversation:
     """The messages so far, and the settings of the next answer."""
 
-    def __init__(self, config: dict[str, Any], pipe: Pipeline, *, system: str | None, folder: str | None) -> None:
-        """`folder`: a further one of configurations. Raises ValueError for a model that knows no conversations."""
-        self._config, self._pipe, self._folder = config, pipe, folder
+    def __init__(self, config: dict[str, Any], pipe: Pipeline, *, system: str | None, folders: Sequence[str]) -> None:
+        """`folders`: further ones of configurations. Raises ValueError for a model that knows no conversations."""
+        self._config, self._pipe, self._folders = config, pipe, folders
         self._changes: list[str] = []
         self._saved: set[Path] = set()
         self._opening = [{"role": "system", "content": system}] if system is not None else []
@@ -193,7 +193,7 @@ class Conversation:
 
     def _set(self, override: str) -> None:
         """Changes a setting. Raises ValueError, and then nothing is changed."""
-        check("chat", self._folder, [parse(override)], multirun=False)
+        check("chat", self._folders, [parse(override)], multirun=False)
         given = HydraConfig.get().overrides
         config = conf.compose("chat", [*given.hydra, *given.task, *self._changes, override])
         check_settings(config)

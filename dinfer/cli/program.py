@@ -1,7 +1,9 @@
 """Finds the command asked for and runs it; turns its errors into one line and an exit status."""
 
 import argparse
+import ast
 import importlib
+import inspect
 import logging
 import os
 import pkgutil
@@ -53,7 +55,9 @@ def parsers() -> tuple[Parser, dict[str, Parser]]:
     found = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
     for name in names():
         module = importlib.import_module(f"{commands.__name__}.{name}")
-        summary, usage, description = (module.__doc__ or "").split("\n\n", 2)
+        # From the source, since Python drops docstrings with PYTHONOPTIMIZE=2.
+        text = ast.get_docstring(ast.parse(inspect.getsource(module))) or ""
+        summary, usage, description = text.split("\n\n", 2)
         command = found.add_parser(name, help=summary, usage=usage.removeprefix("usage: "), description=description)
         module.arguments(command)
         command.set_defaults(run=module.run)

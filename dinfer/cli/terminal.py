@@ -1,9 +1,11 @@
 """What a user sees: the standard streams, errors as a line and an exit status, progress, tables of figures.
 
-stdout holds the product of a command alone, stderr figures, progress and errors."""
+stdout holds the product of a command alone, stderr figures, progress and errors.
+"""
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import signal
@@ -17,19 +19,25 @@ from threading import Event
 from types import TracebackType
 from typing import Any, NoReturn
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from dinfer.analysis.outputs import naming
 
 STDOUT = Path("standard output")
+FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+_ASKED_TO_END = Event()  # by Ctrl-C
+UNWRAPPED = 1 << 16  # columns, more than any line has
+EVERY = 10.0  # seconds between two lines
 
 
 def say(text: str) -> None:
     """Prints a line to stderr."""
-    with suppress(OSError):  # there is nowhere left to say so
-        print(text, file=sys.stderr, flush=True)
+    with suppress(OSError, AttributeError):  # full or closed: there is nowhere left to say so
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
 
 
 def several(count: int, thing: str) -> str:
@@ -68,15 +76,22 @@ class _Stdout(io.TextIOWrapper):
             super().flush()
 
 
+class _Closed(io.TextIOBase):
+    """stdout that the caller has closed. To write nothing would look like an empty answer."""
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.EBADF, "it is closed", str(STDOUT))
+
+
 @contextmanager
 def standard_streams() -> Iterator[None]:
-    """Opens streams that the caller has closed (`>&-`), and writes stdout line by line, up to the end.
+    """Writes stdout line by line, up to the end, and replaces streams that the caller has closed (`>&-`).
 
     So with `2>&1` both streams keep their order. Characters that a terminal cannot show are escaped.
     """
     usual = sys.stdin, sys.stdout, sys.stderr
     with open(os.devnull, "r+") as nothing:
-        sys.stdin, sys.stdout, sys.stderr = sys.stdin or nothing, sys.stdout or nothing, sys.stderr or nothing
+        sys.stdin, sys.stdout, sys.stderr = sys.stdin or nothing, sys.stdout or _Closed(), sys.stderr or nothing
         own = None
         if isinstance(sys.stdout, io.TextIOWrapper):
             own = _Stdout(sys.stdout.buffer, sys.stdout.encoding, "backslashreplace", line_buffering=True)
@@ -92,14 +107,12 @@ def standard_streams() -> Iterator[None]:
 
 def settle_stdout() -> None:
     """Writes what stdout still holds. If that fails, it is dropped, or Python would complain at exit."""
+    if sys.stdout is None:  # closed by the caller
+        return
     try:
         sys.stdout.flush()
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
-_ASKED_TO_END = Event()  # by Ctrl-C
 
 
 class Interrupted(KeyboardInterrupt):
@@ -202,9 +215,6 @@ def _second_interrupt_kills() -> Iterator[None]:
             signal.signal(signal.SIGINT, usual)
 
 
-EVERY = 10.0  # seconds between two lines
-
-
 class Report:
     """Shows one activity at a time, while it lasts; `at` says which."""
 
@@ -239,16 +249,26 @@ class Report:
             say(f"{self._line}, {time.monotonic() - self._began:.0f} s")
 
 
-def table(rows: Sequence[Mapping[str, str]], caption: str = "") -> Table:
+def show(*parts: RenderableType) -> None:
+    """Prints formatted parts on stdout. In a pipe or a file no line is wrapped."""
+    console = Console(file=sys.stdout, highlight=False)
+    if console.is_terminal:
+        for part in parts:
+            console.print(part)
+        return
+    with (wide := Console(file=sys.stdout, highlight=False, width=UNWRAPPED)).capture() as found:
+        for part in parts:
+            wide.print(part)
+    print("\n".join(line.rstrip() for line in found.get().splitlines()))
+
+
+def table(rows: Sequence[Mapping[str, str]], caption: str = "") -> RenderableType:
     """A line for each row, under the names of its cells. The first cell of a row is text, the others are figures."""
-    found = Table(
-        box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0), caption=caption or None,
-        caption_justify="left",
-    )  # fmt: skip
+    found = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
     first, *figures = rows[0]
     found.add_column(first, overflow="fold")
     for name in figures:
         found.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         found.add_row(*row.values())
-    return found
+    return Group(found, Text(caption, "table.caption")) if caption else found

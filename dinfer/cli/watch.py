@@ -145,7 +145,7 @@ def _paint(source: Iterator[Frame], delay: float, console: Console) -> Frame | N
 
 
 def _tell(source: Iterator[Frame]) -> Frame | None:
-    frame, width = None, Console(stderr=True).width
+    frame, width = None, Console(stderr=True).width if sys.stderr.isatty() else None
     for frame in source:
         say(line(frame, width))
     return frame
@@ -158,13 +158,13 @@ def heading(frame: Frame) -> str:
     )
 
 
-def line(frame: Frame, width: int) -> str:
-    """A step in one line: what the active block holds, `_` for a mask."""
+def line(frame: Frame, width: int | None) -> str:
+    """A step in one line: what the active block holds, `_` for a mask. `width`: of a terminal."""
     signs = {Origin.MASK: "_", Origin.STOP: STOP}
     text = "".join(signs.get(cell.origin, cell.text) for cell in frame.cells if cell.active)
     head = f"step {frame.step:>3} {COMPUTED[frame.phase].split()[0]:<6} +{frame.fresh:<2} "
     shown = f"{head}{frame.decoded:>3}/{frame.length} | {' '.join(text.replace(chr(10), ' / ').split())}"
-    return shown if len(shown) <= width else shown[: width - 1] + "…"
+    return shown if width is None or len(shown) <= width else shown[: width - 1] + "…"
 
 
 def picture(frame: Frame) -> RenderableType:

@@ -18,14 +18,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
+from rich.console import RenderableType
 
 from dinfer.analysis.outputs import check_file, replacing
 from dinfer.cli.application import launch, numbered
 from dinfer.cli.arguments import configured
 from dinfer.cli.recipe import counted, pipeline, problems_of, ranks_of, setting, text_of
-from dinfer.cli.terminal import Report, say, several, table
+from dinfer.cli.terminal import Report, say, several, show, table
 
 if TYPE_CHECKING:
     from dinfer.analysis.audit import Audit
@@ -49,14 +48,14 @@ def measure(config: dict[str, Any], question: str | None) -> None:
         pipe = pipeline(config)
         progress.at(f"auditing {several(len(questions), 'answer')}")
         found = audit(pipe, [pipe.encode(text) for text in questions], max_new_tokens=new_tokens)
-    Console(highlight=False).print(report(found))
+    show(report(found))
     for path in paths:
         with replacing(path) as part:
             writers[path.suffix[1:]](found, part)
         say(f"wrote {path}")
 
 
-def report(found: Audit) -> Table:
+def report(found: Audit) -> RenderableType:
     """The means of each block, and of all."""
     means = {str(block): means for block, means in found.by(lambda s: s.block).items()} | {"all": found.overall}
     rows = [

@@ -16,7 +16,7 @@ Examples:
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -32,15 +32,15 @@ def run(args: Any) -> None:
     """Talks until the input ends."""
     if args.multirun:
         raise ValueError("-m starts one chat after the other: change a setting within the chat with /set instead")
-    launch(args, partial(chat, folder=args.config_dir))
+    launch(args, partial(chat, folders=args.config_dirs))
 
 
-def chat(config: dict[str, Any], _text: str | None, *, folder: str | None) -> None:
+def chat(config: dict[str, Any], _text: str | None, *, folders: Sequence[str]) -> None:
     """Answers each line of standard input."""
     system = text_of(config, "system", None)
     from dinfer.cli.conversation import Conversation, Ended, interruptible
 
-    talk = Conversation(config, pipeline(config), system=system, folder=folder)
+    talk = Conversation(config, pipeline(config), system=system, folders=folders)
     if not sys.stdin.isatty():
         for line in piped():
             talk.take(line)

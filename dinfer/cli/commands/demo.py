@@ -17,13 +17,13 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
+from rich.console import RenderableType
 from rich.rule import Rule
 
 from dinfer.cli.application import launch
 from dinfer.cli.arguments import configured
 from dinfer.cli.recipe import counted, pipeline, problems_of, setting
-from dinfer.cli.terminal import Report, table
+from dinfer.cli.terminal import Report, show, table
 from dinfer.demo.problems import Problem, is_correct
 from dinfer.recipe.registry import DECODERS
 
@@ -41,10 +41,9 @@ def demo(config: dict[str, Any], _text: str | None) -> None:
         pipe = pipeline(config)
     from dinfer.analysis.comparison import compare
 
-    console = Console(highlight=False)
-    console.print(Rule("a held-out problem", style="bright_black", align="left"))
+    show(heading("a held-out problem"))
     work_out(pipe, problems[0], new_tokens, delay)
-    console.print(Rule(f"{len(problems)} held-out problems", style="bright_black", align="left"))
+    show(heading(f"{len(problems)} held-out problems"))
     with Report() as progress:
         rows = compare(pipe, decoders, problems, new_tokens, progress.at)
     iteration, cache = pipe.recipe.iteration, pipe.recipe.cache
@@ -52,7 +51,12 @@ def demo(config: dict[str, Any], _text: str | None) -> None:
         "NFE: forwards per problem. TPF: tokens per forward, before the first stop token.\n"
         f"{type(iteration).__name__} of {iteration.block}, {type(cache).__name__}."
     )
-    console.print(table(rows, caption))
+    show(table(rows, caption))
+
+
+def heading(text: str) -> RenderableType:
+    """A title, on a terminal with a line over its width."""
+    return Rule(text, style="bright_black", align="left") if sys.stdout.isatty() else f"{text}:"
 
 
 def decoders_of(config: dict[str, Any]) -> list[Any]:

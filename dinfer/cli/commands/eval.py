@@ -20,15 +20,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from rich.console import Console
-from rich.table import Table
+from rich.console import RenderableType
 
 from dinfer.analysis.outputs import check_folder
 from dinfer.cli.application import launch
 from dinfer.cli.arguments import configured
 from dinfer.cli.conf import GROUPS
 from dinfer.cli.recipe import check_ahead, counted, group, need, pipeline, ranks_of, setting
-from dinfer.cli.terminal import Interrupted, Report, say, several, table
+from dinfer.cli.terminal import Interrupted, Report, say, several, show, table
 from dinfer.recipe.registry import typed
 
 # The column of each figure: its name in the results, and how many decimals are shown.
@@ -66,7 +65,7 @@ def evaluate(config: dict[str, Any], _text: str | None, *, line: list[str]) -> N
         device = setting(config, "device", str | None)
         found = on_ray(partial(measured, config, line), address, count, cards=ranks_of(config), device=device)
     if found is not None:
-        Console(highlight=False).print(figures(found))
+        show(figures(found))
 
 
 def measured(config: dict[str, Any], line: list[str]) -> dict[str, Any] | None:
@@ -129,7 +128,7 @@ def settings_of(config: dict[str, Any], documents: tuple[int, int] | None = None
     return Settings(**typed(hints, values))
 
 
-def figures(document: dict[str, Any]) -> Table:
+def figures(document: dict[str, Any]) -> RenderableType:
     """A line for each task."""
     rows = []
     for task, line in document["tasks"].items():

@@ -22,7 +22,6 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
-from rich.console import Console
 from rich.filesize import decimal
 from rich.padding import Padding
 from rich.table import Table
@@ -31,7 +30,7 @@ from rich.text import Text
 from dinfer.cli import conf
 from dinfer.cli.arguments import Parser
 from dinfer.cli.catalog import attention, catalog, entry_of
-from dinfer.cli.terminal import FAILED
+from dinfer.cli.terminal import FAILED, show
 from dinfer.loading.hub import SMALL, boxed, local, locate
 from dinfer.recipe.registry import MODELS, unknown
 
@@ -65,7 +64,7 @@ def run(args: Namespace) -> None:
     if args.json:
         print(json.dumps(described(names[0], found, use), indent=1))
     else:
-        show(names[0], found, use)
+        shown(names[0], found, use)
     if found.problems:
         raise SystemExit(FAILED)
 
@@ -147,17 +146,16 @@ def sight(spec: ModelSpec) -> str:
     return causal if spec.encoder else attention(spec.causal_block, bool(spec.prompt_block))
 
 
-def show(name: str, found: Inspection, use: dict[str, str]) -> None:
+def shown(name: str, found: Inspection, use: dict[str, str]) -> None:
     """Prints all that is known, for a reader."""
-    console, table = Console(highlight=False), Table.grid(padding=(0, 2))
+    table = Table.grid(padding=(0, 2))
     table.add_column(style="cyan", no_wrap=True)
     table.add_column(overflow="fold")
     for label, text in lines(found, use):
         table.add_row(label, Text(printable(text), "red" if label == "problem" else ""))
     good = ("it loads", "bold green")
-    console.print(Text(printable(name), "bold", overflow="fold"))
-    console.print(Padding(table, (0, 0, 0, 2), expand=False))
-    console.print(Text.assemble(("would not load or answer", "bold red") if found.problems else good))
+    verdict = Text.assemble(("would not load or answer", "bold red") if found.problems else good)
+    show(Text(printable(name), "bold", overflow="fold"), Padding(table, (0, 0, 0, 2), expand=False), verdict)
 
 
 def lines(found: Inspection, use: dict[str, str]) -> Iterator[tuple[str, str]]:

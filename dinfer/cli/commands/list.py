@@ -8,13 +8,14 @@ every request for itself (`options={"threshold": 0.8}` in the library); all are 
 
 from argparse import Namespace
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from dinfer.cli import conf
 from dinfer.cli.arguments import Parser
+from dinfer.cli.terminal import show
 from dinfer.recipe.registry import Registry, unknown
 
 ROLES = {
@@ -37,10 +38,8 @@ def run(args: Namespace) -> None:
     for kind in args.words:
         if kind not in conf.GROUPS:
             raise unknown("registry", kind, list(conf.GROUPS))
-    console = Console(highlight=False)
-    for kind in args.words or conf.GROUPS:
-        console.print(listing(conf.GROUPS[kind]))
-    console.print(Text("* may differ from request to request", "bright_black"))
+    listed = [listing(conf.GROUPS[kind]) for kind in args.words or conf.GROUPS]
+    show(*listed, Text("* may differ from request to request", "bright_black"))
 
 
 def listing(registry: Registry) -> RenderableType:

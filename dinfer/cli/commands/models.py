@@ -13,7 +13,7 @@ from argparse import Namespace
 from dataclasses import asdict
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -21,6 +21,7 @@ from rich.text import Text
 from dinfer.cli import conf
 from dinfer.cli.arguments import Parser
 from dinfer.cli.catalog import Published, catalog
+from dinfer.cli.terminal import show
 from dinfer.recipe.registry import MODELS, unknown
 
 
@@ -38,18 +39,17 @@ def run(args: Namespace) -> None:
     if args.json:
         print(json.dumps([described(entry) for entry in found], indent=1))
         return
-    console = Console(highlight=False)
+    parts: list[RenderableType] = []
     presets: dict[str, list[Published]] = {}
     for entry in found:
         presets.setdefault(entry.preset, []).append(entry)
     family = None
     for preset, entries in presets.items():
         if family != (family := entries[0].family):
-            console.print(Text.assemble((family, "bold magenta"), f": {MODELS.describe(family).summary}"))
-        console.print(Padding(group(preset, entries), (0, 0, 1, 2), expand=False))
-    console.print(
-        Text("model=NAME runs the first of a group. For another one add model.checkpoint=HUB_NAME.", "bright_black")
-    )
+            parts.append(Text.assemble((family, "bold magenta"), f": {MODELS.describe(family).summary}"))
+        parts.append(Padding(group(preset, entries), (0, 0, 1, 2), expand=False))
+    more = "model=NAME runs the first of a group. For another one add model.checkpoint=HUB_NAME."
+    show(*parts, Text(more, "bright_black"))
 
 
 def described(entry: Published) -> dict[str, Any]:

@@ -19,14 +19,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+from rich.console import RenderableType
 
 from dinfer.analysis.outputs import check_file, replacing
 from dinfer.analysis.plots import AXES, areas, draw, front
 from dinfer.cli.arguments import Parser
 from dinfer.cli.recipe import need
-from dinfer.cli.terminal import say, table
+from dinfer.cli.terminal import say, show, table
 from dinfer.recipe.registry import unknown
 
 SETTINGS = {"out": "pareto.png", "task": "", "by": "model,checkpoint,iteration,decoder,cache"}
@@ -73,11 +72,9 @@ def run(args: Namespace) -> None:
         check_hardware(task, own)
     with replacing(out) as part:
         draw(tasks, part, by=by)
-    console = Console(highlight=False)
     for task, own in tasks.items():
-        console.print(f"\n{task}")
-        console.print(fronts(own))
-        console.print(table([{"method": name, "AUP": f"{area:.1f}"} for name, area in areas(own, by).items()]))
+        methods = table([{"method": name, "AUP": f"{area:.1f}"} for name, area in areas(own, by).items()])
+        show(f"\n{task}", fronts(own), methods)
     if skipped:
         say(f"{skipped} lines have no accuracy or no forwards (tasks of likelihoods) and are not drawn")
     say(f"wrote {out}")
@@ -129,7 +126,7 @@ def check_hardware(task: str, rows: Sequence[dict[str, Any]]) -> None:
         )
 
 
-def fronts(rows: Sequence[dict[str, Any]]) -> Table:
+def fronts(rows: Sequence[dict[str, Any]]) -> RenderableType:
     """The recipes on the front of tokens per forward, by speed."""
     told = options(rows)
     return table([

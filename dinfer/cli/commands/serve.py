@@ -15,10 +15,10 @@ Examples:
 from __future__ import annotations
 
 import os
-import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -136,8 +136,8 @@ def announced(names: list[str]) -> Callable[[str], None]:
     """Says where the server is."""
 
     def ready(address: str) -> None:
-        print(f"{', '.join(names)}: {address} (a page), {address}v1 (OpenAI's API), {address}docs")
-        sys.stdout.flush()
+        with suppress(OSError):  # a server goes on without a reader
+            print(f"{', '.join(names)}: {address} (a page), {address}v1 (OpenAI's API), {address}docs", flush=True)
         say("Ctrl-C ends it.")
 
     return ready
