@@ -9,6 +9,7 @@ from dinfer.recipe.registry import check_range, check_types
 Kv = Literal["model", "fp8"]
 KV: tuple[str, ...] = get_args(Kv)
 AUTO_CANDIDATES = 7  # the most candidates with `speculate` auto
+MOST_ROWS = 1 << 16  # tables of the canvas alone would fill the memory of a host with more
 LONGEST_PAGE = 4096  # the shortest request takes a whole page
 
 
@@ -34,7 +35,8 @@ class Runtime:
 
     def __post_init__(self) -> None:
         check_types("runtime", self)
-        check_range("runtime", self, "rows", "max_length", "pages", "positions", "tensor_parallel", least=1)
+        check_range("runtime", self, "max_length", "pages", "positions", "tensor_parallel", least=1)
+        check_range("runtime", self, "rows", least=1, most=MOST_ROWS)
         if self.speculate != "auto":
             check_range("runtime", self, "speculate", least=0, most=len(DRAFTED))
         check_range("runtime", self, "page", least=1, most=LONGEST_PAGE)

@@ -33,7 +33,9 @@ def locate(name: str, revision: str | None = None, needed: str = "config.json", 
 
     `needed`: the file that the folder must have. `wanted`: patterns of the files to download. Raises CheckpointError.
     """
-    path = local(name)
+    if not name.strip():
+        raise CheckpointError(f"checkpoint={name!r} names no model: give one in the box, a folder or a hub name")
+    path = snapshot_of(local(name))
     weights = path.suffix == GGUF
     if weights and not path.is_file():
         raise CheckpointError(f"there is no file {path}")
@@ -88,6 +90,22 @@ def download(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
 def local(name: str) -> Path:
     """The file or folder that a name may be. `~user` stays as it is if there is no such user."""
     return Path(os.path.expanduser(name))
+
+
+def snapshot_of(folder: Path) -> Path:
+    """The files in a folder of the hub's cache, `models--OWNER--NAME`, by its branch main. Other paths as they are.
+
+    Raises CheckpointError for such a folder that does not say which of its snapshots is meant.
+    """
+    snapshots, main = folder / "snapshots", folder / "refs" / "main"
+    if not folder.name.startswith("models--") or not snapshots.is_dir():
+        return folder
+    found = sorted(path for path in snapshots.iterdir() if path.is_dir())
+    if main.is_file() and (named := snapshots / main.read_text().strip()) in found:
+        return named
+    if len(found) == 1:
+        return found[0]
+    raise CheckpointError(f"{folder} is a folder of the hub's cache, and has {len(found)} snapshots: give one of them")
 
 
 def datasets_of(folder: Path) -> list[str]:

@@ -1,7 +1,8 @@
 """What callers give a pipeline, as Python, numpy and torch have it. Raises ValueError for anything else."""
 
 import operator
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -50,6 +51,15 @@ def _items(value: Any) -> list[Any] | None:
         return list(value)
     except TypeError:  # a tensor or array of one number
         return None
+
+
+@contextmanager
+def named(what: str) -> Iterator[None]:
+    """Puts the name of one of several inputs in front of what is wrong with it."""
+    try:
+        yield
+    except ValueError as error:
+        raise type(error)(f"{what}: {error}") from error
 
 
 def as_int(value: Any, what: str) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ from dinfer.loading.plan import family_of, read_config
 from dinfer.parallel.divided_model import Source, divided
 from dinfer.pipeline.chat import ChatTemplate
 from dinfer.pipeline.infilling import Infilled, gaps_of, parse
-from dinfer.pipeline.inputs import as_int, each, encodable, is_conversation, listed
+from dinfer.pipeline.inputs import as_int, each, encodable, is_conversation, listed, named
 from dinfer.pipeline.streaming import TextStream
 from dinfer.pipeline.tokenizer import read_tokenizer
 from dinfer.recipe.recipe import Recipe, compose
@@ -103,7 +103,10 @@ class Pipeline:
         ValueError for bad input, and NonFiniteLogits or StalledRow for a request that fails.
         """
         single = isinstance(prompts, str) or is_conversation(prompts)
-        ids = [self.encode(prompt, chat=chat) for prompt in ([prompts] if single else listed(prompts, "prompts"))]
+        if single:
+            ids = [self.encode(prompts, chat=chat)]
+        else:
+            ids = self._each(partial(self.encode, chat=chat), prompts, "prompt")
         results = self.generate_ids(ids, max_new_tokens=max_new_tokens, options=options, trace=trace)
         return results[0] if single else results
 
@@ -145,7 +148,7 @@ class Pipeline:
         what is left is EOS; else stop tokens are tokens like others. Raises ValueError for bad input.
         """
         single = isinstance(texts, str)
-        canvases = [self._template(text) for text in ([texts] if single else listed(texts, "texts"))]
+        canvases = [self._template(texts)] if single else self._each(self._template, texts, "text")
         results = self.infill_ids(canvases, options=options, stop=stop, trace=trace)
         return results[0] if single else results
 
@@ -252,15 +255,22 @@ class Pipeline:
         spare = min(self.recipe.iteration.spare(new_tokens), room)
         return self._checked(f"prompt {index}", options, Request(ids, new_tokens, spare=spare))
 
+    @staticmethod
+    def _each(encode: Callable[[Any], list[int]], values: Any, what: str) -> list[list[int]]:
+        """Token ids of each of a list. An error names the one that is wrong."""
+        found = []
+        for index, value in enumerate(listed(values, f"{what}s")):
+            with named(f"{what} {index}"):
+                found.append(encode(value))
+        return found
+
     def _checked(self, what: str, options: Any, request: Request) -> Request:
         """The request with its options. Raises a ValueError that begins with `what` if it can never run."""
         if not isinstance(options, Mapping):
             raise ValueError(f"{what}: options must be a mapping of names to values, not {options!r}")
-        request = replace(request, options=self.recipe.resolve(options))
-        try:
+        with named(what):
+            request = replace(request, options=self.recipe.resolve(options))
             self.engine.check(request)
-        except ValueError as error:
-            raise ValueError(f"{what}: {error}") from error
         return request
 
     def _template(self, text: Any) -> list[int]:
@@ -324,6 +334,8 @@ def load(
     above 1, other processes have the other shares of the model (docs/scaling/tensor_parallel.md). Raises ValueError for
     parts or settings that do not fit, and CheckpointError, also one, for a checkpoint that cannot be had or read.
     """
+    if runtime is not None and not isinstance(runtime, Runtime):
+        raise ValueError(f"runtime={runtime!r:.80} must be a dinfer.Runtime, such as runtime=dinfer.Runtime(rows=8)")
     where = _device(device)
     if isinstance(dtype, str):
         dtype = dtype_of(dtype)
@@ -359,6 +371,8 @@ def _device(device: str | torch.device | None) -> torch.device:
         where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError as error:
         raise ValueError(f"device={device!r} is not known; use cpu, cuda or cuda:0") from error
+    if where.type not in ("cpu", "cuda") or (where.type == "cpu" and where.index):
+        raise ValueError(f"device={str(where)!r} cannot be used; use cpu, cuda or cuda:0")
     if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
         raise ValueError(
             f"device={str(where)!r}: torch {torch.__version__} finds {torch.cuda.device_count()} CUDA devices"

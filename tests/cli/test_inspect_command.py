@@ -17,7 +17,8 @@ from dinfer.loading.files import CheckpointError
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
     """Status, stdout and stderr of a command line."""
-    monkeypatch.setenv("COLUMNS", "80")
+    for name, value in {"COLUMNS": "80", "TTY_COMPATIBLE": "1", "TERM": "dumb"}.items():
+        monkeypatch.setenv(name, value)
 
     def one(*args: str) -> tuple[int, str, str]:
         status = 0

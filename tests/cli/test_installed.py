@@ -79,6 +79,12 @@ def test_the_model_in_the_box_answers(installed: Installed) -> None:
     assert list(installed.cwd.iterdir()) == []
 
 
+def test_python_without_docstrings_has_the_help_and_the_package_is_a_program(installed: Installed) -> None:
+    usual = installed("--help")
+    assert usual.status == 0 and "fills gaps in a text" in usual.out
+    assert installed.python("-m", "dinfer", "--help") == usual == installed("--help", PYTHONOPTIMIZE="2")
+
+
 def test_what_the_wheel_holds(installed: Installed) -> None:
     """No plugin, which every other program of Hydra's would import; lm-eval's command."""
     assert not (installed.site / "hydra_plugins").exists()

@@ -55,11 +55,18 @@ def test_a_reader_that_goes_away_is_no_error(
     assert capsys.readouterr().err == ""
 
 
-def test_streams_that_are_closed_are_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("stdin", "stdout", "stderr"):
+def test_a_closed_stdout_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", None)
+        assert ended(["list", "cache"]) == 2 and sys.stdout is None
+    assert capsys.readouterr().err == "dinfer: standard output: it is closed\n"
+
+
+def test_other_streams_that_are_closed_are_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("stdin", "stderr"):
         monkeypatch.setattr(sys, name, None)
     main(["list", "cache"])
-    assert sys.stdout is None
+    assert sys.stderr is None
 
 
 @pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # as in UTF-8, and as in the C locale

@@ -346,6 +346,13 @@ def test_what_is_in_the_cache_loads_without_network(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(hub, "reachable", lambda url: False)
     assert locate("a/b") == snapshot
+    cached = tmp_path / "models--a--b"
+    assert locate(str(cached)) == snapshot, "a folder of the cache stands for its branch main"
+    (cached / "snapshots" / ("1" * 40)).mkdir()
+    assert locate(str(cached)) == snapshot
+    (cached / "refs" / "main").unlink()
+    with pytest.raises(CheckpointError, match="has 2 snapshots: give one of them"):
+        locate(str(cached))
 
 
 def test_a_name_that_is_nothing_gets_a_suggestion(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -81,6 +81,10 @@ def test_load_reads_what_it_is_given(pipe: Pipeline, folder: Path) -> None:
         ),
         ({"iteration": {"name": "blockwise", "align": "false"}}, "align='false' must be true or false"),
         ({"model": {"name": "lada"}}, "Did you mean 'llada'"),
+        ({"model": ""}, "checkpoint='' names no model"),
+        ({"device": "cpu:7"}, "device='cpu:7' cannot be used; use cpu"),
+        ({"device": "meta"}, "device='meta' cannot be used; use cpu"),
+        ({"runtime": {"rows": 2}}, "must be a dinfer.Runtime, such as"),
     ],
 )
 def test_load_says_what_is_wrong(folder: Path, given: dict[str, Any], message: str) -> None:
@@ -208,6 +212,16 @@ def test_wrong_ids_are_named(pipe: Pipeline, prompts: Any, new: Any, message: st
 def test_wrong_texts_are_named(pipe: Pipeline, prompts: Any) -> None:
     with pytest.raises(ValueError, match="prompt"):
         pipe.generate(prompts)
+
+
+def test_errors_of_a_list_name_the_prompt(pipe: Pipeline) -> None:
+    for prompts in (["w1", ""], ["w1", 3]):
+        with pytest.raises(ValueError, match=r"^prompt 1: "):
+            pipe.generate(prompts)
+    with pytest.raises(ValueError, match=r"^text 1: '\[MASK:0\]' is no gap"):
+        pipe.infill(["w1 [MASK:2]", "w1 [MASK:0]"])
+    with pytest.raises(UnknownName, match=r"^prompt 1: unknown .*'treshold'"):
+        pipe.generate(["w1", "w2"], options=[{}, {"treshold": 1}])
 
 
 def test_integers_of_other_libraries_are_good(pipe: Pipeline) -> None:
