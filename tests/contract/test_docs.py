@@ -127,6 +127,15 @@ def test_modules_that_the_documents_name_exist() -> None:
                 pkgutil.resolve_name(dotted)
 
 
+def test_members_that_the_documents_name_exist() -> None:
+    """`Proposal.verify_R`: a class of dinfer, and a word of the file that defines it."""
+    sources = [path.read_text() for path in (ROOT / "dinfer").rglob("*.py")]
+    for path in report.documents():
+        for name, member in re.findall(r"`([A-Z]\w*[a-z]\w*)\.(\w+)", path.read_text()):
+            where = [source for source in sources if re.search(rf"^class {name}\b", source, re.MULTILINE)]
+            assert any(re.search(rf"\b{member}\b", source) for source in where), f"{path}: {name}.{member}"
+
+
 def test_every_page_is_in_the_navigation_once() -> None:
     """`make docs` says so too, but this takes no time."""
     named = re.findall(r"[\w/-]+\.md$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
