@@ -1,0 +1,125 @@
+"""Accuracy of every decoder by temperature, cuts and penalties, on held-out problems of the models in the box.
+
+    python -m benchmarks.sampled --model tiny --out benchmarks/results/sampled-tiny-cpu.json
+    python -m benchmarks.sampled --model tiny-llada2 --out benchmarks/results/sampled-tiny-llada2-cpu.json
+
+All settings of a decoder run in one batch, each request with its own options and seed. `benchmarks.report` makes the
+tables of benchmarks/results/accuracy.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import dinfer
+from benchmarks.multi_block import load
+from benchmarks.provenance import begun, save
+from benchmarks.quality import options_of, samples_of
+from dinfer.analysis.metrics import measure
+from dinfer.demo.problems import generate
+
+SETTINGS: dict[str, dict[str, float]] = {
+    "T=0": {},
+    "T=0.1": {"temperature": 0.1},
+    "T=0.3": {"temperature": 0.3},
+    "T=0.7": {"temperature": 0.7},
+    "T=1": {"temperature": 1.0},
+    "top_k=1": {"temperature": 0.7, "top_k": 1},
+    "top_p=0.5": {"temperature": 1.0, "top_p": 0.5},
+    "top_p=0.9": {"temperature": 1.0, "top_p": 0.9},
+    "repetition 1.05": {"repetition_penalty": 1.05},
+}
+BLOCKS, CAUSAL = {"name": "blockwise", "block": 32}, {"name": "block_diffusion"}
+SPEED = {"name": "joint_threshold", "threshold": 0.5, "edit_threshold": 0.0}
+EIGHT = {"name": "fixed", "steps": 8}
+SURE = {"name": "threshold", "threshold": 0.9}
+PLAIN = ("entropy_bound", "factor", "credit", "klass", "hierarchical")
+Wanted = tuple[Any, Any, str, str | None]  # iteration, decoder, cache, adapter
+
+
+def recipes(model: str) -> Iterator[Wanted]:
+    """What is measured of a model."""
+    if model == "tiny":
+        yield BLOCKS, SURE, "dual", None
+        yield {"name": "multi_block", "blocks": 4}, SURE, "block", "tiny-d2f"
+        plain = [EIGHT, *({"name": name} for name in (*PLAIN, "remasking", "wino", "calibrated"))]
+        slow = ({"name": "dream", "steps": 32}, {"name": "prophet", "steps": 32})
+        yield from ((BLOCKS, decoder, "dual", None) for decoder in (*plain, *slow))
+        yield {"name": "full"}, {"name": "daedal"}, "none", None
+    else:
+        several = {"name": "multi_block", "blocks": 4, "align": True, "force_at": 0.9}
+        yield CAUSAL, SPEED, "block", None
+        yield several, {"name": "joint_threshold"}, "block", "tiny-llada2-multi-block"
+        yield CAUSAL, {"name": "insert_delete"}, "block", "tiny-llada2-insert-delete"
+        plain = [SURE, EIGHT, *({"name": name} for name in PLAIN)]
+        yield from ((CAUSAL, decoder, "block", None) for decoder in plain)
+
+
+def main(args: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=["tiny", "tiny-llada2"], default="tiny")
+    parser.add_argument("--count", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=4, help="of the problem generator")
+    parser.add_argument("--rows", type=int, default=200)
+    parser.add_argument("--new", type=int, default=128)
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args(args)
+    report: dict[str, Any] = {**begun(given, torch.device("cpu")), "rows": []}
+    problems = generate("heldout", given.count, given.seed)
+    questions = [problem.question for problem in problems] * len(SETTINGS)
+    options = [asked | {"sampling.seed": i} for asked in SETTINGS.values() for i in range(given.count)]
+    pipes: dict[str | None, dinfer.Pipeline] = {}
+    for iteration, decoder, cache, adapter in recipes(given.model):
+        if adapter not in pipes:
+            block = 32 if adapter == "tiny-d2f" else 0
+            pipes[adapter] = load(given.model, adapter, block, "cpu", given.rows)
+        base = pipes[adapter]
+        recipe = dinfer.compose(base.model, iteration=iteration, decoder=decoder, cache=cache)
+        pipe, began = dinfer.Pipeline(recipe, base.tokenizer, base.engine.runtime), time.perf_counter()
+        results = pipe.generate(questions, max_new_tokens=given.new, options=options)
+        seconds = time.perf_counter() - began
+        about = {
+            "model": adapter or given.model, "iteration": iteration["name"], "decoder": decoder["name"],
+            "options": options_of(decoder), "cache": cache, "seconds": round(seconds, 1),
+        }  # fmt: skip
+        cells = {}
+        for at, name in enumerate(SETTINGS):
+            own = results[at * given.count : (at + 1) * given.count]
+            row = measure(samples_of(problems, own), seconds).row()
+            cells[name] = {key: row[key] for key in ("accuracy", "accuracy_low", "accuracy_high", "nfe", "tpf")}
+        report["rows"].append(about | {"settings": cells})
+        print(json.dumps(about), {name: cell["accuracy"] for name, cell in cells.items()}, flush=True)
+        save(report, given.out)
+
+
+def sampled(results: Path) -> str:
+    """Accuracy and tokens per forward of each decoder by setting, a table for each model."""
+    parts = []
+    for name in ("sampled-tiny-cpu", "sampled-tiny-llada2-cpu"):
+        report = json.loads((results / f"{name}.json").read_text())
+        head = [
+            f"`{report['command'].split(' --out')[0]}`, {report['setting']['count']} held-out problems, "
+            f"{report['hardware']}, torch {report['torch']}, commit {report['commit']}.",
+            "",
+            "| model, decoder | " + " | ".join(SETTINGS) + " |",
+            "| --- |" + " --- |" * len(SETTINGS),
+        ]
+        rows = [
+            f"| `{row['model']}`, `{row['decoder']}` {row['options']}".rstrip()
+            + "".join(f" | {cell['accuracy']:.1f}%, {cell['tpf']:.1f}" for cell in row["settings"].values())
+            + " |"
+            for row in report["rows"]
+        ]
+        parts.append("\n".join([*head, *rows]))
+    return "\n\n".join(parts)
+
+
+if __name__ == "__main__":
+    main()
