@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.goals import ROWS, RUNS, Row, figure, level, number, report_of, wanted
-from dinfer.cli.catalog import catalog
+from dinfer.recipe.presets import catalog
 from dinfer.recipe.registry import MODELS
 
 RESULTS = Path(__file__).parent / "results"

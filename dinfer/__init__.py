@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from dinfer.engine.runtime import Runtime
     from dinfer.pipeline import Pipeline, Result, load
     from dinfer.pipeline.infilling import Infilled
+    from dinfer.recipe.presets import presets
     from dinfer.recipe.recipe import IncompatibleRecipe, Recipe, compose
     from dinfer.recipe.registry import CACHES, DECODERS, ITERATIONS, MODELS, SAMPLINGS, UnknownName
 
@@ -26,10 +27,11 @@ __version__ = "0.1.0"
 __all__ = [
     "CACHES", "DECODERS", "ITERATIONS", "MODELS", "SAMPLINGS", "AsyncEngine", "Counts", "IncompatibleRecipe",
     "Infilled", "NonFiniteLogits", "Pipeline", "Recipe", "Result", "Runtime", "UnknownName", "Wants",
-    "compose", "load",
+    "compose", "load", "presets",
 ]  # fmt: skip
 _MODULES = {
     "recipe.registry": ("CACHES", "DECODERS", "ITERATIONS", "MODELS", "SAMPLINGS", "UnknownName"),
+    "recipe.presets": ("presets",),
     "recipe.recipe": ("IncompatibleRecipe", "Recipe", "compose"),
     "engine.async_engine": ("AsyncEngine",),
     "engine.request": ("Counts", "NonFiniteLogits", "Wants"),

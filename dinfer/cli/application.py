@@ -52,6 +52,7 @@ def launch(args: Namespace, task: Task, *, takes_text: bool = False) -> None:
     """
     command, folders = args.command, args.config_dirs
     text, overrides = divided(args, cache(lambda: names(command, folders)), takes_text=takes_text)
+    overrides = [one for override in overrides for one in conf.model_named(override)]
     overrides += [f"hydra.searchpath={conf.searched(folders)}"] if folders else []
     parsed = [parse(override) for override in overrides]
 

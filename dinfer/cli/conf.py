@@ -1,10 +1,8 @@
 """Finds the folder `conf`, and composes configurations of it and of overrides with Hydra. Explains Hydra's errors."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cache
-from importlib import resources
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +17,13 @@ from hydra.errors import ConfigCompositionException, HydraException, MissingConf
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, InterpolationResolutionError
 
+import dinfer.recipe.presets as presets
+from dinfer.loading.hub import GGUF, SMALL, local, locate
+from dinfer.recipe.presets import folder
 from dinfer.recipe.registry import REGISTRIES, Registry, UnknownName, unknown
 
 HINTS = {
-    "model": " A folder or hub name is given as model.checkpoint={name}.",
+    "model": " A folder, a GGUF file or a hub name such as 'GSAI-ML/LLaDA-8B-Instruct' is good too.",
     "hydra/launcher": " Launchers of clusters need an extra: pip install 'dinfer[cluster]'.",
 }
 
@@ -107,19 +108,14 @@ GROUPS: dict[str, Registry] = {registry.kind: registry for registry in REGISTRIE
 PRIMARY = "config"  # what every command's configuration includes
 RECIPE = "recipe"  # the group of presets that choose several components at once
 VERSION = "1.3"  # of Hydra, whose defaults hold
-
-
-def folder() -> Path:
-    """`dinfer/conf` of an installed wheel, else `conf` of the checkout."""
-    installed = Path(str(resources.files("dinfer") / "conf"))
-    return installed if installed.is_dir() else installed.parents[1] / "conf"
+OPTIONS = "{}_options"  # the choice of a family without its recipe, which presets begin with
 
 
 def searched(folders: Sequence[str]) -> str:
     """The value of `hydra.searchpath` that adds a user's folders. Raises ValueError."""
-    for folder in folders:
-        if not Path(folder).is_dir():
-            raise ValueError(f"--config-dir {folder}: there is no such folder")
+    for extra in folders:
+        if not Path(extra).is_dir():
+            raise ValueError(f"--config-dir {extra}: there is no such folder")
     paths = [str(Path(folder).resolve()).replace("\\", "\\\\").replace("'", "\\'") for folder in folders]
     return "[" + ",".join(f"'file://{path}'" for path in paths) + "]"
 
@@ -134,16 +130,49 @@ def read(path: Path) -> dict[str, Any]:
 
 @cache
 def publish() -> None:
-    """Registers with Hydra what has no file in `conf`: the components with their options, and small presets."""
-    store = ConfigStore.instance().store
+    """Registers with Hydra what has no file in `conf`: the components with their options, and all presets.
+
+    A model brings its recipe. So does a family, with the options of the model under another name.
+    """
+    store = partial(ConfigStore.instance().store, provider="dinfer")
     for kind, registry in GROUPS.items():
         for name in registry.names():
-            options = {info.name: info.default for info in registry.describe(name).options}
-            store(group=kind, name=name, node={"name": name, **options}, provider="dinfer")
-    for kind, presets in read(folder() / "presets.yaml").items():
-        for name, preset in presets.items():
-            base, options = preset.pop("of"), preset
-            store(group=kind, name=name, node={"defaults": [base, "_self_"], **options}, provider="dinfer")
+            node: dict[str, Any] = {"name": name}
+            node |= {info.name: info.default for info in registry.describe(name).options}
+            bare = name if kind != "model" else OPTIONS.format(name)
+            store(group=kind, name=bare, node=node)
+            if kind == "model":
+                store(group=kind, name=name, node={"defaults": [bare, *brought(presets.of_family(name)), "_self_"]})
+    for kind, named in presets.components().items():
+        for name, options in named.items():
+            base, own = options["of"], {key: value for key, value in options.items() if key != "of"}
+            store(group=kind, name=name, node={"defaults": [base, "_self_"], **own})
+    for name, preset in presets.presets().items():
+        own = {key: value for key, value in preset.model.items() if key != "name"}
+        bare = OPTIONS.format(preset.model["name"])
+        store(group="model", name=name, node={"defaults": [bare, *brought(preset.recipe), "_self_"], **own})
+
+
+def brought(recipe: Mapping[str, str]) -> list[dict[str, str]]:
+    """The entries of Hydra's defaults list by which a model chooses the other components."""
+    return [{f"override /{kind}@_global_.{kind}": name} for kind, name in recipe.items()]
+
+
+def model_named(override: str) -> list[str]:
+    """`model=FOLDER`, `model=FILE.gguf` and `model=HUB_NAME` as overrides that Hydra takes; others as they are."""
+    given, _, name = override.partition("=")
+    if (
+        given != "model"
+        or name in presets.presets()
+        or not ("/" in name or name.endswith(GGUF) or local(name).is_dir())
+    ):
+        return [override]
+    if (found := presets.named(name)) is None:
+        from dinfer.loading.plan import family_of, read_config
+
+        found = presets.chosen(name, family_of(read_config(locate(name, wanted=SMALL))))
+    quoted = str(found.model["checkpoint"]).replace("\\", "\\\\").replace("'", "\\'")
+    return [f"model={found.name}", f"model.checkpoint='{quoted}'"]
 
 
 @contextmanager
@@ -158,28 +187,11 @@ def session() -> Iterator[ConfigLoader]:
         yield GlobalHydra.instance().config_loader()
 
 
-@dataclass(frozen=True, slots=True)
-class Preset:
-    """What a choice of `model` composes into."""
-
-    options: dict[str, Any]  # of the model, its family as `name`
-    recipe: dict[str, str]  # the choice of each other component
-
-
-@cache
-def preset(model: str) -> Preset:
-    """What `model=NAME` means. Raises ValueError."""
-    with session(), explained():
-        config = hydra.compose(PRIMARY, [f"model={model}"], return_hydra_config=True)
-    chosen = config.hydra.runtime.choices
-    return Preset(components(config)["model"], {kind: chosen[kind] for kind in GROUPS if kind != "model"})
-
-
 @cache
 def choices(kind: str) -> list[str]:
     """All that may be chosen for a component."""
     with session() as loader:
-        return loader.get_group_options(kind)
+        return [name for name in loader.get_group_options(kind) if not name.endswith(OPTIONS.format(""))]
 
 
 def compose(name: str, overrides: list[str]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """What iterations that go through the canvas from left to right have in common."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from dinfer.kernels.advance import Grid, leave_blocks
 from dinfer.recipe.registry import option
@@ -19,14 +19,16 @@ class AlignedSweep(Iteration):
     edit refuse it. Positions that are left undecoded hold EOS.
     """
 
+    shortest: ClassVar[int] = 1  # block
+
     block: int = option(32, "block length, in tokens")
     stop: Literal["block", "cut", "off"] = option(
         "block", "at a stop token: finish its 'block'; 'cut' once all before it is decoded; 'off': decode all the same"
     )
 
     def __post_init__(self) -> None:
-        if self.block < 1:
-            raise ValueError(f"iteration.block={self.block} must be at least 1")
+        if self.block < self.shortest:
+            raise ValueError(f"iteration.block={self.block} must be at least {self.shortest}")
         if self.stop not in STOPS:
             raise ValueError(f"iteration.stop={self.stop!r} must be one of {', '.join(STOPS)}")
 

@@ -1,6 +1,7 @@
 """Block diffusion: one block after the other of a block-causal model (arXiv:2503.09573; LLaDA2.0, SDAR)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
 
 from dinfer.iterations._sweep import AlignedSweep
 from dinfer.kernels.advance import Grid
@@ -24,13 +25,18 @@ class BlockDiffusion(AlignedSweep):
     """
 
     paper = "Block Diffusion, arXiv:2503.09573"
+    shortest: ClassVar[int] = 0
 
+    block: int = option(0, "block length, in tokens; 0: that of the model's attention blocks")
     lead: int = option(0, "decode the first position of every so many by itself, before the others; 0: of none")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.lead < 0 or self.lead % self.block:
+        if self.lead < 0 or self.lead % (self.block or self.lead or 1):
             raise ValueError(f"iteration.lead={self.lead} must be 0 or a multiple of iteration.block={self.block}")
+
+    def fitted(self, spec: ModelSpec) -> Self:
+        return self if self.block else replace(self, block=spec.causal_block or 1)
 
     def incompatibility(self, spec: ModelSpec) -> str | None:
         if spec.encoder:

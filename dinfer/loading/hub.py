@@ -51,7 +51,7 @@ def locate(name: str, revision: str | None = None, needed: str = "config.json", 
         if name in boxed("adapter_config.json"):
             raise CheckpointError(
                 f"{name!r} is an adapter, not a checkpoint: load the model that it changes with adapter={name!r}, or "
-                f"use the preset model={name} of the command line"
+                f"use the preset {name}"
             )
         if name.count("/") != 1 or name.startswith((".", "/", "~")):
             known = unknown("checkpoint", name, boxed(needed))

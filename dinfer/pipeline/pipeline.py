@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack, overload
 
 import torch
 
+import dinfer.recipe.presets as presets
 from dinfer.engine.engine import Engine
 from dinfer.engine.request import Completion, Counts, Request, Update, Wants
 from dinfer.engine.runtime import Runtime
@@ -24,7 +26,8 @@ from dinfer.pipeline.inputs import as_int, each, encodable, is_conversation, lis
 from dinfer.pipeline.streaming import TextStream
 from dinfer.pipeline.tokenizer import read_tokenizer
 from dinfer.recipe.recipe import Recipe, compose
-from dinfer.recipe.registry import MODELS
+from dinfer.recipe.registry import CACHES, MODELS
+from dinfer.step.contracts import CachePolicy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -57,6 +60,8 @@ class Pipeline:
 
     def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None, runtime: Runtime) -> None:
         self.recipe, self.tokenizer = recipe, tokenizer
+        spec = recipe.model.spec
+        _tell_if_inexact(spec.family, spec.frame, recipe.cache, recipe.grain)
         self.engine = Engine(recipe, runtime)
 
     @property
@@ -313,21 +318,31 @@ def _ids(value: Any, what: str) -> list[int]:
     return [as_int(token, f"{what}: token") for token in listed(value, what)]
 
 
+class Parts(TypedDict, total=False):
+    """The components of a recipe but the model."""
+
+    iteration: Any
+    decoder: Any
+    cache: Any
+    sampling: Any
+
+
 def load(
-    model: Any = "tiny",
+    model: Any = None,
     *,
-    iteration: Any = "blockwise",
-    decoder: Any = "threshold",
-    cache: Any = "dual",
-    sampling: Any = "standard",
+    preset: str | None = None,
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
     quantize: str | None = None,
     runtime: Runtime | None = None,
+    **parts: Unpack[Parts],
 ) -> Pipeline:
-    """A pipeline. Components are names, or mappings with a `name` and options.
+    """A pipeline. The parts of a recipe are names, or mappings with a `name` and options.
 
-    `model`: "tiny", a hub name, a folder, a GGUF file, or a mapping {"name": family, "checkpoint": ...}. `device`:
+    `model`: the name of a preset, a hub name, a folder, a GGUF file, or a mapping {"name": family, "checkpoint": ...};
+    None: that of `preset`, or "tiny". `preset`: a name of `dinfer.presets()`, whose recipe is used and, unless `model`
+    is a mapping, whose options of the family. Parts that are not given are those of the preset, of the preset for this
+    hub name or folder, or of the family's published recipe, as on the command line. `device`:
     None takes CUDA if there is any. `dtype`: None takes float32 on a CPU and the checkpoint's own elsewhere.
     `quantize`: "fp8", "int8" or "int4" rounds the weights of linear layers and experts (`dinfer.layers.formats`).
     `runtime`: None runs up to 32 requests at a time, as CUDA graphs where the device is CUDA. With `tensor_parallel`
@@ -343,20 +358,44 @@ def load(
         raise ValueError(f"dtype={dtype} must be a float type, one of {', '.join(DTYPES)}")
     if dtype is None and where.type == "cpu":
         dtype = torch.float32
-    if isinstance(model, (str, os.PathLike)):
-        folder = locate(name := os.fspath(model))
-        family = MODELS.build({"name": family_of(read_config(folder)), "checkpoint": name})
-    else:
-        family = MODELS.build(model)
-        folder = locate(family.checkpoint, family.revision)
+    family, recipe = _chosen(model, preset)
+    folder = locate(family.checkpoint, family.revision)
     run, source = runtime or Runtime(graphs=where.type == "cuda"), Source(family, folder, dtype, quantize)
-    made: Any = partial(compose, iteration=iteration, decoder=decoder, cache=cache, sampling=sampling)
+    recipe |= {kind: presets.component(kind, part) if isinstance(part, str) else part for kind, part in parts.items()}
+    made: Any = partial(compose, **recipe)
     made(SimpleNamespace(spec=source.spec))  # parts that do not fit are known before the weights are read
     if run.tensor_parallel > 1:
         network = divided(source, run.tensor_parallel, where, run.expert_parallel)
     else:
         network = load_network(folder, family, dtype=dtype, device=where, quantize=quantize)
     return Pipeline(made(network), read_tokenizer(folder, family.tokenizer), run)
+
+
+def _chosen(model: Any, preset: str | None) -> tuple[Any, dict[str, Any]]:
+    """The family of a model, and the components that it is decoded with by default."""
+    wanted = None if preset is None else presets.preset(preset)
+    if model is None:
+        found = wanted or presets.preset("tiny")
+    elif isinstance(model, (str, os.PathLike)):
+        name = os.fspath(model)
+        found = presets.named(name) or presets.chosen(name, family_of(read_config(locate(name))))
+        if wanted is not None:
+            found = replace(wanted, model=wanted.model | {"checkpoint": found.model["checkpoint"]})
+    else:
+        family = MODELS.build(model)
+        return family, (wanted or presets.chosen(family.checkpoint, MODELS.name_of(family))).parts()
+    return MODELS.build(found.model), found.parts()
+
+
+@cache
+def _tell_if_inexact(family: str, frame: tuple[int, int, bool], cache: CachePolicy, grain: int) -> None:
+    """Warns, once, of a cache that changes what a model with an exact one sees."""
+    if frame[1] and not cache.exact(frame, grain):
+        logging.getLogger(__name__).warning(
+            "%s keeps keys that this model (%s) would compute anew, so answers may differ. Exact are cache=none, and "
+            "cache=block with iteration=block_diffusion, or with blocks that end where the model's attention blocks do",
+            CACHES.called(cache), family,
+        )  # fmt: skip
 
 
 def dtype_of(name: str) -> torch.dtype:

@@ -48,6 +48,8 @@ class Recipe:
 
     def __post_init__(self) -> None:
         spec = self.model.spec
+        check_types("iteration", self.iteration)
+        object.__setattr__(self, "iteration", self.iteration.fitted(spec))
         silent_parts = {"iteration": self.iteration, "cache": self.cache}
         parts = {**silent_parts, "decoder": self.decoder, "sampling": self.sampling}
         for kind, part in parts.items():

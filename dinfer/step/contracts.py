@@ -10,7 +10,7 @@ B * K rows of blocks, L block length, S canvas length, W query positions of one 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -348,6 +348,10 @@ class Iteration(Component):
     def fresh_state(self, spec: ModelSpec, length: int) -> State:
         """State of a row that enters, for canvases of at most `length` positions; tensors without the leading B."""
         return {}
+
+    def fitted(self, spec: ModelSpec) -> Self:
+        """The same for one model, before anything else is asked."""
+        return self
 
     def block_length(self, new_tokens: int) -> int:
         """L for a request of `new_tokens`. Host side."""

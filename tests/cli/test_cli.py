@@ -40,7 +40,7 @@ WRONG = [
     (["generate", "a", "decoder=treshold"], "unknown decoder 'treshold'. Did you mean 'threshold'? Known: "),
     (["generate", "a", "cache=duel"], "unknown cache 'duel'. Did you mean 'dual'? Known: "),
     (["generate", "a", "iteration=blocks"], "unknown iteration 'blocks'. Did you mean 'blockwise'?"),
-    (["generate", "a", "model=GSAI-ML/X"], "given as model.checkpoint=GSAI-ML/X"),
+    (["generate", "a", "model=GSAI-ML/X"], "GSAI-ML/X is not in "),
     (["generate", "a", "decoder.treshold=1"], "unknown option of decoder 'threshold': 'treshold'. Did you mean 'thre"),
     (["generate", "a", "decoder=factor", "decoder.threshold=1"], "unknown option of decoder 'factor': 'threshold'"),
     (["generate", "a", "+decoder.foo=1"], "unknown option of decoder 'threshold': 'foo'"),
@@ -86,7 +86,7 @@ WRONG = [
         ["generate", "a", "sampling.temperatur=1"],
         "unknown option of sampling 'standard': 'temperatur'. Did you mean 'temp",
     ),
-    (["generate", "a", "decoder=remasking", "sampling.temperature=1", CHECKPOINT], "cannot honour sampling.temperat"),
+    (["generate", "a", "decoder=remasking", "sampling.eos_last=1", CHECKPOINT], "cannot honour sampling.eos_last=1"),
     (["audit", ""], "the prompt is empty"),
     (["audit", "a", "prompt=b"], "given twice"),
     (["infill"], "a text with gaps is needed"),
@@ -270,8 +270,8 @@ def test_the_configuration_can_be_shown_and_extended(dinfer: CommandLine, checkp
     assert traced.status == 0, traced.err
     for way in ("defaults", "searchpath", "plugins"):
         assert dinfer("generate", "--info", way).status == 0
-    assert "${iteration.block}" in dinfer("demo", "--cfg", "job").out
-    assert "steps: 32" in dinfer("demo", "--cfg", "job", "--resolve").out
+    assert "${tensor_parallel}" in dinfer("serve", "--cfg", "job").out
+    assert "tensor_parallel: 1" in dinfer("serve", "--cfg", "job", "--resolve").out
 
 
 def test_a_preset_may_say_how_it_is_run_but_not_beside_others(dinfer: CommandLine, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from dinfer.cli.program import parsers
 from dinfer.cli.recipe import pipeline
 from dinfer.demo.problems import generate, is_correct
 from dinfer.engine.runtime import Runtime
+from dinfer.recipe import presets
 from dinfer.recipe.registry import MODELS, REGISTRIES, Registry, options_of
 
 COMPONENTS = [(registry, name) for registry in REGISTRIES for name in registry.names()]
@@ -44,8 +45,8 @@ def test_the_folder_is_the_one_at_the_top_of_the_checkout() -> None:
 def parts() -> dict[str, dict[str, Any]]:
     """What every choice of every component composes into. As many choices as there can be in one composition."""
     found: dict[str, dict[str, Any]] = {kind: {} for kind in conf.GROUPS}
-    with conf.session() as loader:
-        choices = {kind: loader.get_group_options(kind) for kind in conf.GROUPS}
+    with conf.session():
+        choices = {kind: conf.choices(kind) for kind in conf.GROUPS}
         lines = [{"iteration": name} for name in choices.pop("iteration")]
         for index in range(max(map(len, choices.values()))):
             chosen = {kind: names[index % len(names)] for kind, names in choices.items()}
@@ -79,11 +80,9 @@ def test_no_option_is_nan(registry: Registry, name: str) -> None:
 
 
 def test_presets_differ_from_their_family_only_where_they_say(parts: dict[str, dict[str, Any]]) -> None:
-    presets = parts["model"].keys() - {*MODELS.names()}
-    assert {"tiny", "llada_8b_base", "llada_8b_instruct", "llada_1_5"} <= presets
-    for preset in presets:
-        own = conf.read(conf.folder() / "model" / f"{preset}.yaml")
-        del own["defaults"]
+    assert presets.presets().keys() == parts["model"].keys() - {*MODELS.names()}
+    for preset in presets.presets():
+        own = presets.preset(preset).model
         assert parts["model"][preset] == parts["model"][parts["model"][preset]["name"]] | own
 
 
@@ -102,7 +101,7 @@ def test_every_command_composes_and_its_help_explains_all_its_settings(command: 
 def test_the_demo_compares_the_settings_it_says_and_adds_the_chosen_one() -> None:
     rows = decoders_of(composed("demo", "iteration.block=16"))
     assert [type(row).__name__ for row in rows] == ["Fixed", "Threshold", "Threshold"]
-    assert rows[0].steps == 16
+    assert rows[0].steps == 32  # one token a step
     more = decoders_of(composed("demo", "decoder.threshold=0.7"))
     assert [row.threshold for row in more[1:]] == [0.9, 0.5, 0.7]
     with pytest.raises(ValueError, match="compare='x' must be a list"):

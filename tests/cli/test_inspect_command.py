@@ -50,7 +50,7 @@ def test_json_has_what_a_program_wants(run: Any, tmp_path: Path) -> None:
     assert (said["family"], said["parameters"], said["mask_id"]) == ("sdar", 4411424256, 151669)
     assert (said["stop_ids"], said["block"], said["attention"]) == ([151643, 151645], 4, "block-causal, 4")
     assert said["memory"]["none"] == 2 * 4411424256
-    assert said["recipe"]["use"] == f"model=sdar_8b_chat model.checkpoint={folder}"
+    assert said["recipe"]["use"] == f"model={folder}"
     assert said["recipe"]["decoder"] == "threshold"
     assert said["chat"].startswith("<|im_start|>user\nWhat is 2 + 2?<|im_end|>\n<|im_start|>assistant\n4.")
 
@@ -61,7 +61,7 @@ def test_an_option_of_the_family_counts(run: Any, tmp_path: Path) -> None:
     assert status == 1 and "Give model.block" in json.loads(out)["problems"][0]
     said = found(run(str(folder), "--json", "model.block=16", "model.stop_ids=[7]"))
     assert said["block"] == 16 and said["stop_ids"] == [151643, 151645, 7]
-    assert "model.block=16" in said["recipe"]["use"] and said["recipe"]["use"].endswith("iteration.block=16")
+    assert "model.block=16" in said["recipe"]["use"] and said["recipe"]["iteration"] == "block_diffusion"
     assert {"role": "stop", "id": 7, "text": None, "source": "model.stop_ids"} in said["tokens"]
 
 
@@ -118,10 +118,13 @@ def test_names_of_the_hub_need_the_small_files_alone(run: Any, monkeypatch: pyte
     folder = copied("inclusionAI__LLaDA2.0-mini", tmp_path)
     assert found(run("llada2_mini", "--json"))["recipe"]["use"] == "model=llada2_mini"
     said = found(run("inclusionAI/LLaDA2.1-mini", "--json", "model.revision=v1"))
-    assert said["recipe"]["use"] == "model=llada2_1_mini model.revision=v1"
+    assert said["recipe"]["use"] == "model=inclusionAI/LLaDA2.1-mini model.revision=v1"
     folder = copied("GSAI-ML__LLaDA-8B-Instruct", tmp_path)
     said = found(run("SJTU-Deng-Lab/D2F_LLaDA_Instruct_8B_Lora", "--json"))
-    assert said["stop_ids"] == [126081, 126348] and said["recipe"]["use"] == "model=d2f_llada_8b_instruct"
+    assert (
+        said["stop_ids"] == [126081, 126348]
+        and said["recipe"]["use"] == "model=SJTU-Deng-Lab/D2F_LLaDA_Instruct_8B_Lora"
+    )
     assert "adapter SJTU-Deng-Lab" in said["unknown"][-1]
     assert [(name, revision) for name, revision, _ in asked] == [
         ("inclusionAI/LLaDA2.0-mini", None), ("inclusionAI/LLaDA2.1-mini", "v1"), ("GSAI-ML/LLaDA-8B-Instruct", None),

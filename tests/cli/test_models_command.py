@@ -13,10 +13,11 @@ from torch import device, float32
 
 from dinfer.__main__ import main
 from dinfer.cli import conf
-from dinfer.cli.catalog import catalog
 from dinfer.cli.commands.models import use
 from dinfer.loading.checkpoint import random_network
 from dinfer.loading.hub import boxed
+from dinfer.recipe import presets
+from dinfer.recipe.presets import catalog
 from dinfer.recipe.recipe import compose
 from dinfer.recipe.registry import MODELS
 
@@ -36,7 +37,7 @@ def test_a_preset_is_a_legal_recipe_for_its_model_and_is_what_the_table_says(pre
     family = MODELS.build(config["model"])
     assert entry.checkpoint in (family.checkpoint, family.adapter)
     assert set(family.stop_ids) <= set(entry.eos_ids)
-    for kind, choice in conf.preset(entry.preset).recipe.items():
+    for kind, choice in presets.preset(preset).recipe.items():
         assert conf.GROUPS[kind].build(config[kind]) == conf.GROUPS[kind].build(composed(f"{kind}={choice}")[kind])
     tiny = (CONFIGS | {"diffusion_gemma": GEMMA})[entry.family] | (
         {"block_size": entry.block, "bd_size": entry.block} if entry.block else {}
@@ -47,15 +48,33 @@ def test_a_preset_is_a_legal_recipe_for_its_model_and_is_what_the_table_says(pre
     spec = like.spec(tiny)
     assert (spec.causal_block, spec.prompt_block, spec.shift) == (entry.block, entry.prompt_block, int(entry.shifted))
     network = random_network(like, spec, dtype=float32, device=device("cpu"))
-    compose(network, **{kind: config[kind] for kind in ("iteration", "decoder", "cache", "sampling")})
+    parts = presets.preset(preset).parts()
+    recipe = compose(network, **{kind: config[kind] for kind in parts})
+    assert recipe == compose(network, **parts)  # in Python as on the command line
+    assert spec.causal_block is None or recipe.cache.exact(spec.frame, recipe.grain)
+
+
+@pytest.mark.parametrize("preset", presets.presets())
+def test_python_and_the_command_line_take_the_same_model_and_recipe(preset: str) -> None:
+    config, own = composed(f"model={preset}"), presets.preset(preset)
+    assert MODELS.build(config["model"]) == MODELS.build(own.model)
+    for kind, part in own.parts().items():
+        assert conf.GROUPS[kind].build(config[kind]) == conf.GROUPS[kind].build(part)
+
+
+@pytest.mark.parametrize("family", MODELS.names())
+def test_a_family_has_one_recipe_everywhere(family: str) -> None:
+    config, own = composed(f"model={family}"), presets.chosen("some/checkpoint", family)
+    for kind, part in own.parts().items():
+        assert conf.GROUPS[kind].build(config[kind]) == conf.GROUPS[kind].build(part)
 
 
 def test_the_table_is_in_order() -> None:
     """Known families, no name twice, and presets that are there."""
     assert len({entry.checkpoint for entry in catalog()}) == len(catalog())
     assert {entry.family for entry in catalog()} <= set(MODELS.names())
-    others = {path.stem for path in (conf.folder() / "model").iterdir()} - {*PRESETS, *boxed()}
-    assert {str(conf.preset(name).options["checkpoint"]) for name in others} <= set(boxed())  # adapters in the box
+    others = presets.presets().keys() - {*PRESETS, *boxed()}
+    assert {presets.preset(name).model["checkpoint"] for name in others} <= set(boxed())  # adapters in the box
     for entry in catalog():
         assert entry.mask_id not in entry.eos_ids
 
@@ -63,7 +82,7 @@ def test_the_table_is_in_order() -> None:
 def test_a_checkpoint_that_is_not_the_presets_own_is_named() -> None:
     uses = {entry.checkpoint: use(entry) for entry in catalog()}
     assert uses["inclusionAI/LLaDA2.0-mini"] == "model=llada2_mini"
-    assert uses["inclusionAI/LLaDA2.0-flash"] == "model=llada2_mini model.checkpoint=inclusionAI/LLaDA2.0-flash"
+    assert uses["inclusionAI/LLaDA2.0-flash"] == "model=inclusionAI/LLaDA2.0-flash"
     assert uses["SJTU-Deng-Lab/D2F_Dream_Base_7B_Lora"] == "model=d2f_dream_7b_base"
 
 
@@ -74,7 +93,7 @@ def test_the_command_prints_a_table_and_json(
     main(["models", "sdar"])
     text = capsys.readouterr().out
     assert "model=sdar_8b_chat" in text and "block-causal, 4; mask 151669" in text and "JetLM/SDAR-30B-A3B-Chat" in text
-    assert "iteration=block_diffusion_4 decoder=threshold cache=block sampling=standard" in text and "LLaDA" not in text
+    assert "iteration=block_diffusion decoder=threshold cache=block" in text and "LLaDA" not in text
     main(["models", "--json"])
     found = {entry["checkpoint"]: entry for entry in json.loads(capsys.readouterr().out)}
     assert len(found) == len(catalog())

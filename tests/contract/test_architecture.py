@@ -45,6 +45,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "step.canvas": {"kernels"},
     "recipe.declarations": set(),
     "recipe.registry": {"recipe.declarations"},
+    "recipe.presets": {"recipe.registry"},
     "demo": set(),
     "step.spec": set(),
     "parallel.ranks": {"parallel.split", "parallel.symmetric", "step.stats"},
@@ -166,7 +167,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "pipeline.pipeline": {
         "engine.engine", "engine.request", "engine.runtime", "loading.checkpoint", "loading.hub",
         "loading.plan", "parallel.divided_model", "pipeline.chat", "pipeline.infilling", "pipeline.inputs",
-        "pipeline.streaming", "pipeline.tokenizer", "recipe.recipe", "recipe.registry",
+        "pipeline.streaming", "pipeline.tokenizer", "recipe.presets", "recipe.recipe", "recipe.registry",
+        "step.contracts",
     },
     "pipeline.tokenizer": {"loading.files", "loading.plan"},
     "pipeline.ahead": {
@@ -185,12 +187,13 @@ MAY_IMPORT: dict[str, set[str]] = {
         "recipe.registry", "engine", "parallel.leader", "pipeline", "pipeline.infilling", "pipeline.inputs",
         "pipeline.streaming",
     },
-    "__init__": {"recipe.recipe", "engine", "pipeline.infilling", "pipeline", "recipe.registry"},
+    "__init__": {"recipe.presets", "recipe.recipe", "engine", "pipeline.infilling", "pipeline", "recipe.registry"},
     "cli": {
         "analysis.audit", "loading.checkpoint", "loading.hub", "loading.inspect", "recipe.recipe",
         "step.spec", "engine", "analysis.comparison", "analysis.metrics", "analysis.outputs",
         "parallel.divided_model", "parallel.leader", "pipeline", "pipeline.ahead",
-        "analysis.plots", "demo", "step.contracts", "recipe.registry",
+        "analysis.plots", "demo", "step.contracts", "recipe.registry", "recipe.presets",
+        "loading.plan",
         "analysis.trace", "analysis.tuning", "serving",
     },
     "__main__": {"cli"},
@@ -199,6 +202,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 OUTSIDE: dict[str, set[str]] = {
     "hydra": {"cli"},
     "omegaconf": {"cli"},
+    "yaml": {"recipe.presets"},
     "rich": {"cli"},
     "matplotlib": {"analysis.audit", "analysis.plots"},
     "optuna": {"analysis.tuning"},

@@ -27,11 +27,12 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+import dinfer.recipe.presets as presets
 from dinfer.cli import conf
 from dinfer.cli.arguments import Parser
-from dinfer.cli.catalog import attention, catalog, entry_of
 from dinfer.cli.terminal import FAILED, show
 from dinfer.loading.hub import SMALL, boxed, local, locate
+from dinfer.recipe.presets import attention
 from dinfer.recipe.registry import MODELS, unknown
 
 if TYPE_CHECKING:
@@ -70,42 +71,30 @@ def run(args: Namespace) -> None:
 
 
 def preset_of(name: str) -> dict[str, Any]:
-    """The family and the options of a choice of `model`, or of an adapter. Empty for a folder or a hub name."""
+    """The family and the options of a preset, a family or an adapter. Empty for a folder or a hub name."""
     if name in boxed() or local(name).exists():
         return {}
-    entry = next((entry for entry in catalog() if entry.checkpoint == name), None)
-    own = {} if entry is None else conf.preset(entry.preset).options
-    if "/" in name:
-        return own if own.get("adapter") == name else {}
-    choices = conf.choices("model")
-    if name not in choices:
+    if (found := presets.named(name)) is not None:
+        return found.model
+    if name in MODELS.names():
+        return {"name": name, "checkpoint": MODELS.build(name).checkpoint}
+    if "/" not in name:
         raise ValueError(
-            f"{unknown('checkpoint', name, sorted({*boxed(), *choices}))} A folder, a GGUF file or a hub name such as "
-            "'GSAI-ML/LLaDA-8B-Instruct' is good too."
+            f"{unknown('checkpoint', name, sorted({*boxed(), *conf.choices('model')}))} A folder, a GGUF file or a hub "
+            "name such as 'GSAI-ML/LLaDA-8B-Instruct' is good too."
         )
-    return conf.preset(name).options
+    return {}
 
 
 def recommended(name: str, found: Inspection, options: list[str]) -> dict[str, str]:
     """The overrides that run the checkpoint as its authors do, as `use`, and the components that they choose."""
     if found.family is None or found.spec is None:
         return {}
-    entry, preset = None, name if name in conf.choices("model") and name not in MODELS.names() else None
-    if preset is None:
-        path = str(found.folder.resolve()) if local(name).exists() else name
-        default = MODELS.build(found.family).checkpoint
-        entry = entry_of(path, found.family) or entry_of(default, found.family)
-        if entry is None:
-            return {}
-        preset = entry.preset
-    chosen, block = conf.preset(preset), found.spec.causal_block
-    overrides = [f"model={preset}"]
-    if name not in (preset, chosen.options["checkpoint"], chosen.options["adapter"], found.family):
-        overrides.append(f"model.checkpoint={name}")
-    overrides += options
-    if entry is not None and block not in (None, entry.block):
-        overrides.append(f"iteration.block={block}")
-    return {"use": shlex.join(overrides)} | chosen.recipe
+    known = presets.named(name)
+    if known is None and name not in MODELS.names():
+        known = presets.chosen(str(found.folder.resolve()) if local(name).exists() else name, found.family)
+    recipe = presets.of_family(name) if known is None else known.recipe
+    return {"use": shlex.join([f"model={name}", *options])} | recipe
 
 
 def described(name: str, found: Inspection, use: dict[str, str]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ usage: dinfer models [family ...] [--json]
 
 Shows the size of each checkpoint, its mask and end tokens, its attention, and the arguments that run it as its authors
 publish: `dinfer generate "A question" model=llada2_mini`. You may override any of them: `decoder.threshold=0.9`. Other
-checkpoints of these families load as well: `model=llada2 model.checkpoint=NAME_OR_FOLDER`.
+checkpoints of these families load as well: `model=NAME_OR_FOLDER`.
 `dinfer inspect NAME_OR_FOLDER` says whether one does.
 """
 
@@ -18,10 +18,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from dinfer.cli import conf
+import dinfer.recipe.presets as presets
 from dinfer.cli.arguments import Parser
-from dinfer.cli.catalog import Published, catalog
 from dinfer.cli.terminal import show
+from dinfer.recipe.presets import Published, catalog
 from dinfer.recipe.registry import MODELS, unknown
 
 
@@ -40,29 +40,30 @@ def run(args: Namespace) -> None:
         print(json.dumps([described(entry) for entry in found], indent=1))
         return
     parts: list[RenderableType] = []
-    presets: dict[str, list[Published]] = {}
+    groups: dict[str, list[Published]] = {}
     for entry in found:
-        presets.setdefault(entry.preset, []).append(entry)
+        groups.setdefault(entry.preset, []).append(entry)
     family = None
-    for preset, entries in presets.items():
+    for preset, entries in groups.items():
         if family != (family := entries[0].family):
             parts.append(Text.assemble((family, "bold magenta"), f": {MODELS.describe(family).summary}"))
         parts.append(Padding(group(preset, entries), (0, 0, 1, 2), expand=False))
-    more = "model=NAME runs the first of a group. For another one add model.checkpoint=HUB_NAME."
+    more = "model=NAME runs the first of a group. model=HUB_NAME runs any of them."
     show(*parts, Text(more, "bright_black"))
 
 
 def described(entry: Published) -> dict[str, Any]:
     """All that is known of a checkpoint."""
-    recipe = conf.preset(entry.preset).recipe
+    recipe = presets.preset(entry.preset).recipe
     return asdict(entry) | {"attention": entry.attention, "use": use(entry), "recipe": recipe}
 
 
 def use(entry: Published) -> str:
     """The overrides that run it as recommended."""
-    model = conf.preset(entry.preset).options
-    known = entry.checkpoint in (model["checkpoint"], model["adapter"])
-    return f"model={entry.preset}" + ("" if known else f" model.checkpoint={entry.checkpoint}")
+    model = presets.preset(entry.preset).model
+    return (
+        f"model={entry.preset if entry.checkpoint in (model['checkpoint'], model.get('adapter')) else entry.checkpoint}"
+    )
 
 
 def group(preset: str, entries: list[Published]) -> RenderableType:
@@ -71,7 +72,7 @@ def group(preset: str, entries: list[Published]) -> RenderableType:
     mask = "no mask token" if first.mask_id is None else f"mask {first.mask_id}"
     facts = [first.attention, mask, f"ends with {' or '.join(map(str, first.eos_ids))}"]
     facts += ["logits shifted by one"] * first.shifted
-    recipe = " ".join(f"{kind}={choice}" for kind, choice in conf.preset(preset).recipe.items())
+    recipe = " ".join(f"{kind}={choice}" for kind, choice in presets.preset(preset).recipe.items())
     table = Table.grid(padding=(0, 2))
     for entry in entries:
         table.add_row(Text(entry.size, "green"), entry.checkpoint)

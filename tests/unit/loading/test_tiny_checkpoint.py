@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 import dinfer
-from dinfer.cli import conf
 from dinfer.demo.problems import generate, is_correct
 from dinfer.loading.files import CheckpointError
 from dinfer.loading.hub import boxed
@@ -29,7 +28,7 @@ def test_these_are_in_the_box() -> None:
     assert boxed() == ["tiny", "tiny-llada2"]
     assert boxed(ADAPTER) == ["tiny-d2f", "tiny-llada2-insert-delete", "tiny-llada2-multi-block"]
     with pytest.raises(CheckpointError, match="'tiny-d2f' is an adapter, not a checkpoint: load the model"):
-        dinfer.load("tiny-d2f")
+        dinfer.load({"name": "llada", "checkpoint": "tiny-d2f"})
     assert all((BOX / name / "adapter_model.safetensors").stat().st_size < 2_000_000 for name in boxed(ADAPTER))
 
 
@@ -85,7 +84,7 @@ def test_any_text_comes_back(text: str) -> None:
 
 @pytest.fixture(scope="module")
 def second() -> dinfer.Pipeline:
-    return dinfer.load("tiny-llada2", device="cpu", iteration="block_diffusion", cache="block")
+    return dinfer.load("tiny-llada2", device="cpu", decoder="threshold")
 
 
 def with_recipe(pipe: dinfer.Pipeline, **parts: Any) -> dinfer.Pipeline:
@@ -133,10 +132,7 @@ def test_its_mixtures_use_all_their_experts(second: dinfer.Pipeline) -> None:
 )
 def test_an_adapter_in_the_box_does_what_it_was_trained_for(preset: str, least: float) -> None:
     """As its preset says: most answers right, at more tokens a forward than the model has without it."""
-    with conf.session():
-        config = conf.compose("generate", [f"model={preset}"])
-    parts = {kind: config[kind] for kind in ("iteration", "decoder", "cache")}
-    pipe = dinfer.load(config["model"], device="cpu", **parts)
+    pipe = dinfer.load(preset, device="cpu")
     problems = generate("heldout", 16, seed=0)
     results = pipe.generate([problem.question for problem in problems], max_new_tokens=96)
     assert sum(is_correct(problem, result.text) for problem, result in zip(problems, results, strict=True)) >= 13
