@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import pkgutil
 import re
@@ -113,24 +114,31 @@ def test_the_component_pages_group_and_typeset_components_that_exist() -> None:
 
 NAMED = re.compile(r"`((?:\w+/)*\w+\.(?:py|c|sh))`|`(dinfer(?:\.\w+){2,})")
 OWN = {"NAME.py", "halo.py", "leftmost.py", "plain.py", "short_first.py"}  # which the tutorials have readers write
+PAGES = (
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+)  # reports are of their time
 FOLDERS = ("benchmarks", "dinfer", "evaluations", "examples", "tests", "tools")
 
 
 def test_modules_that_the_documents_name_exist() -> None:
     """Files such as `step/plan.py` or `plan.py`, and names such as `dinfer.step.plan.window_bounds`."""
     files = [f"/{path.relative_to(ROOT)}" for folder in FOLDERS for path in (ROOT / folder).rglob("*.*")]
-    for path in [*report.documents(), ROOT / "CONTRIBUTING.md"]:
+    for path in PAGES:
         for file, dotted in NAMED.findall(path.read_text()):
             if file and file.split("/")[-1] not in OWN:
                 assert any(each.endswith(f"/{file}") for each in files), f"{path}: {file}"
             elif dotted:
                 pkgutil.resolve_name(dotted)
+        for name in re.findall(rf"python -m ((?:{'|'.join(FOLDERS)})[.\w]*)", path.read_text()):
+            assert importlib.util.find_spec(name), f"{path}: {name}"
 
 
 def test_members_that_the_documents_name_exist() -> None:
     """`Proposal.verify_R`: a class of dinfer, and a word of the file that defines it."""
     sources = [path.read_text() for path in (ROOT / "dinfer").rglob("*.py")]
-    for path in report.documents():
+    for path in PAGES:
         for name, member in re.findall(r"`([A-Z]\w*[a-z]\w*)\.(\w+)", path.read_text()):
             where = [source for source in sources if re.search(rf"^class {name}\b", source, re.MULTILINE)]
             assert any(re.search(rf"\b{member}\b", source) for source in where), f"{path}: {name}.{member}"
