@@ -17,12 +17,13 @@ Shape suffixes: X samples, L answer positions, W positions of a pass, B passes o
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import torch
 from torch import Tensor
 
+from dinfer.abilities.reports import TokenLogprob
 from dinfer.kernels.attention import attention_interval, interval_mask
 from dinfer.kernels.dispatch import on_own_device
 from dinfer.kernels.random import uniform
@@ -148,8 +149,41 @@ def greedy(model: Model, pairs: Sequence[Pair], *, batch: int = 16) -> list[bool
     return found
 
 
+@torch.inference_mode()
+@on_own_device
+def left_to_right(model: Model, ids: Sequence[int], *, top: int, batch: int = 16) -> list[TokenLogprob]:
+    """The log-probability of each token but the first, given those before it and masks in place of the others.
+
+    The bound averages over orders in which tokens are revealed, and this is one of them, the only one whose sums hold
+    for every division into prompt and answer. It takes a pass for each token. Raises ValueError.
+    """
+    _check(model.spec, ids[:1], ids[1:], "the text")
+    count = len(ids) - 1
+    hidden_LL = torch.ones(count, count, dtype=torch.bool).triu()
+    rows = layout(model.spec, ids[:1], ids[1:], hidden_LL, torch.ones(count, count))
+    rows = replace(rows, masked_XL=torch.eye(count, dtype=torch.bool))  # of those that are hidden, one is read
+    found: list[TokenLogprob] = []
+    for begin in range(0, count, batch):
+        logits_NV, target_N, _ = masked_logits(model, [(i, rows) for i in range(begin, min(begin + batch, count))])
+        logprob_NV = logits_NV.log_softmax(-1)
+        best = logprob_NV.topk(min(top, logprob_NV.shape[1]))
+        own_N = logprob_NV.gather(1, target_N[:, None])[:, 0].tolist()
+        tops = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        found += [TokenLogprob(own, [*zip(*one, strict=True)]) for own, one in zip(own_N, tops, strict=True)]
+    return found
+
+
 def nll(model: Model, passes: Sequence[tuple[int, Rows]], guidance: float = 0.0) -> list[Tensor]:
     """-log p of the answer's token at the masked positions of each pass (sample, rows), float64 on the CPU. [N] each"""
+    logits_NV, target_N, lane_N = masked_logits(model, passes, guidance)
+    nll_N = -logits_NV.log_softmax(-1).gather(1, target_N[:, None])[:, 0].double().cpu()
+    return list(nll_N.split([int((lane_N == b).sum()) for b in range(len(passes))]))
+
+
+def masked_logits(
+    model: Model, passes: Sequence[tuple[int, Rows]], guidance: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits [N, V] at the masked positions of each pass (sample, rows), the tokens there, and the pass of each."""
     width, spec, device = max(rows.pos_W.shape[0] for _, rows in passes), model.spec, model.device
     shape = (len(passes), width)
     tokens_BW, pos_BW = torch.full(shape, spec.mask), torch.zeros(shape, dtype=torch.int64)
@@ -176,8 +210,7 @@ def nll(model: Model, passes: Sequence[tuple[int, Rows]], guidance: float = 0.0)
     if guidance > 0:
         bare_NV = logits(torch.where(prompt_BW, spec.mask, tokens_BW))
         logits_NV = bare_NV + (guidance + 1) * (logits_NV - bare_NV)
-    nll_N = -logits_NV.log_softmax(-1).gather(1, target_N[:, None])[:, 0].double().cpu()
-    return list(nll_N.split([int((lane_N == b).sum()) for b in range(len(passes))]))
+    return logits_NV, target_N, lane_N
 
 
 def noised(spec: ModelSpec, prompt: Sequence[int], answer: Sequence[int], *, samples: int, seed: int) -> Rows:

@@ -12,6 +12,8 @@ from dinfer.abilities.reports import TokenLogprob
 from dinfer.analysis.trace.record import Pieces
 from dinfer.serving.rows import Event
 
+# What the log-probabilities of an echoed prompt are.
+ECHO = "left to right, others masked: one of the orders that the likelihood bound averages"
 LEAST = -9999.0  # stands for minus infinity, which JSON lacks
 
 
@@ -127,7 +129,8 @@ class Answer:
             one = {"index": row, **({"message": message} if style.chat else {"text": choice.text}), "logprobs": scores}
             made.append(one | self._end(choice.last) | self._ids(choice.ids, row, first=True))
         kind = "chat.completion" if style.chat else "text_completion"
-        return {**self._head(kind), "choices": made, "usage": self.usage()}
+        prompt = {"prompt_token_ids": self.prompts[0]} if style.ids and style.chat else {}
+        return {**self._head(kind), "choices": made, "usage": self.usage(), **prompt}
 
     def opening(self) -> list[dict[str, Any]]:
         """The first pieces of a stream: the role in a chat, and what is echoed."""
@@ -148,7 +151,9 @@ class Answer:
             piece = self._piece(event.row, body | self._ids(event.ids, event.row, first=first), scores)
             made.append(piece if event.canvas is None else piece | {"dinfer": {"canvas": event.canvas}})
         if event.finish is not None:
-            made.append(self._piece(event.row, ({"delta": {}} if chat else {"text": ""}), last=event))
+            body = {"delta": {}} if chat else {"text": ""}
+            ids = self._ids([], event.row, first=first and not made)
+            made.append(self._piece(event.row, body | ids, last=event))
         return made
 
     def closing(self) -> list[dict[str, Any]]:
@@ -160,7 +165,8 @@ class Answer:
         return "chat.completion.chunk" if self.style.chat else "text_completion"
 
     def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        head = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        return head | ({"dinfer": {"echo": ECHO}} if self.echoes and self.style.logprobs else {})
 
     def _piece(
         self, row: int, body: dict[str, Any], logprobs: dict[str, Any] | None = None, last: Event | None = None

@@ -2,12 +2,12 @@
 
 import asyncio
 import logging
+import threading
 import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing
 from functools import partial
-from threading import Event
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -18,8 +18,11 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 import dinfer
+from dinfer.abilities.reports import TokenLogprob
+from dinfer.analysis.likelihood import left_to_right
 from dinfer.analysis.trace.page import page as trace_page
 from dinfer.analysis.trace.record import document, record_request
+from dinfer.engine.request import Counts
 from dinfer.pipeline.infilling import escaped
 from dinfer.serving import page
 from dinfer.serving.answers import Answer, Logprobs, Style
@@ -35,7 +38,7 @@ from dinfer.serving.protocol import (
     TokenizeRequest,
     TraceRequest,
 )
-from dinfer.serving.rows import Wanted, failure
+from dinfer.serving.rows import Event, Wanted, failure
 from dinfer.serving.served import Served
 from dinfer.serving.server import Server
 
@@ -191,18 +194,47 @@ def add_generation(app: FastAPI, server: Server) -> None:
         served = server.catalogue.find(body.model, body.dinfer.decoder)
         server.admission.check(len(body.prompts) * body.choices)  # before any of them is encoded
         prompts = [await encoded(server, served, p, "prompt") if isinstance(p, str) else p for p in body.prompts]
-        return await generated(server, served, body, prompts, body.logprobs)
+        echoes = await echoed(server, served, body, prompts) if body.echo else []
+        return await generated(server, served, body, prompts, body.logprobs, echoes)
+
+
+async def echoed(server: Server, served: Served, body: CompletionRequest, prompts: list[list[int]]) -> list[Event]:
+    """What each choice begins with: its prompt, with log-probabilities if they are asked for."""
+    alone, top, made = body.max_tokens == 0, body.logprobs, list[Event]()
+    if body.truncate_prompt_tokens is not None:
+        raise refused("truncate_prompt_tokens", body.truncate_prompt_tokens, "contradicts echo=true")
+    for ids, given in zip(prompts, body.prompts, strict=True):
+        served.check_length(len(ids), "prompt")
+        text = given if isinstance(given, str) else served.pipe.decode(given)
+        scores: list[TokenLogprob | None] = []
+        if top is not None:
+            score = partial(left_to_right, served.pipe.model, ids, top=max(top, 1))
+            try:  # beside the engine, as a trace
+                async with asyncio.timeout(server.settings.deadline):
+                    scores = [None, *await server.recording.run(score)]
+            except ValueError as error:
+                raise ApiError(400, f"echo: {error}", "echo", "invalid_value") from error
+            except Exception as error:
+                raise failure(error) from error
+        counts = Counts(len(scores), 0, 0, 0, 0, 0.0) if alone else None
+        for _ in range(body.choices):
+            made.append(
+                Event(len(made), text, ids=ids, logprobs=scores, counts=counts, finish="length" if alone else None)
+            )
+    return made
 
 
 async def generated(
-    server: Server, served: Served, body: Generation, prompts: list[list[int]], top: int | None
-) -> Response:
+    server: Server, served: Served, body: Generation, prompts: list[list[int]], top: int | None,
+    echoes: Sequence[Event] = (),
+) -> Response:  # fmt: skip
     """Runs the rows of a chat or of completions, and answers. `top`: alternatives of each token; None: no scores."""
     prompts = [served.truncated(prompt, body) for prompt in prompts]
     if server.settings.log_prompts:
         for prompt in prompts:
             LOG.info("prompt", extra={"model": served.name, "prompt": served.pipe.decode(prompt)})
-    rows = served.rows(prompts, body, served.options(body.asked, body.dinfer.options))
+    chosen = served.options(body.asked, body.dinfer.options)
+    rows = [] if body.max_tokens == 0 else served.rows(prompts, body, chosen)
     chat, streamed = isinstance(body, ChatRequest), body.stream_options or StreamOptions()
     style = Style(
         chat=chat, ids=body.return_token_ids, usage=streamed.include_usage,
@@ -216,7 +248,7 @@ async def generated(
     stream = bool(body.stream)
     job = server.job(served, rows, body.dinfer, wanted, stream=stream)
     name = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
-    answer = Answer(name, int(time.time()), served.name, prompts, style, body.choices)
+    answer = Answer(name, int(time.time()), served.name, prompts, style, body.choices, echoes)
     return await server.answer(job, answer, stream=stream)
 
 
@@ -227,7 +259,8 @@ def add_trace(app: FastAPI, server: Server) -> None:
         served = server.catalogue.find(body.model, body.dinfer.decoder)
         server.check()
         prompt = await encoded(server, served, body.conversation, "messages", **body.ending)
-        rows, unwanted = served.rows([prompt], body, served.options(body.asked, body.dinfer.options)), Event()
+        chosen = served.options(body.asked, body.dinfer.options)
+        rows, unwanted = served.rows([prompt], body, chosen), threading.Event()
         job = server.job(served, rows, body.dinfer, Wanted(), stream=False)
         record = partial(record_request, served.pipe, rows[0], model=served.name, unwanted=unwanted)
         with server.admission.admit([rows[0].length]):
@@ -288,16 +321,19 @@ def add_tokens(app: FastAPI, server: Server) -> None:
         }  # fmt: skip
 
     @app.post("/detokenize")
+    async def prompt(body: DetokenizeRequest) -> dict[str, str]:
+        """The text of token ids, under vLLM's name."""
+        return {"prompt": (await detokenize(body))["text"]}
+
     @app.post("/v1/detokenize")
-    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
-        """The text of token ids, under vLLM's name and SGLang's."""
+    async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
+        """The text of token ids."""
         served = server.catalogue.find(body.model)
         vocab = served.pipe.model.spec.vocab
         for token in body.tokens:
             if not 0 <= token < vocab:
                 raise refused("tokens", token, f"is outside the vocabulary of {vocab}")
-        text = served.pipe.decode(body.tokens)
-        return {"model": served.name, "prompt": text, "text": text}
+        return {"model": served.name, "text": served.pipe.decode(body.tokens)}
 
 
 async def encoded(

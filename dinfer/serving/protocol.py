@@ -41,6 +41,9 @@ NOT_SUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "length_penalty": ((1,), "is for beam search, which is not supported."),
     "best_of": ((1,), "is not supported. Use n."),
     "suffix": (("",), "is not supported here. Use /v1/infill for text with gaps."),
+    "include_reasoning": ((True, False), "is not supported: answers are not divided."),
+    "separate_reasoning": ((True, False), "is not supported: answers are not divided."),
+    "truncation_side": (("left",), "is not supported: the last tokens are kept."),
     "prompt_logprobs": ((), "is not supported. Use echo with logprobs at /v1/completions."),
     "skip_special_tokens": ((True,), "is not supported: a canvas ends at its first special token."),
     "spaces_between_special_tokens": ((True,), "is not supported: answers hold no special tokens."),
@@ -271,7 +274,15 @@ class CompletionRequest(Generation):
     source = "prompt"
 
     prompt: Text | Annotated[list[Text], Field(min_length=1)] | list[int] | list[list[int]]
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
+    echo: bool = False  # the answer begins with the prompt
+
+    @model_validator(mode="after")
+    def _something(self) -> Self:
+        if self.max_tokens == 0 and not self.echo:
+            raise invalid("max_tokens", "=0 needs echo=true, which scores the prompt")
+        return self
 
     @property
     def prompts(self) -> list[str | list[int]]:

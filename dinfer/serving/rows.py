@@ -148,7 +148,7 @@ class Event:
     text: str = ""
     canvas: dict[str, Any] | None = None
     ids: list[int] = field(default_factory=list)  # tokens whose text has been sent, if the client wants them
-    logprobs: list[TokenLogprob] = field(default_factory=list)  # of `ids`
+    logprobs: Sequence[TokenLogprob | None] = ()  # of `ids`; None: unknown
     finish: str | None = None  # "stop" or "length"
     matched: str | int | None = None  # the stop string or the stop token that ended the row
     counts: Counts | None = None

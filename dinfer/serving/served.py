@@ -57,6 +57,14 @@ class Served:
             )  # fmt: skip
         return size
 
+    def check_length(self, tokens: int, field: str) -> None:
+        """Raises ApiError for more tokens than the model has positions."""
+        if tokens > self.max_length:
+            raise ApiError(
+                400, f"{field} needs {tokens} tokens, and the maximum context length of {self.name!r}, prompt and "
+                f"answer, is {self.max_length} tokens: shorten it", field, "context_length_exceeded",
+            )  # fmt: skip
+
     def truncated(self, prompt: list[int], asked: Generation) -> list[int]:
         """The last tokens of a prompt, if the request limits them."""
         if (most := asked.truncate_prompt_tokens) is None:
@@ -94,12 +102,8 @@ class Served:
         rows: list[Request] = []
         (field, new_tokens), choices, source = asked.length, asked.choices, asked.source
         for prompt in prompts:
+            self.check_length(len(prompt) + 1, source)
             room = self.max_length - len(prompt)
-            if room < 1:
-                raise ApiError(
-                    400, f"{source} has {len(prompt)} tokens, and the maximum context length of {self.name!r}, prompt "
-                    f"and answer, is {self.max_length} tokens: shorten it", source, "context_length_exceeded",
-                )  # fmt: skip
             if new_tokens is not None and new_tokens > room:
                 raise ApiError(
                     400, f"{field}={new_tokens} and {len(prompt)} tokens of {source} exceed the maximum context length "

@@ -158,7 +158,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "analysis.comparison": {"analysis.metrics", "recipe.registry", "demo", "pipeline"},
     "analysis.provenance": set(),
     "analysis.outputs": set(),
-    "analysis.likelihood": CORE | {"layers"},
+    "analysis.likelihood": CORE | {"abilities.reports", "layers"},
     "parallel.divided_model": {
         "engine.room", "engine.runner", "engine.runtime", "engine.worker", "loading.checkpoint",
         "loading.packed", "loading.plan", "parallel.follower", "parallel.leader", "parallel.leader_worker",
@@ -183,9 +183,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "analysis.tuning": {"recipe.recipe", "analysis.metrics", "recipe.registry"},
     "analysis.trace": {"recipe.recipe", "engine", "pipeline", "step.contracts", "recipe.registry"},
     "serving": {
-        "step.contracts", "abilities.reports", "analysis.outputs", "analysis.trace", "recipe.recipe",
-        "recipe.registry", "engine", "parallel.leader", "pipeline", "pipeline.infilling", "pipeline.inputs",
-        "pipeline.streaming",
+        "step.contracts", "abilities.reports", "analysis.likelihood", "analysis.outputs", "analysis.trace",
+        "recipe.recipe", "recipe.registry", "engine", "parallel.leader", "pipeline", "pipeline.infilling",
+        "pipeline.inputs", "pipeline.streaming",
     },
     "__init__": {"recipe.presets", "recipe.recipe", "engine", "pipeline.infilling", "pipeline", "recipe.registry"},
     "cli": {

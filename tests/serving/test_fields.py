@@ -68,7 +68,7 @@ def test_a_message_comes_back_as_it_was_sent(client: Client) -> None:
 def test_a_message_may_be_continued(client: Client) -> None:
     turns = [*ASK["messages"], {"role": "assistant", "content": "Tom has"}]
     ids = client.ask("/tokenize", {"model": "tiny", "messages": turns, "continue_final_message": True}).json()["tokens"]
-    assert client.ask("/detokenize", {"model": "tiny", "tokens": ids}).json()["text"].endswith("Tom has")
+    assert client.ask("/detokenize", {"model": "tiny", "tokens": ids}).json()["prompt"].endswith("Tom has")
     assert chat(client, messages=turns, continue_final_message=True).json()["usage"]["prompt_tokens"] == len(ids)
     both = chat(client, messages=turns, continue_final_message=True, add_generation_prompt=True)
     assert both.json()["error"]["param"] == "continue_final_message"
@@ -98,7 +98,9 @@ def test_token_ids_come_with_answers_and_streams(client: Client) -> None:
     whole = client.ask(TEXT, {"model": "tiny", "prompt": QUESTION, "max_tokens": 16, "return_token_ids": True}).json()
     (choice,) = whole["choices"]
     assert len(choice["prompt_token_ids"]) == whole["usage"]["prompt_tokens"]
-    assert client.ask("/detokenize", {"model": "tiny", "tokens": choice["token_ids"]}).json()["text"] == choice["text"]
+    assert (
+        client.ask("/detokenize", {"model": "tiny", "tokens": choice["token_ids"]}).json()["prompt"] == choice["text"]
+    )
     streamed = client.ask(TEXT, {
         "model": "tiny", "prompt": QUESTION, "max_tokens": 16, "return_token_ids": True, "stream": True,
     })  # fmt: skip
@@ -118,6 +120,36 @@ def test_log_probabilities_hold_the_chosen_token(client: Client) -> None:
     named = client.ask(TEXT, ask | {"logprobs": 1, "return_tokens_as_token_ids": True, "return_token_ids": True})
     (choice,) = named.json()["choices"]
     assert choice["logprobs"]["tokens"] == [f"token_id:{token}" for token in choice["token_ids"]]
+
+
+def test_a_prompt_is_echoed_and_scored(client: Client) -> None:
+    """As lm-eval's `local-completions` scores the choices of a question: the right answer is likelier than others."""
+    ask = {"model": "tiny", "max_tokens": 0, "echo": True, "logprobs": 1}
+    asked = client.ask("/tokenize", {"model": "tiny", "messages": ASK["messages"]}).json()["tokens"]
+    (right,) = client.pipe.generate([ASK["messages"]], max_new_tokens=24)
+    wrong = [[token + 1 if i % 5 == at else token for i, token in enumerate(right.ids)] for at in range(3)]
+    prompts = [asked + ids for ids in (right.ids, *wrong)]
+    both = client.ask(TEXT, ask | {"prompt": prompts}).json()
+    assert "likelihood bound" in both["dinfer"]["echo"] and all(
+        right.text[:9] in c["text"] for c in both["choices"][:1]
+    )
+    sums = []
+    for choice in both["choices"]:
+        scores = choice["logprobs"]
+        assert scores["token_logprobs"][0] is None and scores["top_logprobs"][0] is None
+        sums.append(sum(scores["token_logprobs"][len(asked) :]))
+        assert all(max(best.values()) >= best[token] for token, best in zip(
+            scores["tokens"][1:], scores["top_logprobs"][1:], strict=True
+        ))  # fmt: skip
+    assert sums[0] == max(sums) > -10, sums
+    ids = prompts[0]
+    more = client.ask(TEXT, ask | {"prompt": ids, "max_tokens": 4}).json()["choices"][0]
+    assert more["text"].startswith(both["choices"][0]["text"]) and more["logprobs"]["token_logprobs"][
+        1:8
+    ] == pytest.approx(both["choices"][0]["logprobs"]["token_logprobs"][1:8], abs=1e-4)
+    streamed = pieces(client.ask(TEXT, ask | {"prompt": ids, "max_tokens": 4, "stream": True}))
+    assert "".join(piece["choices"][0]["text"] for piece in streamed) == more["text"]
+    assert client.ask(TEXT, ask | {"echo": False, "prompt": "a"}).json()["error"]["param"] == "max_tokens"
 
 
 def test_usage_stands_in_every_piece_or_in_none(client: Client) -> None:

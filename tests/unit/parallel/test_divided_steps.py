@@ -17,7 +17,7 @@ from dinfer.engine.request import NonFiniteLogits
 from dinfer.loading.checkpoint import load_network
 from dinfer.parallel.ranks import ALONE, Ranks
 from dinfer.sampling.gumbel import StandardSampling
-from dinfer.step.contracts import Columns, ModelSpec, Options
+from dinfer.step.contracts import BlockView, Columns, ModelSpec, Options
 
 BY_PARTS = ["draws", "top-k", "penalties", "last stop tokens", "guidance", "guided draws", "draws of candidates"]
 UNTIED = "llada, 6 key heads"
@@ -57,9 +57,11 @@ class Sorted(StandardSampling):
 
     by_parts = False
 
-    def adjust(self, logits_RLV: torch.Tensor, options: Options, spec: ModelSpec, columns: Columns) -> torch.Tensor:
+    def adjust(
+        self, logits_RLV: torch.Tensor, view: BlockView, options: Options, spec: ModelSpec, columns: Columns
+    ) -> torch.Tensor:
         assert logits_RLV.shape[-1] == columns.count == spec.vocab == VOCAB
-        return super().adjust(logits_RLV - logits_RLV.logsumexp(-1, keepdim=True), options, spec, columns)
+        return super().adjust(logits_RLV - logits_RLV.logsumexp(-1, keepdim=True), view, options, spec, columns)
 
 
 def test_a_sampling_that_needs_all_logits_gets_them(folder: Path) -> None:
