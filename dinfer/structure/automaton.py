@@ -140,6 +140,20 @@ def utf8(low: int, high: int) -> tuple[tuple[tuple[int, int], ...], ...]:
     return (tuple(zip(chr(low).encode(), chr(high).encode(), strict=True)),)
 
 
+def copies(node: Node | None, known: dict[int, int]) -> int:
+    """About how many states an expression has, all its copies counted, without building it."""
+    match node:
+        case Automaton():
+            return node.states
+        case bytes():
+            return len(node)
+        case Graph():
+            if id(node) not in known:
+                known[id(node)] = sum(copies(inner, known) for _, inner, _ in node.edges)
+            return known[id(node)]
+    return 1 if node is not None else 0
+
+
 class _Nfa:
     """An automaton under construction: edges over bytes, over nothing, and at the two ends of the text alone."""
 

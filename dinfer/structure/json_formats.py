@@ -32,3 +32,7 @@ FORMATS = {
     "uri": rf"[A-Za-z][A-Za-z0-9+.-]*:(//{_PCHAR}+(/{_PCHAR}*)*|/({_PCHAR}+(/{_PCHAR}*)*)?|{_PCHAR}+(/{_PCHAR}*)*)"
     rf"(\?({_PCHAR}|[/?])*)?(#({_PCHAR}|[/?])*)?",
 }  # fmt: skip
+# Of these, the texts that are of a narrower format.
+FORMATS |= dict.fromkeys(("iri", "iri-reference", "uri-reference", "uri-template"), FORMATS["uri"])
+FORMATS |= {"idn-email": FORMATS["email"], "idn-hostname": FORMATS["hostname"]}
+FORMATS |= {"json-pointer": r"(/([!-.0-}]|~[01])*)*"}

@@ -20,6 +20,7 @@ from dinfer.structure.automaton import (
     both,
     build,
     cat,
+    copies,
     repeat,
     without,
 )  # fmt: skip
@@ -42,7 +43,16 @@ from dinfer.structure.limits import Budget, ConstraintError, TooLarge
 from dinfer.structure.regex import parse
 
 AIM = 4096  # recursion is unrolled further as long as fewer states than this are expected
-CAPS = (None, 256, 64, 16)  # what lengths and numbers of items are lowered to if there are too many states
+CAPS = (
+    None,
+    1024,
+    256,
+    128,
+    64,
+    32,
+    16,
+    8,
+)  # what lengths and numbers of items are lowered to if there are too many states
 ANYTHING = repeat(ANY_CHARACTER)
 
 
@@ -91,6 +101,8 @@ class _Builder:
         self.reader = Reader(root, constraint.lenient, self.matches, self.apart)
         self.capped, self.largest = False, 0  # whether a number was lowered to the cap, and the largest there is
         self.keys: dict[str, Automaton] = {}
+        self.sizes: dict[int, int] = {}
+        self.kept: list[Node] = []
         self.known: dict[object, tuple[Node | None, bool]] = {}  # and whether recursion was cut in it
         space: Node = repeat(b" ", 0, 1) if constraint.whitespace == "default" else b""
         self.colon = b": " if constraint.whitespace == "pretty" else cat(b":", space)
@@ -100,10 +112,17 @@ class _Builder:
         """The automaton, whether recursion was cut, and whether there is any."""
         self.reader.cut = self.reader.counted = False
         node = self.value((Part(self.root, "", depth),), 0)
-        automaton = build(node if node is not None else alt(()), self.budget)
+        automaton = self.minimal(node if node is not None else alt(()))
         if automaton.states >= (most := self.budget.limits.states):
             raise TooLarge(f"has {automaton.states:,} states; at most {most - 1:,} are possible")
         return automaton, self.reader.cut, self.reader.counted
+
+    def minimal(self, node: Node) -> Automaton:
+        """As `build`; what is much too large is refused before the work."""
+        if (states := copies(node, self.sizes)) > 3 * self.budget.limits.states:
+            raise TooLarge(f"has about {states:,} states; at most {self.budget.limits.states - 1:,} are possible")
+        self.kept.append(node)  # its identity stands for its size
+        return build(node, self.budget)
 
     def matches(self, pattern: str, key: str) -> bool:
         return self.key_pattern(pattern, "patternProperties").accepts(key.encode())
@@ -133,7 +152,7 @@ class _Builder:
             if key in self.known:
                 found, cut = self.known[key]
                 if found is not None and not isinstance(found, Automaton):
-                    found = build(found, self.budget)
+                    found = self.minimal(found)
                     self.known[key] = found, cut
                 reader.counted, reader.cut = reader.counted or key is counted, reader.cut or cut
                 return found
