@@ -1,4 +1,4 @@
-"""Classes of tokens against the plain table, the bytes of tokenizers, the cache, and compilations that are cancelled."""
+"""Classes of tokens against the plain table, the bytes of tokenizers, the cache, and a cancelled compilation."""
 
 from __future__ import annotations
 
