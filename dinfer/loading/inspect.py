@@ -72,8 +72,14 @@ class Inspection:
     tokens: list[Token] = field(default_factory=list)
     template: str | None = None  # the file that holds the chat template
     chat: str | None = None  # the text of `CHAT` for the model
+    complete: bool = False  # the files of all tensors are at hand
     problems: list[str] = field(default_factory=list)  # each keeps the model from loading or from chatting
     unknown: list[str] = field(default_factory=list)  # what no file at hand says
+
+    @property
+    def loads(self) -> bool | None:
+        """Whether it loads and answers; None: that cannot be said without the weights."""
+        return False if self.problems else self.complete or None
 
     @contextmanager
     def noting(self) -> Iterator[None]:
@@ -140,6 +146,10 @@ def _describe_weights(found: Inspection, family: ModelFamily | None, config: Map
     if not (wrong or files or plan.scales.stored) and found.stored == found.expected:
         wrong = [*_contradiction(found, plan.placements)]
     found.problems += _gathered(wrong)
+    found.complete = bool(files) and not found.problems
+    if found.complete:
+        with found.noting():
+            plan.check_values()
     if not wrong:
         found.memory = _memory(found, plan, found.dtype)
 

@@ -131,6 +131,15 @@ class LoadPlan:
 
     def verified(self) -> "LoadPlan":
         """The plan with the family's adapter. Raises CheckpointError for problems, and values that must be others."""
+        self.check_values()
+        whose = "metadata" if self.folder.suffix == GGUF else "config.json"
+        refuse([*self.problems()], f"the tensors in {self.folder} do not fit its {whose}")
+        if not self.family.adapter:
+            return self
+        return replace(self, adapter=read_adapter(locate(self.family.adapter, needed=ADAPTER), self.placements))
+
+    def check_values(self) -> None:
+        """Reads the tensors that must be 0 or equal to others. Raises CheckpointError."""
         wrong = [name for name, bias in read(self.stored, self.spare) if bias.any()]
         refuse(wrong, f"{self.folder} has biases where the model has none, and they are not 0")
         differ = [
@@ -139,11 +148,6 @@ class LoadPlan:
             if not torch.equal(*(next(read(self.stored, [one]))[1] for one in (copy, name)))
         ]
         refuse(differ, "the model has one tensor where the checkpoint has two, so they must be equal")
-        whose = "metadata" if self.folder.suffix == GGUF else "config.json"
-        refuse([*self.problems()], f"the tensors in {self.folder} do not fit its {whose}")
-        if not self.family.adapter:
-            return self
-        return replace(self, adapter=read_adapter(locate(self.family.adapter, needed=ADAPTER), self.placements))
 
     @property
     def dtype(self) -> torch.dtype:

@@ -10,7 +10,14 @@ from dinfer.models._family import BlockFamily, qwen_experts
 from dinfer.recipe.registry import MODELS, option
 from dinfer.step.spec import ModelSpec
 
-SUFFIX = re.compile(r"-b([1-9][0-9]*)$")
+SUFFIX = re.compile(r"-b([1-9][0-9]*)(-|$)")  # SDAR-8B-Chat-b32, SeqD-SDAR-8B-b64-Thinking
+# Checkpoints with SDAR's config that are decoded in another way, by their names and the titles of their cards.
+OTHERS = {
+    re.compile(r"\bI-?DLM\b|introspective diffusion", re.I): (
+        "I-DLM: its attention is strictly causal and its logits predict the next token"
+    ),
+    re.compile(r"\bRCD-|residual context diffusion", re.I): ("RCD: it is fed what earlier steps expected at the masks"),
+}
 OF_FOUR = re.compile(r"(^|__|--)(SDAR-(1\.7B|4B|8B|30B-A3B)-(Chat|Sci)|TraDo-[48]B-(Instruct|Thinking))$")
 EXPECTED = PLAIN | {"attention_bias": (False, None)}
 
@@ -32,6 +39,7 @@ class Sdar(BlockFamily):
         return config.get("model_type") in ("sdar", "sdar_moe")
 
     def spec(self, config: dict[str, Any]) -> ModelSpec:
+        self.refuse_others(config)
         config = complete(config, EXPECTED, QWEN)
         mixed = config["model_type"] == "sdar_moe" or "num_experts" in config
         if not mixed:
@@ -45,16 +53,33 @@ class Sdar(BlockFamily):
             **self.body(config),
         )
 
+    def refuse_others(self, config: dict[str, Any]) -> None:
+        """Raises ValueError for a checkpoint that is no SDAR, though its config says so."""
+        said = [*self.own_names(), str(config.get("_name_or_path"))]
+        card = local(self.checkpoint) / "README.md"
+        if card.is_file():
+            said += [line for line in card.read_text("utf-8", "replace").splitlines() if line.startswith("# ")][:1]
+        for pattern, what in OTHERS.items():
+            if any(pattern.search(text) for text in said):
+                raise ValueError(
+                    f"config.json: model_type={config['model_type']!r} says SDAR, but this checkpoint is {what}. "
+                    "dinfer has no such family yet, and as SDAR its answers would be wrong"
+                )
+
+    def own_names(self) -> list[str]:
+        """The name of the checkpoint's folder, and that of its repository in the hub's cache."""
+        path = local(self.checkpoint).absolute()
+        return [path.name, *(part for part in path.parts if part.startswith("models--"))]
+
     def silent_block(self) -> int:
         """As the name says: N of those that end in -bN, and 4 of the others that were published."""
-        path = local(self.checkpoint).absolute()
-        cached = [part for part in path.parts if part.startswith("models--")]  # a folder of the hub's cache
-        for name in (path.name, *cached):
+        names = self.own_names()
+        for name in names:
             if found := SUFFIX.search(name):
                 return int(found[1])
             if OF_FOUR.search(name):
                 return 4
         raise ValueError(
-            f"config.json has no block_size, and the name {path.name!r} does not say it as SDAR-8B-Chat-b32 does. "
+            f"config.json has no block_size, and the name {names[0]!r} does not say it as SDAR-8B-Chat-b32 does. "
             "Give model.block, the length of the attention blocks that the checkpoint was trained with"
         )

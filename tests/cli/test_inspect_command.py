@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 from support.command_line import write_checkpoint
 from support.real_configs import copied
 
@@ -46,7 +47,7 @@ def test_json_has_what_a_program_wants(run: Any, tmp_path: Path) -> None:
     folder = copied("JetLM__SDAR-4B-Chat", tmp_path)
     status, out, _ = run(str(folder), "--json")
     said = json.loads(out)
-    assert status == 0 and said["problems"] == []
+    assert status == 3 and said["problems"] == [] and said["loads"] is None  # no weights are here
     assert (said["family"], said["parameters"], said["mask_id"]) == ("sdar", 4411424256, 151669)
     assert (said["stop_ids"], said["block"], said["attention"]) == ([151643, 151645], 4, "block-causal, 4")
     assert said["memory"]["none"] == 2 * 4411424256
@@ -139,3 +140,19 @@ def test_control_characters_of_a_template_reach_no_terminal(run: Any, tmp_path: 
     (folder / "chat_template.jinja").write_text("a\x1b[2Jb")
     status, out, _ = run(str(folder))
     assert status == 0 and "\x1b" not in out and "a\\x1b[2Jb" in out
+
+
+def test_a_tied_head_that_differs_does_not_load(run: Any, tmp_path: Path) -> None:
+    """And the answer is another one where the weights are not here."""
+    folder = write_checkpoint(tmp_path / "one")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"weight_tying": True}))
+    tensors = load_file(folder / "model.safetensors")
+    head, embedding = "model.transformer.ff_out.weight", "model.transformer.wte.weight"
+    for change, status, verdict in ((0, 0, "it loads"), (1, 1, "would not load or answer")):
+        save_file(tensors | {head: tensors[embedding] + change}, folder / "model.safetensors")
+        said = run(str(folder))
+        assert (said[0], said[1].splitlines()[-1]) == (status, verdict)
+    (folder / "model.safetensors").unlink()
+    status, out, _ = run(str(folder))
+    assert (status, out.splitlines()[-1]) == (3, "whether it loads cannot be said without the weights")

@@ -3,13 +3,14 @@
 usage: dinfer inspect NAME [--json] [model.OPTION=VALUE ...]
 
 NAME is a folder, a GGUF file, a hub name, a model in the box, or a choice of `model` such as llada2_mini. The command
-reads and downloads no weights. It shows the family, the parameters, the memory of the weights for each `quantize`, the
-special tokens and the file that names each, a chat as the model reads it, and the recommended recipe. It also shows
-every problem: tensors that are missing, unexpected or of another shape, and fields of config.json that make no
-network. If files are missing, it says what cannot be known without them. Options are those of the family, such as
-model.block=16.
+reads and downloads no weights, but for tensors that must be equal or 0. It shows the family, the parameters, the memory
+of the weights for each `quantize`, the special tokens and the file that names each, a chat as the model reads it, and
+the recommended recipe. It also shows every problem: tensors that are missing, unexpected or of another shape, and
+fields of config.json that make no network. If files are missing, it says what cannot be known without them. Options are
+those of the family, such as model.block=16.
 
-Exit status: 0 if it loads, 1 if there are problems, 2 if there is no such checkpoint.
+Exit status: 0 if it loads, 1 if there are problems, 2 if there is no such checkpoint, 3 if nothing can be said without
+the weights: a hub name whose small files alone were downloaded, or a folder without weights.
 """
 
 from __future__ import annotations
@@ -40,6 +41,12 @@ if TYPE_CHECKING:
     from dinfer.step.spec import ModelSpec
 
 OPTION = "model."
+UNKNOWN = 3  # exit status
+VERDICTS = {
+    True: ("it loads", "bold green"),
+    False: ("would not load or answer", "bold red"),
+    None: ("whether it loads cannot be said without the weights", "bold yellow"),
+}
 
 
 def arguments(parser: Parser) -> None:
@@ -66,8 +73,8 @@ def run(args: Namespace) -> None:
         print(json.dumps(described(names[0], found, use), indent=1))
     else:
         shown(names[0], found, use)
-    if found.problems:
-        raise SystemExit(FAILED)
+    if found.loads is not True:
+        raise SystemExit(UNKNOWN if found.loads is None else FAILED)
 
 
 def preset_of(name: str) -> dict[str, Any]:
@@ -124,6 +131,7 @@ def described(name: str, found: Inspection, use: dict[str, str]) -> dict[str, An
             "total_size": found.total_size,
             "types": found.types,
         },
+        "loads": found.loads,
         "problems": found.problems,
         "unknown": found.unknown,
     }
@@ -142,8 +150,7 @@ def shown(name: str, found: Inspection, use: dict[str, str]) -> None:
     table.add_column(overflow="fold")
     for label, text in lines(found, use):
         table.add_row(label, Text(printable(text), "red" if label == "problem" else ""))
-    good = ("it loads", "bold green")
-    verdict = Text.assemble(("would not load or answer", "bold red") if found.problems else good)
+    verdict = Text.assemble(VERDICTS[found.loads])
     show(Text(printable(name), "bold", overflow="fold"), Padding(table, (0, 0, 0, 2), expand=False), verdict)
 
 

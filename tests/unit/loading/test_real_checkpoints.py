@@ -32,12 +32,12 @@ SIZES: dict[str, Any] = {
     "d_model": 16, "n_heads": 2, "n_kv_heads": 2, "n_layers": 2, "mlp_hidden_size": 24, "global_head_dim": 8,
     "num_global_key_value_heads": 1, "top_k_experts": 2,
 }  # fmt: skip
-# Mask, stop tokens and attention block of each config, by its file.
+# Mask, stop tokens (those of the preset too) and attention block of each config, by its file.
 FACTS: dict[str, tuple[int | None, tuple[int, ...], int | None]] = {
-    "Dream-org__Dream-v0-Instruct-7B/config.json": (151666, (151643,), None),
+    "Dream-org__Dream-v0-Instruct-7B/config.json": (151666, (151643, 151645), None),
     "Efficient-Large-Model__Fast_dLLM_v2_1.5B/config.json": (151665, (151645,), 32),
-    "GSAI-ML__LLaDA-8B-Instruct/config.json": (126336, (126081,), None),
-    "GSAI-ML__LLaDA-8B-Instruct/config.resaved.json": (126336, (126081,), None),
+    "GSAI-ML__LLaDA-8B-Instruct/config.json": (126336, (126081, 126348), None),
+    "GSAI-ML__LLaDA-8B-Instruct/config.resaved.json": (126336, (126081, 126348), None),
     "JetLM__SDAR-4B-Chat/config.json": (151669, (151643, 151645), 4),
     "JetLM__SDAR-8B-Chat/config.json": (151669, (151643, 151645), 4),
     "google__diffusiongemma-26B-A4B-it/config.json": (None, (1, 106, 50), None),
@@ -131,7 +131,7 @@ def test_what_no_file_says_is_published_and_logged(tmp_path: Path, caplog: pytes
     ("name", "block"),
     [("SDAR-1.7B-Chat-b8", 8), ("JetLM/SDAR-8B-Chat-b64", 64), ("/x/models--JetLM--SDAR-4B-Chat-b16/snapshots/0f", 16),
      ("JetLM/SDAR-30B-A3B-Chat", 4), ("/x/Gen-Verse__TraDo-8B-Thinking/", 4), ("my-sdar-b32", 32),
-     ("~nobody-of-this-name/SDAR-4B-Chat-b16", 16)],
+     ("~nobody-of-this-name/SDAR-4B-Chat-b16", 16), ("x/SeqD-SDAR-1.7B-b64-Thinking", 64)],
 )  # fmt: skip
 def test_the_name_of_an_sdar_says_how_long_its_attention_blocks_are(name: str, block: int) -> None:
     config = json.loads((REAL / "JetLM__SDAR-8B-Chat/config.json").read_text())
@@ -146,6 +146,41 @@ def test_another_name_needs_the_length(name: str) -> None:
     config = json.loads((REAL / "JetLM__SDAR-8B-Chat/config.json").read_text())
     with pytest.raises(ValueError, match=r"config\.json has no block_size, .* Give model\.block"):
         MODELS.build({"name": "sdar", "checkpoint": name}).spec(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "card", "field", "what"),
+    [
+        ("yifanyu/I-DLM-8B", "", None, "I-DLM: its attention is strictly causal"),
+        ("/x/models--yifanyu--I-DLM-32B/snapshots/0f", "", None, "I-DLM"),
+        ("x/RCD-SDAR-8B-b64", "", None, "RCD: it is fed what earlier steps expected"),
+        ("mine", "", "yifanyu/I-DLM-8B", "I-DLM"),
+        ("mine", "---\nlicense: mit\n---\n# Introspective Diffusion 8B\n", None, "I-DLM"),
+        ("mine", "# Mine\nnot as good as I-DLM-8B\n", None, None),
+    ],
+)
+def test_what_only_shares_the_config_of_sdar_is_refused(
+    name: str, card: str, field: str | None, what: str | None, tmp_path: Path
+) -> None:
+    """Also where model.block says what config.json does not."""
+    config = json.loads((REAL / "JetLM__SDAR-8B-Chat/config.json").read_text()) | {"_name_or_path": field}
+    if card:
+        (folder := tmp_path / name).mkdir()
+        (folder / "README.md").write_text(card)
+        name = str(folder)
+    family = MODELS.build({"name": "sdar", "checkpoint": name, "block": 4})
+    if what is None:
+        assert family.spec(config).causal_block == 4
+        return
+    with pytest.raises(ValueError, match=rf"model_type='sdar' says SDAR, but this checkpoint is {what}"):
+        family.spec(config)
+
+
+def test_a_causal_model_made_a_diffusion_one_is_taken_for_no_other_family() -> None:
+    """A2D's checkpoints name the network that they were made of."""
+    for kind in ("qwen2", "qwen3", "llama"):
+        with pytest.raises(ValueError, match="no family that dinfer knows"):
+            family_of({"model_type": f"a2d-{kind}", "architectures": [f"A2D{kind.title()}LMHeadModel"]})
 
 
 def test_copies_of_tied_weights_load_if_they_are_equal(tmp_path: Path) -> None:
