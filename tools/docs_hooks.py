@@ -1,4 +1,4 @@
-"""Hooks of MkDocs: links to files outside docs/ become plain text, and formulas become MathML.
+"""Hooks of MkDocs: links to files outside docs/ become plain text, formulas become MathML, units stay.
 
 Readers of the repository can follow such links, but the site does not have the files. A browser shows MathML without a
 script and without a font from elsewhere.
@@ -13,6 +13,7 @@ from typing import Any
 
 LINK = re.compile(r"\[([^\]]*)\]\((\.\./[^)]*)\)")
 FORMULA = re.compile(r'class="arithmatex">\\(?P<kind>[(\[])(?P<tex>.*?)\\[)\]]<', re.DOTALL)
+UNIT = re.compile(r"(<td[^>]*>[\d.,]+) (\w+</td>)")  # a number and its unit stay in one line
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
@@ -31,4 +32,4 @@ def on_page_content(html: str, **_: Any) -> str:
         display = "block" if formula["kind"] == "[" else "inline"
         return f'class="arithmatex">{convert(unescape(formula["tex"]).strip(), display=display)}<'
 
-    return FORMULA.sub(typeset, html)
+    return UNIT.sub(r"\1&nbsp;\2", FORMULA.sub(typeset, html))
