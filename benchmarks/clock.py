@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from dinfer.engine.engine import Engine
-from dinfer.step.contracts import StepShape
+from dinfer.step.shape import KeysOnly, StepShape
 
 
 class Clock:
@@ -57,7 +57,9 @@ class Clock:
         found = defaultdict(list)
         for step_shape, rows, begin, end in self.marks:
             taken = begin.elapsed_time(end) if self.cuda else 1e3 * (end - begin)
-            found[step_shape.phase.name, step_shape.lanes, step_shape.width, step_shape.settles].append((taken, rows))
+            found[
+                step_shape.phase.name, step_shape.lanes, step_shape.width, step_shape.extra(KeysOnly) is not None
+            ].append((taken, rows))
         table = [
             {
                 "phase": phase, "lanes": lanes, "width": width, "settles": settles, "launches": len(values),

@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity
 import dinfer.kernels
 from dinfer.engine.engine import Engine
 from dinfer.step.canvas import Phase
-from dinfer.step.contracts import StepShape
+from dinfer.step.shape import StepShape
 
 PARTS = ("linear", "experts", "attention", "rotary, keys", "norms", "gate", "statistics", "collectives", "rest")
 REST = PARTS[-1]  # window, embedding, commits, cursors

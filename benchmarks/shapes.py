@@ -88,6 +88,22 @@ SMALL_SDAR = SDAR_4B | {
     "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
     "intermediate_size": 128, "vocab_size": 512, "mask_token_id": 511, "eos_token_id": 510,
 }  # fmt: skip
+# Two kinds of layers, no mask token, an encoder, and a network that is told what it expected.
+SMALL_GEMMA: dict[str, Any] = {
+    "model_type": "diffusion_gemma",
+    "text_config": {
+        "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+        "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 7,
+        "per_layer_config": {"1": {"head_dim": 16, "num_key_value_heads": 1}},
+        "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32, "rms_norm_eps": 1e-6, "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 80.0},
+        },
+        "final_logit_softcapping": 30.0, "max_position_embeddings": 256, "eos_token_id": [510],
+        "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True,
+    },
+}  # fmt: skip
 # Options of the family: ids within the small vocabularies, since config.json leaves them to the authors' code, and the
 # length of SDAR's attention blocks, which config.json does not have.
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -97,6 +113,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 SHAPES = {
     "llada-8b": LLADA_8B, "llada2-mini": LLADA2_MINI, "llada2-flash": LLADA2_FLASH, "sdar-4b": SDAR_4B,
     "sdar-8b": SDAR_8B, "small": SMALL, "small-llada2": SMALL_LLADA2, "small-sdar": SMALL_SDAR,
+    "small-gemma": SMALL_GEMMA,
 }  # fmt: skip
 
 

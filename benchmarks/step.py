@@ -38,7 +38,7 @@ from dinfer.layers.mlp import Experts
 from dinfer.loading.checkpoint import random_network
 from dinfer.memory.kv import KVPool
 from dinfer.recipe.recipe import Recipe
-from dinfer.step.contracts import StepShape
+from dinfer.step.shape import StepShape
 
 
 def experts_read(recipe: Recipe, prompts: list[list[int]]) -> float:

@@ -20,7 +20,7 @@ from dinfer.engine.runner import bucket
 from dinfer.engine.scheduler.grouping import Group, free_positions, grouped, settling
 from dinfer.engine.scheduler.prefill_batching import PrefillBatching
 from dinfer.step.canvas import Phase
-from dinfer.step.contracts import StepShape
+from dinfer.step.shape import StepShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,21 +9,27 @@ Shape suffixes beside those of `dinfer.step.contracts`: X = K * L positions of t
 present state first, J the others, G = C * B lanes of the forward.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
 
-from dinfer.abilities.candidates import Candidates
+from dinfer.abilities.candidates import Candidates, States, logits_of_versions
 from dinfer.kernels.positions import descending_rank
-from dinfer.kernels.rows import store_rows
+from dinfer.kernels.rows import rows_of, store_rows
 from dinfer.kernels.window import span
 from dinfer.memory.kv import KVPool
+from dinfer.step.ability import Ability, Decision, Forward, Known, Step
 from dinfer.step.canvas import BlockView, Canvas, RowCursors, Status
-from dinfer.step.commits import Commits
-from dinfer.step.contracts import Iteration, StepShape
+from dinfer.step.contracts import Iteration, Parts, Phase
+from dinfer.step.scores import proposed_tokens
+from dinfer.step.shape import Extra, StepShape
+from dinfer.step.state import Entry
 from dinfer.step.stats import TokenStats
+from dinfer.step.step import block_view, forward, seen
+from dinfer.step.window import Window, deciding
 
 
 class Branching(Protocol):
@@ -68,17 +74,15 @@ class Added:
         """Which slots have branches beside the present state. bool [B]"""
         return (self.pos_NJ.index_select(0, slot_B) >= 0).any(-1)
 
-    def keep(
-        self, lanes: RowCursors, end_B: Tensor, view: BlockView, stats: TokenStats, value_RL: Tensor, commits: Commits
-    ) -> None:
-        """Takes the surest tokens that a step has left open in live rows, whose region ended at `end_B`."""
-        by_lane = (lanes.slot_B.shape[0], -1)
-        value_BX = value_RL.double().masked_fill(~commits.open_RL, float("-inf")).view(by_lane)
+    def keep(self, lanes: RowCursors, made: Decision, value_RL: Tensor) -> None:
+        """Takes the surest tokens that a step has left open in live rows."""
+        by_lane, view, stats = (lanes.slot_B.shape[0], -1), made.view, made.stats
+        value_BX = value_RL.double().masked_fill(~made.commits.open_RL, float("-inf")).view(by_lane)
         value_BJ, place_BJ = value_BX.sort(dim=-1, descending=True, stable=True)
         count = self.pos_NJ.shape[1]
         value_BJ, place_BJ = (fitted(x_BX, count) for x_BX in (value_BJ, place_BJ))
         pos_BJ = torch.where(value_BJ > float("-inf"), view.pos_RL.view(by_lane).gather(1, place_BJ), -1)
-        new = pos_BJ, stats.token_RL.view(by_lane).gather(1, place_BJ), value_BJ, end_B
+        new = pos_BJ, stats.token_RL.view(by_lane).gather(1, place_BJ), value_BJ, made.lanes.end_B
         for held, of_lanes in zip((self.pos_NJ, self.token_NJ, self.value_NJ, self.end_N), new, strict=True):
             store_rows(held, lanes.slot_B, lanes.live_B, of_lanes)
 
@@ -89,10 +93,10 @@ def fitted(x_BX: Tensor, count: int) -> Tensor:
 
 
 @dataclass(slots=True)
-class Branches:
+class Versions:
     """The branches that one forward evaluates."""
 
-    candidates: Candidates  # their tokens
+    states: States  # their tokens
     pos_BC: Tensor  # int64, where each branch adds a token; -1 of the present state, and where there is no branch
     token_BC: Tensor
     value_BC: Tensor  # float64
@@ -121,13 +125,11 @@ class Branches:
             end_B = torch.minimum(was_B + opens_B * shape.block, length_B)
             ends.append(torch.where(pos_B >= 0, end_B, lanes.end_B))
         none_B1, end_BC = torch.full_like(pos_BJ[:, :1], -1), torch.stack(ends, 1)
-        candidates = Candidates(
-            slot_B, lanes.live_B, lanes.start_B, end_BC.amax(1), length_B, pos_BX, torch.stack(states)
-        )
+        versions = States(slot_B, lanes.live_B, lanes.start_B, end_BC.amax(1), length_B, pos_BX, torch.stack(states))
         there_BJ = pos_BJ >= 0
         present_B1 = iteration.present(~there_BJ.any(1))[:, None]
         return cls(
-            candidates,
+            versions,
             torch.cat((none_B1, pos_BJ), 1),
             torch.cat((torch.zeros_like(none_B1), token_BJ), 1),
             torch.cat((torch.ones_like(value_BJ[:, :1]), value_BJ), 1),
@@ -160,10 +162,10 @@ class Branches:
 
     def follow(
         self, choice_B: Tensor, canvas: Canvas, lanes: RowCursors, kv: KVPool, place_BW: Tensor, block: int
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[RowCursors, Tensor, Tensor]:
         """Makes the chosen branch of each live lane the present state: token, region and keys.
 
-        Returns how many tokens that commits, int64 [B], and which active blocks are new, bool [B, K].
+        Returns the lanes, how many tokens that commits, int64 [B], and which active blocks are new, bool [B, K].
         """
         pos_B1, token_B1, end_B1 = (
             x_BC.gather(1, choice_B[:, None]) for x_BC in (self.pos_BC, self.token_BC, self.end_BC)
@@ -173,9 +175,9 @@ class Branches:
         kv.adopt(lanes.slot_B, place_BW, choice_B.masked_fill(~lanes.live_B, 0))
         first_BK = lanes.start_B[:, None] + block * torch.arange(lanes.step_BK.shape[1], device=pos_B1.device)
         opened_BK = (first_BK >= lanes.end_B[:, None]) & (first_BK < end_B1)
-        lanes.end_B, lanes.step_BK = end_B1[:, 0], lanes.step_BK.masked_fill(opened_BK, 0)
+        lanes = replace(lanes, end_B=end_B1[:, 0], step_BK=lanes.step_BK.masked_fill(opened_BK, 0))
         canvas.store(lanes)
-        return adds_B1[:, 0].to(torch.int64), opened_BK
+        return lanes, adds_B1[:, 0].to(torch.int64), opened_BK
 
 
 def branching(iteration: Iteration) -> Branching:
@@ -184,3 +186,82 @@ def branching(iteration: Iteration) -> Branching:
     if missing:
         raise TypeError(f"{type(iteration).__name__} has branches={iteration.branches}: define {missing[0]} too")
     return iteration  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class Branched(Ability):
+    """Steps that evaluate versions of the active blocks, and go on with the best."""
+
+    count: int  # versions beside the present state; 0: the step has no room for them
+    waits: bool  # rows that have versions wait for a step with room
+
+    @classmethod
+    def of(cls, recipe: Parts, shape: StepShape) -> Self | None:
+        if not recipe.iteration.branches or shape.phase == Phase.PREFILL:
+            return None
+        count = 0 if (extra := shape.extra(Candidates)) is None else extra.count
+        return cls(count, not count and shape.phase == deciding(recipe))
+
+    @classmethod
+    def page_sets(cls, recipe: Parts, extras: Sequence[Extra]) -> int:
+        return recipe.iteration.branches
+
+    @classmethod
+    def alloc(cls, recipe: Parts, canvas: Canvas, block: int, extras: Sequence[Extra]) -> Any:
+        slots, count = canvas.tokens_NS.shape[0], recipe.iteration.branches
+        return Added.alloc(slots, count, canvas.tokens_NS.device) if count else None
+
+    @classmethod
+    def admit(cls, kept: Added, slot_A: Tensor, entries: Sequence[Entry]) -> None:
+        kept.pos_NJ.index_fill_(0, slot_A, -1)
+
+    def begin(self, step: Step) -> None:
+        added, lanes = step.kept(Branched), step.lanes
+        if self.waits:
+            step.narrow(lanes.live_B & ~added.there(lanes.slot_B))
+        if self.count:
+            iteration = branching(step.recipe.iteration)
+            versions = step.notes[Branched] = Versions.of(added, step.state.canvas, lanes, iteration, step.shape)
+            step.region = versions.region(lanes)
+
+    def window(self, step: Step, window: Window) -> Window:
+        return replace(window, fits_B=window.fits_B & step.state.kv.forks(window.place_BW)) if self.count else window
+
+    def prepare(self, step: Step, run: Forward) -> None:
+        if self.count:
+            versions, kv = step.notes[Branched], step.state.kv
+            regions = (versions.region(step.lanes, branch) for branch in range(versions.count))
+            intervals = [seen(step, own, run.place_BW, run.window.stop_B)[0] for own in regions]
+            run.tokens_BW = versions.states.windows(run.pos_BW, run.tokens_BW)
+            run.attend = versions.states.attend(kv, run.pos_BW, run.place_BW, intervals, step.shape.pages)
+
+    def decisions(self, step: Step) -> Iterator[Known] | None:
+        return self._best(step) if self.count else None
+
+    def _best(self, step: Step) -> Iterator[Known]:
+        run, versions = forward(step), step.notes[Branched]
+        logits_CRLV = logits_of_versions(step, run, self.count + 1)
+        row_R = torch.arange(logits_CRLV.shape[1], device=logits_CRLV.device)
+        choice_B = best_branch(step, versions, logits_CRLV)
+        step.lanes, gained_B, opened_BK = versions.follow(
+            choice_B, step.state.canvas, step.lanes, step.state.kv, run.place_BW, step.shape.block
+        )
+        logits_RLV = logits_CRLV[rows_of(choice_B, step.shape.blocks), row_R]
+        yield Known(logits_RLV=logits_RLV, gained_B=gained_B, opened_BK=opened_BK)
+
+    def moved(self, step: Step, made: Decision) -> None:
+        step.kept(Branched).keep(step.lanes, made, branching(step.recipe.iteration).value(made.stats))
+
+
+def best_branch(step: Step, versions: Versions, logits_CRLV: Tensor) -> Tensor:
+    """The branch that goes on in each lane. int64 [B]"""
+    iteration, lanes, state = branching(step.recipe.iteration), step.lanes, step.state
+    by_lane, worth = (lanes.slot_B.shape[0], -1), list[Tensor]()
+    for branch, logits_RLV in enumerate(logits_CRLV):
+        own = versions.region(lanes, branch)
+        view = versions.view(branch, block_view(step, own))
+        decoder_state = state.decoder.lanes(state.block_rows(lanes.slot_B, lanes.block_B, step.shape.blocks))
+        stats, _ = proposed_tokens(step, own, view, logits_RLV.clone(), decoder_state)
+        value_BX, masked_BX = iteration.value(stats).view(by_lane), view.masked_RL.view(by_lane)
+        worth.append(iteration.worth(value_BX, masked_BX, versions.value_BC[:, branch]))
+    return versions.best(torch.stack(worth, 1))

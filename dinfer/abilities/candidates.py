@@ -8,74 +8,39 @@ Shape suffixes beside those of `dinfer.step.contracts`: X = K * L positions of t
 present state among them, G = C * B lanes of the forward.
 """
 
-from dataclasses import dataclass
-from typing import Self
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from dinfer.kernels.rows import store_rows
+from dinfer.kernels.rows import rows_of, store_rows, take
 from dinfer.kernels.window import span
 from dinfer.memory.kv import KVPool, PagedAttend
-from dinfer.recipe.recipe import Recipe
-from dinfer.recipe.registry import CACHES, DECODERS, ITERATIONS
-from dinfer.step.canvas import Canvas, RowCursors
-from dinfer.step.commits import Commits
-from dinfer.step.contracts import Iteration, Moved, Phase, StepShape
-from dinfer.step.stats import TokenStats
+from dinfer.step.ability import Ability, Decision, Forward, Known, Step
+from dinfer.step.canvas import Canvas, Phase, RowCursors
+from dinfer.step.contracts import Parts
+from dinfer.step.scores import read_logits
+from dinfer.step.shape import Extra, StepShape
+from dinfer.step.state import Entry
+from dinfer.step.step import forward
 
 
-def refusal(recipe: Recipe) -> str | None:
-    """Why candidates could change the tokens of a recipe, and what to use instead; None: they cannot."""
-    cache, iteration, spec = recipe.cache, recipe.iteration, recipe.model.spec
-    if not cache.rewrites:
-        return (
-            f"runtime.speculate needs a cache that recomputes the whole window in every pass, which "
-            f"{CACHES.called(cache)} does not. Use cache=dual, vicinity, prefix, block or none, or runtime.speculate=0."
-        )
-    if iteration.scores != "block" or type(iteration).embed is not Iteration.embed:
-        return (
-            "runtime.speculate needs an iteration that feeds the model tokens alone. What "
-            f"{ITERATIONS.called(iteration)} feeds at masks depends on the logits of the step before. Use "
-            "iteration=blockwise, or runtime.speculate=0."
-        )
-    if iteration.branches:
-        return (
-            f"runtime.speculate and {ITERATIONS.called(iteration)} both fill a forward with further states. Use "
-            "iteration=multi_block, or runtime.speculate=0."
-        )
-    if recipe.decoder.verifies:
-        return (
-            f"runtime.speculate has no candidates for the second pass of {DECODERS.called(recipe.decoder)}. Use "
-            "runtime.speculate=0."
-        )
-    if recipe.decoder.grows:
-        return (
-            f"runtime.speculate needs rows whose length stays, and {DECODERS.called(recipe.decoder)} lengthens them. "
-            "Use another decoder, or runtime.speculate=0."
-        )
-    if spec.mask_id is None:
-        return (
-            "runtime.speculate needs a model with a mask token: what open positions of this one hold changes at every "
-            "step. Use runtime.speculate=0."
-        )
-    return None
+@dataclass(frozen=True, slots=True)
+class Candidates(Extra):
+    """Each lane evaluates so many further states."""
 
+    count: int  # 0: none, but the step keeps what it proposes, for candidates of the next one
 
-def deciding(recipe: Recipe) -> Phase:
-    """The phase of the passes that may have candidates."""
-    return Phase.WINDOW if recipe.cache.reuses else Phase.FULL
+    @property
+    def whole_logits(self) -> bool:
+        return self.count > 0
 
-
-def widest(recipe: Recipe, block: int, length: int) -> int:
-    """The most positions that a pass with candidates computes for a row. `block`: L, `length`: of the canvas."""
-    plan, region = recipe.cache.plan(deciding(recipe)), recipe.iteration.blocks * block
-    region += 1 + (recipe.model.spec.attention_block or 1)  # logits that predict the next token; whole attention blocks
-    if plan.keeps:  # the region before is computed once more
-        return min(2 * region, length)
-    if plan.back is None or plan.ahead is None:
-        return length
-    return min(region + plan.back + plan.ahead, length)
+    def joined(self, other: Candidates) -> Candidates:
+        return Candidates(max(self.count, other.count))
 
 
 # Which drafts each candidate fills in, by rank of confidence: a tree of states, as in Spiffy. It is calibrated: a set
@@ -93,7 +58,7 @@ def longest_chain(count: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Drafts:
+class Guesses:
     """What the last known logits propose for each active position."""
 
     token_NX: Tensor  # int64
@@ -104,12 +69,12 @@ class Drafts:
         token_NX = torch.zeros(slots, active, dtype=torch.int64, device=device)
         return cls(token_NX, torch.full((slots, active), -1.0, device=device))
 
-    def keep(self, lanes: RowCursors, stats: TokenStats, commits: Commits, moved: Moved) -> None:
-        """Keeps the proposals of a step at open positions of live rows. Rows that entered a block have no drafts."""
+    def keep(self, lanes: RowCursors, made: Decision) -> None:
+        """Keeps the proposals of a step at open positions of live rows. Rows that entered a block have none."""
         shape = (lanes.slot_B.shape[0], -1)
-        kept_BX = commits.open_RL.view(shape) & ~moved.entered_B[:, None]
-        confidence_BX = stats.confidence_RL.view(shape).float().masked_fill(~kept_BX, -1.0)
-        store_rows(self.token_NX, lanes.slot_B, lanes.live_B, stats.token_RL.view(shape))
+        kept_BX = made.commits.open_RL.view(shape) & ~made.moved.entered_B[:, None]
+        confidence_BX = made.stats.confidence_RL.view(shape).float().masked_fill(~kept_BX, -1.0)
+        store_rows(self.token_NX, lanes.slot_B, lanes.live_B, made.stats.token_RL.view(shape))
         store_rows(self.confidence_NX, lanes.slot_B, lanes.live_B, confidence_BX)
 
     def states(self, slot_B: Tensor, tokens_BX: Tensor, count: int) -> Tensor:
@@ -125,7 +90,7 @@ class Drafts:
 
 
 @dataclass(slots=True)
-class Candidates:
+class States:
     """The states that one forward evaluates, and where the rows are among them."""
 
     slot_B: Tensor
@@ -137,10 +102,10 @@ class Candidates:
     states_CBX: Tensor  # int64, tokens of the active region
 
     @classmethod
-    def of(cls, drafts: Drafts, canvas: Canvas, lanes: RowCursors, shape: StepShape) -> Self:
-        """The present state of each lane, and `shape.candidates` others."""
+    def of(cls, guesses: Guesses, canvas: Canvas, lanes: RowCursors, shape: StepShape, count: int) -> Self:
+        """The present state of each lane, and `count` others."""
         pos_BX = span(lanes.start_B, lanes.end_B, shape.blocks * shape.block)
-        states_CBX = drafts.states(lanes.slot_B, canvas.gather(lanes.slot_B, pos_BX)[0], shape.candidates)
+        states_CBX = guesses.states(lanes.slot_B, canvas.gather(lanes.slot_B, pos_BX)[0], count)
         return cls(lanes.slot_B, lanes.live_B, lanes.start_B, lanes.end_B, lanes.length_B, pos_BX, states_CBX)
 
     def windows(self, pos_BW: Tensor, tokens_BW: Tensor) -> Tensor:
@@ -170,5 +135,64 @@ class Candidates:
         tokens_BX = canvas.gather(self.slot_B, self.pos_BX)[0]
         same_CB = ((tokens_BX == self.states_CBX) | (self.pos_BX < 0)).all(-1)
         stays_B = (lanes.start_B == self.start_B) & (lanes.end_B == self.end_B) & (lanes.length_B == self.length_B)
-        lanes.live_B = self.live_B = self.live_B & lanes.live_B & stays_B & same_CB.any(0)
-        return lanes, same_CB.long().argmax(0)
+        self.live_B = self.live_B & lanes.live_B & stays_B & same_CB.any(0)
+        return replace(lanes, live_B=self.live_B), same_CB.long().argmax(0)
+
+
+def logits_of_versions(step: Step, run: Forward, count: int) -> Tensor:
+    """The logits of the active blocks in each of `count` versions of the lanes. [C, R, L, V]"""
+    lanes_GWD = take(run.h_BWD, run.logits_RL.repeat(count, 1))
+    return read_logits(step, run.model, lanes_GWD).unflatten(0, (count, -1))
+
+
+@dataclass(frozen=True)
+class Speculation(Ability):
+    """Denoise steps without a forward, where a candidate of the forward before is what the commits led to."""
+
+    count: int
+
+    @classmethod
+    def of(cls, recipe: Parts, shape: StepShape) -> Self | None:
+        extra = None if recipe.iteration.branches else shape.extra(Candidates)
+        return None if extra is None else cls(extra.count)
+
+    @classmethod
+    def page_sets(cls, recipe: Parts, extras: Sequence[Extra]) -> int:
+        return sum(extra.count for extra in extras if isinstance(extra, Candidates))
+
+    @classmethod
+    def alloc(cls, recipe: Parts, canvas: Canvas, block: int, extras: Sequence[Extra]) -> Any:
+        if not cls.page_sets(recipe, extras):
+            return None
+        slots, device = canvas.tokens_NS.shape[0], canvas.tokens_NS.device
+        return Guesses.alloc(slots, recipe.iteration.blocks * block, device)
+
+    @classmethod
+    def admit(cls, kept: Guesses, slot_A: Tensor, entries: Sequence[Entry]) -> None:
+        kept.confidence_NX.index_fill_(0, slot_A, -1.0)
+
+    def prepare(self, step: Step, run: Forward) -> None:
+        if self.count:
+            states = States.of(step.kept(Speculation), step.state.canvas, step.lanes, step.shape, self.count)
+            run.tokens_BW = states.windows(run.pos_BW, run.tokens_BW)
+            intervals = [run.seen[0]] * (self.count + 1)
+            run.attend = states.attend(step.state.kv, run.pos_BW, run.place_BW, intervals, step.shape.pages)
+            step.notes[Speculation] = states
+
+    def decisions(self, step: Step) -> Iterator[Known] | None:
+        return self._chain(step) if self.count else None
+
+    def _chain(self, step: Step) -> Iterator[Known]:
+        run, states = forward(step), step.notes[Speculation]
+        logits_CRLV = logits_of_versions(step, run, self.count + 1)
+        row_R = torch.arange(logits_CRLV.shape[1], device=logits_CRLV.device)
+        yield Known(logits_RLV=logits_CRLV[0].clone())
+        for _ in range(longest_chain(self.count)):
+            states.live_B = step.lanes.live_B
+            step.lanes, choice_B = states.reached(step.state.canvas, step.shape.phase)
+            slot_B, state = step.lanes.slot_B, step.state
+            step.iteration_state, step.cache_state = state.iteration.lanes(slot_B), state.cache.lanes(slot_B)
+            yield Known(logits_RLV=logits_CRLV[rows_of(choice_B, step.shape.blocks), row_R], hit=True)
+
+    def moved(self, step: Step, made: Decision) -> None:
+        step.kept(Speculation).keep(step.lanes, made)

@@ -5,21 +5,32 @@ second branch is a second lane of the same forward, with keys and values in page
 it does for the first. Steps in which no row is guided have one lane a row.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from dinfer.memory.kv import PagedAttend
-from dinfer.recipe.recipe import Recipe
+from dinfer.step.ability import Ability, Forward, Step
 from dinfer.step.canvas import Status
-from dinfer.step.contracts import Attend, Divided, Model, ModelSpec
-from dinfer.step.state import BatchState
+from dinfer.step.contracts import ModelSpec, Parts
+from dinfer.step.model import Attend, Model, OwnLogits
+from dinfer.step.shape import Extra, StepShape
+
+
+@dataclass(frozen=True, slots=True)
+class Guided(Extra):
+    """Some row has a second branch, without the prompt."""
+
+    @property
+    def whole_logits(self) -> bool:
+        return True
 
 
 @dataclass(slots=True)
-class Guided:
+class GuidedModel:
     """A `Model` for one step: its hidden states are those of both branches, side by side, its logits are guided."""
 
     model: Model
@@ -51,8 +62,8 @@ class Guided:
         return self._guided(self.model.logits, h_BLD)
 
     def own_logits(self, h_BLD: Tensor) -> Tensor:
-        """See `dinfer.step.model.Divided`: guidance looks at each token by itself. [R, L, 2 D] -> [R, L, own]"""
-        assert isinstance(self.model, Divided)
+        """See `OwnLogits`: guidance looks at each token by itself. [R, L, 2 D] -> [R, L, own]"""
+        assert isinstance(self.model, OwnLogits)
         return self._guided(self.model.own_logits, h_BLD)
 
     def _guided(self, logits: Callable[[Tensor], Tensor], h_BLD: Tensor) -> Tensor:
@@ -64,17 +75,29 @@ class Guided:
         return torch.where(scale_R11 > 0, guided_RLV.to(told_RLV.dtype), told_RLV)
 
 
-def guided(
-    recipe: Recipe, state: BatchState, slot_B: Tensor, pos_BW: Tensor, place_BW: Tensor, tokens_BW: Tensor,
-    status_BW: Tensor, interval_BW: tuple[Tensor, Tensor], pages: int,
-) -> tuple[Model, PagedAttend]:  # fmt: skip
+class Guidance(Ability):
+    """Steps in which some rows are guided: the model runs on both branches."""
+
+    @classmethod
+    def of(cls, recipe: Parts, shape: StepShape) -> Self | None:
+        return cls() if shape.extra(Guided) else None
+
+    @classmethod
+    def asks(cls, recipe: Parts, options: Sequence[float], more: Mapping[str, Any]) -> Extra | None:
+        return Guided() if recipe.sampling_of(options).get("guidance", 0) > 0 else None
+
+    def feed(self, step: Step, run: Forward) -> None:
+        run.model, run.fed = guided(step, run)
+
+
+def guided(step: Step, run: Forward) -> tuple[Model, PagedAttend]:
     """The model of a step in which some rows are guided, and its attention over both branches."""
-    scale_B = state.options(recipe, slot_B, "sampling")["guidance"][:, 0]
-    bare_BW = torch.where(status_BW == int(Status.GIVEN), recipe.model.spec.mask, tokens_BW)
-    twin_BW = torch.where(scale_B[:, None] > 0, pos_BW, -1)
-    places = torch.cat((place_BW, torch.where(scale_B[:, None] > 0, place_BW, -1)))
-    start_BW, end_BW = (torch.cat((bound_BW, bound_BW)) for bound_BW in interval_BW)
-    slots, positions = torch.cat((slot_B, state.kv.twin(slot_B))), torch.cat((pos_BW, twin_BW))
-    return Guided(recipe.model, recipe.model.spec, bare_BW, scale_B), state.kv.attend(
-        slots, positions, (start_BW, end_BW), pages, place_BW=places
-    )
+    kv, slot_B, model = step.state.kv, step.lanes.slot_B, step.recipe.model
+    scale_B = step.state.options(step.recipe, slot_B, "sampling")["guidance"][:, 0]
+    bare_BW = torch.where(run.status_BW == int(Status.GIVEN), model.spec.mask, run.tokens_BW)
+    twin_BW = torch.where(scale_B[:, None] > 0, run.pos_BW, -1)
+    places = torch.cat((run.place_BW, torch.where(scale_B[:, None] > 0, run.place_BW, -1)))
+    start_BW, end_BW = (torch.cat((bound_BW, bound_BW)) for bound_BW in run.seen[0])
+    slots, positions = torch.cat((slot_B, kv.twin(slot_B))), torch.cat((run.pos_BW, twin_BW))
+    attend = kv.attend(slots, positions, (start_BW, end_BW), step.shape.pages, place_BW=places)
+    return GuidedModel(model, model.spec, bare_BW, scale_B), attend

@@ -3,31 +3,53 @@
 Shape suffixes: N slots, S canvas length, R rows of blocks, L block length, V vocabulary, X positions of active blocks.
 """
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from dinfer.kernels.canvas import padded
-from dinfer.step.canvas import BlockView, Canvas
-from dinfer.step.commits import Commits
-from dinfer.step.stats import TokenStats
+from dinfer.step.ability import Ability, Decision, Step
+from dinfer.step.canvas import BlockView, Canvas, Phase
+from dinfer.step.contracts import Parts
+from dinfer.step.shape import Extra, StepShape
+from dinfer.step.state import Entry
 
-TOP = 20  # alternatives that are told of a token
+TOP = 20  # alternatives that are reported of a token
 LEVELS = 256  # of confidence
-NONE = -1  # no step has told anything of this position
+NONE = -1  # no step has reported anything of this position
 ROWS = 8  # whose log-probabilities are computed at a time: they take the memory of the logits in float32
 
 
-class Told(IntEnum):
-    """What some row of a step asks for. Each level includes those before."""
+class Level(IntEnum):
+    """How much some row of a step asks for. Each level includes those before."""
 
     NOTHING = 0
     DRAFTS = 1
     LOGPROBS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Reported(Extra):
+    """Some row asks for reports of this level."""
+
+    level: int
+    free: ClassVar[bool] = True  # but for log-probabilities, which no graph has that was not asked for them
+
+    def joined(self, other: Reported) -> Reported:
+        return Reported(max(self.level, other.level))
+
+    @property
+    def whole_logits(self) -> bool:
+        return self.level >= Level.LOGPROBS
+
+    def holds(self, asked: Self | None, own: StepShape, shape: StepShape) -> bool:
+        return asked == self or (self.level == Level.DRAFTS and asked is None)
 
 
 class TokenLogprob(NamedTuple):
@@ -42,7 +64,7 @@ class TokenLogprob(NamedTuple):
 
 
 @dataclass(slots=True)
-class Tellings:
+class Reports:
     """By slot and position. The last column is scratch, where padding is written."""
 
     draft_NS: Tensor  # int64, token * LEVELS + level of confidence: proposed where the position is open, else written
@@ -54,10 +76,6 @@ class Tellings:
     def alloc(cls, canvas: Canvas) -> Self:
         return cls(torch.zeros_like(canvas.tokens_NS))
 
-    def admit(self, slot_A: Tensor) -> None:
-        """Clears the slots of earlier requests. Host side."""
-        self.draft_NS.index_fill_(0, slot_A, NONE)
-
     def want_logprobs(self) -> None:
         """Makes room for log-probabilities, if there is none. Host side, before the first step that tells them."""
         if self.logprob_NS is None:
@@ -66,26 +84,31 @@ class Tellings:
             self.top_NST = torch.zeros(wide, dtype=torch.int64, device=device)
             self.top_logprob_NST = torch.zeros(wide, device=device)
 
-    def tell(
-        self, slot_B: Tensor, live_B: Tensor, view: BlockView, stats: TokenStats, commits: Commits, vocab: int,
-        *, branches: bool,
-    ) -> tuple[tuple[Tensor, Tensor], Tensor]:  # fmt: skip
-        """Notes drafts and their confidence. Returns the index of written tokens for `tell_logprobs`, and all tokens.
+    def record(self, step: Step, made: Decision, *, drafts_too: bool) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        """Records tokens and their confidence. Returns the index for `record_logprobs`, and all tokens.
 
-        `branches`: the index has drafts too, since a branch may commit one without a step that writes it.
+        `drafts_too`: the index has drafts beside written tokens, since a branch may commit one without a step that
+        writes it.
         """
+        view, stats, commits, (slot_B, live_B) = (
+            made.view,
+            made.stats,
+            made.commits,
+            (step.lanes.slot_B, step.lanes.live_B),
+        )
         rows_RL = live_B.repeat_interleave(len(view.pos_RL) // len(live_B))[:, None]
         new_RL = ~commits.open_RL & (view.masked_RL | (commits.tokens_RL != view.tokens_RL)) & rows_RL
+        vocab = step.recipe.model.spec.vocab
         token_RL = torch.where(commits.open_RL, stats.token_RL, commits.tokens_RL).clamp(0, vocab - 1)
         level_RL = (stats.confidence_RL.nan_to_num(0).clamp(0, 1) * (LEVELS - 1)).to(torch.int64)
-        told_RL = new_RL | (commits.open_RL & rows_RL)
+        known_RL = new_RL | (commits.open_RL & rows_RL)
         self.draft_NS.index_put_(
-            self._index(slot_B, view, told_RL), (token_RL * LEVELS + level_RL).view(len(slot_B), -1)
+            self._index(slot_B, view, known_RL), (token_RL * LEVELS + level_RL).view(len(slot_B), -1)
         )
-        return self._index(slot_B, view, told_RL if branches else new_RL), token_RL
+        return self._index(slot_B, view, known_RL if drafts_too else new_RL), token_RL
 
-    def tell_logprobs(self, index: tuple[Tensor, Tensor], token_RL: Tensor, logits_RLV: Tensor) -> None:
-        """Notes the log-probabilities of the tokens at the index of `tell`."""
+    def record_logprobs(self, index: tuple[Tensor, Tensor], token_RL: Tensor, logits_RLV: Tensor) -> None:
+        """Records the log-probabilities of the tokens at the index of `record`."""
         if self.logprob_NS is None or self.top_NST is None or self.top_logprob_NST is None:
             raise RuntimeError("there is no room for log-probabilities: call want_logprobs first")
         own, top, tops = list[Tensor](), list[Tensor](), list[Tensor]()
@@ -116,3 +139,48 @@ class Tellings:
     def _index(self, slot_B: Tensor, view: BlockView, flags_RL: Tensor) -> tuple[Tensor, Tensor]:
         pos_BX = torch.where(flags_RL, view.pos_RL, -1).view(len(slot_B), -1)
         return slot_B[:, None], padded(pos_BX, self.draft_NS.shape[1] - 1)
+
+
+@dataclass(frozen=True)
+class Reporting(Ability):
+    """Steps that report what they propose and write."""
+
+    level: int
+    branches: bool
+
+    @classmethod
+    def of(cls, recipe: Parts, shape: StepShape) -> Self | None:
+        extra = shape.extra(Reported)
+        return (
+            None if extra is None or shape.phase == Phase.PREFILL else cls(extra.level, recipe.iteration.branches > 0)
+        )
+
+    @property
+    def whole_logits(self) -> bool:
+        return self.level == Level.LOGPROBS
+
+    @classmethod
+    def asks(cls, recipe: Parts, options: Sequence[float], more: Mapping[str, Any]) -> Extra | None:
+        return Reported(level) if (level := more.get("reports", Level.NOTHING)) else None
+
+    @classmethod
+    def alloc(cls, recipe: Parts, canvas: Canvas, block: int, extras: Sequence[Extra]) -> Any:
+        return Reports.alloc(canvas)
+
+    @classmethod
+    def admit(cls, kept: Reports, slot_A: Tensor, entries: Sequence[Entry]) -> None:
+        level = max(entry.more.get("reports", Level.NOTHING) for entry in entries)
+        if level >= Level.DRAFTS:
+            kept.draft_NS.index_fill_(0, slot_A, NONE)  # of earlier requests
+        if level >= Level.LOGPROBS:
+            kept.want_logprobs()
+
+    def read(self, step: Step, made: Decision, logits_RLV: Tensor) -> None:
+        if self.whole_logits:
+            step.notes[Reporting] = logits_RLV.clone()  # adjusting may be in place
+
+    def written(self, step: Step, made: Decision) -> None:
+        reports = step.kept(Reporting)
+        index, token_RL = reports.record(step, made, drafts_too=self.branches)
+        if self.whole_logits:
+            reports.record_logprobs(index, token_RL, step.notes[Reporting])

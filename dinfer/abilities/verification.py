@@ -6,38 +6,71 @@ itself. That is what a model of block size 1 sees. So one pass gives the logits 
 tokens before it.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from dinfer.kernels.window import span
-from dinfer.recipe.recipe import Recipe
-from dinfer.step.canvas import Canvas, Phase, RowCursors, Status
-from dinfer.step.contracts import StepShape
-from dinfer.step.state import BatchState
+from dinfer.step.ability import Ability, Decision, Known, Step
+from dinfer.step.canvas import Phase, Status
+from dinfer.step.contracts import Parts, Proposal
+from dinfer.step.shape import Extra, StepShape
 
 
-def postpone(canvas: Canvas, lanes: RowCursors, verify_B: Tensor, *, refreshed: bool) -> None:
+class Verification(Ability):
+    """Steps whose draft a second pass checks before anything is committed, and these passes."""
+
+    @property
+    def whole_logits(self) -> bool:
+        return True
+
+    @classmethod
+    def of(cls, recipe: Parts, shape: StepShape) -> Self | None:
+        return cls() if recipe.decoder.verifies else None
+
+    @classmethod
+    def page_sets(cls, recipe: Parts, extras: Sequence[Extra]) -> int:
+        return int(recipe.decoder.verifies)
+
+    def decisions(self, step: Step) -> Iterator[Known] | None:
+        return iter([Known(logits_RLV=verified(step))]) if step.shape.phase == Phase.VERIFY else None
+
+    def select(self, step: Step, made: Decision) -> Proposal | None:
+        if step.shape.phase != Phase.VERIFY:
+            return None
+        return step.recipe.decoder.verify(made.adjusted_RLV, made.view, made.decoder_state)
+
+    def proposed(self, step: Step, made: Decision) -> None:
+        if made.proposal.verify_R is not None:
+            verify_B = made.proposal.verify_R & (made.stats.finite_RL | ~made.view.masked_RL).all(-1)
+            step.state.decoder.store(made.row_R, made.decoder_state, step.lanes.live_B & verify_B)
+            postpone(step, verify_B)
+
+
+def postpone(step: Step, verify_B: Tensor) -> None:
     """Counts the step in live lanes whose draft is to be verified, and takes them out of the rest of the step."""
-    waits_B = lanes.live_B & verify_B
-    canvas.store(
+    lanes, waits_B = step.lanes, step.lanes.live_B & verify_B
+    step.state.canvas.store(
         replace(
             lanes,
             live_B=waits_B,
             phase_B=torch.full_like(lanes.phase_B, int(Phase.VERIFY)),
             forwards_B=lanes.forwards_B + 1,
             steps_B=lanes.steps_B + 1,
-            refreshes_B=lanes.refreshes_B + refreshed,
+            refreshes_B=lanes.refreshes_B + step.refreshes,
         )
     )
-    lanes.live_B = lanes.live_B & ~waits_B
+    step.narrow(lanes.live_B & ~waits_B)
 
 
-def verified(recipe: Recipe, state: BatchState, shape: StepShape, lanes: RowCursors) -> Tensor:
+def verified(step: Step) -> Tensor:
     """The logits of each position of the active block, given what stands before it and the draft. [R, L, V]"""
-    model, slot_B = recipe.model, lanes.slot_B
-    pos_BL = torch.where(lanes.live_B[:, None], span(lanes.start_B, lanes.end_B, shape.block), -1)
+    model, state, shape, lanes = step.recipe.model, step.state, step.shape, step.lanes
+    slot_B, pos_BL = lanes.slot_B, span(lanes.start_B, lanes.end_B, shape.block)
+    pos_BL = torch.where(lanes.live_B[:, None], pos_BL, -1)
     tokens_BL, status_BL = state.canvas.gather(slot_B, pos_BL)
     draft_BL = state.decoder.rows["draft"].index_select(0, state.block_rows(slot_B, lanes.block_B, 1))
     tokens_BL = torch.where(status_BL == int(Status.OPEN), draft_BL, tokens_BL)

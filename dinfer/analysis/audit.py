@@ -22,8 +22,10 @@ from dinfer.kernels.attention import interval_mask
 from dinfer.layers.transformer import WholeAttend
 from dinfer.pipeline import Pipeline
 from dinfer.recipe.registry import CACHES
+from dinfer.step.ability import Step
 from dinfer.step.canvas import Status
 from dinfer.step.contracts import Phase
+from dinfer.step.shape import StepShape
 from dinfer.step.step import seen
 
 EQUAL = 1e-9  # nats; a plot shows less as this much, since it is rounding
@@ -150,9 +152,11 @@ def _uncached(engine: Engine, model: Any, length: int) -> tuple[Tensor, Tensor]:
     slot_B = torch.zeros(1, dtype=torch.int64, device=model.device)
     pos_BT = torch.arange(length, device=slot_B.device)[None]
     tokens_BT, status_BT = state.canvas.gather(slot_B, pos_BT)
-    lanes = state.canvas.lanes(slot_B, Phase.FULL)
-    x_BTD = iteration.embed(model, tokens_BT, pos_BT, lanes, state.iteration.lanes(slot_B))
-    interval, near, context_BT = seen(engine.recipe, lanes, pos_BT)
+    shape = StepShape(Phase.FULL, 1, length, engine.recipe.iteration.blocks, state.block, 1)
+    step = Step.of(engine.recipe, state, shape, slot_B)
+    lanes = step.lanes
+    x_BTD = iteration.embed(model, tokens_BT, pos_BT, lanes, step.iteration_state)
+    interval, near, context_BT = seen(step, lanes, pos_BT)
     local = () if model.spec.local is None else model.spec.local.layers
     attend = WholeAttend(
         pos_BT, interval_mask(*interval, length), context_BT, local, near and interval_mask(*near, length)

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 from itertools import accumulate
 
-from dinfer.abilities.reports import Told
+from dinfer.abilities.reports import Reporting
 from dinfer.engine.reader import CanvasReader
 from dinfer.engine.room import Room, block_of, pages_of
-from dinfer.engine.row import Asks, Row
+from dinfer.engine.row import Row
 from dinfer.engine.worker import Worker
 from dinfer.memory.pages import PageAllocator, common, prompt_keys
 from dinfer.step.state import Entry
@@ -21,7 +21,7 @@ class Batch:
         """`worker` has opened `room`."""
         self.worker, self.recipe, self.runtime, self.room = worker, worker.recipe, worker.runtime, room
         self.state = worker.state
-        self.reader = CanvasReader(self.state.canvas, self.state.tellings, self.state.block, worker)
+        self.reader = CanvasReader(self.state.canvas, self.state.kept[Reporting], self.state.block, worker)
         self.pages = PageAllocator(room.pages)
         self.rows: dict[int, Row] = {}  # by slot, in order of admission
         self._free = [*range(room.slots)]  # slots, a heap
@@ -33,9 +33,8 @@ class Batch:
         if not fits or not self._free or (shared := self._shared(row)) is None:
             return False
         options, need = request.options, pages_of(request, recipe, page)
-        told = Told.LOGPROBS if row.wants.logprobs else Told.DRAFTS if row.wants.drafts else Told.NOTHING
-        row.asks = Asks(recipe.sampled(options), recipe.guided(options), recipe.top_candidates(options), told)
-        row.visible, row.published = need // (1 + row.asks.guided), len(shared)
+        row.asks = recipe.asks(options, row.more)
+        row.visible, row.published = need // (1 + recipe.guided(options)), len(shared)
         row.cached = len(shared) * page
         pages = self.pages.claim(shared, need - len(shared))
         if pages is None:
@@ -60,8 +59,7 @@ class Batch:
         return Entry(
             slot, request.prompt + [0] * (request.length - len(request.prompt)), request.masked, request.start,
             request.options, request.stops, kept=shared * self.runtime.page, pages=row.pages[: row.visible],
-            twin=row.pages[row.visible :], fresh=row.pages[shared:], drafts=row.wants.drafts,
-            logprobs=row.wants.logprobs,
+            twin=row.pages[row.visible :], fresh=row.pages[shared:], more=row.more,
         )  # fmt: skip
 
     def publish(self, row: Row) -> None:
@@ -82,7 +80,7 @@ class Batch:
         Not those of the last block: it was still masked when their keys were computed.
         """
         recipe, spec, page = self.recipe, self.recipe.model.spec, self.runtime.page
-        own = row.asks.guided or recipe.iteration.mixes  # keys depend on more than tokens
+        own = recipe.guided(row.request.options) or recipe.iteration.mixes  # keys depend on more than tokens
         if not self.runtime.share or own or not recipe.cache.prefilled(spec, row.request.length):
             return
         unit = spec.causal_block or 1

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from dinfer.step.contracts import StepShape
+from dinfer.step.shape import StepShape
 
 MOST = 32  # measurements that may run, or wait to be read
 

@@ -11,7 +11,6 @@ from collections.abc import Generator, Iterable, Sequence
 
 import torch
 
-from dinfer.abilities.candidates import refusal
 from dinfer.engine.loop import Loop
 from dinfer.engine.request import ONLY_COUNTS, Request, Update, Wants
 from dinfer.engine.room import pages_of
@@ -23,6 +22,7 @@ from dinfer.kernels.dispatch import on_device
 from dinfer.parallel.leader import leader
 from dinfer.parallel.leader_worker import LeadingWorker
 from dinfer.recipe.recipe import IncompatibleRecipe, Recipe
+from dinfer.recipe.refusals import refusal
 
 
 class Engine:

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from dinfer.abilities.candidates import widest
+from dinfer.abilities.reports import Reporting
 from dinfer.engine.batch import Batch
 from dinfer.engine.reader import Asked, Seen
 from dinfer.engine.request import StalledRow, Update
@@ -17,6 +17,7 @@ from dinfer.engine.row import Row
 from dinfer.engine.scheduler.scheduler import Scheduler, Step
 from dinfer.engine.worker import Worker
 from dinfer.step.canvas import Phase
+from dinfer.step.window import widest
 
 logger = logging.getLogger(__name__)
 
@@ -196,7 +197,7 @@ class Loop:
                 active_X, drafts_X = seen.active_NX[row.slot], seen.drafts_NX[row.slot]
                 behind = self.recipe.iteration.branches > 0
                 row.look(active_X, drafts_X, behind=behind)
-                row.hear(self.batch.state.tellings, behind=behind)
+                row.hear(self.batch.state.kept[Reporting], behind=behind)
             self._moved.append(row)
 
     def _end(self) -> None:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dinfer.abilities.reports import Tellings
+from dinfer.abilities.reports import Reports
 from dinfer.engine.worker import Worker
 from dinfer.step.canvas import CURSORS, Canvas, Cursors
 
@@ -17,7 +17,7 @@ class Seen(NamedTuple):
     # On the host: tokens of the blocks that were active before the round, ~token where it is open. Without `blocks`,
     # those of an earlier round.
     active_NX: Tensor
-    drafts_NX: Tensor  # on the host: `Tellings.draft_NS` of these positions. Without `drafts`, anything
+    drafts_NX: Tensor  # on the host: `Reports.draft_NS` of these positions. Without `drafts`, anything
 
 
 class _Copy(NamedTuple):
@@ -39,9 +39,9 @@ class Asked(NamedTuple):
 class CanvasReader:
     """Small pinned copies of cursors and active blocks, made by the device in order with its steps."""
 
-    def __init__(self, canvas: Canvas, tellings: Tellings, block: int, worker: Worker) -> None:
+    def __init__(self, canvas: Canvas, reports: Reports, block: int, worker: Worker) -> None:
         """`worker` waits for the end of a copy."""
-        self._canvas, self._tellings, self._block, self._worker = canvas, tellings, block, worker
+        self._canvas, self._reports, self._block, self._worker = canvas, reports, block, worker
         self._before_CN = canvas.cursors_NC.T.contiguous()
         self._spare: list[_Copy] = []
 
@@ -60,7 +60,7 @@ class CanvasReader:
             copy.active_NX.copy_(self._canvas.active(self._before_CN, self._block), non_blocking=True)
         if drafts:
             start_N = self._before_CN[CURSORS.index("start_B")]
-            drafts_NX = self._tellings.active(start_N, copy.drafts_NX.shape[1])
+            drafts_NX = self._reports.active(start_N, copy.drafts_NX.shape[1])
             copy.drafts_NX.copy_(drafts_NX, non_blocking=True)
         if copy.done is not None:
             copy.done.record()

@@ -3,15 +3,16 @@
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any
 
 from torch import Tensor
 
-from dinfer.abilities.reports import Tellings, TokenLogprob, Told
+from dinfer.abilities.reports import Level, Reports, TokenLogprob
 from dinfer.engine.request import Completion, Counts, NonFiniteLogits, Request, StalledRow, Update, Wants
 from dinfer.memory.pages import Key
 from dinfer.recipe.recipe import Recipe
 from dinfer.step.canvas import ACTIVE, Cursors, Phase
+from dinfer.step.shape import Extra
 
 PLACE = Cursors._fields.index("forwards")  # the cursors before this one are a row's place, the others count
 PHASES = [*Phase]  # by number
@@ -24,15 +25,6 @@ class Need:
 
     width: int  # positions to compute
     narrow: int | None = None  # width of a narrow extra pass, see `CachePolicy.narrow`
-
-
-class Asks(NamedTuple):
-    """What a row wants of its steps."""
-
-    sampled: bool = False
-    guided: bool = False
-    top_candidates: int = 0  # size of its top-k candidate set; 0: unrestricted
-    told: Told = Told.NOTHING
 
 
 @dataclass(slots=True, eq=False)
@@ -51,7 +43,7 @@ class Row:
     began: float = 0.0
     pages: list[int] = field(default_factory=list)  # its own, and those that it shares
     visible: int = 0  # pages of one branch
-    asks: Asks = field(default_factory=Asks)
+    asks: tuple[Extra, ...] = ()  # of its steps
     open_before: list[int] = field(default_factory=list)  # for each position, the number of positions to decode before
     prefix_keys: list[Key] = field(default_factory=list)  # of the pages of its prompt that others may share
     published: int = 0  # how many of these pages are published
@@ -63,7 +55,7 @@ class Row:
     settled: int = 0  # final positions that updates have reported
     output: int = 0  # tokens of output that updates have reported
     active: list[int] = field(default_factory=list)  # with drafts: the blocks that were active, ~token where open
-    offers: list[int] = field(default_factory=list)  # with drafts: see `Tellings.draft_NS`
+    offers: list[int] = field(default_factory=list)  # with drafts: see `Reports.draft_NS`
     heard: dict[int, TokenLogprob] = field(default_factory=dict)  # with logprobs: by position
     cursors: Cursors = field(default_factory=Cursors)  # as last read
     before: Cursors = field(default_factory=Cursors)  # before the last step
@@ -78,6 +70,12 @@ class Row:
     fastest: int = 0  # the most positions that a step has committed
     need: Need = field(default_factory=lambda: Need(0))  # of the next step, cached
     need_at: tuple[int, ...] = ()  # the cursors for which `need` is valid
+
+    @property
+    def more(self) -> dict[str, Any]:
+        """What abilities need of it, see `dinfer.step.state.Entry`."""
+        level = Level.LOGPROBS if self.wants.logprobs else Level.DRAFTS if self.wants.drafts else Level.NOTHING
+        return {"reports": int(level)} if level else {}
 
     def advance(self, now: Cursors) -> bool:
         """Takes the cursors after a step that named the row. False: the step did not change the row."""
@@ -124,12 +122,12 @@ class Row:
         if self.wants.drafts:
             self.offers = drafts_X[: end - start].tolist()
 
-    def hear(self, tellings: Tellings, *, behind: bool) -> None:
+    def hear(self, reports: Reports, *, behind: bool) -> None:
         """With logprobs, takes those of the blocks that were active, if any are new. `behind`: see `look`."""
         start, end = self.before.start, self.request.length if behind else self.before.end
         new = not self.steady or self.cursors.committed != self.before.committed
         if self.wants.logprobs and self.slot is not None and new:
-            self.heard.update(zip(range(start, end), tellings.logprobs(self.slot, start, end), strict=True))
+            self.heard.update(zip(range(start, end), reports.logprobs(self.slot, start, end), strict=True))
 
     def update(self, recipe: Recipe) -> Update:
         """The update for the caller about the last step, or about the error that ended the row."""

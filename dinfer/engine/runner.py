@@ -14,19 +14,17 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from dinfer.abilities.reports import Told
 from dinfer.engine.clock import StepClock
 from dinfer.kernels.upload import upload
 from dinfer.recipe.recipe import Recipe
 from dinfer.startup.kernel_compiler import KernelCompiler
 from dinfer.startup.patches import no_waiting
-from dinfer.step.contracts import StepShape
+from dinfer.step.shape import StepShape, power_of_2
 from dinfer.step.state import BatchState
 from dinfer.step.step import denoise_step
 
 WORTH = 32  # launches after which a shape is captured although a larger one could stand in
 SPARE = 1.5  # a shape that stands in for another computes at most so many times its positions
-SHARES = 8  # the number of positions with logits is rounded up to eighths of the positions of active blocks
 Observer = Callable[[StepShape, Sequence[int]], AbstractContextManager[object]]
 
 logger = logging.getLogger(__name__)
@@ -45,7 +43,7 @@ class Runner:
     A shape runs eagerly the first time and is captured the second time. So a shape that comes up once, such as the
     width of a prompt, costs no capture. A capture takes as long as many steps. So a captured shape that is hardly
     larger stands in until the positions that it computed in vain have taken as long as a capture, or until the other
-    has come up `WORTH` times. One that differs in telling drafts alone stands in for good. All graphs share a memory
+    has come up `WORTH` times. One that differs in what is free alone stands in for good. All graphs share a memory
     pool. A step cannot be captured if a component waits for the device. It then always runs eagerly, and a warning says
     why.
     """
@@ -133,7 +131,7 @@ class Runner:
             return kind
         other = stand_in(kind, self._captured)
         paid = self._seen[kind] >= WORTH or (self._captures and self._wasted[kind] >= median(self._captures))
-        return kind if paid and kind not in self.refused and replace(other, told=kind.told) != kind else other
+        return kind if paid and kind not in self.refused and other.bare() != kind.bare() else other
 
     def _run(self, state: BatchState, shape: StepShape, lanes: list[int]) -> None:
         captured = self._graph(state, shape) if self.graphs else None
@@ -190,42 +188,22 @@ def drop_graphs() -> None:
 def stand_in(shape: StepShape, captured: Iterable[StepShape]) -> StepShape:
     """The smallest captured shape that holds a step of this one and is hardly larger; otherwise the shape itself."""
     most = SPARE * shape.lanes * shape.width
-    able = [other for other in captured if other.lanes * other.width <= most and holds(other, shape)]
+    able = [other for other in captured if other.lanes * other.width <= most and other.holds(shape)]
     return min(able, key=lambda other: (other.lanes * other.width, other.pages), default=shape)
-
-
-def holds(other: StepShape, shape: StepShape) -> bool:
-    """Whether a step of the other shape does everything that a step of this shape does, for the same rows."""
-    if other.lanes < shape.lanes or other.width < shape.width or other.pages < shape.pages:
-        return False
-    if shape.settles and other.width != shape.width:  # the width decides which rows decode
-        return False
-    scores = other.scored == 0 or 0 < shape.scored <= other.scored
-    tells = other.told == shape.told or (other.told, shape.told) == (Told.DRAFTS, Told.NOTHING)
-    same = replace(other, lanes=shape.lanes, width=shape.width, pages=shape.pages, scored=shape.scored, told=shape.told)
-    return scores and tells and same == shape
 
 
 @lru_cache(maxsize=4096)
 def bucket(shape: StepShape, page: int, table: int, capacity: int, vocab: int) -> StepShape:
     """The next larger shape of a small set. A row has at most `capacity` positions in `table` pages of `page`."""
-    pages = min(_power_of_2(-(-shape.pages * page // 128)) * 128 // page, table)
+    pages = min(power_of_2(-(-shape.pages * page // 128)) * 128 // page, table)
     grain = 64 if shape.width <= 1024 else 512
     wide = shape.width if shape.width <= 64 else min(-(-shape.width // grain) * grain, capacity)
-    lanes = _power_of_2(shape.lanes)
+    lanes = power_of_2(shape.lanes)
     if wide > 64:  # unused lanes are computed too
         grain = max(min(lanes // (8 if lanes > 8 else 4), 8), 1)
         lanes = -(-shape.lanes // grain) * grain
     elif shape.lanes > 8:
         lanes = -(-shape.lanes // 8) * 8
-    top = min(max(_power_of_2(shape.top_candidates), 64), vocab) if shape.top_candidates else 0
-    positions = lanes * shape.blocks * shape.block
-    share = -(-positions // SHARES)
-    scored = -(-shape.scored // share) * share
-    scored = scored if scored < positions else 0
-    return replace(shape, lanes=lanes, width=wide, pages=pages, top_candidates=top, scored=scored)
-
-
-def _power_of_2(count: int) -> int:
-    """The next power of two."""
-    return 1 << (count - 1).bit_length()
+    rounded = replace(shape, lanes=lanes, width=wide, pages=pages)
+    extras = (extra.bucket(rounded, vocab) for extra in shape.extras)
+    return replace(rounded, extras=tuple(extra for extra in extras if extra is not None))

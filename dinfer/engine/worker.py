@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from dinfer.abilities.candidates import Candidates
 from dinfer.engine.clock import StepClock
 from dinfer.engine.room import Room
 from dinfer.engine.runner import Runner
@@ -19,7 +20,7 @@ from dinfer.memory.kv import kv_dtype
 from dinfer.recipe.recipe import Recipe
 from dinfer.startup.kernel_compiler import KernelCompiler
 from dinfer.step.canvas import Cursors
-from dinfer.step.contracts import StepShape
+from dinfer.step.shape import StepShape
 from dinfer.step.state import BatchState, Entry
 
 
@@ -53,7 +54,7 @@ class Worker:
         def alloc(recipe: Recipe, device: torch.device) -> BatchState:
             return BatchState.alloc(
                 recipe, room.slots, room.length, page=self.runtime.page, pages=room.pages, dtype=self.kv,
-                device=device, block=room.block, candidates=candidates_of(self.runtime),
+                device=device, block=room.block, extras=(Candidates(candidates_of(self.runtime)),),
             )  # fmt: skip
 
         device = self.recipe.model.device

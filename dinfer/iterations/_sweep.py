@@ -51,11 +51,11 @@ class AlignedSweep(Iteration):
 
 def sweep_on(lanes: RowCursors, after: BlockAfter, grid: Grid, stop: str = "off") -> Moved:
     """Moves rows whose blocks are finished to the next block; see `dinfer.kernels.advance.leave_blocks`."""
-    entered_B, done_B, lanes.start_B, lanes.end_B, lanes.block_B = leave_blocks(
+    entered_B, done_B, start_B, end_B, block_B = leave_blocks(
         after.finished_BK, after.stop_BKL.flatten(1), after.given_BKL.flatten(1), after.open_BKL.flatten(1),
         after.next_B, lanes.length_B, lanes.start_B, lanes.end_B, lanes.block_B, grid=grid, stop=stop,
     )  # fmt: skip
-    return Moved(entered_B[:, None], done_B)
+    return Moved(start_B, end_B, block_B, entered_B[:, None], done_B)
 
 
 @dataclass(frozen=True, kw_only=True)

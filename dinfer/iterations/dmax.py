@@ -80,7 +80,7 @@ class DMaxSweep(MultiBlock):
     def advance(self, lanes: RowCursors, after: BlockAfter, state: State) -> Moved:
         open_BX, at_BX = after.open_BKL.flatten(1), self.places(lanes, after, state)
         held_BX = state["belief"].gather(1, at_BX) > 0
-        belief_BX = self.belief(after.confidence_BKL.flatten(1).float(), held_BX)
+        belief_BX = self.belief(after.stats.confidence_RL.view(open_BX.shape).float(), held_BX)
         blank_BX = open_BX | after.given_BKL.flatten(1)
         state["belief"].scatter_(1, at_BX, belief_BX.masked_fill(blank_BX, 0))
         return super().advance(lanes, after, state)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from dinfer.iterations._sweep import BlockSweep
@@ -65,13 +66,23 @@ class MultiBlock(BlockSweep):
         )
 
     def advance(self, lanes: RowCursors, after: BlockAfter, state: State) -> Moved:
-        entered_BK, left_B, done_B, lanes.start_B, lanes.end_B, lanes.block_B = slide_blocks(
-            after.finished_BK, after.stop_BKL, after.given_BKL, after.open_BKL, after.stable_BK,
+        stable_BK = self.stability(lanes, after, state) if self.stable_at else None
+        entered_BK, left_B, done_B, start_B, end_B, block_B = slide_blocks(
+            after.finished_BK, after.stop_BKL, after.given_BKL, after.open_BKL, stable_BK,
             self.holds(lanes, state), after.next_B, lanes.length_B, lanes.start_B, lanes.end_B, lanes.block_B,
             grid=self.grid, add_at=self.add_at, stable_at=self.stable_at, stop=self.stop,
         )  # fmt: skip
-        return Moved(entered_BK, done_B, left_B)
+        return Moved(start_B, end_B, block_B, entered_BK, done_B, left_B)
 
     def holds(self, lanes: RowCursors, state: State) -> Tensor | None:
         """Rows in which no block opens now. bool [B]; None: none"""
         return None
+
+    def stability(self, lanes: RowCursors, after: BlockAfter, state: State) -> Tensor:
+        """The share of the tokens decoded before the step that it predicted again; 1 of none. float64 [B, K]"""
+        view, stats = after.view, after.stats
+        decoded_RL = ~view.masked_RL & ~view.given_RL
+        again_RL = decoded_RL & (stats.token_RL == view.tokens_RL) & ~stats.declined_RL
+        count_R = decoded_RL.sum(-1)
+        stable_R = torch.where(count_R > 0, again_RL.sum(-1).to(torch.float64) / count_R.clamp_min(1), 1.0)
+        return stable_R.view(after.finished_BK.shape)

@@ -249,7 +249,7 @@ class RankCommands:
     def _work(self, worker: Worker, name: str, given: list[Any]) -> None:
         match name, given:
             case "launch", [shape, slots, run]:
-                worker.launch(shape_of(tuple(shape)), slots, shape_of(tuple(run)))
+                worker.launch(shape_of(shape), slots, shape_of(run))
             case "admit", [entries]:
                 worker.admit(entries_of(entries))
             case "open", room:

@@ -19,7 +19,7 @@ from dinfer.parallel.leader import Leader, RankFailed
 from dinfer.recipe.recipe import Recipe
 from dinfer.recipe.registry import values_of
 from dinfer.step.canvas import Cursors, Phase
-from dinfer.step.contracts import StepShape
+from dinfer.step.shape import StepShape
 from dinfer.step.state import Entry
 
 COMPILING = 900.0  # seconds that torch.compile may wait for its own processes
@@ -124,13 +124,14 @@ def read(told: Mapping[str, Any]) -> Any:
 
 @lru_cache(maxsize=4096)
 def _values(shape: StepShape) -> tuple[Any, ...]:
-    return tuple(values_of(shape).values())
+    *sizes, extras = values_of(shape).values()
+    return (*sizes, [spelled(extra) for extra in extras])
 
 
-@lru_cache(maxsize=4096)
-def shape_of(values: tuple[Any, ...]) -> StepShape:
+def shape_of(values: Sequence[Any]) -> StepShape:
     """The shape of a step, from the values in a message."""
-    return StepShape(Phase(values[0]), *values[1:])
+    phase, *sizes, extras = values
+    return StepShape(Phase(phase), *sizes).adding(*(read(extra) for extra in extras))
 
 
 def entries_of(told: Sequence[Mapping[str, Any]]) -> list[Entry]:

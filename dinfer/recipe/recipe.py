@@ -3,8 +3,10 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
+from dinfer.abilities.table import ABILITIES
 from dinfer.parallel.ranks import ALONE, Ranks
 from dinfer.recipe.registry import (
     CACHES,
@@ -18,22 +20,26 @@ from dinfer.recipe.registry import (
     unknown,
     values_of,
 )
-from dinfer.step.contracts import ACTIVE, CachePolicy, Component, Decoder, Divided, Iteration, Model, Phase, Sampling
+from dinfer.step.ability import Ability
+from dinfer.step.contracts import (
+    ACTIVE,
+    CachePolicy,
+    Component,
+    Decoder,
+    Divided,
+    Iteration,
+    Model,
+    Phase,
+    RequestOption,
+    Sampling,
+)  # fmt: skip
+from dinfer.step.shape import Extra, Sampled, extras_of
 
 EXACT = 2**53  # per-request options are columns of one float64 tensor, which holds integers up to here
 
 
 class IncompatibleRecipe(ValueError):
     """The components cannot work together; the message says which, why, and what to use instead."""
-
-
-@dataclass(frozen=True, slots=True)
-class RequestOption:
-    """An option that every request may set for itself."""
-
-    kind: str  # of the component: decoder or sampling
-    name: str
-    default: int | float
 
 
 @dataclass(frozen=True)
@@ -197,13 +203,14 @@ class Recipe:
         """Place among the request's options, name and default."""
         return [(i, o.name, o.default) for i, o in enumerate(self.request_options) if o.kind == "sampling"]
 
-    def sampled(self, options: Sequence[float]) -> bool:
-        """Whether a request with these options needs steps that sample."""
-        return self.sampling.asks(self.sampling_of(options))
-
-    def top_candidates(self, options: Sequence[float]) -> int:
-        """Size of the top-k candidate set of a request with these options; 0 means unrestricted."""
-        return self.sampling.top_candidates(self.sampling_of(options), self.model.spec.vocab)
+    def asks(self, options: Sequence[float], more: Mapping[str, Any] = MappingProxyType({})) -> tuple[Extra, ...]:
+        """What a request with these options needs of its steps. `more`: see `dinfer.step.state.Entry`."""
+        given = self.sampling_of(options)
+        sampled = (
+            [Sampled(self.sampling.top_candidates(given, self.model.spec.vocab))] if self.sampling.asks(given) else []
+        )
+        asked = (ability.asks(self, options, more) for ability in self.abilities)
+        return extras_of([*sampled, *(extra for extra in asked if extra is not None)])
 
     def guided(self, options: Sequence[float]) -> bool:
         """Whether a request with these options has a second branch, without the prompt."""
@@ -213,6 +220,11 @@ class Recipe:
     def phases(self) -> tuple[Phase, ...]:
         """The phases that its steps may have."""
         return tuple(phase for phase in ACTIVE if phase != Phase.VERIFY or self.decoder.verifies)
+
+    @property
+    def abilities(self) -> tuple[type[Ability], ...]:
+        """The optional features that its steps may have."""
+        return ABILITIES
 
     @property
     def ranks(self) -> Ranks:

@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 from dinfer.engine.async_engine import AsyncEngine
 from dinfer.serving.admission import Admission
 from dinfer.serving.rows import Event
-from dinfer.step.contracts import StepShape
+from dinfer.step.shape import StepShape
 
 SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
 STEP_SECONDS = (0.002, 0.004, 0.006, 0.008, 0.012, 0.016, 0.024, 0.032, 0.064, 0.128, 0.256, 1)

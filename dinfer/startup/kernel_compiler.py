@@ -23,7 +23,7 @@ from torch import nn
 from dinfer.recipe.recipe import Recipe
 from dinfer.startup.meta_operators import META, Shapes
 from dinfer.step.canvas import Cursors, Phase
-from dinfer.step.contracts import StepShape
+from dinfer.step.shape import StepShape
 from dinfer.step.state import BatchState
 from dinfer.step.step import denoise_step
 
@@ -43,7 +43,8 @@ class KernelCompiler:
     def compile(self, shape: StepShape) -> None:
         """Compiles for a step of this shape, and for the other phases of its rows."""
         lanes, width = shape.lanes.bit_length(), shape.width.bit_length()
-        kind = replace(shape, lanes=lanes, width=width, pages=0, scored=shape.scored > 0)
+        kind = replace(shape, lanes=lanes, width=width, pages=0)
+        kind = replace(kind, extras=tuple(extra.kernels() for extra in shape.extras))
         if not self._able or kind in self._known:
             return
         self._known.add(kind)

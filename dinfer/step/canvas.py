@@ -71,12 +71,12 @@ class Cursors(NamedTuple):
 CURSORS = tuple(f"{name}_B" for name in Cursors._fields)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class RowCursors:
     """The cursors of the rows of one step: copies, as they were when it began.
 
-    All but the last two are int64 [B]; the last two int64 [B, K]. While the step runs, the iteration moves the active
-    region on; what is counted, the step counts in the end, as it writes the cursors back where `live_B`.
+    All but the last two are int64 [B]; the last two int64 [B, K]. The iteration says where the active region moves
+    (`Moved`). What is counted, the step counts in the end, as it writes the cursors back where `live_B`.
     """
 
     slot_B: Tensor
@@ -114,13 +114,14 @@ class BlockView:
     given_RL: Tensor  # bool, part of the request or padding: never to be written
     step_R: Tensor  # steps already taken in this block
     quota_R: Tensor  # masks the block began with
-    floor_R: Tensor | None  # least confidence the iteration asks for; None: it asks for none
-    must_progress_R: Tensor | None  # bool, the row must commit at least one token; None: every row must
     forward_R: Tensor  # steps the request has taken before this one
     seed_R: Tensor  # of the request, for `dinfer.kernels.random`
     prompt_R: Tensor  # prompt length of the request
     length_R: Tensor  # prompt + generation
     options: dict[str, Tensor]  # the decoder's per-request options, [R, 1] each
+    floor_R: Tensor | None = None  # least confidence the iteration asks for; None: it asks for none
+    must_progress_R: Tensor | None = None  # bool, the row must commit at least one token; None: every row must
+    edits: bool = False  # decoded positions may be written too
 
     def at_least(self, count: Tensor | int) -> Tensor | int:
         """`count` in rows that must progress, and 0 in others. [R, 1], or one number for all rows"""
@@ -257,24 +258,22 @@ class Canvas:
             )
         )
 
-    def resize(self, lanes: RowCursors, length_B: Tensor) -> None:
+    def resize(self, lanes: RowCursors, length_B: Tensor) -> RowCursors:
         """Gives live rows another length."""
-        lanes.length_B = torch.where(lanes.live_B, length_B, lanes.length_B)
+        lanes = replace(lanes, length_B=torch.where(lanes.live_B, length_B, lanes.length_B))
         self.cursors_NC[:, CURSORS.index("length_B")].index_copy_(0, lanes.slot_B, lanes.length_B)
+        return lanes
 
     def gather(self, slot_B: Tensor, pos_BW: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens and statuses at the positions of each lane; scratch where the position is -1."""
         return canvas_values(self.tokens_NS, self.status_NS, slot_B, pos_BW)
 
-    def enter(self, lanes: RowCursors, pos_BW: Tensor, fits_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Takes rows that do not fit their window out of the step: they are no longer live.
+    def enter(self, lanes: RowCursors, pos_BW: Tensor, fits_B: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Which rows are live: those that fit their window. The others sit the step out.
 
-        Returns the positions of the rows that are, -1 in others, and the tokens and statuses there.
+        Also the positions of these rows, -1 in others, and the tokens and statuses there.
         """
-        lanes.live_B, pos_BW, tokens_BW, status_BW = window_values(
-            self.tokens_NS, self.status_NS, lanes.slot_B, lanes.live_B, fits_B, pos_BW
-        )
-        return pos_BW, tokens_BW, status_BW
+        return window_values(self.tokens_NS, self.status_NS, lanes.slot_B, lanes.live_B, fits_B, pos_BW)
 
     def write(self, slot_B: Tensor, pos_BW: Tensor, tokens_BW: Tensor, commit_BW: Tensor, open_BW: Tensor) -> None:
         """Writes the tokens where `commit_BW`, and marks them decoded, or `open_BW`, and marks them open."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from dinfer.kernels.dispatch import use_triton
 from dinfer.kernels.rows import moved
 from dinfer.step.canvas import BlockView, Canvas, RowCursors, Status
-from dinfer.step.contracts import ModelSpec, Proposal
+from dinfer.step.contracts import ModelSpec, Parts, Proposal
 from dinfer.step.stats import TokenStats
 
 
@@ -30,12 +30,13 @@ class Commits:
 
 def commit(
     canvas: Canvas, lanes: RowCursors, view: BlockView, stats: TokenStats, proposal: Proposal, spec: ModelSpec,
-    blank_RL: Tensor | int, edits: bool,
+    blank_RL: Tensor | int,
 ) -> Commits:  # fmt: skip
     """Writes what may be written of a proposal to the canvas, in live lanes whose logits are finite.
 
-    `blank_RL`: what open positions hold from now on. `edits`: the decoder may rewrite what is decoded.
+    `blank_RL`: what open positions hold from now on.
     """
+    edits = view.edits
     if use_triton(canvas.tokens_NS, "commit"):
         from dinfer.kernels.triton.commit import commit as kernel
 
@@ -135,3 +136,13 @@ def allowed_moves(source_RL: Tensor, view: BlockView) -> tuple[Tensor, Tensor]:
     source_RL = torch.where((source_RL >= 0) & (source_RL < own_L.shape[0]), source_RL, -1)
     source_RL = torch.where(view.given_RL, own_L, source_RL.masked_fill(moved(view.given_RL, source_RL, False), -1))
     return source_RL, source_RL != own_L
+
+
+def blanks(recipe: Parts, view: BlockView, proposal: Proposal) -> Tensor | int:
+    """What open positions hold after this step: the mask token, or, where models have none, drafts and noise."""
+    spec = recipe.model.spec
+    if spec.mask_id is not None:
+        return spec.mask_id
+    noise_RL = recipe.sampling.noise(view.seed_R[:, None], view.pos_RL, view.forward_R[:, None] + 1, spec.vocab)
+    draft_RL = noise_RL if proposal.draft_RL is None else proposal.draft_RL
+    return torch.where((draft_RL >= 0) & (draft_RL < spec.vocab), draft_RL, noise_RL)

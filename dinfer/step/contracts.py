@@ -8,13 +8,14 @@ B * K rows of blocks, L block length, S canvas length, W query positions of one 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Protocol, Self
 
 import torch
 from torch import Tensor
 
+from dinfer.parallel.ranks import Ranks
 from dinfer.parallel.split import Placement
 from dinfer.step.canvas import ACTIVE, BlockView, Canvas, Cursors, Phase, RowCursors
 from dinfer.step.model import Attend, Divided, Followed, Model, SelfConditioned
@@ -23,9 +24,33 @@ from dinfer.step.spec import ExpertLayout, ModelSpec
 from dinfer.step.stats import Columns, Draw, TokenStats
 
 __all__ = [
-    "ACTIVE", "Attend", "BlockAfter", "BlockView", "CachePolicy", "Columns", "Component", "Decoder", "Divided", "Draw",
-    "Followed", "Iteration", "Model", "ModelFamily", "ModelSpec", "Moved", "Options", "Phase", "Placement", "Proposal",
-    "RowCursors", "Sampling", "SelfConditioned", "State", "StepShape", "TokenStats", "WindowPlan",
+    "ACTIVE",
+    "Attend",
+    "BlockAfter",
+    "BlockView",
+    "CachePolicy",
+    "Columns",
+    "Component",
+    "Decoder",
+    "Divided",
+    "Draw",
+    "Followed",
+    "Iteration",
+    "Model",
+    "ModelFamily",
+    "ModelSpec",
+    "Moved",
+    "Options",
+    "Parts",
+    "Phase",
+    "Placement",
+    "Proposal",
+    "RowCursors",
+    "Sampling",
+    "SelfConditioned",
+    "State",
+    "TokenStats",
+    "WindowPlan",
 ]  # fmt: skip
 
 State = dict[str, Any]
@@ -37,25 +62,6 @@ decoder names in `large` is `dinfer.kernels.rows.Rows` instead.
 
 Options = Mapping[str, Tensor]
 """Per-request options of one component by name, [R, 1] each."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepShape:
-    """All that the host decides about a step. It is hashable, and the key of a CUDA graph."""
-
-    phase: Phase
-    lanes: int  # B
-    width: int  # W
-    blocks: int  # K
-    block: int  # L
-    pages: int  # pages of keys that each row may see
-    sampled: bool = False  # some row does not simply take the most likely token
-    guided: bool = False  # some row has a second branch, without the prompt
-    top_candidates: int = 0  # largest top-k candidate set among the rows; 0: no row restricts its draws
-    settles: bool = False  # rows that need more than `width` have keys computed, and decode nothing
-    scored: int = 0  # open positions that get logits, over all lanes; 0: the whole active blocks do
-    told: int = 0  # what some row is told of its tokens, see `dinfer.abilities.reports.Told`
-    candidates: int = 0  # further states that each lane evaluates, see `dinfer.abilities.candidates`
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,19 +87,30 @@ class Proposal:
 class BlockAfter:
     """The active blocks after this step's commits, as an iteration sees them."""
 
-    given_BKL: Tensor  # part of the request, or padding
+    view: BlockView  # the blocks before the commits
+    stats: TokenStats  # what was proposed
     stop_BKL: Tensor  # bool: the token is one that ends an answer
     open_BKL: Tensor  # bool: still to be decoded
     finished_BK: Tensor  # bool: nothing is left to decode
-    confidence_BKL: Tensor  # probability of what was proposed, see `TokenStats`
-    stable_BK: Tensor | None  # float64, see `Iteration.reads_stability`
     next_B: Tensor  # first position behind the active blocks that is to be decoded; the row's length if there is none
+
+    @property
+    def given_BKL(self) -> Tensor:
+        """Part of the request, or padding."""
+        return self.view.given_RL.view(self.open_BKL.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """How an iteration moved its rows on."""
+    """Where an iteration moves its rows: cursors as `RowCursors` has them.
 
+    With K > 1 block k begins at `start + k * L`; those from `end` on are not open yet. Blocks leave at the beginning,
+    counted in `block_B`, and enter behind the others.
+    """
+
+    start_B: Tensor
+    end_B: Tensor
+    block_B: Tensor
     entered_BK: Tensor  # bool, the active block, as it is counted now, is a new one
     done_B: Tensor  # bool, has nothing more to decode
     left_B: Tensor | None = None  # int64, how many of the first blocks left; None, for K = 1: one where one entered
@@ -314,10 +331,6 @@ class CachePolicy(Component):
             return Phase.FULL
         return Phase.PREFILL if self.prefilled(spec, start) else Phase.WINDOW
 
-    def visible(self, lanes: RowCursors) -> tuple[Tensor | None, Tensor]:
-        """The positions `[start, end)` whose keys a row may see at all: its whole canvas. int64 [B]; None: from 0 on"""
-        return None, lanes.length_B
-
     def observe(self, pos_BW: Tensor, old_BWX: Tensor, new_BWX: Tensor, lanes: RowCursors, state: State) -> None:
         """Sees the last layer's values at the window's positions before and after the forward; only if `watches`."""
 
@@ -364,7 +377,7 @@ class Iteration(Component):
 
     @property
     def reads_stability(self) -> bool:
-        """Whether it reads `BlockAfter.stable_BK`, the share of decoded tokens that this step predicts again."""
+        """Whether it asks which decoded tokens are predicted again, which only decoders that edit know."""
         return False
 
     @property
@@ -400,8 +413,38 @@ class Iteration(Component):
 
     @abstractmethod
     def advance(self, lanes: RowCursors, after: BlockAfter, state: State) -> Moved:
-        """Moves `lanes.start_B`, `lanes.end_B` and `lanes.block_B` on, in place of the old tensors.
+        """Where the rows go from here. Changes `state` in place."""
 
-        With K > 1 block k begins at `start + k * L`; those from `end` on are not open yet. Blocks leave at the
-        beginning, counted in `block_B`, and enter behind the others. Changes `state` in place.
-        """
+
+@dataclass(frozen=True, slots=True)
+class RequestOption:
+    """An option that every request may set for itself."""
+
+    kind: str  # of the component: decoder or sampling
+    name: str
+    default: int | float
+
+
+class Parts(Protocol):
+    """A model and four choices, as the step takes them: a `dinfer.recipe.recipe.Recipe`."""
+
+    @property
+    def model(self) -> Model: ...
+    @property
+    def iteration(self) -> Iteration: ...
+    @property
+    def decoder(self) -> Decoder: ...
+    @property
+    def cache(self) -> CachePolicy: ...
+    @property
+    def sampling(self) -> Sampling: ...
+    @property
+    def ranks(self) -> Ranks: ...
+    @property
+    def request_options(self) -> Sequence[RequestOption]: ...
+    @property
+    def abilities(self) -> tuple[type[Any], ...]: ...  # `dinfer.step.ability.Ability`, in the order of their hooks
+
+    def sampling_of(self, options: Sequence[float]) -> dict[str, float]:
+        """The sampling's options of a request."""
+        ...

@@ -71,15 +71,20 @@ class SelfConditioned(Protocol):
 
 
 @runtime_checkable
-class Divided(Protocol):
+class OwnLogits(Protocol):
+    """What a `Model` also defines if ranks may divide its vocabulary."""
+
+    def own_logits(self, h_BLD: Tensor) -> Tensor:
+        """The logits of the tokens `ranks.vocabulary(spec.vocab)` alone. [B, L, D] -> [B, L, own]"""
+        ...
+
+
+@runtime_checkable
+class Divided(OwnLogits, Protocol):
     """What a `Model` also defines if ranks may divide its weights."""
 
     ranks: Ranks
 
     def join(self, ranks: Ranks) -> None:
         """Makes a network that holds the share of one rank compute with the others. Once, before anything else."""
-        ...
-
-    def own_logits(self, h_BLD: Tensor) -> Tensor:
-        """The logits of the tokens `ranks.vocabulary(spec.vocab)` alone. [B, L, D] -> [B, L, own]"""
         ...

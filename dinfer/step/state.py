@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dinfer.abilities.branches import Added
-from dinfer.abilities.candidates import Drafts, widest
-from dinfer.abilities.reports import Tellings
 from dinfer.kernels.canvas import option_columns
 from dinfer.kernels.rows import Rows, store_rows
 from dinfer.kernels.upload import host_rows, uploaded
 from dinfer.memory.kv import KVPool
-from dinfer.recipe.recipe import Recipe
 from dinfer.step.canvas import Canvas, Cursors, Phase
-from dinfer.step.contracts import State
+from dinfer.step.contracts import Parts, State
+from dinfer.step.shape import Extra, StepShape
+from dinfer.step.window import widest
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +33,7 @@ class Entry:
     pages: list[int] = field(default_factory=list)
     twin: list[int] = field(default_factory=list)  # pages of the branch without the prompt
     fresh: list[int] = field(default_factory=list)  # of all these pages, those that nobody shares
-    drafts: bool = False  # steps tell what they propose for it
-    logprobs: bool = False  # and log-probabilities
+    more: dict[str, Any] = field(default_factory=dict)  # what abilities need of it, in plain values
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,19 +83,18 @@ class BatchState:
     iteration: StatePool
     decoder: StatePool
     cache: StatePool
-    tellings: Tellings
-    drafts: Drafts | None = None  # of recipes that run with candidates
-    added: Added | None = None  # of iterations with branches
+    kept: dict[type[Any], Any]  # what abilities keep for each slot
+    resolved: dict[StepShape, Any] = field(default_factory=dict)  # the abilities of steps that have run, by shape
 
     @classmethod
     def alloc(
-        cls, recipe: Recipe, slots: int, length: int, *, page: int, pages: int, dtype: torch.dtype, device,
-        block: int | None = None, candidates: int = 0,
+        cls, recipe: Parts, slots: int, length: int, *, page: int, pages: int, dtype: torch.dtype, device,
+        block: int | None = None, extras: Sequence[Extra] = (),
     ) -> BatchState:  # fmt: skip
         """Room for `slots` requests of at most `length` positions, in `pages` pages of `page` positions in `dtype`.
 
         `block` is L; None: what the iteration says for a generation of `length`. It is never longer than `length`:
-        a block ends where the canvas does. `candidates`: the most that a step evaluates.
+        a block ends where the canvas does. `extras`: the largest that steps have, as far as they need memory.
         """
         spec, iteration, n = recipe.model.spec, recipe.iteration, slots + 1
         # Empty slots and the scratch slot hold the defaults: 0 may be no value of an option at all.
@@ -116,7 +113,7 @@ class BatchState:
                 page,
                 dtype=dtype,
                 device=device,
-                candidates=max(candidates, iteration.branches, int(recipe.decoder.verifies)),
+                candidates=max(kind.page_sets(recipe, extras) for kind in recipe.abilities),
                 window=widest(recipe, block, length),
                 ranks=recipe.ranks,
             ),
@@ -124,12 +121,14 @@ class BatchState:
             iteration=StatePool.alloc(iteration.fresh_state(spec, length), n, device),
             decoder=StatePool.alloc(block_state, n * iteration.blocks, device, recipe.decoder.large),
             cache=StatePool.alloc(recipe.cache.fresh_state(spec, length), n, device),
-            tellings=Tellings.alloc(canvas),
-            drafts=Drafts.alloc(n, iteration.blocks * block, device) if candidates else None,
-            added=Added.alloc(n, iteration.branches, device) if iteration.branches else None,
+            kept={
+                kind: kept
+                for kind in recipe.abilities
+                if (kept := kind.alloc(recipe, canvas, block, extras)) is not None
+            },
         )
 
-    def admit(self, recipe: Recipe, entries: Sequence[Entry]) -> tuple[list[Cursors], Tensor]:
+    def admit(self, recipe: Parts, entries: Sequence[Entry]) -> tuple[list[Cursors], Tensor]:
         """Places requests in free slots: canvas, pages, options, fresh state of every component. Host side.
 
         Returns the cursors of each, and their tokens on the host, ~token where it is open. int64 [A, S + 1]
@@ -157,17 +156,11 @@ class BatchState:
         self.cache.reset(slot_A)
         blocks = torch.arange(recipe.iteration.blocks, device=slot_A.device)
         self.decoder.reset((slot_A[:, None] * len(blocks) + blocks).flatten())
-        if self.drafts is not None:
-            self.drafts.confidence_NX.index_fill_(0, slot_A, -1.0)
-        if self.added is not None:
-            self.added.pos_NJ.index_fill_(0, slot_A, -1)
-        if any(entry.drafts for entry in entries):
-            self.tellings.admit(slot_A)
-        if any(entry.logprobs for entry in entries):
-            self.tellings.want_logprobs()
+        for kind, kept in self.kept.items():
+            kind.admit(kept, slot_A, entries)
         return cursors, torch.where(masked_AS, ~tokens_AS, tokens_AS)
 
-    def _cursors(self, recipe: Recipe, entry: Entry, options: Sequence[float]) -> Cursors:
+    def _cursors(self, recipe: Parts, entry: Entry, options: Sequence[float]) -> Cursors:
         """Where a request begins."""
         spec, length = recipe.model.spec, len(entry.tokens)
         start, end = recipe.iteration.first_region(entry.prompt, length)
@@ -191,7 +184,7 @@ class BatchState:
         place_BK = (block_B[:, None] + torch.arange(blocks, device=slot_B.device)) % blocks
         return (slot_B[:, None] * blocks + place_BK).flatten()
 
-    def options(self, recipe: Recipe, slot_B: Tensor, kind: str, repeat: int = 1) -> dict[str, Tensor]:
+    def options(self, recipe: Parts, slot_B: Tensor, kind: str, repeat: int = 1) -> dict[str, Tensor]:
         """Per-request options of one component: [B * repeat, 1] each, float64 (exactly as given) or int64."""
         exact_OR, whole_OR = option_columns(self.options_NO, slot_B, repeat)
         return {

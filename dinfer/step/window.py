@@ -8,7 +8,8 @@ from torch import Tensor
 from dinfer.kernels.positions import compact
 from dinfer.kernels.window import span, window_positions
 from dinfer.step.canvas import Canvas, Phase, RowCursors
-from dinfer.step.contracts import CachePolicy, Iteration, ModelSpec, State, StepShape
+from dinfer.step.contracts import CachePolicy, ModelSpec, Parts, State
+from dinfer.step.shape import KeysOnly, StepShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,27 +25,6 @@ class Window:
     stop_B: Tensor | None = None  # int64, the first place that nobody sees; None: as the cache says
 
 
-FEWEST = 64  # positions more than are read, from which on a step leaves them out: it takes some small kernels more
-
-
-def places_read(
-    cache: CachePolicy, iteration: Iteration, spec: ModelSpec, shape: StepShape, computed: Window
-) -> Tensor | None:
-    """Which of the W hidden states are read, once all keys and values are kept; None: all. int64 [B, X]
-
-    Of a prefill that decodes nothing none are, of other passes those whose logits decode the active blocks. Caches that
-    follow attention see all queries, some iterations all logits, and experts of limited capacity choose by all tokens
-    of an attention block.
-    """
-    experts, active = spec.experts, shape.blocks * shape.block
-    everywhere = cache.follows or (experts is not None and experts.capacity is not None)
-    if everywhere or shape.lanes * (shape.width - active) < FEWEST:
-        return None
-    if shape.phase == Phase.PREFILL and computed.settled_B is not None:
-        return computed.logits_RL.new_empty(shape.lanes, 0)
-    return None if iteration.scores == "window" else computed.logits_RL.clamp_min(0).view(shape.lanes, active)
-
-
 def window(
     cache: CachePolicy, lanes: RowCursors, canvas: Canvas, spec: ModelSpec, shape: StepShape, state: State
 ) -> Window:
@@ -53,7 +33,7 @@ def window(
     if not plan.chosen:
         pos_BW, fits_B, logits_BX, kept_B, settled_B = window_positions(
             plan, lanes.place_B, spec.frame, width=shape.width, active=active, prefill=shape.phase == Phase.PREFILL,
-            settles=shape.settles,
+            settles=shape.extra(KeysOnly) is not None,
         )  # fmt: skip
         place_BW, stop_B = pos_BW, None
         if plan.last:
@@ -68,3 +48,19 @@ def window(
     logits_BX = torch.where(pos_BX >= 0, place_BS.gather(1, (pos_BX - spec.shift).clamp_min(0)), -1)
     fits_B = plan.width(lanes.place_B, lanes.forwards_B, spec.frame) <= shape.width
     return Window(pos_BW, pos_BW, fits_B, logits_BX.clamp_max(shape.width - 1).view(-1, shape.block))
+
+
+def deciding(recipe: Parts) -> Phase:
+    """The phase of the passes that decide, once all keys are there."""
+    return Phase.WINDOW if recipe.cache.reuses else Phase.FULL
+
+
+def widest(recipe: Parts, block: int, length: int) -> int:
+    """The most positions that such a pass computes for a row. `block`: L, `length`: of the canvas."""
+    plan, region = recipe.cache.plan(deciding(recipe)), recipe.iteration.blocks * block
+    region += 1 + (recipe.model.spec.attention_block or 1)  # logits that predict the next token; whole attention blocks
+    if plan.keeps:  # the region before is computed once more
+        return min(2 * region, length)
+    if plan.back is None or plan.ahead is None:
+        return length
+    return min(region + plan.back + plan.ahead, length)

@@ -20,8 +20,6 @@ LARGER = {  # functions above these limits, which are to be divided; nothing is 
     "dinfer/step/plan.py:window_bounds",
     "dinfer/recipe/recipe.py:__post_init__",
     "dinfer/step/state.py:alloc",
-    "dinfer/step/step.py:decode",
-    "dinfer/step/step.py:denoise_step",
     "dinfer/demo/problems.py:sharing",
     "dinfer/loading/gguf_tokenizer.py:tokenizer_files",
 }
@@ -29,7 +27,7 @@ REFLECTIONS = 20  # calls of getattr and hasattr in all: each hides from the typ
 
 # A unit is a package of dinfer, or a module of one of these packages, whose modules stand on different levels.
 LEVELLED = {
-    "abilities", "analysis", "engine", "loading", "memory", "parallel", "pipeline", "recipe", "startup", "step",
+    "analysis", "engine", "loading", "memory", "parallel", "pipeline", "recipe", "startup", "step",
 }  # fmt: skip
 
 CORE = {"step.canvas", "step.plan", "step.contracts", "kernels", "step.spec", "step.stats"}
@@ -50,7 +48,19 @@ MAY_IMPORT: dict[str, set[str]] = {
     "step.spec": set(),
     "parallel.ranks": {"parallel.split", "parallel.symmetric", "step.stats"},
     "step.model": {"parallel.ranks", "step.spec"},
-    "step.contracts": {"step.canvas", "step.model", "step.plan", "step.spec", "step.stats", "parallel.split"},
+    "step.contracts": {
+        "parallel.ranks", "parallel.split", "step.canvas", "step.model", "step.plan", "step.spec", "step.stats",
+    },
+    "step.shape": {"step.canvas"},
+    "step.commits": CORE,
+    "step.window": CORE | {"step.shape"},
+    "step.state": CORE | {"memory.kv", "step.shape", "step.window"},
+    "step.ability": CORE | {"memory.kv", "step.commits", "step.shape", "step.state", "step.window"},
+    "step.scores": CORE | {"step.ability", "step.model", "step.shape"},
+    "step.step": CORE | {
+        "step.ability", "step.commits", "step.scores", "step.shape", "step.state", "step.window",
+    },
+    "abilities": {"kernels", "memory.kv", "step"},
     "layers": {"step.contracts", "parallel.ranks", "recipe.registry", "kernels", "step.spec"},
     "memory.kv": {"kernels", "parallel.ranks", "step.spec"},
     "decoders": COMPONENT,
@@ -58,7 +68,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "caches": COMPONENT,
     "iterations": COMPONENT,
     "models": COMPONENT | {"layers", "loading.hub", "loading.token_ids", "parallel.split"},
-    "recipe.recipe": {"step.contracts", "parallel.ranks", "recipe.registry"},
+    "recipe.recipe": {
+        "abilities", "parallel.ranks", "recipe.registry", "step.ability", "step.contracts", "step.shape",
+    },
+    "recipe.refusals": {"recipe.recipe", "recipe.registry", "step.contracts"},
     "loading.files": set(),
     "loading.safetensors_io": {"loading.files"},
     "loading.hub": {"loading.files", "recipe.registry"},
@@ -85,54 +98,44 @@ MAY_IMPORT: dict[str, set[str]] = {
         "loading.quantized", "loading.safetensors_io", "loading.token_ids", "parallel.split", "recipe.registry",
         "step.contracts", "step.spec",
     },
-    "abilities.reports": {"step.canvas", "step.commits", "step.stats", "kernels"},
-    "abilities.candidates": CORE | {"step.commits", "recipe.recipe", "recipe.registry", "memory.kv"},
-    "step.state": {
-        "abilities.reports", "step.canvas", "step.contracts", "recipe.recipe", "kernels", "memory.kv",
-        "abilities.candidates", "abilities.branches",
-    },
-    "abilities.branches": CORE | {"step.commits", "memory.kv", "recipe.recipe", "abilities.candidates"},
-    "abilities.guidance": CORE | {"recipe.recipe", "memory.kv", "step.state"},
-    "abilities.verification": CORE | {"recipe.recipe", "memory.kv", "step.state"},
-    "step.commits": CORE,
-    "step.window": CORE,
-    "step.step": CORE | {
-        "abilities.branches", "abilities.candidates", "abilities.guidance", "abilities.reports",
-        "abilities.verification", "recipe.recipe", "step.commits", "step.state", "step.window",
-    },
     "startup.prepare": {"kernels", "startup.patches"},
     "startup.parallel_compiling": {"kernels", "startup.patches"},
     "startup.meta_operators": set(),
     "startup.kernel_compiler": {
+        "step.shape",
         "recipe.recipe", "startup.meta_operators", "startup.parallel_compiling", "startup.prepare",
         "step.canvas", "step.contracts", "step.state", "step.step",
     },
     "startup.patches": set(),
     "memory.pages": {"memory.kv"},
-    "engine.request": {"abilities.reports", "step.canvas", "step.spec"},
-    "engine.runtime": {"abilities.candidates", "recipe.registry"},
+    "engine.request": {"abilities", "step.canvas", "step.spec"},
+    "engine.runtime": {"abilities", "recipe.registry"},
     "engine.room": {"engine.request", "engine.runtime", "recipe.recipe"},
-    "engine.clock": {"step.contracts"},
-    "engine.row": {"abilities.reports", "engine.request", "memory.pages", "recipe.recipe", "step.canvas"},
+    "engine.clock": {"step.shape", "step.contracts"},
+    "engine.row": {"step.shape", "abilities", "engine.request", "memory.pages", "recipe.recipe", "step.canvas"},
     "engine.runner": {
-        "abilities.reports", "engine.clock", "kernels", "recipe.recipe", "startup.kernel_compiler",
+        "step.shape",
+        "abilities", "engine.clock", "kernels", "recipe.recipe", "startup.kernel_compiler",
         "startup.patches", "step.contracts", "step.state", "step.step",
     },
     "engine.worker": {
+        "abilities", "step.shape",
         "engine.clock", "engine.room", "engine.runner", "engine.runtime", "memory.kv", "recipe.recipe",
         "startup.kernel_compiler", "step.canvas", "step.contracts", "step.state",
     },
-    "engine.reader": {"abilities.reports", "engine.worker", "step.canvas"},
+    "engine.reader": {"abilities", "engine.worker", "step.canvas"},
     "engine.batch": {
-        "abilities.reports", "engine.reader", "engine.room", "engine.row", "engine.worker", "memory.pages",
+        "abilities", "engine.reader", "engine.room", "engine.row", "engine.worker", "memory.pages",
         "step.state",
     },
     "engine.scheduler": {
-        "abilities.candidates", "abilities.reports", "engine.row", "engine.runtime", "recipe.recipe",
+        "step.shape", "step.window",
+        "abilities", "engine.row", "engine.runtime", "recipe.recipe",
         "step.canvas", "step.contracts",
     },
     "engine.loop": {
-        "abilities.candidates", "engine.batch", "engine.reader", "engine.request", "engine.room", "engine.row",
+        "step.window",
+        "abilities", "engine.batch", "engine.reader", "engine.request", "engine.room", "engine.row",
         "engine.scheduler", "engine.worker", "step.canvas",
     },
     "parallel.channel": set(),
@@ -140,11 +143,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "parallel.__main__": {"parallel.follower"},
     "parallel.leader": {"parallel.channel", "parallel.follower"},
     "parallel.leader_worker": {
+        "step.shape",
         "engine.room", "engine.runtime", "engine.worker", "parallel.channel", "parallel.leader",
         "recipe.recipe", "recipe.registry", "step.canvas", "step.contracts", "step.state",
     },
     "engine.engine": {
-        "abilities.candidates", "engine.loop", "engine.request", "engine.room", "engine.row", "engine.runner",
+        "recipe.refusals",
+        "abilities", "engine.loop", "engine.request", "engine.room", "engine.row", "engine.runner",
         "engine.runtime", "engine.worker", "kernels", "parallel.leader", "parallel.leader_worker",
         "recipe.recipe",
     },
@@ -158,7 +163,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "analysis.comparison": {"analysis.metrics", "recipe.registry", "demo", "pipeline"},
     "analysis.provenance": set(),
     "analysis.outputs": set(),
-    "analysis.likelihood": CORE | {"abilities.reports", "layers"},
+    "analysis.likelihood": CORE | {"abilities", "layers"},
     "parallel.divided_model": {
         "engine.room", "engine.runner", "engine.runtime", "engine.worker", "loading.checkpoint",
         "loading.packed", "loading.plan", "parallel.follower", "parallel.leader", "parallel.leader_worker",
@@ -177,15 +182,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "pipeline": {"pipeline.pipeline", "pipeline.streaming"},
     "analysis.audit": CORE | {
+        "step.ability", "step.shape",
         "analysis.trace", "recipe.recipe", "engine", "layers", "pipeline", "recipe.registry", "step.step",
     },
     "analysis.plots": set(),
     "analysis.tuning": {"recipe.recipe", "analysis.metrics", "recipe.registry"},
     "analysis.trace": {"recipe.recipe", "engine", "pipeline", "step.contracts", "recipe.registry"},
     "serving": {
-        "step.contracts", "abilities.reports", "analysis.likelihood", "analysis.outputs", "analysis.trace",
-        "recipe.recipe", "recipe.registry", "engine", "parallel.leader", "pipeline", "pipeline.infilling",
-        "pipeline.inputs", "pipeline.streaming",
+        "abilities", "analysis.likelihood", "analysis.outputs", "analysis.trace", "engine", "parallel.leader",
+        "pipeline", "pipeline.infilling", "pipeline.inputs", "pipeline.streaming", "recipe.recipe", "recipe.registry",
+        "step.contracts", "step.shape",
     },
     "__init__": {"recipe.presets", "recipe.recipe", "engine", "pipeline.infilling", "pipeline", "recipe.registry"},
     "cli": {

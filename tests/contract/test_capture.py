@@ -13,7 +13,7 @@ from support.capture import CaptureRefused, meta_steps
 from support.matrix import LEGAL, SAMPLE, Combination, every_recipe
 from support.models import tiny_model
 
-from dinfer.abilities.reports import Told
+from dinfer.abilities.reports import Level
 from dinfer.decoders.threshold import Threshold
 from dinfer.recipe.recipe import Recipe
 from dinfer.step.contracts import BlockView, Proposal, State, TokenStats
@@ -25,11 +25,11 @@ def test_step_is_device_work_of_fixed_shapes(combination: Combination) -> None:
     meta_steps(combination.recipe(on_meta(combination.variant)))
 
 
-@pytest.mark.parametrize("told", [Told.DRAFTS, Told.LOGPROBS])
+@pytest.mark.parametrize("level", [Level.DRAFTS, Level.LOGPROBS])
 @pytest.mark.parametrize("combination", SAMPLE[::24], ids=str)
 @torch.inference_mode()
-def test_what_steps_tell_is_device_work_of_fixed_shapes(combination: Combination, told: Told) -> None:
-    meta_steps(combination.recipe(on_meta(combination.variant)), told)
+def test_what_steps_report_is_device_work_of_fixed_shapes(combination: Combination, level: Level) -> None:
+    meta_steps(combination.recipe(on_meta(combination.variant)), level)
 
 
 @cache

@@ -21,12 +21,12 @@ from support.matrix import (
 )
 from support.models import tiny_model
 
-from dinfer.abilities.candidates import refusal
 from dinfer.decoders.threshold import Threshold
 from dinfer.engine.engine import Engine
 from dinfer.engine.request import Wants
 from dinfer.kernels.dispatch import VARIABLE
 from dinfer.recipe.recipe import compose
+from dinfer.recipe.refusals import refusal
 from dinfer.step.contracts import BlockView, Proposal, State, TokenStats
 
 compiles = torch._dynamo.utils.counters["stats"]

@@ -13,12 +13,11 @@ from typing import Any
 from dinfer.engine.engine import Engine
 from dinfer.engine.request import Request, Wants
 from dinfer.engine.runtime import Runtime
-from dinfer.recipe.recipe import compose
 from dinfer.recipe.registry import CACHES, DECODERS, ITERATIONS
 from dinfer.step.canvas import Phase
 from tests.parity.compare import at_most, same
 from tests.parity.golden import Fields, Golden, GoldenError
-from tests.parity.references import build
+from tests.parity.references import ReferenceRecipe, build
 
 LIMITS = ("max_new_tokens_reached", "max_nfe_reached")  # the reference stopped before the answer was complete
 Trail = list[tuple[list[int], int]]  # the canvas after each step that changed it, and the forwards so far
@@ -150,7 +149,7 @@ def run(golden: Golden, doc: Fields) -> str:
     for row, prompt, plan, cache in runs:
         network = copy.copy(golden.network(doc.text("model"), doc.text("family")))  # shares the weights
         network.spec = replace(network.spec, mask_id=mask_id, eos_id=eos_id, stop_ids=(eos_id,), **plan.spec)
-        recipe = compose(
+        recipe = ReferenceRecipe(
             network,
             iteration=build(ITERATIONS, plan.iteration, **plan.sweep),
             decoder=build(DECODERS, plan.decoder, **plan.rule),

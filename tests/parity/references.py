@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -20,11 +20,15 @@ from dinfer.iterations.blockwise import Blockwise
 from dinfer.iterations.dmax import DMaxSweep
 from dinfer.iterations.multi_block import MultiBlock
 from dinfer.iterations.smooth import Smooth
+from dinfer.kernels.attention import attention_interval
 from dinfer.kernels.positions import descending_rank
 from dinfer.kernels.thresholding import confident
+from dinfer.recipe.recipe import Recipe
 from dinfer.recipe.registry import Registry
+from dinfer.step.ability import Ability, Seen, Step
 from dinfer.step.canvas import BlockView, Canvas, Phase, RowCursors
-from dinfer.step.contracts import BlockAfter, ModelSpec, Moved, Proposal, State, TokenStats, WindowPlan
+from dinfer.step.contracts import BlockAfter, ModelSpec, Moved, Parts, Proposal, State, TokenStats, WindowPlan
+from dinfer.step.shape import StepShape
 
 
 class DinferRule:
@@ -122,11 +126,27 @@ class LopaCache(NoCache):
         state["kept"].copy_(lanes.start_B)
         return flags_BS
 
-    def visible(self, lanes: RowCursors) -> tuple[Tensor | None, Tensor]:
-        return None, lanes.end_B
-
     def stale(self, lanes: RowCursors, moved: Moved, phase: Phase, state: State) -> bool:
         return False
+
+
+class EndsSight(Ability):
+    """With `LopaCache`, nobody sees what is behind the active blocks."""
+
+    @classmethod
+    def of(cls, recipe: Parts, shape: StepShape) -> Self | None:
+        return cls() if isinstance(recipe.cache, LopaCache) else None
+
+    def seen(self, step: Step, lanes: RowCursors, place_BW: Tensor) -> Seen:
+        return attention_interval(place_BW, None, lanes.end_B, step.recipe.model.spec.causal_block, None), None, None
+
+
+class ReferenceRecipe(Recipe):
+    """A recipe whose steps ask the abilities of this module too."""
+
+    @property
+    def abilities(self) -> tuple[type[Ability], ...]:
+        return EndsSight, *super().abilities
 
 
 class D2CacheFactor(Factor):
@@ -225,13 +245,15 @@ class DiffulexDMaxSweep(DiffulexMultiBlock, DMaxSweep):
         return DiffulexMultiBlock.fresh_state(self, spec, length) | DMaxSweep.fresh_state(self, spec, length)
 
     def advance(self, lanes: RowCursors, after: BlockAfter, state: State) -> Moved:
-        if after.stable_BK is not None:
-            held_BX = state["belief"].gather(1, self.places(lanes, after, state)) > 0
-            held_BK, given_BK = held_BX.view_as(after.open_BKL).sum(-1), after.given_BKL.sum(-1)
-            share_BK = held_BK / (held_BK + given_BK).clamp_min(1)
-            stable_BK = torch.where(given_BK > 0, after.stable_BK * share_BK, after.stable_BK)
-            after = replace(after, stable_BK=stable_BK)
+        state["before"] = state["belief"].clone()
         return super().advance(lanes, after, state)
+
+    def stability(self, lanes: RowCursors, after: BlockAfter, state: State) -> Tensor:
+        stable_BK = super().stability(lanes, after, state)
+        held_BX = state["before"].gather(1, self.places(lanes, after, state)) > 0
+        held_BK, given_BK = held_BX.view_as(after.open_BKL).sum(-1), after.given_BKL.sum(-1)
+        share_BK = held_BK / (held_BK + given_BK).clamp_min(1)
+        return torch.where(given_BK > 0, stable_BK * share_BK, stable_BK)
 
     def belief(self, confidence_BX: Tensor, held_BX: Tensor) -> Tensor:
         return super().belief(confidence_BX, held_BX) if self.fast else confidence_BX
@@ -264,7 +286,8 @@ class DinferSweep(BlockSweep):
             finished_BK = finished_BK & ~lingers_B[:, None]
         if self.lockstep:
             finished_BK = finished_BK & (finished_BK.all(-1) | ~lanes.live_B).all()
-        after = replace(after, finished_BK=finished_BK, given_BKL=torch.zeros_like(after.given_BKL))
+        view = replace(after.view, given_RL=torch.zeros_like(after.view.given_RL))
+        after = replace(after, finished_BK=finished_BK, view=view)
         return super().advance(lanes, after, state)
 
 

@@ -5,20 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from support.serving import served, tiny
 
 import dinfer
-from dinfer.abilities.reports import Told
 from dinfer.engine.request import Wants
 from dinfer.engine.runner import bucket
 from dinfer.serving.served import catalogue
 from dinfer.serving.settings import Settings
 from dinfer.serving.warm_up import meet_shapes, warm_up
-from dinfer.step.contracts import StepShape
+from dinfer.step.shape import StepShape
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])
@@ -100,7 +98,7 @@ def test_a_warm_server_has_met_the_shapes_that_clients_lead_to() -> None:
     runner.observer = note
     (served,) = catalogue(pipe, {"tiny": pipe.recipe}, max_new_tokens=32, created=0)
     meet_shapes(served, 16, times=2)
-    captured = {replace(shape, told=Told.NOTHING) for shape, count in met.items() if count > 1}  # they stand in
+    captured = {shape.bare() for shape, count in met.items() if count > 1}  # they stand in
     met.clear()
     prompts = [[*range(first, first + 16)] for first in range(10, 100, 16)]
     for _ in pipe.engine.run(pipe.requests(prompts, 32, None), Wants(deltas="commit")):

@@ -7,13 +7,17 @@ from typing import Any, ClassVar
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dinfer.abilities.candidates import deciding, refusal
-from dinfer.abilities.reports import Told
+from dinfer.abilities.candidates import Candidates
+from dinfer.abilities.guidance import Guided
+from dinfer.abilities.open_positions import OpenOnly
+from dinfer.abilities.reports import Level, Reported, Reporting
 from dinfer.recipe.recipe import Recipe
+from dinfer.recipe.refusals import refusal
 from dinfer.step.canvas import Cursors
-from dinfer.step.contracts import StepShape
+from dinfer.step.shape import Extra, KeysOnly, Sampled, StepShape, extras_of
 from dinfer.step.state import BatchState
 from dinfer.step.step import denoise_step
+from dinfer.step.window import deciding
 
 COPIES = ("aten::_to_copy", "aten::copy_", "aten::lift_fresh", "aten::_local_scalar_dense")
 LENGTH, PAGE, LANES = 51, 4, 3
@@ -61,7 +65,7 @@ def signature(value: Any) -> Any:
     return tuple(map(signature, value)) if isinstance(value, (list, tuple)) else (type(value), value)
 
 
-def meta_steps(recipe: Recipe, told: Told = Told.NOTHING) -> None:
+def meta_steps(recipe: Recipe, level: Level = Level.NOTHING) -> None:
     """Every phase of the recipe's step, on the meta device. `recipe.model` must be there."""
     iteration, cache = recipe.iteration, recipe.cache
     pages = -(-LENGTH // PAGE)
@@ -69,9 +73,9 @@ def meta_steps(recipe: Recipe, told: Told = Told.NOTHING) -> None:
     guessed = [deciding(recipe)] if able or iteration.branches else []  # phases that may have candidates
     state = BatchState.alloc(
         recipe, LANES, LENGTH, page=PAGE, pages=LANES * pages, dtype=recipe.model.dtype, device=torch.device("meta"),
-        candidates=int(able),
+        extras=(Candidates(int(able)),),
     )  # fmt: skip
-    state.tellings.want_logprobs()
+    state.kept[Reporting].want_logprobs()
     slot_B = torch.empty(LANES, dtype=torch.int64, device="meta")
     end = min(5 + iteration.blocks * state.block, LENGTH)
     row = Cursors(prompt=5, start=5, end=end, length=LENGTH)
@@ -83,20 +87,12 @@ def meta_steps(recipe: Recipe, told: Told = Told.NOTHING) -> None:
             *((False, iteration.branches or 1) for _ in guessed if phase in guessed),
         ]:
             guided = more and iteration.scores == "block" and recipe.model.spec.mask_id is not None
-            shape = StepShape(
-                phase,
-                LANES,
-                width,
-                iteration.blocks,
-                state.block,
-                pages,
-                sampled=more,
-                guided=guided,
-                settles=more,
-                top_candidates=8 * more,
-                scored=0 if more or candidates or told == Told.LOGPROBS or not recipe.scores_open else 7,
-                candidates=candidates,
-                told=told,
+            extras: list[Extra] = [Sampled(8), KeysOnly()] if more else []
+            extras += (
+                [Guided()] * guided + [Candidates(candidates)] * (candidates > 0) + [Reported(level)] * (level > 0)
             )
+            if recipe.scores_open and not any(extra.whole_logits for extra in extras):
+                extras.append(OpenOnly(7))
+            shape = StepShape(phase, LANES, width, iteration.blocks, state.block, pages, extras_of(extras))
             with DeviceOnly():
                 denoise_step(recipe, state, shape, slot_B)

@@ -84,7 +84,7 @@ def main() -> None:
     from dinfer.startup.parallel_compiling import compiled_beside
     from dinfer.startup.prepare import prepare, prepared
     from dinfer.step.canvas import Phase
-    from dinfer.step.contracts import StepShape
+    from dinfer.step.shape import StepShape
     from dinfer.step.state import BatchState
     from dinfer.step.step import denoise_step
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dinfer.recipe.recipe import Recipe
-from dinfer.step.contracts import StepShape
+from dinfer.step.shape import StepShape
 
 
 class Device:

@@ -6,14 +6,15 @@ from random import Random
 
 import torch
 
-from dinfer.abilities.candidates import deciding
+from dinfer.abilities.candidates import Candidates
 from dinfer.engine.request import Request
 from dinfer.memory.kv import RESERVED
 from dinfer.recipe.recipe import Recipe
 from dinfer.step.canvas import CURSORS, Phase, Status
-from dinfer.step.contracts import StepShape
+from dinfer.step.shape import KeysOnly, StepShape, extras_of
 from dinfer.step.state import BatchState, Entry
 from dinfer.step.step import denoise_step
+from dinfer.step.window import deciding
 
 PHASE, FORWARDS = CURSORS.index("phase_B"), CURSORS.index("forwards_B")
 LIMIT = 2000  # launches; far more than any of the tests needs
@@ -51,12 +52,16 @@ class Host:
         """A step that is wide enough for every row, whatever phase that is in."""
         every = -(-self.capacity // self.page)
         shape = StepShape(
-            phase, len(slots), width or self.capacity, self.recipe.iteration.blocks, self.state.block, pages or every,
-            sampled=any(self.recipe.sampled(request.options) for request in self.requests),
-            top_candidates=max(self.recipe.top_candidates(request.options) for request in self.requests),
-            guided=any(self.recipe.guided(request.options) for request in self.requests),
-            settles=settles, candidates=self.recipe.iteration.branches * branches,
-        )  # fmt: skip
+            phase,
+            len(slots),
+            width or self.capacity,
+            self.recipe.iteration.blocks,
+            self.state.block,
+            pages or every,
+        ).adding(*extras_of(extra for request in self.requests for extra in self.recipe.asks(request.options)))
+        shape = shape.adding(*([KeysOnly()] if settles else []))
+        if branches and (count := self.recipe.iteration.branches):
+            shape = shape.adding(Candidates(count))
         denoise_step(self.recipe, self.state, shape, torch.tensor(slots, device=self.recipe.model.device))
 
     def phases(self) -> list[int]:

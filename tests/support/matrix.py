@@ -22,7 +22,7 @@ from dinfer.engine.request import Completion, Request
 from dinfer.engine.runtime import Runtime
 from dinfer.recipe.recipe import IncompatibleRecipe, Recipe, compose
 from dinfer.recipe.registry import CACHES, DECODERS, ITERATIONS, Registry, options_of
-from dinfer.step.contracts import StepShape
+from dinfer.step.shape import StepShape
 from dinfer.step.step import denoise_step
 
 BLOCK = 8

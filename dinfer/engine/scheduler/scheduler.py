@@ -4,8 +4,9 @@ from collections.abc import Collection, Mapping, Sequence
 from math import ceil
 from typing import NamedTuple
 
-from dinfer.abilities.candidates import deciding
-from dinfer.abilities.reports import Told
+from dinfer.abilities.candidates import Candidates
+from dinfer.abilities.guidance import Guided
+from dinfer.abilities.open_positions import OpenOnly
 from dinfer.engine.row import PLACE, Need, Row
 from dinfer.engine.runtime import Runtime, candidates_of
 from dinfer.engine.scheduler.block_ends import BlockEnds
@@ -15,7 +16,8 @@ from dinfer.engine.scheduler.lookahead import Lookahead, stays_open
 from dinfer.engine.scheduler.prefill_batching import PrefillBatching
 from dinfer.recipe.recipe import Recipe
 from dinfer.step.canvas import Cursors, Phase
-from dinfer.step.contracts import StepShape
+from dinfer.step.shape import Extra, KeysOnly, StepShape, extras_of
+from dinfer.step.window import deciding
 
 LATE = 64  # rows wait for a round if that costs less than such a part of it
 PATIENCE = 2  # rounds that a row waits at most where rows take steps by turns
@@ -118,8 +120,9 @@ class Scheduler:
     def observe(self, rows: Collection[Row], measured: Collection[tuple[StepShape, float]] = ()) -> None:
         """Learns where a round has left its rows, and how long steps took, in seconds."""
         for shape, seconds in measured:
-            if shape.phase == deciding(self.recipe) and not shape.settles:
-                self.choice.timed(shape.lanes, shape.width, shape.candidates, seconds)
+            if shape.phase == deciding(self.recipe) and not shape.extra(KeysOnly):
+                extra = shape.extra(Candidates)
+                self.choice.timed(shape.lanes, shape.width, extra.count if extra else 0, seconds)
         for row in rows if self._tries else ():
             if row.tried:
                 self.choice.followed(row.tried, row.cursors.hits - row.before.hits)
@@ -168,28 +171,24 @@ class Scheduler:
         return [self._step(phase, group, [by_slot[slot] for slot in group.slots], opens) for group in groups]
 
     def _step(self, phase: Phase, group: Group, rows: list[Row], opens: Mapping[int, float]) -> Step:
-        asks = {row.asks for row in rows}
-        blocks, guided, pages = self.recipe.iteration.blocks, any(a.guided for a in asks), max(r.visible for r in rows)
+        blocks, pages = self.recipe.iteration.blocks, max(row.visible for row in rows)
+        shape = StepShape(phase, len(rows), group.width, blocks, self.block, pages)
+        asked = extras_of(extra for asks in {row.asks for row in rows} for extra in asks)
         if phase == Phase.PREFILL:  # it draws and scores nothing, so one graph serves whatever the rows draw later
-            prefill = StepShape(phase, len(rows), group.width, blocks, self.block, pages, guided=guided)
+            prefill = shape.adding(*(extra for extra in asked if isinstance(extra, Guided)))
             return Step(prefill, group.slots)
-        candidates = 0
+        extras: list[Extra] = [*asked, *([KeysOnly()] if group.settles else [])]
         if self._tries:
             candidates = self._candidates(phase, group.width, rows)
+            extras.append(Candidates(candidates))
             for row in rows:
                 row.tried = candidates
-        sampled, told = any(a.sampled for a in asks), max(a.told for a in asks)
-        positions, scored = len(rows) * blocks * self.block, 0
-        plain = phase != Phase.VERIFY and not (sampled or guided or candidates or told == Told.LOGPROBS)
+        positions = len(rows) * blocks * self.block
+        plain = phase != Phase.VERIFY and not any(extra.whole_logits for extra in extras)
         if positions >= MANY and plain and self.recipe.scores_open:
-            scored = ceil(sum(opens.get(slot, row.left) for slot, row in zip(group.slots, rows, strict=True)))
-        shape = StepShape(
-            phase, len(rows), group.width, blocks, self.block, pages, sampled=sampled, guided=guided,
-            settles=group.settles, top_candidates=max(a.top_candidates for a in asks),
-            scored=scored if 0 < scored < positions else 0, told=told,
-            candidates=candidates,
-        )  # fmt: skip
-        return Step(shape, group.slots)
+            count = ceil(sum(opens.get(slot, row.left) for slot, row in zip(group.slots, rows, strict=True)))
+            extras += [OpenOnly(count)] if 0 < count < positions else []
+        return Step(shape.adding(*extras), group.slots)
 
     def _candidates(self, phase: Phase, width: int, rows: Sequence[Row]) -> int:
         """How many candidates, or branches, of each row a step evaluates."""
@@ -276,7 +275,7 @@ class Scheduler:
         cache, spec, now, need = self.recipe.cache, self.recipe.model.spec, row.cursors, row.need
         narrow = need.narrow or cache.narrow(spec, now)  # None: its prompt is being computed
         if step is None or step.width < need.width:  # it settles, or waits, or does not fit: nothing is committed
-            width = narrow or 0 if step is not None and step.settles else need.width
+            width = narrow or 0 if step is not None and step.extra(KeysOnly) else need.width
             return Guess(narrow, width, float(narrow is not None and width > narrow), row.left)
         chance, last = self._ends.chance(row), now.end == now.length
         if chance < 0.5:
@@ -293,7 +292,7 @@ class Scheduler:
         if len(self._steps) != 1:
             return False
         shape, slots = self._steps[0]
-        if shape.phase != Phase.WINDOW or shape.settles or shape.scored or len(rows) != len(slots):
+        if shape.phase != Phase.WINDOW or shape.extra(KeysOnly) or shape.extra(OpenOnly) or len(rows) != len(slots):
             return False
         if {row.slot for row in rows} != {*slots}:
             return False

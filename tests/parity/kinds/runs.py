@@ -13,13 +13,13 @@ from typing import Any
 from dinfer.engine.engine import Engine
 from dinfer.engine.request import Wants
 from dinfer.engine.runtime import Runtime
-from dinfer.recipe.recipe import Recipe, compose
+from dinfer.recipe.recipe import Recipe
 from dinfer.recipe.registry import CACHES, DECODERS, ITERATIONS
 from tests.parity import multi_block
 from tests.parity.compare import at_most, same
 from tests.parity.golden import Case, Fields, Golden, GoldenError, Skip, need
 from tests.parity.plans import ALGORITHMS, Plan
-from tests.parity.references import build
+from tests.parity.references import ReferenceRecipe, build
 
 FILES = "generation/**/*.json"
 
@@ -106,7 +106,7 @@ def _recipe(
         options["frequencies"] = str(scratch / "token_counts.json")
     decoder = build(DECODERS, options) if plan.drawn is None else plan.drawn(options, doc, bare, plan.new_tokens)
     iteration = build(ITERATIONS, plan.iteration, **plan.sweep)
-    return compose(network, iteration=iteration, decoder=decoder, cache=build(CACHES, plan.cache))
+    return ReferenceRecipe(network, iteration, decoder, build(CACHES, plan.cache))
 
 
 def _same_steps(doc: Fields, plan: Plan, found: Found, row: int, want: list[list[int]]) -> None:

@@ -10,7 +10,7 @@ import torch
 from support.matrix import SAMPLE, Combination, completions, engine_for, launched_ahead, outcome, requests_for
 from support.models import tiny_model
 
-from dinfer.abilities.reports import TOP
+from dinfer.abilities.reports import TOP, Reporting
 from dinfer.engine.engine import Engine
 from dinfer.engine.request import Request, Update, Wants
 from dinfer.recipe.recipe import Recipe, compose
@@ -128,4 +128,4 @@ def test_nobody_pays_who_does_not_ask() -> None:
     engine = engine_for(recipe)
     (update, *_) = engine.run([Request([1, 2, 3], 8)], Wants(deltas="commit"))
     assert update.logprobs is None and update.active is None and update.drafts == []
-    assert engine.runner.state.tellings.logprob_NS is None
+    assert engine.runner.state.kept[Reporting].logprob_NS is None

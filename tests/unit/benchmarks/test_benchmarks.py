@@ -21,7 +21,7 @@ from dinfer.loading.checkpoint import random_network
 from dinfer.memory.kv import KVPool
 from dinfer.recipe.recipe import Recipe, compose
 from dinfer.step.canvas import Phase
-from dinfer.step.contracts import StepShape
+from dinfer.step.shape import StepShape
 
 
 def random_recipe(name: str) -> Recipe:

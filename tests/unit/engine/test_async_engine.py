@@ -19,7 +19,7 @@ from dinfer.engine.request import Completion, Request, Update, Wants
 from dinfer.engine.turns import Turns
 from dinfer.recipe.recipe import Recipe, compose
 from dinfer.step.canvas import Phase
-from dinfer.step.contracts import StepShape
+from dinfer.step.shape import StepShape
 
 
 def recipe_of() -> Recipe:

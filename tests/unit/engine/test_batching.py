@@ -23,13 +23,16 @@ from support.matrix import (
 )
 from support.models import tiny_model, tiny_spec
 
+from dinfer.abilities.open_positions import OpenOnly
+from dinfer.abilities.reports import Reported
 from dinfer.engine.engine import Engine
 from dinfer.engine.request import Completion, NonFiniteLogits, Request, Update, Wants
 from dinfer.engine.row import Need
-from dinfer.engine.runner import SPARE, bucket, holds, stand_in
+from dinfer.engine.runner import SPARE, bucket, stand_in
 from dinfer.engine.scheduler.grouping import FREE, Group, free_positions, grouped, settling
 from dinfer.recipe.recipe import Recipe, compose
-from dinfer.step.contracts import Phase, StepShape
+from dinfer.step.contracts import Phase
+from dinfer.step.shape import KeysOnly, Sampled, StepShape
 from dinfer.step.spec import ExpertSpec
 
 POISON = 37
@@ -91,7 +94,7 @@ def test_large_batches_settle_finished_blocks_in_passes_of_their_own(
     monkeypatch.setattr("dinfer.engine.runner.denoise_step", watching(shapes))
     got = completions(engine_for(recipe, rows=4, settle=True), requests)
     assert [tokens_and_steps(c) for c in got] == [tokens_and_steps(c) for c in want]
-    assert any(shape.settles for shape in shapes)
+    assert any(shape.extra(KeysOnly) for shape in shapes)
     assert sum(c.counts.prefills for c in got) > sum(c.counts.prefills for c in want)
 
 
@@ -109,13 +112,14 @@ def test_the_head_runs_on_open_positions_alone(
     step = watching(shapes)
 
     def short(recipe: Recipe, state: object, shape: StepShape, slot_B: torch.Tensor) -> None:
-        room = max(shape.scored * 2 // 3, shape.blocks * shape.block) if shape.scored else 0
-        step(recipe, state, dataclasses.replace(shape, scored=room if late else shape.scored), slot_B)
+        if late and (extra := shape.extra(OpenOnly)) is not None:
+            shape = shape.adding(OpenOnly(max(extra.count * 2 // 3, shape.blocks * shape.block)))
+        step(recipe, state, shape, slot_B)
 
     monkeypatch.setattr("dinfer.engine.runner.denoise_step", short)
     got = completions(engine_for(recipe, rows=4), requests)
     assert [tokens_and_steps(c) for c in got] == [tokens_and_steps(c) for c in want]
-    assert any(shape.scored for shape in shapes)
+    assert any(shape.extra(OpenOnly) for shape in shapes)
 
 
 @pytest.mark.parametrize("block", [4, 8])
@@ -369,20 +373,26 @@ def test_graphs_are_few_with_little_padding_where_it_costs(width: int, padding: 
 
 
 def test_a_captured_shape_stands_in_where_it_does_the_same_and_hardly_more() -> None:
-    shape = StepShape(Phase.WINDOW, 16, 32, 1, 32, 8, scored=64)
-    more = ({"lanes": 24}, {"pages": 16}, {"width": 40}, {"scored": 0}, {"told": 1})
+    shape = StepShape(Phase.WINDOW, 16, 32, 1, 32, 8, (OpenOnly(64),))
+    more = ({"lanes": 24}, {"pages": 16}, {"width": 40}, {"extras": ()}, {"extras": (OpenOnly(64), Reported(1))})
     able = [dataclasses.replace(shape, **other) for other in more]
-    assert all(holds(other, shape) and not holds(shape, other) for other in able)
+    assert all(other.holds(shape) and not shape.holds(other) for other in able)
     unable = [
         dataclasses.replace(shape, **other)
-        for other in ({"lanes": 8, "width": 64}, {"scored": 32}, {"sampled": True}, {"phase": Phase.FULL}, {"told": 2})
+        for other in (
+            {"lanes": 8, "width": 64},
+            {"extras": (OpenOnly(32),)},
+            {"extras": (OpenOnly(64), Sampled())},
+            {"phase": Phase.FULL},
+            {"extras": (OpenOnly(64), Reported(2))},
+        )
     ]
-    assert not any(holds(other, shape) for other in unable)
+    assert not any(other.holds(shape) for other in unable)
     assert stand_in(shape, unable) == shape
     assert stand_in(shape, [able[0], able[2]]) == able[2]
     assert stand_in(shape, [dataclasses.replace(shape, lanes=int(16 * SPARE) + 1)]) == shape
-    narrow = dataclasses.replace(shape, settles=True)
-    assert not holds(dataclasses.replace(narrow, width=40), narrow), "wider rows would decode"
+    narrow = shape.adding(KeysOnly())
+    assert not dataclasses.replace(narrow, width=40).holds(narrow), "wider rows would decode"
 
 
 def test_a_batch_that_reads_more_weights_computes_more_for_the_same_time() -> None:

@@ -29,7 +29,7 @@ from dinfer.engine.scheduler.scheduler import Scheduler
 from dinfer.layers.linear import quantize
 from dinfer.pipeline import Pipeline
 from dinfer.recipe.recipe import Recipe, compose
-from dinfer.step.contracts import StepShape
+from dinfer.step.shape import StepShape
 from dinfer.step.state import BatchState
 
 BAD = 21  # the length of the request that something goes wrong with

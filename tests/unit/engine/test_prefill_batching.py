@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from support.matrix import BLOCK_CACHED, Combination, completions, engine_for, outcome, requests_for, watching
 
 from dinfer.engine.scheduler.prefill_batching import PrefillBatching
-from dinfer.step.contracts import Phase, StepShape
+from dinfer.step.contracts import Phase
+from dinfer.step.shape import StepShape
 
 FREE, PROMPT, WIDTH = 1800, 512, 32
 

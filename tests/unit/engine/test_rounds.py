@@ -22,13 +22,15 @@ from support.matrix import (
 )  # fmt: skip
 from support.models import tiny_model
 
+from dinfer.abilities.open_positions import OpenOnly
 from dinfer.engine.engine import Engine
 from dinfer.engine.reader import CanvasReader
 from dinfer.engine.request import Request
 from dinfer.engine.scheduler.grouping import alternating_pays
 from dinfer.engine.scheduler.scheduler import PATIENCE
 from dinfer.recipe.recipe import Recipe, compose
-from dinfer.step.contracts import BlockView, Decoder, Proposal, State, StepShape, TokenStats
+from dinfer.step.contracts import BlockView, Decoder, Proposal, State, TokenStats
+from dinfer.step.shape import KeysOnly, StepShape
 
 BLOCK = 8
 RECIPE = compose(
@@ -172,7 +174,7 @@ def test_rows_that_enter_a_block_and_others_take_steps_by_turns(
     engine = engine_for(recipe, rows=4, settle=True)
     got = completions(launched_ahead(engine) if ahead else engine, requests)
     assert [outcome(c) for c in got] == [outcome(c) for c in want]
-    assert not any(shape.settles for shape in shapes)
+    assert not any(shape.extra(KeysOnly) for shape in shapes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,8 +233,13 @@ def test_a_round_launched_ahead_scores_what_many_rows_most_likely_leave_open(mon
         monkeypatch.setattr("dinfer.engine.runner.denoise_step", watching(shapes))
         engine = launched_ahead(engine_for(recipe, rows=6, settle=True))
         assert [completion.canvas for completion in completions(engine, requests)] == want
-        scored.append(sum(shape.scored or shape.lanes * BLOCK for shape in shapes))  # 0: all
+        scored.append(sum(computed(shape) for shape in shapes))
     assert scored[1] < scored[0]
+
+
+def computed(shape: StepShape) -> int:
+    """Positions that get logits."""
+    return shape.lanes * BLOCK if (extra := shape.extra(OpenOnly)) is None else extra.count
 
 
 def test_a_row_that_settles_is_not_expected_to_enter_its_block_once_more(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,10 +84,9 @@ def some_canvas(blocks: int = 1) -> Canvas:
 
 def some_lanes(made: Canvas, length: int, blocks: int = 1) -> RowCursors:
     lanes = made.lanes(torch.tensor([3, 0, SLOTS], device=DEVICE), Phase.WINDOW)
-    lanes.start_B = number(CAPACITY - blocks * length, LANES)
-    lanes.end_B = lanes.start_B + number(blocks * length + 1, LANES, low=1)
-    lanes.stops_B = number(2, LANES)
-    return lanes
+    start_B = number(CAPACITY - blocks * length, LANES)
+    end_B = start_B + number(blocks * length + 1, LANES, low=1)
+    return replace(lanes, start_B=start_B, end_B=end_B, stops_B=number(2, LANES))
 
 
 @pytest.mark.parametrize("blocks", [1, 3])
@@ -104,9 +103,9 @@ def test_lanes_are_gathered_and_finished(monkeypatch: pytest.MonkeyPatch, blocks
         mine = replace(made, cursors_NC=made.cursors_NC.clone())
         lanes = mine.lanes(slot_B, Phase.FULL)
         seen = [getattr(lanes, f.name) for f in fields(lanes)]
-        lanes.live_B = torch.tensor([True, False, True, False, True], device=DEVICE)
-        lanes.start_B, lanes.end_B, lanes.block_B, lanes.kept_B = moved
-        lanes.quota_BK = quota_BK
+        live_B = torch.tensor([True, False, True, False, True], device=DEVICE)
+        there = dict(zip(("start_B", "end_B", "block_B", "kept_B"), moved, strict=True))
+        lanes = replace(lanes, live_B=live_B, quota_BK=quota_BK, **there)
         mine.finish(
             lanes, gained_B=gained_B, entered_BK=entered_BK, left_B=left_B, done_B=done_B, broken_B=broken_B,
             stale_B=stale_B if stale is None else stale, refreshed=stale is True, hit=stale is None,
@@ -239,14 +238,14 @@ def test_commit(monkeypatch: pytest.MonkeyPatch, blocks: int, edits: bool, masks
         dtype = torch.float64 if trial % 5 == 4 else torch.float32
         made = some_canvas(blocks)
         lanes = some_lanes(made, length, blocks)
-        lanes.live_B = torch.tensor([True, trial % 4 > 0, False], device=DEVICE)
+        lanes = replace(lanes, live_B=torch.tensor([True, trial % 4 > 0, False], device=DEVICE))
         pos_RL, tokens_RL, masked_RL, given_RL, quota_R = canvas.active_rows(
             made.tokens_NS, made.status_NS, lanes.slot_B, lanes.start_B, lanes.end_B, lanes.step_BK, lanes.quota_BK,
             block=length, open_status=int(Status.OPEN), given_status=int(Status.GIVEN),
         )  # fmt: skip
         view = BlockView(
-            pos_RL, tokens_RL, masked_RL, given_RL, quota_R, quota_R, None,
-            chance(rows, p=0.7) if trial // 3 % 2 else None, quota_R, quota_R, quota_R, quota_R, {},
+            pos_RL, tokens_RL, masked_RL, given_RL, quota_R, quota_R, quota_R, quota_R, quota_R, quota_R, {},
+            must_progress_R=chance(rows, p=0.7) if trial // 3 % 2 else None, edits=edits,
         )  # fmt: skip
         stats = some_stats(*shape, dtype, drawn=drawn, broken=0.02)
         proposal = Proposal(
@@ -260,7 +259,7 @@ def test_commit(monkeypatch: pytest.MonkeyPatch, blocks: int, edits: bool, masks
         spec = scripted_spec(mask_id=MASK if masks else None)
         blank_RL = MASK if masks else number(VOCAB, *shape)
 
-        same(*both(monkeypatch, partial(committed, made, lanes, view, stats, proposal, spec, blank_RL, edits)))
+        same(*both(monkeypatch, partial(committed, made, lanes, view, stats, proposal, spec, blank_RL)))
 
 
 def committed(made: Canvas, *rest: Any) -> list[Tensor]:

@@ -16,7 +16,7 @@ from support.graphs import Device
 from support.models import tiny_model
 from support.thread_ranks import ThreadRanks
 
-from dinfer.abilities.reports import Told
+from dinfer.abilities.reports import Level, Reported
 from dinfer.engine.room import Room
 from dinfer.engine.runner import WORTH
 from dinfer.engine.runtime import Runtime
@@ -25,7 +25,7 @@ from dinfer.parallel.leader_worker import LeadingWorker, shape_of
 from dinfer.parallel.split import Rank
 from dinfer.recipe.recipe import Recipe, compose
 from dinfer.step.canvas import Phase
-from dinfer.step.contracts import StepShape
+from dinfer.step.shape import StepShape
 
 BLOCK = 8
 
@@ -52,7 +52,7 @@ class Ranks:
         assert name == "launch"
         shape, slots, run = json.loads(json.dumps(given))[1:]
         self._device.rank = 1
-        self.worker.launch(shape_of(tuple(shape)), slots, shape_of(tuple(run)))
+        self.worker.launch(shape_of(shape), slots, shape_of(run))
         self._device.rank = 0
 
 
@@ -66,13 +66,13 @@ def test_a_graph_stands_in_on_all_ranks_alike(short: int | None, monkeypatch: py
     ranks: Any = Ranks(recipe, runtime, device)
     worker = LeadingWorker(recipe, runtime, ranks, recipe)
     worker.open(Room(slots=4, length=64, block=BLOCK, branches=1, pages=16))
-    drafts = StepShape(Phase.WINDOW, 3, BLOCK, 1, BLOCK, 4, told=Told.DRAFTS)
-    text = replace(drafts, told=Told.NOTHING)
+    drafts = StepShape(Phase.WINDOW, 3, BLOCK, 1, BLOCK, 4, (Reported(Level.DRAFTS),))
+    text = replace(drafts, extras=())
     for shape in (drafts, drafts, drafts, text, text, text):
         worker.launch(shape, [0, 1, 2])
     assert device.ran[0] == device.ran[1], "each would wait for a sum that the other does not compute"
     assert worker.runner.captured == (short != 0)
-    assert device.ran[0][-1].told == (Told.NOTHING if short == 0 else Told.DRAFTS)
+    assert device.ran[0][-1].extras == (text if short == 0 else drafts).extras
 
 
 @pytest.mark.parametrize(("seconds", "stands_in", "short"), [(0.6, 7, None), (0.0, WORTH, None), (0.6, 7, 0)])

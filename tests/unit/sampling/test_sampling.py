@@ -20,6 +20,7 @@ from dinfer.kernels.nucleus import nucleus
 from dinfer.kernels.random import uniform
 from dinfer.recipe.recipe import IncompatibleRecipe, Recipe, compose
 from dinfer.recipe.registry import SAMPLINGS
+from dinfer.step.shape import Sampled
 from dinfer.step.stats import Columns
 
 PROMPT = [1, 2, 3, 4, 5]
@@ -128,14 +129,19 @@ def test_the_nucleus_is_that_of_a_stable_sort(seed: int, top_k: int, top_p: floa
         assert near or torch.equal(got, logits.masked_fill(~want, -torch.inf))
 
 
+def sorted_tokens(recipe: Recipe, options: dict[str, Any]) -> int:
+    """How many tokens the steps of such a request sort."""
+    return next((extra.top for extra in recipe.asks(recipe.resolve(options)) if isinstance(extra, Sampled)), 0)
+
+
 def test_no_vocabulary_is_sorted_that_need_not_be() -> None:
     recipe = recipe_for()
     for options, most in (({}, 0), ({"top_k": 3}, 3), ({"top_p": 0.5}, VOCAB), ({"top_k": 3, "top_p": 0.5}, 3),
                           ({"top_k": 10**6}, VOCAB)):  # fmt: skip
-        assert recipe.top_candidates(recipe.resolve(options | {"temperature": 1.0})) == most
-        assert recipe.top_candidates(recipe.resolve(options)) == 0  # the most likely token is among them
-    assert recipe.top_candidates(recipe.resolve({"temperature": 1.0, "top_k": 1})) == 0
-    assert recipe_for("tempered").top_candidates(recipe.resolve({"top_k": 3})) == 3
+        assert sorted_tokens(recipe, options | {"temperature": 1.0}) == most
+        assert sorted_tokens(recipe, options) == 0  # the most likely token is among them
+    assert sorted_tokens(recipe, {"temperature": 1.0, "top_k": 1}) == 0
+    assert sorted_tokens(recipe_for("tempered"), {"top_k": 3}) == 3
 
 
 def test_the_nucleus_by_hand() -> None:
@@ -380,4 +386,4 @@ def test_defaults_need_no_sampled_step(given: dict[str, Any], sampled: bool) -> 
     engine = engine_for(recipe)
     shapes = observed(engine)
     completions(engine, [Request(PROMPT, 9, recipe.resolve(given))])
-    assert {shape.sampled for shape in shapes} == {sampled} and not any(shape.guided for shape in shapes)
+    assert {shape.extras for shape in shapes} == {(Sampled(),) if sampled else ()}

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from support.matrix import SAMPLE, Combination, completions, engine_for, observed, outcome, requests_for
 from support.models import tiny_model
 
-import dinfer.step.window
 from benchmarks.shapes import shape
+from dinfer.abilities import read_positions
+from dinfer.abilities.read_positions import ReadPositions
 from dinfer.engine.request import Request
 from dinfer.recipe.recipe import compose
 from dinfer.recipe.registry import CACHES, ITERATIONS
 from dinfer.step.canvas import Phase
-from dinfer.step.contracts import StepShape
-from dinfer.step.window import Window, places_read
+from dinfer.step.shape import StepShape
 
 BLOCK, PROMPT, NEW = 8, list(range(1, 22)), 16
 
@@ -38,14 +38,14 @@ def one_of_each() -> list[Combination]:
 def test_tokens_do_not_depend_on_it(combination: Combination, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, found = combination.recipe(), []
     for fewest in (1, sys.maxsize):
-        monkeypatch.setattr(dinfer.step.window, "FEWEST", fewest)
+        monkeypatch.setattr(read_positions, "FEWEST", fewest)
         found.append([outcome(c) for c in completions(engine_for(recipe, rows=3), requests_for(recipe))])
     assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(("variant", "cache"), [("bidirectional", "dual"), ("shifted", "none"), ("causal", "block")])
 def test_the_last_layer_computes_what_is_read(variant: str, cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dinfer.step.window, "FEWEST", 2)  # logits of the next token are one place to the left
+    monkeypatch.setattr(read_positions, "FEWEST", 2)  # logits of the next token are one place to the left
     model = tiny_model(variant)
     rows: list[list[int]] = [[] for _ in model.blocks]
     for own, block in zip(rows, model.blocks, strict=True):
@@ -65,9 +65,12 @@ def test_the_last_layer_computes_what_is_read(variant: str, cache: str, monkeypa
 def test_experts_that_a_block_shares_see_all_its_tokens() -> None:
     _, spec = shape("small-llada2")
     assert spec.experts is not None
-    wide, place_BW = StepShape(Phase.WINDOW, 4, 64, 1, 32, 2), torch.zeros(4, 64, dtype=torch.int64)
-    computed = Window(place_BW, place_BW, torch.ones(4, dtype=torch.bool), place_BW[:, :32])
+    wide = StepShape(Phase.WINDOW, 4, 64, 1, 32, 2)
     for capacity in (None, 4):
         shared = replace(spec, experts=replace(spec.experts, capacity=capacity))
-        read_BX = places_read(CACHES.build("block"), ITERATIONS.build("block_diffusion"), shared, wide, computed)
-        assert (read_BX is None) == (capacity is not None)
+        parts: Any = SimpleNamespace(
+            model=SimpleNamespace(spec=shared),
+            cache=CACHES.build("block"),
+            iteration=ITERATIONS.build("block_diffusion"),
+        )
+        assert (ReadPositions.of(parts, wide) is None) == (capacity is not None)

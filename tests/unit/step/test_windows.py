@@ -19,7 +19,8 @@ from dinfer.pipeline import Pipeline
 from dinfer.recipe.recipe import IncompatibleRecipe, compose
 from dinfer.recipe.registry import CACHES, options_of
 from dinfer.step.canvas import Canvas, Cursors, Phase
-from dinfer.step.contracts import CachePolicy, ModelSpec, StepShape
+from dinfer.step.contracts import CachePolicy, ModelSpec
+from dinfer.step.shape import StepShape
 from dinfer.step.state import StatePool
 from dinfer.step.window import Window, window
 

@@ -1,0 +1,45 @@
+"""Decoders that rewrite or lengthen what is decoded, and iterations that ask a decoder for more or less."""
+
+from dataclasses import replace
+from typing import Self
+
+from dinfer.kernels.rows import rows_of
+from dinfer.step.ability import Ability, Decision, Step
+from dinfer.step.canvas import BlockView, RowCursors
+from dinfer.step.contracts import Iteration, Parts
+from dinfer.step.shape import StepShape
+
+
+class Editing(Ability):
+    """Lets a decoder rewrite what is decoded."""
+
+    @classmethod
+    def of(cls, recipe: Parts, shape: StepShape) -> Self | None:
+        return cls() if recipe.decoder.edits else None
+
+    def view(self, step: Step, lanes: RowCursors, view: BlockView) -> BlockView:
+        return replace(view, edits=True)
+
+    def moved(self, step: Step, made: Decision) -> None:
+        if made.proposal.length_R is not None:
+            step.lanes = step.state.canvas.resize(step.lanes, made.proposal.length_R)
+
+
+class Pacing(Ability):
+    """Tells a decoder what the iteration asks for: a least confidence, and which blocks must progress."""
+
+    @classmethod
+    def of(cls, recipe: Parts, shape: StepShape) -> Self | None:
+        kind = type(recipe.iteration)
+        plain = kind.floor is Iteration.floor and kind.must_progress is Iteration.must_progress
+        return None if plain else cls()
+
+    def view(self, step: Step, lanes: RowCursors, view: BlockView) -> BlockView:
+        iteration, blocks = step.recipe.iteration, step.shape.blocks
+        floor_B = iteration.floor(lanes)
+        must_BK = iteration.must_progress(lanes, view.masked_RL.view(-1, blocks, step.shape.block))
+        return replace(
+            view,
+            floor_R=None if floor_B is None else rows_of(floor_B, blocks),
+            must_progress_R=None if must_BK is None else must_BK.flatten(),
+        )

@@ -1,0 +1,21 @@
+"""The abilities that a step asks, in the order in which it asks them."""
+
+from dinfer.abilities.branches import Branched
+from dinfer.abilities.candidates import Speculation
+from dinfer.abilities.encoder import Encoder
+from dinfer.abilities.feeding import Feeding
+from dinfer.abilities.following import Following
+from dinfer.abilities.guidance import Guidance
+from dinfer.abilities.keys_only import KeyPasses
+from dinfer.abilities.open_positions import OpenPositions
+from dinfer.abilities.pacing import Editing, Pacing
+from dinfer.abilities.read_positions import ReadPositions
+from dinfer.abilities.reports import Reporting
+from dinfer.abilities.verification import Verification
+from dinfer.abilities.watching import Watching
+from dinfer.step.ability import Ability
+
+ABILITIES: tuple[type[Ability], ...] = (
+    Encoder, Branched, Speculation, Following, Feeding, Watching, Guidance, KeyPasses, ReadPositions, OpenPositions,
+    Editing, Pacing, Verification, Reporting,
+)  # fmt: skip

@@ -1,0 +1,90 @@
+"""From hidden states to what a decoder knows: logits, what is offered, draws and statistics."""
+
+from torch import Tensor
+
+from dinfer.kernels.rows import rows_of, take
+from dinfer.kernels.token_stats import token_stats
+from dinfer.step.ability import Decision, Known, Step
+from dinfer.step.canvas import BlockView, Phase, RowCursors
+from dinfer.step.contracts import State
+from dinfer.step.model import Model, OwnLogits
+from dinfer.step.shape import Sampled
+from dinfer.step.stats import Columns, Draw, TokenStats
+
+
+def own_columns(step: Step) -> Columns:
+    """Which tokens' logits a rank needs: all, or its own alone, where only statistics and a draw by parts read them."""
+    recipe, vocab, sampled = step.recipe, step.recipe.model.spec.vocab, step.shape.extra(Sampled)
+    own = recipe.ranks.columns(vocab)
+    reads = recipe.decoder.reads_logits or any(ability.whole_logits for ability in step.abilities)
+    # As many candidates as a rank has tokens are no fewer numbers than the logits.
+    draws = sampled is not None and (not recipe.sampling.by_parts or sampled.top >= own.most)
+    return Columns(0, vocab, vocab) if reads or draws else own
+
+
+def logits_of(step: Step, known: Known) -> Tensor:
+    """The logits of the active blocks. [R, L, V]"""
+    if known.logits_RLV is not None:
+        return known.logits_RLV
+    assert known.run is not None, "a decision goes by a forward or by logits"
+    return read_logits(step, known.run.model, take(known.run.h_BWD, known.run.logits_RL))
+
+
+def read_logits(step: Step, model: Model, h_RLD: Tensor) -> Tensor:
+    """The logits of `own_columns`. `model`: of this step. [R, L, V]"""
+    if own_columns(step).all_gather is None or not isinstance(model, OwnLogits):
+        return model.logits(h_RLD)
+    return model.own_logits(h_RLD)
+
+
+def scored(step: Step, made: Decision, logits_RLV: Tensor) -> TokenStats:
+    """The statistics of the logits of the active blocks."""
+    for ability in step.abilities:
+        ability.read(step, made, logits_RLV)
+    stats, made.adjusted_RLV = proposed_tokens(step, step.lanes, made.view, logits_RLV, made.decoder_state)
+    return stats
+
+
+def proposed_tokens(
+    step: Step, lanes: RowCursors, view: BlockView, logits_RLV: Tensor, decoder_state: State
+) -> tuple[TokenStats, Tensor]:
+    """A token for each position of the blocks, drawn if some row asks for it, and what its probability is.
+
+    And the logits, as they were adjusted. The given ones may be changed.
+    """
+    recipe, shape, columns = step.recipe, step.shape, own_columns(step)
+    decoder, sampling, spec, sampled = recipe.decoder, recipe.sampling, recipe.model.spec, shape.extra(Sampled)
+    draw, options = None, {}
+    if sampled is not None:
+        options = step.state.options(recipe, lanes.slot_B, "sampling", shape.blocks)
+        logits_RLV = sampling.adjust(logits_RLV, view, options, spec, columns)
+    if decoder.reads_logits and shape.phase != Phase.VERIFY:
+        logits_RLV = decoder.adjust(logits_RLV, view, decoder_state)
+    logits_RLV = offered(step, logits_RLV)
+    for ability in step.abilities:
+        logits_RLV = ability.allow(step, view, logits_RLV)
+    if sampled is not None:
+        count_BV = columns.part(step.state.canvas.counts(lanes.slot_B, spec.vocab, spec.mask_id))
+        draw = sampling.draw(logits_RLV, rows_of(count_BV, shape.blocks), view, options, spec, sampled.top, columns)
+    wanted_RL, drawn_RL = (~view.given_RL, view.masked_RL) if view.edits else (view.masked_RL, None)
+    return statistics(step, logits_RLV, wanted_RL, draw, drawn_RL), logits_RLV
+
+
+def offered(step: Step, logits_RLV: Tensor) -> Tensor:
+    """The logits, in place without the tokens that the decoder does not take."""
+    spec, decoder = step.recipe.model.spec, step.recipe.decoder
+    masks = (spec.mask_id,) if decoder.suppress_mask and spec.mask_id is not None else ()
+    own_columns(step).fill(logits_RLV, *masks, *(() if decoder.moves else spec.moving_ids))
+    return logits_RLV
+
+
+def statistics(
+    step: Step, logits_RLV: Tensor, wanted_RL: Tensor, draw: Draw | None = None, drawn_RL: Tensor | None = None
+) -> TokenStats:
+    """What the decoder needs to know of the logits. `drawn_RL`: where tokens are drawn; None: wherever any are."""
+    decoder, needs = step.recipe.decoder, (*step.recipe.decoder.needs, *step.recipe.iteration.needs)
+    return token_stats(
+        logits_RLV, step.recipe.model.spec.mask_id, decoder.softmax_dtype, entropy="entropy" in needs,
+        margin="margin" in needs, best="best" in needs, draw=draw, wanted_RL=wanted_RL, columns=own_columns(step),
+        drawn_RL=drawn_RL,
+    )  # fmt: skip
