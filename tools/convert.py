@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_args
@@ -27,15 +27,15 @@ from torch import Tensor
 
 from dinfer.layers.formats.format import Format
 from dinfer.layers.linear import format_of, formatted
-from dinfer.loading.checkpoint import place_of
 from dinfer.loading.files import CheckpointError, read_object, refuse
 from dinfer.loading.hub import GGUF, locate
 from dinfer.loading.packed import FIELD
 from dinfer.loading.plan import family_of, layout, read_config, read_spec
-from dinfer.loading.safetensors_io import FLOATS, Stored, mismatches, read, stored
-from dinfer.parallel.split import Placement
+from dinfer.loading.safetensors_io import mismatches, stored
 from dinfer.recipe.registry import MODELS, options_of
 from dinfer.step.spec import ExpertLayout
+from tools import to_gguf
+from tools.layouts import regrouped
 
 SHARD = 5 * 10**9  # bytes
 COPIED = ("*.json", "*.jinja", "*.txt", "*.model")
@@ -100,36 +100,6 @@ def whole(target: Path) -> Iterator[None]:
         raise
 
 
-def regrouped(
-    tensors: Mapping[str, Stored], have: Mapping[str, Placement], want: Mapping[str, Placement]
-) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of the wanted layout, in the order of `order`. Raises CheckpointError for experts of mixed dtypes."""
-    yield from read(tensors, [name for name in tensors if name in want])
-    for parameter in remade(have, want):
-        own = [name for name in sorted(have) if have[name].parameter == parameter]
-        if len(dtypes := {tensors[name].dtype for name in own}) > 1:
-            raise CheckpointError(f"the experts for {parameter} are of different dtypes, {', '.join(sorted(dtypes))}")
-        size = sum(torch.Size(tensors[name].shape).numel() for name in own)
-        flat, first = torch.empty(size, dtype=FLOATS[tensors[own[0]].dtype]), have[own[0]]
-        whole = {parameter: flat.view(first.experts, -1, first.shape[-1])}
-        for name, tensor in read(tensors, own):
-            place_of(whole, have[name]).copy_(tensor)
-        yield from (
-            (name, place_of(whole, place).clone()) for name, place in want.items() if place.parameter == parameter
-        )
-
-
-def remade(have: Mapping[str, Placement], want: Mapping[str, Placement]) -> list[str]:
-    """The parameters that the two layouts divide differently."""
-    return [*dict.fromkeys(place.parameter for name, place in have.items() if name not in want)]
-
-
-def order(tensors: Mapping[str, Stored], have: Mapping[str, Placement], want: Mapping[str, Placement]) -> list[str]:
-    """The names of the tensors of `regrouped`; those that both layouts have come first."""
-    new = (name for one in remade(have, want) for name, place in want.items() if place.parameter == one)
-    return [*(name for name in tensors if name in want), *new]
-
-
 def rounded(
     tensors: Iterator[tuple[str, Tensor]], names: Collection[str], format: Format
 ) -> Iterator[tuple[str, Tensor]]:
@@ -177,7 +147,6 @@ def write(target: Path, tensors: Iterator[tuple[str, Tensor]], shard: int) -> No
 
 
 def main() -> None:
-    from tools import to_gguf  # it imports this module
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", metavar="IN")

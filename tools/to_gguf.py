@@ -24,7 +24,7 @@ from dinfer.parallel.split import Placement
 from dinfer.pipeline.tokenizer import read_tokenizer
 from dinfer.recipe.registry import MODELS
 from dinfer.step.spec import ModelSpec
-from tools.convert import order, regrouped
+from tools.layouts import order, regrouped
 
 NAMES = {"llada": "llada", "llada_moe": "llada-moe", "dream": "dream", "rnd1": "rnd1"}
 """llama.cpp's architectures, by family."""

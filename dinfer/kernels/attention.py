@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dinfer.kernels.cpu import float as native
-from dinfer.kernels.dispatch import use_triton
+from dinfer.kernels.dispatch import native, use_triton
 from dinfer.kernels.types import FLOAT8, Grouped, Inputs
 
 PIECE = 128  # queries whose attention over all keys `attention_received` holds at once
@@ -97,13 +96,9 @@ def paged_attention(
             return hopper_attention.paged_attention(q_BWHE, k_PTGE, v_PTGE, pages_BP, *interval_BW)
         return attention.paged_attention(q_BWHE, k_PTGE, v_PTGE, pages_BP, *interval_BW, own_BW, takes=takes)
     size = q_BWHE.shape[-1]
-    if (
-        own_BW is None
-        and size % native.TILE == 0
-        and size <= native.WIDEST
-        and native.able("attention", q_BWHE, k_PTGE)
-    ):
-        return native.attention(q_BWHE, k_PTGE, v_PTGE, pages_BP, *interval_BW)
+    kernels = native("attention", q_BWHE, k_PTGE)
+    if kernels is not None and own_BW is None and size % kernels.TILE == 0 and size <= kernels.WIDEST:
+        return kernels.attention(q_BWHE, k_PTGE, v_PTGE, pages_BP, *interval_BW)
     lanes, found = pages_BP.shape[0], neighbours(pages_BP)
     k_BSGE, v_BSGE = (
         (taken(pool, pages_BP) if found is None else pool[found]).view(lanes, -1, *pool.shape[2:]).to(q_BWHE.dtype)

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dinfer.kernels.cpu.linear import Part, native_linear, use_native
 from dinfer.kernels.deferred import close
+from dinfer.kernels.dispatch import use_native
 from dinfer.kernels.moe import ExpertWeight
-from dinfer.kernels.types import Deferred
+from dinfer.kernels.types import Deferred, Part
 
 Dequantise = Callable[[str, Tensor], Tensor]
 """Takes the type of blocks and rows of them, uint8 [..., B]. Returns their values, float32 [..., K]."""
@@ -27,8 +27,12 @@ def widened(parts: Sequence[Part], dequantise: Dequantise) -> Tensor:
 
 def blocks_linear(x: Tensor, parts: Sequence[Part], dequantise: Dequantise, bias_O: Tensor | None = None) -> Tensor:
     """x times the transpose of the weight that the parts form. [..., K] -> [..., O]"""
-    native = use_native(x, "packed")
-    out = native_linear(x, parts) if native else F.linear(x.float(), widened(parts, dequantise))
+    if use_native(x, "packed"):
+        from dinfer.kernels.cpu.linear import native_linear
+
+        out = native_linear(x, parts)
+    else:
+        out = F.linear(x.float(), widened(parts, dequantise))
     return (out if bias_O is None else out + bias_O).to(x.dtype)
 
 

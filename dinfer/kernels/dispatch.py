@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cache, wraps
+from importlib.util import find_spec
 from typing import Any, ClassVar, Literal, ParamSpec, TypeVar, cast, get_args
 
 import torch
@@ -74,10 +75,67 @@ def use_triton(tensor: Tensor, group: Group, head_dim: int = 16) -> bool:
     if torch.compiler.is_compiling():
         return False
     able = 16 <= head_dim <= WIDEST_HEAD and head_dim & (head_dim - 1) == 0
-    wanted = group not in groups_off(os.environ.get(VARIABLE, "triton")) and card(tensor.device) is not None
-    if wanted and not able:
+    asked = wanted(group) and card(tensor.device) is not None and has_triton()
+    if asked and not able:
         _tell(head_dim)
-    return wanted and able and tensor.dtype != torch.float64 and not torch.is_grad_enabled()
+    return asked and able and tensor.dtype != torch.float64 and not torch.is_grad_enabled()
+
+
+def wanted(group: Group) -> bool:
+    """Whether `DINFER_KERNELS` leaves kernels of this group on."""
+    return group not in groups_off(os.environ.get(VARIABLE, "triton"))
+
+
+@cache
+def has_triton() -> bool:
+    """Whether `dinfer.kernels.triton` is there, which is optional."""
+    try:
+        return find_spec("dinfer.kernels.triton") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+@cache
+def in_c() -> Any | None:
+    """The kernels in C for CPUs; None without `dinfer.kernels.cpu`, which is optional."""
+    try:
+        from dinfer.kernels.cpu import float as kernels
+    except ModuleNotFoundError:
+        return None
+    return kernels
+
+
+def native(group: Group, *tensors: Tensor | None) -> Any | None:
+    """`dinfer.kernels.cpu.float`, if these tensors are float32 on a CPU that has the kernels, without gradients.
+
+    `DINFER_KERNELS` turns them off, by group.
+    """
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return None
+    plain = all(x is None or (x.device.type == "cpu" and x.dtype == torch.float32) for x in tensors)
+    return in_c() if plain and compiled(group) else None
+
+
+def use_native(x: Tensor, group: Group) -> bool:
+    """Whether `dinfer.kernels.cpu.linear` takes these inputs, for weights in 8 or fewer bits."""
+    able = x.device.type == "cpu" and x.dtype != torch.float64 and x.shape[-1] % 32 == 0 and x.numel() > 0
+    return able and not x.requires_grad and compiled(group)
+
+
+def compiled(group: Group) -> bool:
+    """Whether kernels in C of this group are wanted, and this CPU and system have them."""
+    return wanted(group) and has_native()
+
+
+def has_native() -> bool:
+    """Whether this CPU and system have the kernels in C."""
+    return (kernels := in_c()) is not None and kernels.library() is not None
+
+
+def prepare_native(device: torch.device) -> None:
+    """Starts to compile the kernels in C if `device` is a CPU, while a model loads, so that no request waits for it."""
+    if device.type == "cpu" and wanted("linear") and (kernels := in_c()) is not None:
+        kernels.begin()
 
 
 @cache

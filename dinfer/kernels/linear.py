@@ -7,11 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dinfer.kernels.cpu import float as native
-from dinfer.kernels.cpu.linear import Part, native_linear, use_native
 from dinfer.kernels.deferred import close, held, rows, widened
-from dinfer.kernels.dispatch import on_hopper, use_triton
-from dinfer.kernels.types import FLOAT8, LARGEST, Deferred, Parts, Rounded
+from dinfer.kernels.dispatch import native, on_hopper, use_native, use_triton
+from dinfer.kernels.types import FLOAT8, LARGEST, Deferred, Part, Parts, Rounded
 
 BLOCK = 1 << 19  # values of a weight that are widened at a time
 FEW = 32  # rows up to which the kernel is faster than cuBLAS
@@ -61,8 +59,8 @@ def linear(x: Deferred, weight_OK: Tensor, bias_O: Tensor | None = None, *, part
     x = close(x)
     most = MOST if parts and len(weight_OK) <= SMALL else MORE
     if not ((few(x) or (few(x, most) and on_hopper(x))) and use_triton(x, "linear")):
-        if native.able_linear(x, weight_OK):
-            out = native.linear(x, weight_OK)
+        if (kernels := native("linear", x, weight_OK)) is not None and kernels.faster(x):
+            out = kernels.linear(x, weight_OK)
             return out if bias_O is None else out + bias_O
         return widened_linear(x, weight_OK, bias_O) if slow(x) else F.linear(x, weight_OK, bias_O)
     from dinfer.kernels.triton.linear import linear as kernel
@@ -107,6 +105,8 @@ def scaled_linear(x: Deferred, weight_OK: Tensor, scale_O: Tensor, bias_O: Tenso
 
         return close(kernel(x, weight_OK, bias_O, scale_O))
     if isinstance(x, Tensor) and weight_OK.dtype == torch.int8 and use_native(x, "linear"):
+        from dinfer.kernels.cpu.linear import native_linear
+
         out = native_linear(x, [Part("int8", weight_OK, scale_O[:, None])])
     else:
         out = F.linear(widened(x), weight_OK.to(torch.float32)) * scale_O

@@ -14,12 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dinfer.kernels.cpu.linear import Part, native_linear, use_native
 from dinfer.kernels.deferred import close, held, rows, rows_of, to_add, widened
-from dinfer.kernels.dispatch import use_triton
+from dinfer.kernels.dispatch import use_native, use_triton
 from dinfer.kernels.linear import few, linear, round_rows, rounded, scaled_linear
 from dinfer.kernels.norm import geglu, swiglu
-from dinfer.kernels.types import Dealt, Deferred, Inputs, Matrices, Parts, Plan, Rounded
+from dinfer.kernels.types import Dealt, Deferred, Inputs, Matrices, Part, Parts, Plan, Rounded
 
 TILE = 16
 DEFERRED = 8192  # tokens up to which the consumer adds up the outputs of their experts
@@ -265,6 +264,8 @@ def _mixed_rows(
 def _sorted_rows(x_PK: Tensor, weight: ExpertWeight, count_X: Tensor) -> Tensor:
     """Rows in the order of experts, `count_X` of each, times the experts' matrices. [P, K] -> [P, O]"""
     if (parts := weight.parts()) and use_native(x_PK, "experts"):
+        from dinfer.kernels.cpu.linear import native_linear
+
         return native_linear(x_PK, parts, count_X).to(x_PK.dtype)
     pieces = enumerate(x_PK.split(count_X.tolist()))
     return torch.cat([weight.one(piece, expert) for expert, piece in pieces if len(piece)])

@@ -4,9 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dinfer.kernels.cpu import float as native
 from dinfer.kernels.deferred import close, held, to_add
-from dinfer.kernels.dispatch import use_triton
+from dinfer.kernels.dispatch import native, use_triton
 from dinfer.kernels.linear import round_rows
 from dinfer.kernels.types import Deferred, InGroups, Inputs, Share
 from dinfer.parallel.symmetric import Exchange
@@ -50,8 +49,8 @@ def add_rms_norm(
         exchange, delta_BWD = _swap(x_BWD, delta_BWD)
         return kernel(x_BWD, to_add(delta_BWD), weight_D, eps, inputs, exchange)
     delta = None if delta_BWD is None else close(delta_BWD)
-    if native.able("norm", x_BWD, weight_D, delta):
-        x_BWD, normed_BWD = native.add_rms_norm(x_BWD, delta, weight_D, eps)
+    if (kernels := native("norm", x_BWD, weight_D, delta)) is not None:
+        x_BWD, normed_BWD = kernels.add_rms_norm(x_BWD, delta, weight_D, eps)
         return x_BWD, _as(normed_BWD, inputs)
     if delta is not None:
         x_BWD = x_BWD + delta.view_as(x_BWD)
@@ -73,8 +72,8 @@ def swiglu(gate_up_BWX: Deferred, inputs: Inputs = "plain") -> Deferred:
 
         return kernel(to_add(gate_up_BWX), inputs)
     gate_up_BWX = close(gate_up_BWX)
-    if native.able("gate", gate_up_BWX):
-        return _as(native.swiglu(gate_up_BWX), inputs)
+    if (kernels := native("gate", gate_up_BWX)) is not None:
+        return _as(kernels.swiglu(gate_up_BWX), inputs)
     gate, up = gate_up_BWX.chunk(2, -1)
     return _as(F.silu(gate) * up, inputs)
 

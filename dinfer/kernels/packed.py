@@ -15,14 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dinfer.kernels.cpu.linear import Part, native_linear, use_native
 from dinfer.kernels.deferred import close, held
-from dinfer.kernels.dispatch import multiplies_integers, use_triton
+from dinfer.kernels.dispatch import multiplies_integers, use_native, use_triton
 from dinfer.kernels.moe import ExpertWeight, Gate
-from dinfer.kernels.types import GROUPED_ROWS, Deferred, Grouped, InGroups, Inputs, Parts, Plan
+from dinfer.kernels.types import GROUPED_ROWS, TILE, Deferred, Grouped, InGroups, Inputs, Part, Parts, Plan
 
 GROUPS = (128, 64, 32)
-TILE = 64  # outputs of which the weights of a group are one piece of memory, for a GPU
 PIECE = 1 << 24  # values that are packed at a time, so that their float32 copies need little memory
 
 
@@ -102,6 +100,8 @@ def packed_linear(
     if not use_triton(held(x), "packed"):
         x = close(x)
         if use_native(x, "packed"):
+            from dinfer.kernels.cpu.linear import native_linear
+
             out = native_linear(x, [Part("int4", flat(values, scale_OG), scale_OG)])
         else:
             out = F.linear(x.float(), unpack(values, scale_OG))

@@ -8,9 +8,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from dinfer.kernels.cpu import float as native
 from dinfer.kernels.deferred import close, held, to_add
-from dinfer.kernels.dispatch import use_triton
+from dinfer.kernels.dispatch import native, use_triton
 from dinfer.kernels.norm import rms_norm
 from dinfer.kernels.types import FLOAT8, LARGEST, Deferred, HeadNorm, Inputs, Projections, Table
 
@@ -79,11 +78,9 @@ def rotate_and_store(x: Projections, k_YGE: Tensor, v_YGE: Tensor, write_X: Tens
 
         return kernel(x, k_YGE, v_YGE, write_X)
     norm = None if x.norm is None else (x.norm.weight_X, x.norm.eps)
-    if (
-        native.able("rotary", held(x.qkv_BWXE), k_YGE, *x.table, norm and norm[0])
-        and x.qkv_BWXE.shape[-1] <= native.WIDEST
-    ):
-        return native.rotate_and_store(close(x.qkv_BWXE), x.heads, *x.table, norm, k_YGE, v_YGE, write_X)
+    kernels = native("rotary", held(x.qkv_BWXE), k_YGE, *x.table, norm and norm[0])
+    if kernels is not None and x.qkv_BWXE.shape[-1] <= kernels.WIDEST:
+        return kernels.rotate_and_store(close(x.qkv_BWXE), x.heads, *x.table, norm, k_YGE, v_YGE, write_X)
     q_BWHE, k_BWGE, v_BWGE = queries_keys_values(x)
     put(k_YGE, write_X, k_BWGE.flatten(0, 1))
     put(v_YGE, write_X, v_BWGE.flatten(0, 1))

@@ -14,6 +14,24 @@ from dinfer.parallel.symmetric import Exchange
 
 FLOAT8 = torch.float8_e4m3fn
 LARGEST = {FLOAT8: 448, torch.int8: 127}
+TILE = 64  # outputs of which the weights of a group in 4 bits are one piece of memory, for a GPU
+
+
+class Part(NamedTuple):
+    """Some outputs of a weight, or of each of S weights, in one format.
+
+    `kind`: "int8", "int4" or the block type of a GGUF file. `values`: bytes [O, B] or [S, O, B], with outputs next to
+    each other. `scale`: [O, 1] for int8, [O, G] for int4, S in front of them for several weights. Blocks hold their own
+    scales.
+    """
+
+    kind: str
+    values: Tensor
+    scale: Tensor | None = None
+
+    @property
+    def outputs(self) -> int:
+        return self.values.shape[-2]
 
 
 class Parts(NamedTuple):

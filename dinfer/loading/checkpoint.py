@@ -46,7 +46,7 @@ def load_network(
     Raises CheckpointError, or ValueError for a format that the device cannot compute with.
     """
     import dinfer.startup.prepare as compilers
-    from dinfer.kernels.cpu.linear import prepare  # only here: networks are heavy to import
+    from dinfer.kernels.dispatch import prepare_native  # only here: networks are heavy to import
     from dinfer.layers import linear
 
     if alone := rank.ranks == 1:  # ranks that share a model compile a kernel at its first launch
@@ -55,7 +55,7 @@ def load_network(
     plan = LoadPlan.read(folder, family).verified()
     dtype = dtype or plan.dtype
     if dtype == torch.float32:
-        prepare(device)
+        prepare_native(device)
     on_cpu = alone and device.type == "cpu"
     formats = plan.formats(dtype, quantize, rank, blocks=on_cpu and folder.suffix == GGUF and quantize is None)
     for format in {type(format): format for name, format in formats.items() if name != TABLE}.values():

@@ -375,11 +375,11 @@ def blocks_of(
 
     These are matrices all of whose weights are blocks of some type. `changed`: weights that an adapter changes.
     """
-    from dinfer.kernels.cpu.linear import library  # only here: networks are heavy to import
+    from dinfer.kernels.dispatch import has_native  # only here: networks are heavy to import
     from dinfer.layers.formats.blocks import Blocks, Section
 
     sections: dict[str, list[tuple[int, Section]]] = {}
-    others = set() if library() is not None else {place.parameter for place in placements.values()}
+    others = set() if has_native() else {place.parameter for place in placements.values()}
     for name, place in placements.items():
         found = tensors[name]
         if found.dtype in BLOCKS and len(found.shape) > 1 and name not in changed and place.expert is None:

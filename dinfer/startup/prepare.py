@@ -8,7 +8,6 @@ from functools import cache
 
 import torch
 
-from dinfer.kernels import triton as kernels
 from dinfer.startup.patches import quick_switches
 
 
@@ -49,6 +48,8 @@ def _begin() -> tuple[Future[None], ...]:
 
 @quick_switches()
 def _import_kernels() -> None:
+    from dinfer.kernels import triton as kernels  # only here: these kernels are optional
+
     for module in pkgutil.iter_modules(kernels.__path__, f"{kernels.__name__}."):
         importlib.import_module(module.name)
 

@@ -1,6 +1,6 @@
 """Float32 on a CPU by `float.c`, which does in one pass what takes torch several.
 
-The functions do what their namesakes in `dinfer.kernels` do, for tensors that `able` accepts.
+The functions do what their namesakes in `dinfer.kernels` do, for tensors that `dispatch.native` accepts.
 Shape suffixes: R rows, K inputs, O outputs, B lanes, W queries, H query heads, G key heads, E head size.
 """
 
@@ -11,25 +11,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dinfer.kernels.cpu.linear import library, wanted
-from dinfer.kernels.dispatch import Group
+from dinfer.kernels.cpu.linear import begin as begin
+from dinfer.kernels.cpu.linear import library
 
 FEWEST = 8  # rows from which `linear` is faster than torch's
 TILE, WIDEST = 32, 256  # head sizes of `attention`: multiples of TILE up to WIDEST
 
 
-def able(group: Group, *tensors: Tensor | None) -> bool:
-    """Whether these tensors are float32 on a CPU that has the kernels. `DINFER_KERNELS` turns them off, by group."""
-    if torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return False
-    plain = all(x is None or (x.device.type == "cpu" and x.dtype == torch.float32) for x in tensors)
-    return plain and wanted(group) and library() is not None
-
-
-def able_linear(x: Tensor, weight_OK: Tensor) -> bool:
+def faster(x: Tensor) -> bool:
     """Whether `linear` takes these inputs, and is faster than torch."""
-    fits = x.shape[-1] % 16 == 0 and x.numel() >= FEWEST * x.shape[-1]
-    return fits and able("linear", x, weight_OK) and slow_blas()
+    return x.shape[-1] % 16 == 0 and x.numel() >= FEWEST * x.shape[-1] and slow_blas()
 
 
 @cache

@@ -22,17 +22,15 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dinfer.kernels.dispatch import VARIABLE, Group, groups_off
+from dinfer.kernels.types import Part
 
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("linear.c", "float.c", "blocks.h", "vectors.h"))
 FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC")
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
-STEP = 32  # widths are multiples of it
 KINDS = (
     "int8", "int4", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL",
 )  # fmt: skip
@@ -42,51 +40,20 @@ COMPILING = threading.Lock()
 log = logging.getLogger(__name__)
 
 
-class Part(NamedTuple):
-    """Some outputs of a weight, or of each of S weights, in one format.
-
-    `values`: bytes [O, B] or [S, O, B], with outputs next to each other. `scale`: [O, 1] for int8, [O, G] for int4, S
-    in front of them for several weights. Blocks hold their own scales.
-    """
-
-    kind: str
-    values: Tensor
-    scale: Tensor | None = None
-
-    @property
-    def outputs(self) -> int:
-        return self.values.shape[-2]
-
-    def fields(self, width: int) -> list[int]:
-        """The struct `Part` of `linear.c`."""
-        of_segment = self.values.stride(0) if self.values.dim() == 3 else 0
-        where = [KINDS.index(self.kind), self.outputs, self.values.data_ptr(), self.values.shape[-1], of_segment]
-        if self.scale is None:
-            return [*where, 0, 0, 0, 0, 0, 0]
-        *lead, by_output, by_group = self.scale.stride()
-        at = [self.scale.data_ptr(), SCALES.index(self.scale.dtype), by_output, by_group, *(lead or [0])]
-        return [*where, *at, width // self.scale.shape[-1]]
-
-
-def use_native(x: Tensor, group: Group) -> bool:
-    """Whether the compiled kernels take these inputs. `DINFER_KERNELS` turns them off, by group."""
-    able = x.device.type == "cpu" and x.dtype != torch.float64 and x.shape[-1] % STEP == 0 and x.numel() > 0
-    return able and not x.requires_grad and wanted(group) and library() is not None
-
-
-def wanted(group: Group) -> bool:
-    """Whether `DINFER_KERNELS` leaves kernels of this group on."""
-    return group not in groups_off(os.environ.get(VARIABLE, "triton"))
-
-
-def prepare(device: torch.device) -> None:
-    """Starts to compile the kernels if `device` is a CPU, while a model loads, so that no request waits for it."""
-    if device.type == "cpu" and wanted("linear"):
-        _begin()
+def fields(part: Part, width: int) -> list[int]:
+    """The struct `Part` of `linear.c`."""
+    of_segment = part.values.stride(0) if part.values.dim() == 3 else 0
+    where = [KINDS.index(part.kind), part.outputs, part.values.data_ptr(), part.values.shape[-1], of_segment]
+    if part.scale is None:
+        return [*where, 0, 0, 0, 0, 0, 0]
+    *lead, by_output, by_group = part.scale.stride()
+    at = [part.scale.data_ptr(), SCALES.index(part.scale.dtype), by_output, by_group, *(lead or [0])]
+    return [*where, *at, width // part.scale.shape[-1]]
 
 
 @cache
-def _begin() -> None:
+def begin() -> None:
+    """Starts to compile the kernels."""
     threading.Thread(target=library, name="dinfer-compile").start()
 
 
@@ -104,12 +71,12 @@ def native_linear(x: Tensor, parts: Sequence[Part], count_S: Tensor | None = Non
     first = [0]
     for rows in counts:
         first.append(first[-1] + rows)
-    fields = [field for part in parts for field in part.fields(x.shape[-1])]
+    structs = [one for part in parts for one in fields(part, x.shape[-1])]
     outputs = sum(part.outputs for part in parts)
     out = x.new_empty(*x.shape[:-1], outputs, dtype=torch.float32)
     failed = found.dinfer_linear(
         ctypes.c_void_p(rows_RK.data_ptr()), *map(ctypes.c_int64, rows_RK.shape),
-        (ctypes.c_int64 * len(first))(*first), ctypes.c_int64(len(counts)), (ctypes.c_int64 * len(fields))(*fields),
+        (ctypes.c_int64 * len(first))(*first), ctypes.c_int64(len(counts)), (ctypes.c_int64 * len(structs))(*structs),
         ctypes.c_int64(len(parts)), ctypes.c_void_p(out.data_ptr()), ctypes.c_int64(outputs),
         ctypes.c_int64(torch.get_num_threads()),
     )  # fmt: skip

@@ -13,13 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dinfer.kernels import packed
+from dinfer.kernels import types
 from dinfer.kernels.dispatch import card
 from dinfer.kernels.triton.groups import FEW, round_groups
 from dinfer.kernels.triton.launch import early, fetch, fetch_piece, follow, let_next, stages, wait
 from dinfer.kernels.types import Grouped, Parts
 
-TILE = tl.constexpr(packed.TILE)
+TILE = tl.constexpr(types.TILE)
 
 
 @triton.jit

@@ -7,11 +7,10 @@ import torch
 from torch import Tensor
 
 from dinfer.kernels.blocks import BlockExperts, Dequantise, blocks_linear, widened
-from dinfer.kernels.cpu.linear import Part, prepare
 from dinfer.kernels.deferred import close
-from dinfer.kernels.dispatch import untraced
+from dinfer.kernels.dispatch import prepare_native, untraced
 from dinfer.kernels.moe import ExpertWeight
-from dinfer.kernels.types import Deferred
+from dinfer.kernels.types import Deferred, Part
 from dinfer.layers.formats.format import Format, Weight
 
 
@@ -32,7 +31,7 @@ class Blocks(Format):
         self.sections, self.dequantise = tuple(sections), dequantise
 
     def check(self, device: torch.device, what: str) -> None:
-        prepare(device)
+        prepare_native(device)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Weight:
         size = sum(section.outputs * section.bytes for section in self.sections)

@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from dinfer.kernels.cpu.linear import prepare
-from dinfer.kernels.dispatch import multiplies_integers, untraced
+from dinfer.kernels.dispatch import multiplies_integers, prepare_native, untraced
 from dinfer.kernels.moe import ExpertWeight
 from dinfer.kernels.packed import PackedExperts, group_of, halves, inputs_of_group, pack, packed_linear, tiled
 from dinfer.kernels.types import Deferred, InGroups, Inputs
@@ -32,7 +31,7 @@ class Int4(Format):
         return pack(weight)
 
     def check(self, device: torch.device, what: str) -> None:
-        prepare(device)
+        prepare_native(device)
 
     def take(self, weight: Weight, at: tuple[slice, ...], values: Tensor, scale: Tensor) -> None:
         group = values.shape[-1] // scale.shape[-1]

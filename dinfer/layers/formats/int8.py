@@ -2,7 +2,7 @@
 
 import torch
 
-from dinfer.kernels.cpu.linear import prepare
+from dinfer.kernels.dispatch import prepare_native
 from dinfer.layers.formats.format import FORMATS, EightBits
 
 
@@ -13,4 +13,4 @@ class Int8(EightBits):
     values, stored = torch.int8, "I8"
 
     def check(self, device: torch.device, what: str) -> None:
-        prepare(device)
+        prepare_native(device)

@@ -15,16 +15,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from dinfer.kernels import packed
+from dinfer.kernels import dispatch, packed
 from dinfer.kernels.attention import paged_attention
 from dinfer.kernels.blocks import widened
 from dinfer.kernels.cpu import float as floats
 from dinfer.kernels.cpu import linear as native
-from dinfer.kernels.cpu.linear import Part
+from dinfer.kernels.dispatch import use_native
 from dinfer.kernels.linear import linear, round_rows, scaled_linear
 from dinfer.kernels.norm import add_rms_norm, swiglu
 from dinfer.kernels.rotary import projections, rotary_table, rotate_and_store
-from dinfer.kernels.types import HeadNorm
+from dinfer.kernels.types import HeadNorm, Part
 from dinfer.loading.gguf_file import dequantised
 
 SHAPES = [(2, 64, 7), (3, 128, 13), (4, 2048, 12), (9, 4160, 29)]  # rows, inputs, outputs: whole tiles and the rest
@@ -113,9 +113,9 @@ def test_float32(shape: tuple[int, int, int]) -> None:
 @pytest.mark.skipif(not floats.slow_blas(), reason="torch's own is as fast here")
 def test_where_float32_is_ours() -> None:
     x, weight, bias = torch.randn(13, 272), torch.randn(40, 272), torch.randn(40)
-    assert not floats.able_linear(x, weight), "training keeps to torch"
+    assert dispatch.native("linear", x, weight) is None, "training keeps to torch"
     with torch.no_grad():
-        assert floats.able_linear(x, weight) and not floats.able_linear(x[:2], weight)
+        assert dispatch.native("linear", x, weight) is floats and floats.faster(x) and not floats.faster(x[:2])
         assert torch.equal(linear(x, weight, bias), floats.linear(x, weight) + bias)
 
 
@@ -201,15 +201,15 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
 
 
 def test_what_the_kernels_do_not_take() -> None:
-    assert not native.use_native(torch.randn(2, 80), "linear")
-    assert not native.use_native(torch.randn(2, 64, dtype=torch.float64), "linear")
-    assert not native.use_native(torch.randn(0, 64), "linear")
-    assert native.use_native(torch.randn(2, 64), "linear")
+    assert not use_native(torch.randn(2, 80), "linear")
+    assert not use_native(torch.randn(2, 64, dtype=torch.float64), "linear")
+    assert not use_native(torch.randn(0, 64), "linear")
+    assert use_native(torch.randn(2, 64), "linear")
 
 
 def test_they_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DINFER_KERNELS", "triton,-packed")
-    assert native.use_native(torch.randn(2, 64), "linear") and not native.use_native(torch.randn(2, 64), "packed")
+    assert use_native(torch.randn(2, 64), "linear") and not use_native(torch.randn(2, 64), "packed")
 
 
 @pytest.fixture
