@@ -112,7 +112,7 @@ def test_the_component_pages_group_and_typeset_components_that_exist() -> None:
     assert all((RESULTS / f"{file}.json").is_file() for file in MEASURED.values())
 
 
-NAMED = re.compile(r"`((?:\w+/)*\w+\.(?:py|c|sh))`|`(dinfer(?:\.\w+){2,})")
+NAMED = re.compile(r"`((?:\w+/)*\w+\.(?:py|c|sh))`|(?:`|::: )(dinfer(?:\.\w+){2,})")
 OWN = {"NAME.py", "halo.py", "leftmost.py", "plain.py", "short_first.py"}  # which the tutorials have readers write
 PAGES = (
     ROOT / "README.md",
