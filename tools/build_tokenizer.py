@@ -17,12 +17,15 @@ from dinfer.demo.problems import stream
 
 EOS, MASK, USER, ASSISTANT = "<|endoftext|>", "<|mdm_mask|>", "<|user|>", "<|assistant|>"
 
-# An assistant's turn ends with EOS, as the training texts do.
+# An assistant's turn ends with EOS, as the training texts do. These have no system messages, so none is written: many
+# clients always send one, and what the models were not trained on would only make answers worse.
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{% if message['role'] == 'user' %}{{ '" + USER + "' + message['content'] }}"
     "{% elif message['role'] == 'assistant' %}{{ '" + ASSISTANT + "' + message['content'] + '" + EOS + "' }}"
-    "{% else %}{{ raise_exception('role ' + message['role'] + ' is not known to this model: use user or assistant') }}"
+    "{% elif message['role'] == 'system' and not loop.last %}"
+    "{% else %}{{ raise_exception('role ' + message['role'] + ' is not known to this model, or comes last: use user or "
+    "assistant; a system message before them is left out') }}"
     "{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '" + ASSISTANT + "' }}{% endif %}"
 )

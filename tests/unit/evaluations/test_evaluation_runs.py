@@ -65,7 +65,6 @@ def test_every_family_has_a_task_of_its_own(pipe: Pipeline) -> None:
         ({"metric": "exact_match,strict"}, "metric='exact_match,strict': the task mini_gsm has exact_match,none"),
         ({"num_fewshot": 4}, "num_fewshot=4: the task mini_gsm has no examples to show"),
         ({"tasks": ("mini_choice",), "gen_kwargs": {"threshold": 0.5}}, "no task of \\['mini_choice'\\] generates"),
-        ({"system": "Be brief."}, "the checkpoint's chat template: role system is not known"),
         ({"include": ("nowhere",)}, "include='nowhere': there is no such folder"),
         ({"tasks": ("nowhere.yaml",)}, "task file nowhere.yaml: there is no such file"),
     ],

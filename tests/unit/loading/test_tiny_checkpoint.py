@@ -68,6 +68,18 @@ def test_a_whole_conversation_ends_every_answer_with_eos() -> None:
 
 def test_an_unknown_role_is_refused() -> None:
     with pytest.raises(Exception, match="use user or assistant"):
+        TOKENIZER.apply_chat_template([{"role": "tool", "content": "x"}], tokenize=False)
+
+
+def test_a_system_message_is_left_out() -> None:
+    """Many clients always send one. The models were trained without, so the prompt, and the answer, is the same."""
+    asked = [{"role": "user", "content": "a"}]
+    prompts = [
+        TOKENIZER.apply_chat_template([*system, *asked], tokenize=False, add_generation_prompt=True)
+        for system in ([], [{"role": "system", "content": "You are a helpful assistant."}])
+    ]
+    assert prompts == ["<|user|>a<|assistant|>"] * 2
+    with pytest.raises(Exception, match="comes last"):
         TOKENIZER.apply_chat_template([{"role": "system", "content": "x"}], tokenize=False)
 
 
