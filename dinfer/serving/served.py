@@ -13,7 +13,7 @@ from dinfer.engine.turns import Turns
 from dinfer.pipeline import Pipeline
 from dinfer.recipe.recipe import Recipe
 from dinfer.recipe.registry import DECODERS, options_of
-from dinfer.serving.errors import SHOWN, ApiError, refused
+from dinfer.serving.errors import SHOWN, ApiError, invalid, refused
 from dinfer.serving.protocol import SEEDS, Generation
 
 
@@ -51,19 +51,18 @@ class Served:
         """The bytes of a prompt. Raises ApiError for more than its tokens can have, before anything encodes them."""
         texts = [prompt] if isinstance(prompt, str) else [text for message in prompt for text in message.values()]
         if (size := sum(len(text.encode()) for text in texts)) > self.max_length * self._longest:
-            raise ApiError(
-                400, f"{field} has {size} bytes, and the maximum context length of {self.name!r} is {self.max_length} "
-                f"tokens of at most {self._longest} bytes: shorten it", field, "context_length_exceeded",
-            )  # fmt: skip
+            raise self._too_long(field, f" has {size} bytes, and a token at most {self._longest}")
         return size
+
+    def _too_long(self, field: str, what: str) -> ApiError:
+        """The error in words that clients know."""
+        most = f"This model's maximum context length is {self.max_length} tokens, prompt and answer"
+        return invalid(field, f"{what}. {most}.", "context_length_exceeded")
 
     def check_length(self, tokens: int, field: str) -> None:
         """Raises ApiError for more tokens than the model has positions."""
         if tokens > self.max_length:
-            raise ApiError(
-                400, f"{field} needs {tokens} tokens, and the maximum context length of {self.name!r}, prompt and "
-                f"answer, is {self.max_length} tokens: shorten it", field, "context_length_exceeded",
-            )  # fmt: skip
+            raise self._too_long(field, f" needs {tokens} tokens")
 
     def truncated(self, prompt: list[int], asked: Generation) -> list[int]:
         """The last tokens of a prompt, if the request limits them."""
@@ -105,11 +104,8 @@ class Served:
             self.check_length(len(prompt) + 1, source)
             room = self.max_length - len(prompt)
             if new_tokens is not None and new_tokens > room:
-                raise ApiError(
-                    400, f"{field}={new_tokens} and {len(prompt)} tokens of {source} exceed the maximum context length "
-                    f"of {self.name!r}, {self.max_length} tokens: ask for at most {room}", field,
-                    "context_length_exceeded",
-                )  # fmt: skip
+                what = f"={new_tokens} and {len(prompt)} tokens of {source} are too many: ask for at most {room}"
+                raise self._too_long(field, what)
             length = min(self.max_new_tokens, room) if new_tokens is None else new_tokens
             seed = options.get("sampling.seed", 0)
             values = [{**options, **({"sampling.seed": (seed + i) % SEEDS} if i else {})} for i in range(choices)]

@@ -169,7 +169,7 @@ def test_a_prompt_may_be_cut(client: Client) -> None:
         (choice,) = client.ask(TEXT, ask | {"truncate_prompt_tokens": most}).json()["choices"]
         assert choice["prompt_token_ids"] == ids[-want:]
     error = client.ask(TEXT, ask).json()["error"]
-    assert "maximum context length" in error["message"] and error["param"] == "prompt"
+    assert "This model's maximum context length is 256 tokens" in error["message"] and error["param"] == "prompt"
 
 
 def test_what_a_client_asks_of_the_server_itself(client: Client) -> None:
