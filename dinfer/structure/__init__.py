@@ -9,8 +9,9 @@ from dinfer.structure.constraint import Constraint, choice, json_object, json_sc
 from dinfer.structure.language import NEVER, Language
 from dinfer.structure.limits import Cancelled, ConstraintError, Limits
 from dinfer.structure.tokens import Vocabulary, vocabulary_of
+from dinfer.structure.tools import Call, calls_in, functions_of, tools
 
 __all__ = [
-    "NEVER", "Cancelled", "Compilation", "Compiler", "Constraint", "ConstraintError", "Language", "Limits",
-    "Vocabulary", "choice", "json_object", "json_schema", "regex", "vocabulary_of",
+    "NEVER", "Call", "Cancelled", "Compilation", "Compiler", "Constraint", "ConstraintError", "Language", "Limits",
+    "Vocabulary", "calls_in", "choice", "functions_of", "json_object", "json_schema", "regex", "tools", "vocabulary_of",
 ]  # fmt: skip

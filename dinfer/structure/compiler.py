@@ -8,13 +8,14 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from dinfer.structure.automaton import ANY_CHARACTER, Automaton, Node, alt, build, cat, repeat, without
-from dinfer.structure.constraint import Constraint
+from dinfer.structure.automaton import Automaton, alt, build, cat, without
+from dinfer.structure.constraint import Constraint, free_text, utf8_text
 from dinfer.structure.json_schema import compile_schema
 from dinfer.structure.language import Language, language
-from dinfer.structure.limits import Budget, Cancelled, ConstraintError, Limits
+from dinfer.structure.limits import Budget, ConstraintError, Limits
 from dinfer.structure.regex import parse
 from dinfer.structure.tokens import Vocabulary
+from dinfer.structure.tools import compile_tools
 
 Built = tuple[Automaton, bool, int | None]  # whether it is exact, and how deep recursion was unrolled
 
@@ -31,23 +32,8 @@ BUILDERS: dict[str, Callable[[Constraint, Budget], Built]] = {
     "regex": _regex,
     "choice": _choice,
     "json_schema": compile_schema,
+    "tools": compile_tools,
 }
-
-
-def utf8_text(text: str) -> bytes:
-    """The bytes of a literal text. Raises ConstraintError if it has half a pair of surrogates."""
-    try:
-        return text.encode()
-    except UnicodeEncodeError as error:
-        raise ConstraintError(f"{text!r} is not Unicode text: {error.reason}") from error
-
-
-def free_text(*never: str) -> Node:
-    """Any text in which none of these texts occurs."""
-    anything = repeat(ANY_CHARACTER)
-    if not never:
-        return anything
-    return without(build(anything), build(cat(anything, alt(utf8_text(text) for text in never), anything)))
 
 
 def compile_automaton(constraint: Constraint, budget: Budget | None = None) -> Built:
@@ -116,6 +102,3 @@ class Compilation:
         """Stops the compilation: nobody waits for it."""
         self._cancelled.set()
         self.future.cancel()
-
-
-__all__ = ["BUILDERS", "Cancelled", "Compilation", "Compiler", "compile_automaton", "free_text"]

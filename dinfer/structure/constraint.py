@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dinfer.structure.automaton import ANY_CHARACTER, Node, alt, build, cat, repeat, without
 from dinfer.structure.limits import ConstraintError
 
 WHITESPACE = ("default", "compact", "pretty")
@@ -85,3 +86,19 @@ def _checked(value: Any, kind: type, name: str) -> Any:
     if not isinstance(value, kind):
         raise ConstraintError(f"{name} is a {kind.__name__}, not {type(value).__name__}")
     return value
+
+
+def utf8_text(text: str) -> bytes:
+    """The bytes of a literal text. Raises ConstraintError if it has half a pair of surrogates."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise ConstraintError(f"{text!r} is not Unicode text: {error.reason}") from error
+
+
+def free_text(*never: str) -> Node:
+    """Any text in which none of these texts occurs."""
+    anything = repeat(ANY_CHARACTER)
+    if not never:
+        return anything
+    return without(build(anything), build(cat(anything, alt(utf8_text(text) for text in never), anything)))

@@ -13,6 +13,7 @@ from dinfer.structure import ConstraintError, Limits, json_object, json_schema
 from dinfer.structure.automaton import Automaton
 from dinfer.structure.compiler import compile_automaton
 from dinfer.structure.limits import Budget
+from tests.support.walks import walk
 
 NODE = {"$defs": {"n": {"properties": {"next": {"$ref": "#/$defs/n"}}, "type": "object"}}, "$ref": "#/$defs/n"}
 PERSON = {
@@ -97,22 +98,6 @@ def test_documents(schema: Any, valid: list[Any], invalid: list[Any], whitespace
     texts = [json.dumps(value, ensure_ascii=False, **form) for value in valid + invalid]
     assert [text for text in texts if automaton.accepts(text.encode())] == texts[: len(valid)]
     assert all(validator(schema).is_valid(value) for value in valid)
-
-
-def walk(automaton: Automaton, rng: random.Random, length: int) -> bytes:
-    """A random accepted text; behind `length` bytes the shortest way to the end."""
-    far = [0 if final else 10**6 for final in automaton.final]
-    changed = True
-    while changed:
-        best = [min([far[q], *(far[to] + 1 for _, _, to in row)]) for q, row in enumerate(automaton.edges)]
-        changed, far = best != far, best
-    text, state = bytearray(), 0
-    while not (automaton.final[state] and (not automaton.edges[state] or len(text) >= length or rng.random() < 0.1)):
-        edges = automaton.edges[state]
-        near = [edge for edge in edges if far[edge[2]] < far[state]]
-        low, high, state = rng.choice(near if len(text) >= length and near else edges)
-        text.append(rng.randint(low, high))
-    return bytes(text)
 
 
 @pytest.mark.parametrize("index", range(len(SCHEMAS)))

@@ -1,0 +1,157 @@
+"""Calls of tools: the language of an answer that may or must call some, and the calls in a finished answer.
+
+A call is written as the chat templates of SDAR, Dream, Fast-dLLM v2 and LLaDA2 show it to the model:
+`<tool_call>\\n{"name": NAME, "arguments": OBJECT}\\n</tool_call>`, calls one line apart.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dinfer.structure.automaton import Automaton, Node, alt, build, cat, repeat, without
+from dinfer.structure.constraint import Constraint, free_text, json_schema, utf8_text
+from dinfer.structure.json_schema import compile_schema
+from dinfer.structure.json_shape import at
+from dinfer.structure.json_text import literal
+from dinfer.structure.limits import Budget, ConstraintError
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call in an answer. `arguments`: the text of a JSON object, verbatim."""
+
+    name: str
+    arguments: str
+
+
+def tools(
+    functions: Mapping[str, dict[str, Any] | None],
+    choice: str = "auto",
+    *,
+    parallel: bool = True,
+    content: dict[str, Any] | None = None,
+    **options: Any,
+) -> Constraint:
+    """An answer that calls functions.
+
+    functions: the JSON Schema of the parameters of each, by name; None: it has none, and is called with {}.
+    choice: "auto": text in which no call begins, then any number of calls; "required": a call or more; otherwise the
+    name of a function: one call of it. `parallel` False: one call at most. The canvas bounds their number.
+    content: with "auto", a schema; the answer is then a value of it, or calls.
+    """
+    if not functions:
+        raise ConstraintError("there is no function to call")
+    if choice not in ("auto", "required", *functions):
+        raise ConstraintError(f"{choice!r} is none of auto, required, {', '.join(functions)}")
+    if content is not None and choice != "auto":
+        raise ConstraintError('a schema for the text needs choice="auto"')
+    text = {"functions": dict(functions), "choice": choice, "parallel": parallel, "content": content}
+    try:
+        return Constraint("tools", json.dumps(text), **options)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConstraintError(f"the functions cannot be written as JSON: {error}") from error
+
+
+def compile_tools(constraint: Constraint, budget: Budget) -> tuple[Automaton, bool, int | None]:
+    """The automaton of an answer, whether it is exact, and how deep recursion was unrolled."""
+    told = json.loads(constraint.text)
+    functions, choice = told["functions"], told["choice"]
+    parts = _Schemas(constraint, budget)
+    calls = []
+    for name in [choice] if choice in functions else functions:
+        parameters = NO_PARAMETERS if functions[name] is None else functions[name]
+        utf8_text(name)
+        head, middle = f'{OPEN}\n{{"name": '.encode(), b', "arguments": '
+        arguments = parts.automaton(parameters, f"{name}.parameters")
+        calls.append(cat(head, literal(name), middle, arguments, f"}}\n{CLOSE}".encode()))
+    one = build(alt(calls), budget)
+    several = cat(one, repeat(cat(b"\n", one))) if told["parallel"] and choice not in functions else one
+    if choice != "auto":
+        answer: Node = several
+    elif told["content"] is None:
+        answer = cat(free_text(OPEN), repeat(several, 0, 1))
+    else:  # a value of the schema or calls, told apart by the trigger
+        begun = build(cat(free_text(), OPEN.encode(), free_text()))
+        answer = alt([without(parts.automaton(told["content"], "content"), begun, budget), several])
+    return build(answer, budget), parts.exact, parts.depth
+
+
+class _Schemas:
+    """Compiles schemas with the options of a constraint, and notes whether all are exact."""
+
+    def __init__(self, constraint: Constraint, budget: Budget) -> None:
+        self.constraint, self.budget = constraint, budget
+        self.exact = True
+        self.depth: int | None = None
+
+    def automaton(self, schema: dict[str, Any], path: str) -> Automaton:
+        """Raises ConstraintError with the path of the schema before that of the keyword."""
+        try:
+            own = replace(self.constraint, kind="json_schema", text=json_schema(schema).text, stop=(), after="")
+            automaton, exact, depth = compile_schema(own, self.budget)
+        except ConstraintError as error:
+            raise type(error)(error.message, at(path, *([error.path] if error.path else []))) from error
+        self.exact = self.exact and exact
+        self.depth = max(self.depth or 0, depth or 0) or None
+        return automaton
+
+
+def calls_in(answer: str) -> tuple[str, list[Call]]:
+    """The text before the calls of a finished answer, and its calls.
+
+    This is exact for answers that a language of `tools` accepts: the first `<tool_call>` begins the calls, and each of
+    them ends where its JSON object ends. Raises ConstraintError if it is no such answer.
+    """
+    text, opening, rest = answer.partition(OPEN)
+    found: list[Call] = []
+    while opening:
+        head = '\n{"name": '
+        if not rest.startswith(head):
+            raise ConstraintError(f"no call behind {OPEN}: {rest[:40]!r}")
+        name, end = _value(rest, len(head))
+        middle = ', "arguments": '
+        if not isinstance(name, str) or not rest.startswith(middle, end):
+            raise ConstraintError(f"no arguments behind the name {name!r}")
+        begin = end + len(middle)
+        _, end = _value(rest, begin)
+        tail = f"}}\n{CLOSE}"
+        if not rest.startswith(tail, end):
+            raise ConstraintError(f"the call of {name!r} does not end with {CLOSE}")
+        found.append(Call(name, rest[begin:end]))
+        between, opening, rest = rest[end + len(tail) :].partition(OPEN)
+        if between != ("\n" if opening else ""):
+            raise ConstraintError(f"text behind the call of {name!r}: {between[:40]!r}")
+    return text, found
+
+
+def _value(text: str, begin: int) -> tuple[Any, int]:
+    try:
+        return json.JSONDecoder().raw_decode(text, begin)
+    except ValueError as error:
+        raise ConstraintError(f"no JSON at {text[begin : begin + 40]!r}") from error
+
+
+def functions_of(definitions: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any] | None]:
+    """The functions of a request's `tools`, as `tools` takes them. Raises ConstraintError for what is none."""
+    found: dict[str, dict[str, Any] | None] = {}
+    for i, definition in enumerate(definitions):
+        function = definition.get("function") if isinstance(definition, Mapping) else None
+        if not isinstance(function, Mapping) or definition.get("type") != "function":
+            raise ConstraintError(
+                'only tools of the form {"type": "function", "function": {...}} are supported', f"{i}"
+            )
+        name, parameters = function.get("name"), function.get("parameters")
+        if not isinstance(name, str) or not name:
+            raise ConstraintError("a name is needed", f"{i}.function.name")
+        if name in found or name in ("auto", "required", "none"):
+            raise ConstraintError(f"the name {name!r} is taken", f"{i}.function.name")
+        if parameters is not None and not isinstance(parameters, dict):
+            raise ConstraintError("a JSON Schema is needed", f"{i}.function.parameters")
+        found[name] = parameters
+    return found

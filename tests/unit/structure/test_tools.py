@@ -1,0 +1,84 @@
+"""Calls of tools: which answers a choice allows, and that their calls are read back exactly."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+
+from dinfer.structure import Call, ConstraintError, calls_in, functions_of, tools
+from dinfer.structure.compiler import compile_automaton
+from tests.support.walks import walk
+
+WEATHER = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+FUNCTIONS = {"weather": WEATHER, "now": None}
+
+
+def written(*calls: Call, text: str = "") -> bytes:
+    lines = [f'<tool_call>\n{{"name": "{call.name}", "arguments": {call.arguments}}}\n</tool_call>' for call in calls]
+    return (text + "\n".join(lines)).encode()
+
+
+CITY = Call("weather", '{"city": "<tool_call>\\n</tool_call>"}')
+NOW = Call("now", "{}")
+ANSWERS = {
+    "text": written(text="It is <b>late</b>."), "call": written(CITY), "two": written(NOW, CITY),
+    "both": written(CITY, text="Let me see.\n"), "wrong": written(Call("weather", "{}")), "now": written(NOW),
+    "open": written(text="<tool_call>\nno"), "empty": b"", "value": b'{"city": "x"}',
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("choice", "options", "accepted"),
+    [
+        ("auto", {}, {"text", "call", "two", "both", "now", "empty", "value"}),
+        ("auto", {"parallel": False}, {"text", "call", "both", "now", "empty", "value"}),
+        ("auto", {"content": WEATHER}, {"call", "two", "now", "value"}),
+        ("required", {}, {"call", "two", "now"}),
+        ("required", {"parallel": False}, {"call", "now"}),
+        ("weather", {}, {"call"}),
+        ("now", {}, {"now"}),
+    ],
+)
+def test_choices(choice: str, options: dict[str, Any], accepted: set[str]) -> None:
+    automaton, exact, depth = compile_automaton(tools(FUNCTIONS, choice, **options))
+    assert {name for name, answer in ANSWERS.items() if automaton.accepts(answer)} == accepted
+    assert (exact, depth) == (True, None)
+
+
+def test_calls_are_read_back() -> None:
+    assert calls_in(written(CITY, NOW, text="One moment.").decode()) == ("One moment.", [CITY, NOW])
+    assert calls_in("no call </tool_call>") == ("no call </tool_call>", [])
+    for wrong in ("<tool_call>", '<tool_call>\n{"name": "f"}\n</tool_call>', written(NOW).decode() + "more"):
+        with pytest.raises(ConstraintError):
+            calls_in(wrong)
+
+
+def test_every_accepted_answer_is_read_back() -> None:
+    automaton, rng = compile_automaton(tools(FUNCTIONS, "auto"))[0], random.Random(0)
+    called = 0
+    for _ in range(100):
+        text, calls = calls_in((answer := walk(automaton, rng, rng.randrange(120))).decode())
+        assert written(*calls, text=text) == answer
+        assert all(call.name in FUNCTIONS and isinstance(json.loads(call.arguments), dict) for call in calls)
+    for _ in range(20):
+        text, calls = calls_in(walk(compile_automaton(tools(FUNCTIONS, "required"))[0], rng, 150).decode())
+        called += len(calls)
+        assert text == ""
+    assert called >= 20
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(ConstraintError, match=r"f\.parameters\.properties\.a\.not: "):
+        compile_automaton(tools({"f": {"properties": {"a": {"not": {}}}}}))
+    with pytest.raises(ConstraintError, match="'g' is none of auto, required, f"):
+        tools({"f": None}, "g")
+    with pytest.raises(ConstraintError, match="no function"):
+        tools({})
+    with pytest.raises(ConstraintError, match="0: only tools of the form"):
+        functions_of([{"type": "search"}])
+    with pytest.raises(ConstraintError, match=r"1\.function\.name: .* taken"):
+        functions_of([{"type": "function", "function": {"name": "f"}}] * 2)
+    assert functions_of([{"type": "function", "function": {"name": "f", "parameters": WEATHER}}]) == {"f": WEATHER}
