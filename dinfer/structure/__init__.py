@@ -5,7 +5,7 @@ arrays the step reads; `dinfer.structure.reference` says in numpy what they mean
 """
 
 from dinfer.structure.compiler import Compilation, Compiler
-from dinfer.structure.constraint import Constraint, choice, json_object, json_schema, regex
+from dinfer.structure.constraint import Constraint, choice, grammar, json_object, json_schema, regex
 from dinfer.structure.language import NEVER, Language
 from dinfer.structure.limits import Cancelled, ConstraintError, Limits
 from dinfer.structure.tokens import Vocabulary, vocabulary_of
@@ -13,5 +13,6 @@ from dinfer.structure.tools import Call, calls_in, functions_of, tools
 
 __all__ = [
     "NEVER", "Call", "Cancelled", "Compilation", "Compiler", "Constraint", "ConstraintError", "Language", "Limits",
-    "Vocabulary", "calls_in", "choice", "functions_of", "json_object", "json_schema", "regex", "tools", "vocabulary_of",
+    "Vocabulary", "calls_in", "choice", "functions_of", "grammar", "json_object", "json_schema", "regex", "tools",
+    "vocabulary_of",
 ]  # fmt: skip

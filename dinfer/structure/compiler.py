@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from dinfer.structure.automaton import Automaton, alt, build, cat, without
 from dinfer.structure.constraint import Constraint, free_text, utf8_text
+from dinfer.structure.grammar import compile_grammar
 from dinfer.structure.json_schema import compile_schema
 from dinfer.structure.language import Language, language
 from dinfer.structure.limits import Budget, ConstraintError, Limits
@@ -32,6 +33,7 @@ BUILDERS: dict[str, Callable[[Constraint, Budget], Built]] = {
     "regex": _regex,
     "choice": _choice,
     "json_schema": compile_schema,
+    "grammar": compile_grammar,
     "tools": compile_tools,
 }
 

@@ -75,6 +75,14 @@ def json_object(**options: Any) -> Constraint:
     return json_schema({"type": "object"}, **options)
 
 
+def grammar(text: str, syntax: str | None = None, **options: Any) -> Constraint:
+    """The answer is a text of a grammar. `syntax`: "lark" or "ebnf"; None: EBNF if it has `::=`."""
+    syntax = syntax or ("ebnf" if "::=" in _checked(text, str, "a grammar") else "lark")
+    if syntax not in ("lark", "ebnf"):
+        raise ConstraintError(f"syntax={syntax!r} is neither lark nor ebnf")
+    return Constraint("grammar", f"{syntax}\n{text}", **options)
+
+
 def _text(value: Any, name: str) -> str:
     try:
         return json.dumps(value)

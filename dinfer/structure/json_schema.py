@@ -24,7 +24,8 @@ from dinfer.structure.automaton import (
     repeat,
     without,
 )  # fmt: skip
-from dinfer.structure.constraint import DEEPEST, Constraint
+from dinfer.structure.constraint import Constraint
+from dinfer.structure.depth import deepest
 from dinfer.structure.json_apart import apart
 from dinfer.structure.json_formats import FORMATS
 from dinfer.structure.json_read import Reader, fail
@@ -42,7 +43,6 @@ from dinfer.structure.json_text import (
 from dinfer.structure.limits import Budget, ConstraintError, TooLarge
 from dinfer.structure.regex import parse
 
-AIM = 4096  # recursion is unrolled further as long as fewer states than this are expected
 CAPS = (
     None,
     1024,
@@ -65,32 +65,12 @@ def compile_schema(constraint: Constraint, budget: Budget) -> tuple[Automaton, b
     while True:
         builder = _Builder(root, constraint, caps.pop(0), budget)
         try:
-            return _deepest(builder)
+            automaton, depth = deepest(builder.whole, constraint.depth, "no value meets the schema", budget)
+            return automaton, depth is None and not builder.capped, depth
         except TooLarge:
             caps = [cap for cap in caps if cap is not None and cap < builder.largest]
             if not caps:
                 raise
-
-
-def _deepest(builder: _Builder) -> tuple[Automaton, bool, int | None]:
-    """The automaton of the depth that is asked for, or of the largest that takes few states."""
-    best: tuple[Automaton, bool, int | None] | None = None
-    asked = builder.constraint.depth
-    for depth in [asked] if asked else range(1, DEEPEST + 1):
-        try:
-            automaton, cut, counted = builder.whole(depth)
-        except TooLarge:
-            if best is None:
-                raise
-            break
-        growth = automaton.states / best[0].states if best else 1.0
-        best = automaton, not (cut or builder.capped), depth if counted else None
-        if not cut or automaton.states * growth > AIM:
-            break
-    assert best is not None
-    if best[0].empty:
-        raise ConstraintError("no value meets the schema" + (f" within depth {best[2]}" if best[2] else ""))
-    return best
 
 
 class _Builder:
@@ -108,14 +88,11 @@ class _Builder:
         self.colon = b": " if constraint.whitespace == "pretty" else cat(b":", space)
         self.comma = cat(b",", space)
 
-    def whole(self, depth: int) -> tuple[Automaton, bool, bool]:
-        """The automaton, whether recursion was cut, and whether there is any."""
+    def whole(self, depth: int) -> tuple[Automaton, bool]:
+        """The automaton, and whether recursion was cut."""
         self.reader.cut = self.reader.counted = False
         node = self.value((Part(self.root, "", depth),), 0)
-        automaton = self.minimal(node if node is not None else alt(()))
-        if automaton.states >= (most := self.budget.limits.states):
-            raise TooLarge(f"has {automaton.states:,} states; at most {most - 1:,} are possible")
-        return automaton, self.reader.cut, self.reader.counted
+        return self.minimal(node if node is not None else alt(())), self.reader.cut
 
     def minimal(self, node: Node) -> Automaton:
         """As `build`; what is much too large is refused before the work."""
