@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from dinfer.engine.request import Counts, NonFiniteLogits, Wants
     from dinfer.engine.runtime import Runtime
     from dinfer.pipeline import Pipeline, Result, load
-    from dinfer.pipeline.infilling import Infilled
+    from dinfer.pipeline.inputs import Infilled
     from dinfer.recipe.presets import presets
     from dinfer.recipe.recipe import IncompatibleRecipe, Recipe, compose
     from dinfer.recipe.registry import CACHES, DECODERS, ITERATIONS, MODELS, SAMPLINGS, UnknownName
@@ -37,7 +37,7 @@ _MODULES = {
     "engine.request": ("Counts", "NonFiniteLogits", "Wants"),
     "engine.runtime": ("Runtime",),
     "pipeline": ("Pipeline", "Result", "load"),
-    "pipeline.infilling": ("Infilled",),
+    "pipeline.inputs": ("Infilled",),
 }
 
 

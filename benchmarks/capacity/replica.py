@@ -17,8 +17,7 @@ from benchmarks.capacity.traffic import Asked
 from dinfer.engine.async_engine import PAUSE
 from dinfer.engine.row import Need
 from dinfer.engine.runner import bucket
-from dinfer.engine.scheduler.grouping import Group, free_positions, grouped, settling
-from dinfer.engine.scheduler.prefill_batching import PrefillBatching
+from dinfer.engine.scheduler.grouping import Group, PrefillBatching, free_positions, grouped, settling
 from dinfer.step.canvas import Phase
 from dinfer.step.shape import StepShape
 

@@ -1,14 +1,80 @@
 """An engine for asyncio: each of any number of callers sees the updates of its own request."""
 
 import asyncio
+import atexit
+import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import Future
 from dataclasses import replace
+from queue import SimpleQueue
+from typing import Any, TypeVar
 
 from dinfer.engine.engine import Engine
 from dinfer.engine.request import ONLY_COUNTS, Request, Update, Wants
-from dinfer.engine.turns import Turns
+
+T = TypeVar("T")
+Job = tuple[Future[Any], Callable[[], Any]]
+
+LAST = 5.0  # seconds that the end of the process waits for the piece of work that runs
+
+
+class EngineThread:
+    """A thread that does one piece of work after the other, for one event loop.
+
+    Unlike an executor's thread it is a daemon, so that a process can end while its device hangs. The end waits `LAST`
+    seconds, since Python before 3.14 cuts off a daemon within its C++ code, which aborts the process.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._asked = 0  # pieces of work that wait or run
+
+    @property
+    def wanted(self) -> bool:
+        """Whether work waits for the piece that runs."""
+        return self._asked > 1
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """Runs `work` after all earlier work, and returns its result or raises its error."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=_work, args=(self._jobs,), name="dinfer-engine", daemon=True)
+            self._thread.start()
+            _THREADS[self._thread] = self._jobs
+            weakref.finalize(self, self._jobs.put, None)
+        future: Future[T] = Future()
+        self._asked += 1
+        self._jobs.put((future, work))
+        try:
+            return await asyncio.wrap_future(future)
+        finally:
+            self._asked -= 1
+
+
+_THREADS: weakref.WeakKeyDictionary[threading.Thread, SimpleQueue[Job | None]] = weakref.WeakKeyDictionary()
+
+
+@atexit.register
+def _end() -> None:
+    """Lets each thread finish its piece of work."""
+    for thread, jobs in [*_THREADS.items()]:
+        jobs.put(None)
+        thread.join(LAST)
+
+
+def _work(jobs: "SimpleQueue[Job | None]") -> None:
+    while (job := jobs.get()) is not None:
+        future, work = job
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(work())
+            except BaseException as error:
+                future.set_exception(error)
+        del job, future, work
+
 
 # An update costs its caller time, and the engine shares the interpreter with all callers. So with more callers an
 # update stands for more steps.
@@ -29,9 +95,9 @@ class AsyncEngine:
     no request, or of a failed device. The engine then is not reliable.
     """
 
-    def __init__(self, engine: Engine, turns: Turns | None = None) -> None:
-        """`turns`: the thread of rounds. Engines that share a device may share it. None: a thread of its own."""
-        self.engine, self._turns = engine, turns or Turns()
+    def __init__(self, engine: Engine, thread: EngineThread | None = None) -> None:
+        """`thread`: the thread of rounds. Engines that share a device may share it. None: a thread of its own."""
+        self.engine, self._thread = engine, thread or EngineThread()
         self.failure: BaseException | None = None
         self.observer: Callable[[float], None] | None = None  # called with the seconds of each round
         self.callers: dict[int, _Caller] = {}  # by request
@@ -81,7 +147,7 @@ class AsyncEngine:
         if self.failure is not None:
             return
         try:
-            await self._turns.run(self.engine.check_device)
+            await self._thread.run(self.engine.check_device)
         except Exception as error:
             self.failure = error
 
@@ -99,13 +165,13 @@ class AsyncEngine:
     async def _steps(self) -> None:
         loop = asyncio.get_running_loop()
         while self.callers and self.engine.busy:
-            await self._turns.run(lambda: self._rounds(loop))
+            await self._thread.run(lambda: self._rounds(loop))
 
     def _rounds(self, loop: asyncio.AbstractEventLoop) -> None:
         """Runs rounds until no work is left or another engine wants the thread, without waiting for the event loop."""
         began = now = time.perf_counter()
         try:
-            while self.callers and self.engine.busy and not (self._turns.wanted and now - began > SHIFT):
+            while self.callers and self.engine.busy and not (self._thread.wanted and now - began > SHIFT):
                 self._since = now
                 updates = self.engine.step()
                 before, now = now, time.perf_counter()

@@ -3,8 +3,8 @@
 import logging
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from statistics import median
@@ -14,7 +14,6 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from dinfer.engine.clock import StepClock
 from dinfer.kernels.upload import upload
 from dinfer.recipe.recipe import Recipe
 from dinfer.startup.kernel_compiler import KernelCompiler
@@ -22,6 +21,42 @@ from dinfer.startup.patches import no_waiting
 from dinfer.step.shape import StepShape, power_of_2
 from dinfer.step.state import BatchState
 from dinfer.step.step import denoise_step
+
+MOST = 32  # measurements that may run, or wait to be read
+
+
+class StepClock:
+    """The time of steps. A GPU measures with its own clock, which leaves out the host's time between steps."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._running: deque[tuple[StepShape, torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._measured: deque[tuple[StepShape, float]] = deque(maxlen=MOST)  # only rank 0 reads
+
+    @contextmanager
+    def around(self, shape: StepShape) -> Iterator[None]:
+        """Measures the step that is launched within."""
+        if not self._cuda:
+            began = time.perf_counter()
+            yield
+            self._measured.append((shape, time.perf_counter() - began))
+            return
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        yield
+        end.record()
+        if len(self._running) < MOST:
+            self._running.append((shape, begin, end))
+
+    def read(self) -> list[tuple[StepShape, float]]:
+        """Shapes and seconds of the steps that have ended since the last call."""
+        while self._running and self._running[0][2].query():
+            shape, begin, end = self._running.popleft()
+            self._measured.append((shape, begin.elapsed_time(end) / 1000))
+        measured = [*self._measured]
+        self._measured.clear()
+        return measured
+
 
 WORTH = 32  # launches after which a shape is captured although a larger one could stand in
 SPARE = 1.5  # a shape that stands in for another computes at most so many times its positions

@@ -22,8 +22,7 @@ from dinfer.kernels.types import Dealt, Projections, Summing, Table
 from dinfer.layers.formats.plain import PLAIN
 from dinfer.layers.linear import Formatted, Linear
 from dinfer.layers.mlp import GatedMLP, dealt_to
-from dinfer.layers.transformer import WholeAttend, checked_ids
-from dinfer.layers.vocabulary import embed, mix, whole
+from dinfer.layers.transformer import WholeAttend, checked_ids, embed, mix, whole
 from dinfer.parallel.ranks import ALONE, Ranks
 from dinfer.step.contracts import Attend, ModelSpec
 from dinfer.step.spec import LocalAttention

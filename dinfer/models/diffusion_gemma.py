@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from dinfer.layers.gemma import Gemma
-from dinfer.models._config import check_kinds, complete, expect
-from dinfer.models._family import HubCheckpoint, fused_placements, mlp_placements
+from dinfer.models._family import HubCheckpoint, check_kinds, complete, expect, fused_placements, mlp_placements
 from dinfer.parallel.split import Placement, Section, Split
 from dinfer.recipe.registry import MODELS, option
 from dinfer.step.spec import ExpertLayout, ExpertSpec, LocalAttention, ModelSpec

@@ -6,8 +6,7 @@ The logits at a position predict the next token, as they did before the model be
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from dinfer.models._config import PLAIN, QWEN, complete
-from dinfer.models._family import PromptBlockFamily
+from dinfer.models._family import PLAIN, QWEN, PromptBlockFamily, complete
 from dinfer.recipe.registry import MODELS, option
 from dinfer.step.spec import ModelSpec
 

@@ -8,8 +8,7 @@ iteration=block_diffusion with block=8 and lead=32.
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from dinfer.models._config import PLAIN, QWEN, complete
-from dinfer.models._family import BlockFamily
+from dinfer.models._family import PLAIN, QWEN, BlockFamily, complete
 from dinfer.recipe.registry import MODELS, option
 from dinfer.step.spec import ModelSpec
 

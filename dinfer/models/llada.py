@@ -7,8 +7,7 @@ never released; those are refused by name rather than loaded wrongly.
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from dinfer.models._config import expect
-from dinfer.models._family import Names, PromptBlockFamily
+from dinfer.models._family import Names, PromptBlockFamily, expect
 from dinfer.recipe.registry import MODELS, option
 from dinfer.step.spec import ModelSpec
 

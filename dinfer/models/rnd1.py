@@ -6,8 +6,7 @@ The logits at a position predict the next token, as they did before the model be
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from dinfer.models._config import PLAIN, complete
-from dinfer.models._family import HubFamily, qwen_experts
+from dinfer.models._family import PLAIN, HubFamily, complete, qwen_experts
 from dinfer.recipe.registry import MODELS, option
 from dinfer.step.spec import ModelSpec
 

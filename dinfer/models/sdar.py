@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from dinfer.loading.hub import local
-from dinfer.models._config import PLAIN, QWEN, complete
-from dinfer.models._family import BlockFamily, qwen_experts
+from dinfer.models._family import PLAIN, QWEN, BlockFamily, complete, qwen_experts
 from dinfer.recipe.registry import MODELS, option
 from dinfer.step.spec import ModelSpec
 

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from dinfer.models._config import PLAIN, complete
-from dinfer.models._family import BlockFamily
+from dinfer.models._family import PLAIN, BlockFamily, complete
 from dinfer.recipe.registry import MODELS, option
 from dinfer.step.spec import ModelSpec
 

@@ -20,11 +20,9 @@ from dinfer.loading.checkpoint import load_network
 from dinfer.loading.hub import boxed, locate
 from dinfer.loading.plan import family_of, read_config
 from dinfer.parallel.divided_model import Source, divided
-from dinfer.pipeline.chat import ChatTemplate
-from dinfer.pipeline.infilling import Infilled, gaps_of, parse
-from dinfer.pipeline.inputs import as_int, each, encodable, is_conversation, listed, named
+from dinfer.pipeline.inputs import Infilled, as_int, each, encodable, gaps_of, is_conversation, listed, named, parse
 from dinfer.pipeline.streaming import TextStream
-from dinfer.pipeline.tokenizer import read_tokenizer
+from dinfer.pipeline.tokenizer import ChatTemplate, read_tokenizer
 from dinfer.recipe.recipe import Recipe, compose
 from dinfer.recipe.registry import CACHES, MODELS
 from dinfer.step.contracts import CachePolicy

@@ -1,12 +1,21 @@
-"""The tokenizer of a checkpoint."""
+"""The tokenizer of a checkpoint, and the token ids of a conversation.
+
+Text in a message stays text, even where it spells a special token.
+"""
 
 from __future__ import annotations
 
+import copy
+import itertools
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dinfer.loading.files import Folder, read_object
 from dinfer.loading.plan import small_files
+from dinfer.pipeline.inputs import encodable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -50,3 +59,88 @@ def _from_metadata(files: Folder) -> PreTrainedTokenizerBase | None:
     settings = read_object(files / "tokenizer_config.json")
     whole = Tokenizer.from_str((files / "tokenizer.json").read_text())
     return PreTrainedTokenizerFast(tokenizer_object=whole, **settings)
+
+
+PRIVATE = range(0xE000, 0xF900)  # characters that mean nothing in Unicode, and are neither spaces nor letters
+
+
+class ChatTemplate:
+    """The chat template of a tokenizer, whose special tokens count where the template itself writes them, only there.
+
+    Where a message spells one, the template gets a private character in its place. So trimming, splitting and other
+    work of templates leaves it whole. What is between the template's own special tokens is then encoded as text.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+        added = tokenizer.added_tokens_decoder.items()
+        self._special = {token.content: number for number, token in added if token.special and token.content}
+        longest_first = sorted(self._special, key=len, reverse=True)
+        self._spelled = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+    def encode(self, messages: Sequence[Mapping[str, Any]], **ending: bool) -> list[int]:
+        """The token ids, up to where the answer begins. Raises ValueError for a message that cannot be read as text.
+
+        `ending`: `add_generation_prompt` and `continue_final_message` of `apply_chat_template`.
+        """
+        texts = [encodable(text) for message in messages for text in _texts(message)]
+        spelled = sorted({found for text in texts for found in self._spelled.findall(text)})
+        if not spelled:
+            return list(self._applied(messages, tokenize=True, return_dict=False, **ending))
+        free = (chr(number) for number in PRIVATE if not any(chr(number) in text for text in texts))
+        private = dict(zip(spelled, free, strict=False))
+        public = str.maketrans({character: text for text, character in private.items()})
+        hidden = [_changed(m, lambda text: self._spelled.sub(lambda found: private[found[0]], text)) for m in messages]
+        ids, end, rendered = [], 0, self._applied(hidden, tokenize=False, **ending)
+        for own in self._spelled.finditer(rendered):
+            ids += self._text(rendered[end : own.start()].translate(public))
+            ids.append(self._special[own[0]])
+            end = own.end()
+        return ids + self._text(rendered[end:].translate(public))
+
+    def _applied(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **how: Any) -> Any:
+        from jinja2 import TemplateError  # by now transformers has imported it
+
+        try:
+            return self.tokenizer.apply_chat_template(
+                [*map(dict, messages)], add_generation_prompt=add_generation_prompt, **how
+            )
+        except TemplateError as error:
+            raise ValueError(f"the checkpoint's chat template: {error}") from error
+
+    @cached_property
+    def _literal(self) -> PreTrainedTokenizerBase:
+        """A tokenizer for which no text spells a special token. Its own, as one with two settings suits no threads."""
+        tokenizer = copy.deepcopy(self.tokenizer)
+        tokenizer.split_special_tokens = True
+        return tokenizer
+
+    def _text(self, text: str) -> list[int]:
+        ids = list(self._literal(text, add_special_tokens=False)["input_ids"]) if text else []
+        if set(self._special.values()).isdisjoint(ids):
+            return ids
+        # Some vocabularies hold special tokens as words, too: such a word is read in two parts.
+        cuts = [0, *(found.start() + 1 for found in self._spelled.finditer(text)), len(text)]
+        parts = [text[begin:end] for begin, end in itertools.pairwise(cuts)]
+        if text in parts:
+            raise ValueError(f"{text!r:.80} in a message can only be read as a special token of this tokenizer")
+        return [number for part in parts for number in self._text(part)]
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts in a message."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from (text for one in value.values() for text in _texts(one))
+    elif isinstance(value, Sequence):
+        yield from (text for one in value for text in _texts(one))
+
+
+def _changed(value: Any, change: Callable[[str], str]) -> Any:
+    """A message with all its texts changed but the role, which is the template's."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {name: one if name == "role" else _changed(one, change) for name, one in value.items()}
+    return [_changed(one, change) for one in value] if isinstance(value, Sequence) else value

@@ -7,9 +7,8 @@ from functools import cached_property
 from typing import Any
 
 from dinfer.analysis.trace.record import Pieces
-from dinfer.engine.async_engine import AsyncEngine
+from dinfer.engine.async_engine import AsyncEngine, EngineThread
 from dinfer.engine.request import Request
-from dinfer.engine.turns import Turns
 from dinfer.pipeline import Pipeline
 from dinfer.recipe.recipe import Recipe
 from dinfer.recipe.registry import DECODERS, options_of
@@ -188,7 +187,7 @@ def catalogue(pipe: Pipeline, recipes: Mapping[str, Recipe], *, max_new_tokens: 
         raise ValueError(
             "the checkpoint has no tokenizer, and clients send text: put a tokenizer.json beside its weights"
         )
-    turns = Turns()
+    thread = EngineThread()
     made: list[tuple[Any, Pipeline, AsyncEngine]] = []
     served = []
     for name, recipe in recipes.items():
@@ -196,7 +195,7 @@ def catalogue(pipe: Pipeline, recipes: Mapping[str, Recipe], *, max_new_tokens: 
         found = next(((own, engine) for other, own, engine in made if other == kind), None)
         if found is None:
             own = pipe if recipe is pipe.recipe else Pipeline(recipe, pipe.tokenizer, pipe.engine.runtime)
-            found = own, AsyncEngine(own.engine, turns)
+            found = own, AsyncEngine(own.engine, thread)
             made.append((kind, *found))
         served.append(Served(name, *found, recipe, max_new_tokens, created))
     return Catalogue(served)

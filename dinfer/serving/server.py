@@ -11,8 +11,8 @@ from functools import partial
 from fastapi import Response
 from fastapi.responses import JSONResponse
 
+from dinfer.engine.async_engine import EngineThread
 from dinfer.engine.request import Request as Row
-from dinfer.engine.turns import Turns
 from dinfer.serving.admission import Admission
 from dinfer.serving.answers import Answer, Stream, sse
 from dinfer.serving.errors import ApiError, refused
@@ -46,7 +46,7 @@ class Server:
     settings: Settings
     admission: Admission = field(init=False)
     metrics: Metrics = field(init=False)
-    recording: Turns = field(default_factory=Turns)  # of traces
+    recording: EngineThread = field(default_factory=EngineThread)  # of traces
     encoding: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, ENCODERS))
 
     def __post_init__(self) -> None:

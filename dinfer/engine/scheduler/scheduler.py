@@ -11,9 +11,16 @@ from dinfer.engine.row import PLACE, Need, Row
 from dinfer.engine.runtime import Runtime, candidates_of
 from dinfer.engine.scheduler.block_ends import BlockEnds
 from dinfer.engine.scheduler.candidates import CandidateChoice
-from dinfer.engine.scheduler.grouping import Group, alternating_pays, cut, free_positions, grouped, settling
+from dinfer.engine.scheduler.grouping import (
+    Group,
+    PrefillBatching,
+    alternating_pays,
+    cut,
+    free_positions,
+    grouped,
+    settling,
+)
 from dinfer.engine.scheduler.lookahead import Lookahead, stays_open
-from dinfer.engine.scheduler.prefill_batching import PrefillBatching
 from dinfer.recipe.recipe import Recipe
 from dinfer.step.canvas import Cursors, Phase
 from dinfer.step.shape import Extra, KeysOnly, StepShape, extras_of

@@ -14,9 +14,8 @@ from support.matrix import completions, engine_for, outcome
 from support.models import tiny_model
 
 from dinfer.engine import async_engine
-from dinfer.engine.async_engine import AsyncEngine, EngineHung
+from dinfer.engine.async_engine import AsyncEngine, EngineHung, EngineThread
 from dinfer.engine.request import Completion, Request, Update, Wants
-from dinfer.engine.turns import Turns
 from dinfer.recipe.recipe import Recipe, compose
 from dinfer.step.canvas import Phase
 from dinfer.step.shape import StepShape
@@ -117,8 +116,8 @@ def test_engines_that_share_a_thread_take_turns(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(async_engine, "SHIFT", 0.0)
 
     async def main() -> None:
-        turns = Turns()
-        engines = [AsyncEngine(engine_for(recipe, rows=2, max_length=64), turns) for _ in range(2)]
+        thread = EngineThread()
+        engines = [AsyncEngine(engine_for(recipe, rows=2, max_length=64), thread) for _ in range(2)]
         got = await asyncio.gather(*(last(engines[i % 2], request) for i, request in enumerate(requests)))
         assert [outcome(completion) for completion in got] == want
 
@@ -185,7 +184,7 @@ def test_the_example_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> Non
 def test_a_process_ends_after_the_piece_of_work_that_runs() -> None:
     program = """
 import asyncio, threading, time
-from dinfer.engine.turns import Turns
+from dinfer.engine.async_engine import EngineThread
 
 started = threading.Event()
 
@@ -195,7 +194,7 @@ def work():
     print("whole")
 
 async def main():
-    task = asyncio.create_task(Turns().run(work))
+    task = asyncio.create_task(EngineThread().run(work))
     await asyncio.to_thread(started.wait)
 
 asyncio.run(main())

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.matrix import BLOCK_CACHED, Combination, completions, engine_for, outcome, requests_for, watching
 
-from dinfer.engine.scheduler.prefill_batching import PrefillBatching
+from dinfer.engine.scheduler.grouping import PrefillBatching
 from dinfer.step.contracts import Phase
 from dinfer.step.shape import StepShape
 

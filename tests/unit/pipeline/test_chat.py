@@ -11,7 +11,7 @@ from support.families import REAL
 from support.tokenizer import published_tokenizer, save_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from dinfer.pipeline.chat import ChatTemplate
+from dinfer.pipeline.tokenizer import ChatTemplate
 
 NAMES = sorted(path.parent.name for path in REAL.glob("*/tokenizer_config.json"))
 

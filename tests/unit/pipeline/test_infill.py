@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from dinfer.engine.request import Request
 from dinfer.engine.runtime import Runtime
 from dinfer.pipeline import Pipeline
-from dinfer.pipeline.infilling import gaps_of, parse
+from dinfer.pipeline.inputs import gaps_of, parse
 from dinfer.recipe.recipe import IncompatibleRecipe, compose
 from dinfer.recipe.registry import CACHES, ITERATIONS
 
