@@ -4,7 +4,7 @@
     python -m benchmarks.sampled --model tiny-llada2 --out benchmarks/results/sampled-tiny-llada2-cpu.json
 
 All settings of a decoder run in one batch, each request with its own options and seed. `benchmarks.report` makes the
-tables of benchmarks/results/accuracy.md.
+table of docs/results.md.
 """
 
 from __future__ import annotations
@@ -97,28 +97,6 @@ def main(args: list[str] | None = None) -> None:
         report["rows"].append(about | {"settings": cells})
         print(json.dumps(about), {name: cell["accuracy"] for name, cell in cells.items()}, flush=True)
         save(report, given.out)
-
-
-def sampled(results: Path) -> str:
-    """Accuracy and tokens per forward of each decoder by setting, a table for each model."""
-    parts = []
-    for name in ("sampled-tiny-cpu", "sampled-tiny-llada2-cpu"):
-        report = json.loads((results / f"{name}.json").read_text())
-        head = [
-            f"`{report['command'].split(' --out')[0]}`, {report['setting']['count']} held-out problems, "
-            f"{report['hardware']}, torch {report['torch']}, commit {report['commit']}.",
-            "",
-            "| model, decoder | " + " | ".join(SETTINGS) + " |",
-            "| --- |" + " --- |" * len(SETTINGS),
-        ]
-        rows = [
-            f"| `{row['model']}`, `{row['decoder']}` {row['options']}".rstrip()
-            + "".join(f" | {cell['accuracy']:.1f}%, {cell['tpf']:.1f}" for cell in row["settings"].values())
-            + " |"
-            for row in report["rows"]
-        ]
-        parts.append("\n".join([*head, *rows]))
-    return "\n\n".join(parts)
 
 
 if __name__ == "__main__":

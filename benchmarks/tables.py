@@ -735,11 +735,31 @@ def two_cards() -> list[Report]:
     return [row for file in files for row in load(file.stem)["runs"]]
 
 
+def sampled() -> str:
+    """Accuracy and tokens per forward of decoders by how tokens are drawn."""
+    reports = there(("sampled-tiny-cpu", "sampled-tiny-llada2-cpu"), RESULTS)
+    about = "; ".join(f"`{command(report)}`, commit {report['commit']}" for report in reports)
+    first, rows = reports[0], [row for report in reports for row in report["rows"]]
+    names = [*rows[0]["settings"]]
+    lines = [
+        f"{first['setting']['count']} held-out problems, {machine(first)}: {about}. Each "
+        "cell: accuracy, tokens per forward.",
+        "",
+        "| model, decoder | " + " | ".join(names) + " |",
+        "| --- |" + " --- |" * len(names),
+    ]
+    for row in rows:
+        cells = [f"{row['settings'][name]['accuracy']:.1f}%, {row['settings'][name]['tpf']:.1f}" for name in names]
+        lines.append(f"| `{row['model']}`, `{row['decoder']}` {row['options']}".rstrip() + f" | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 SECTIONS: dict[str, Callable[[], str]] = {
     "families": families, "summary": summary, "box": box, "further": further,
     "everything": everything, "short": short, "steps": steps, "step-runs": step_runs, "parts": step_parts,
     "peers": peers, "diffulex": diffulex, "llama-cpp": llama_cpp, "quantized": quantized, "goals": goals,
     "long-prompts": long_prompts, "curve": curve, "startup": startup, "throughput": throughput, "ablation": ablation,
-    "open-blocks": open_blocks, "experts": experts, "checked": lambda: checked(load("scaling-check-h200")["runs"]),
+    "open-blocks": open_blocks, "experts": experts, "sampled": sampled,
+    "checked": lambda: checked(load("scaling-check-h200")["runs"]),
     "checked_two_cards": lambda: checked(two_cards()),
 }  # fmt: skip
