@@ -27,6 +27,7 @@ from dinfer.step.canvas import Status
 from dinfer.step.contracts import Phase
 from dinfer.step.shape import StepShape
 from dinfer.step.step import seen
+from dinfer.step.window import exact
 
 EQUAL = 1e-9  # nats; a plot shows less as this much, since it is rounding
 
@@ -114,10 +115,10 @@ def audit(pipe: Pipeline, prompts: Sequence[Sequence[int]], *, max_new_tokens: i
     parts = {"iteration": recipe.iteration, "decoder": recipe.decoder, "cache": recipe.cache}
     names = {kind: repr(part) for kind, part in parts.items()}
     spec = recipe.model.spec
-    exact = recipe.cache.exact(spec.frame, recipe.grain)
+    faithful = exact(recipe.cache, spec.frame, recipe.grain)
     if kv != "model":
-        names["cache"], exact = f"{names['cache']} with runtime.kv={kv}", False
-    return Audit({"model": recipe.model.spec.family, **names}, exact, samples, same / max(total, 1))
+        names["cache"], faithful = f"{names['cache']} with runtime.kv={kv}", False
+    return Audit({"model": recipe.model.spec.family, **names}, faithful, samples, same / max(total, 1))
 
 
 def _steps(engine: Engine, watch: Watched, index: int, request: Request) -> Iterator[tuple[Sample | None, Update]]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dinfer.kernels.canvas import padded
 from dinfer.recipe.registry import CACHES, check_range, option
-from dinfer.step.canvas import Canvas
+from dinfer.step.canvas import CanvasRows
 from dinfer.step.contracts import CachePolicy, ModelSpec, Moved, Phase, RowCursors, State, WindowPlan
 from dinfer.step.plan import SHARES
 
@@ -64,8 +64,8 @@ class AdaptiveCache(CachePolicy):
             every=self.response_interval,
         )  # fmt: skip
 
-    def choose(self, lanes: RowCursors, canvas: Canvas, spec: ModelSpec, phase: Phase, state: State) -> Tensor:
-        tokens_BS = canvas.tokens_NS.index_select(0, lanes.slot_B)
+    def choose(self, lanes: RowCursors, rows: CanvasRows, spec: ModelSpec, phase: Phase, state: State) -> Tensor:
+        tokens_BS = rows.tokens_BS
         pos_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
         prompt_B1, length_B1, forwards_B1 = (t[:, None] for t in (lanes.prompt_B, lanes.length_B, lanes.forwards_B))
         active_BS = (pos_S >= lanes.start_B[:, None] - spec.shift) & (pos_S < lanes.end_B[:, None])

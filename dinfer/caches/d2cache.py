@@ -15,7 +15,7 @@ from dinfer.kernels.canvas import padded
 from dinfer.kernels.density import density
 from dinfer.kernels.positions import descending_rank
 from dinfer.recipe.registry import CACHES, check_range, option
-from dinfer.step.canvas import Canvas, Status
+from dinfer.step.canvas import CanvasRows
 from dinfer.step.contracts import CachePolicy, Followed, ModelSpec, Moved, Phase, RowCursors, State, WindowPlan
 from dinfer.step.plan import SHARES
 
@@ -76,8 +76,8 @@ class D2Cache(CachePolicy):
         free = phase == Phase.FULL or self.share is None
         return WindowPlan(None, None, chosen=True, share=None if free else round((self.share or 0) * SHARES))
 
-    def choose(self, lanes: RowCursors, canvas: Canvas, spec: ModelSpec, phase: Phase, state: State) -> Tensor:
-        open_BS = canvas.status_NS.index_select(0, lanes.slot_B) == int(Status.OPEN)
+    def choose(self, lanes: RowCursors, rows: CanvasRows, spec: ModelSpec, phase: Phase, state: State) -> Tensor:
+        open_BS = rows.open_BS
         pos_S = torch.arange(open_BS.shape[1], device=open_BS.device)
         inside_BS = pos_S < lanes.length_B[:, None]
         open_BS = open_BS & inside_BS

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dinfer.recipe.registry import CACHES, check_range, option
-from dinfer.step.canvas import Canvas, Status
+from dinfer.step.canvas import CanvasRows
 from dinfer.step.contracts import CachePolicy, ModelSpec, Moved, Phase, RowCursors, State, WindowPlan
 
 
@@ -52,8 +52,8 @@ class DelayedCache(CachePolicy):
         back, ahead = (0, None) if self.variant == "decode" else (self.around, self.around)
         return WindowPlan(back, ahead, chosen=True)
 
-    def choose(self, lanes: RowCursors, canvas: Canvas, spec: ModelSpec, phase: Phase, state: State) -> Tensor:
-        open_BS = canvas.status_NS.index_select(0, lanes.slot_B) == int(Status.OPEN)
+    def choose(self, lanes: RowCursors, rows: CanvasRows, spec: ModelSpec, phase: Phase, state: State) -> Tensor:
+        open_BS = rows.open_BS
         pos_S = torch.arange(open_BS.shape[1], device=open_BS.device)
         active_BS = (pos_S >= lanes.start_B[:, None]) & (pos_S < lanes.end_B[:, None])
         fresh_BS = ~open_BS & (state["age"] < self.delay)

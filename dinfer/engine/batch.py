@@ -12,6 +12,7 @@ from dinfer.engine.row import Row
 from dinfer.engine.worker import Worker
 from dinfer.memory.pages import PageAllocator, common, prompt_keys
 from dinfer.step.state import Entry
+from dinfer.step.window import prefilled
 
 
 class Batch:
@@ -81,7 +82,7 @@ class Batch:
         """
         recipe, spec, page = self.recipe, self.recipe.model.spec, self.runtime.page
         own = recipe.guided(row.request.options) or recipe.iteration.mixes  # keys depend on more than tokens
-        if not self.runtime.share or own or not recipe.cache.prefilled(spec, row.request.length):
+        if not self.runtime.share or own or not prefilled(recipe.cache, spec, row.request.length):
             return
         unit = spec.causal_block or 1
         final = row.cursors.kept // unit * unit
@@ -108,7 +109,7 @@ class Batch:
         own = spec.prompt_block or recipe.guided(request.options)  # keys depend on more than the tokens before them
         if not row.prefix_keys and self.runtime.share and not own:
             first, _ = recipe.iteration.first_region(request.start, request.length)
-            end = recipe.cache.prefilled(spec, first)
+            end = prefilled(recipe.cache, spec, first)
             row.prefix_keys = prompt_keys(request.prompt, end, self.runtime.page, unit)
         pages = self.pages.published(row.prefix_keys)
         if not row.prefix_keys:

@@ -26,6 +26,7 @@ from dinfer.pipeline.tokenizer import ChatTemplate, read_tokenizer
 from dinfer.recipe.recipe import Recipe, compose
 from dinfer.recipe.registry import CACHES, MODELS
 from dinfer.step.contracts import CachePolicy
+from dinfer.step.window import exact
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -388,7 +389,7 @@ def _chosen(model: Any, preset: str | None) -> tuple[Any, dict[str, Any]]:
 @cache
 def _tell_if_inexact(family: str, frame: tuple[int, int, bool], cache: CachePolicy, grain: int) -> None:
     """Warns, once, of a cache that changes what a model with an exact one sees."""
-    if frame[1] and not cache.exact(frame, grain):
+    if frame[1] and not exact(cache, frame, grain):
         logging.getLogger(__name__).warning(
             "%s keeps keys that this model (%s) would compute anew, so answers may differ. Exact are cache=none, and "
             "cache=block with iteration=block_diffusion, or with blocks that end where the model's attention blocks do",

@@ -26,6 +26,7 @@ from dinfer.step.canvas import Cursors, Phase
 from dinfer.step.shape import StepShape
 from dinfer.step.state import BatchState
 from dinfer.step.step import denoise_step
+from dinfer.step.window import width_of
 
 logger = logging.getLogger(__name__)
 
@@ -100,4 +101,4 @@ def followers(recipe: Recipe, state: BatchState, shape: StepShape) -> Iterator[S
     for phase in set(recipe.phases) - {shape.phase, Phase.PREFILL, Phase.VERIFY}:
         for kept in (max(start - state.block, 0), start):
             row = Cursors(phase=phase, prompt=start, length=length, start=start, end=length, kept=kept)
-            yield replace(shape, phase=phase, width=recipe.cache.width(spec, row))
+            yield replace(shape, phase=phase, width=width_of(recipe.cache, spec, row))

@@ -297,3 +297,20 @@ class Canvas:
 
     def is_stop(self, tokens: Tensor) -> Tensor:
         return (tokens[..., None] == self.stop_X).any(-1)
+
+
+class CanvasRows(NamedTuple):
+    """The canvases of the lanes of a step, as a cache sees them. The last column is scratch."""
+
+    canvas: Canvas
+    slot_B: Tensor
+
+    @property
+    def tokens_BS(self) -> Tensor:
+        """int64 [B, S + 1]"""
+        return self.canvas.tokens_NS.index_select(0, self.slot_B)
+
+    @property
+    def open_BS(self) -> Tensor:
+        """Still to be decoded. bool [B, S + 1]"""
+        return self.canvas.status_NS.index_select(0, self.slot_B) == int(Status.OPEN)

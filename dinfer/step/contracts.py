@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dinfer.parallel.ranks import Ranks
 from dinfer.parallel.split import Placement
-from dinfer.step.canvas import ACTIVE, BlockView, Canvas, Cursors, Phase, RowCursors
+from dinfer.step.canvas import ACTIVE, BlockView, CanvasRows, Phase, RowCursors
 from dinfer.step.model import Attend, Divided, Followed, Model, SelfConditioned
 from dinfer.step.plan import WindowPlan
 from dinfer.step.spec import ExpertLayout, ModelSpec
@@ -282,54 +282,12 @@ class CachePolicy(Component):
     def plan(self, phase: Phase) -> WindowPlan:
         """Which positions a step of `phase` computes, as data: host and device read the same integers."""
 
-    def choose(self, lanes: RowCursors, canvas: Canvas, spec: ModelSpec, phase: Phase, state: State) -> Tensor:
+    def choose(self, lanes: RowCursors, rows: CanvasRows, spec: ModelSpec, phase: Phase, state: State) -> Tensor:
         """Which positions to compute, of the window of a plan that says `chosen`. bool [B, S + 1]
 
-        Changes `state` in place, never the canvas. It is stored after every pass, also if that decodes nothing.
+        Changes `state` in place. It is stored after every pass, also if that decodes nothing.
         """
         raise NotImplementedError(f"{type(self).__name__}.plan says `chosen`, so it must define `choose`")
-
-    def exact(self, frame: tuple[int, int, bool], grain: int) -> bool:
-        """Whether every step sees the keys and values that a pass without a cache would compute.
-
-        `frame` says what the model is (`ModelSpec.frame`), `grain` where active blocks begin and end (`Recipe.grain`).
-        """
-        return not self.reuses or self.plan(Phase.WINDOW).exact(frame, grain)
-
-    def width(self, spec: ModelSpec, now: Cursors) -> int:
-        """Positions that a step must have room for to compute what a row with these cursors needs. Host side.
-        A prefill may be given less, any multiple of the attention block: it then goes on in the next step."""
-        if now.phase == Phase.VERIFY:  # the block twice: filled with the draft, and as masks
-            return 2 * (now.end - now.start)
-        plan = self.plan(Phase(now.phase))
-        if now.phase == Phase.PREFILL:
-            first, _, settled = plan.bounds(now.place, spec.frame)
-            return settled - first
-        return plan.width(now.place, now.forwards, spec.frame)
-
-    def narrow(self, spec: ModelSpec, now: Cursors) -> int | None:
-        """Width of a WINDOW step with `settles` in which a row progresses; None: its own `width`. Host side.
-
-        In such a step a row computes what it does not decode in a pass of its own, which comes first.
-        """
-        if not (plan := self.plan(Phase.WINDOW)).keeps:
-            return None
-        _, stop, settled = plan.bounds(now.place, spec.frame)
-        return max(stop - settled, spec.attention_block or 1)
-
-    def prefilled(self, spec: ModelSpec, start: int) -> int:
-        """The end of the positions that a prefill computes, if the active region begins at `start`. Host side.
-
-        These keys depend on the tokens before them alone, so requests whose prompts begin alike may share them.
-        """
-        plan, place = self.plan(Phase.PREFILL), (start, start, start, 0, start)
-        return plan.bounds(place, spec.frame)[2] if plan.keeps else 0
-
-    def first_phase(self, spec: ModelSpec, start: int) -> Phase:
-        """The first phase of a request, if its active region begins at `start`. Host side."""
-        if not self.plan(Phase.PREFILL).keeps:
-            return Phase.FULL
-        return Phase.PREFILL if self.prefilled(spec, start) else Phase.WINDOW
 
     def observe(self, pos_BW: Tensor, old_BWX: Tensor, new_BWX: Tensor, lanes: RowCursors, state: State) -> None:
         """Sees the last layer's values at the window's positions before and after the forward; only if `watches`."""

@@ -16,7 +16,7 @@ from dinfer.memory.kv import KVPool
 from dinfer.step.canvas import Canvas, Cursors, Phase
 from dinfer.step.contracts import Parts, State
 from dinfer.step.shape import Extra, StepShape
-from dinfer.step.window import widest
+from dinfer.step.window import first_phase, prefilled, widest
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,8 +164,8 @@ class BatchState:
         """Where a request begins."""
         spec, length = recipe.model.spec, len(entry.tokens)
         start, end = recipe.iteration.first_region(entry.prompt, length)
-        phase = recipe.cache.first_phase(spec, start)
-        if phase == Phase.PREFILL and entry.kept == recipe.cache.prefilled(spec, start):
+        phase = first_phase(recipe.cache, spec, start)
+        if phase == Phase.PREFILL and entry.kept == prefilled(recipe.cache, spec, start):
             phase = Phase.WINDOW
         if recipe.decoder.grows:
             names = [f"{o.kind}.{o.name}" for o in recipe.request_options]

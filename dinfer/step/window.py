@@ -7,8 +7,9 @@ from torch import Tensor
 
 from dinfer.kernels.positions import compact
 from dinfer.kernels.window import span, window_positions
-from dinfer.step.canvas import Canvas, Phase, RowCursors
+from dinfer.step.canvas import Canvas, CanvasRows, Cursors, Phase, RowCursors
 from dinfer.step.contracts import CachePolicy, ModelSpec, Parts, State
+from dinfer.step.plan import Frame
 from dinfer.step.shape import KeysOnly, StepShape
 
 
@@ -40,7 +41,7 @@ def window(
             stop_B = plan.bounds(lanes.place_B, spec.frame)[1]
             pos_BW = torch.where(place_BW == stop_B[:, None] - 1, lanes.length_B[:, None] - 1, place_BW)
         return Window(pos_BW, place_BW, fits_B, logits_BX.view(-1, shape.block), kept_B, settled_B, stop_B)
-    flags_BS = cache.choose(lanes, canvas, spec, shape.phase, state)
+    flags_BS = cache.choose(lanes, CanvasRows(canvas, lanes.slot_B), spec, shape.phase, state)
     first_B, stop_B, _ = plan.bounds(lanes.place_B, spec.frame)
     pos_S = torch.arange(flags_BS.shape[1], device=flags_BS.device)
     pos_BW, place_BS = compact(flags_BS & (pos_S >= first_B[:, None]) & (pos_S < stop_B[:, None]), shape.width)
@@ -64,3 +65,52 @@ def widest(recipe: Parts, block: int, length: int) -> int:
     if plan.back is None or plan.ahead is None:
         return length
     return min(region + plan.back + plan.ahead, length)
+
+
+def exact(cache: CachePolicy, frame: Frame, grain: int) -> bool:
+    """Whether every step sees the keys and values that a pass without a cache would compute.
+
+    `frame` says what the model is (`ModelSpec.frame`), `grain` where active blocks begin and end (`Recipe.grain`).
+    """
+    return not cache.reuses or cache.plan(Phase.WINDOW).exact(frame, grain)
+
+
+def width_of(cache: CachePolicy, spec: ModelSpec, now: Cursors) -> int:
+    """Positions that a step must have room for to compute what a row with these cursors needs. Host side.
+
+    A prefill may be given less, any multiple of the attention block: it then goes on in the next step.
+    """
+    if now.phase == Phase.VERIFY:  # the block twice: filled with the draft, and as masks
+        return 2 * (now.end - now.start)
+    plan = cache.plan(Phase(now.phase))
+    if now.phase == Phase.PREFILL:
+        first, _, settled = plan.bounds(now.place, spec.frame)
+        return settled - first
+    return plan.width(now.place, now.forwards, spec.frame)
+
+
+def narrow_width(cache: CachePolicy, spec: ModelSpec, now: Cursors) -> int | None:
+    """Width of a WINDOW step with `KeysOnly` in which a row progresses; None: its own `width_of`. Host side.
+
+    A row that enters a block first runs a pass that only stores keys. This is the width of that pass.
+    """
+    if not (plan := cache.plan(Phase.WINDOW)).keeps:
+        return None
+    _, stop, settled = plan.bounds(now.place, spec.frame)
+    return max(stop - settled, spec.attention_block or 1)
+
+
+def prefilled(cache: CachePolicy, spec: ModelSpec, start: int) -> int:
+    """The end of the positions that a prefill computes, if the active region begins at `start`. Host side.
+
+    These keys depend on the tokens before them alone, so requests whose prompts begin alike may share them.
+    """
+    plan, place = cache.plan(Phase.PREFILL), (start, start, start, 0, start)
+    return plan.bounds(place, spec.frame)[2] if plan.keeps else 0
+
+
+def first_phase(cache: CachePolicy, spec: ModelSpec, start: int) -> Phase:
+    """The first phase of a request, if its active region begins at `start`. Host side."""
+    if not cache.plan(Phase.PREFILL).keeps:
+        return Phase.FULL
+    return Phase.PREFILL if prefilled(cache, spec, start) else Phase.WINDOW

@@ -20,6 +20,7 @@ from dinfer.recipe import presets
 from dinfer.recipe.presets import catalog
 from dinfer.recipe.recipe import compose
 from dinfer.recipe.registry import MODELS
+from dinfer.step.window import exact
 
 PRESETS = list(dict.fromkeys(entry.preset for entry in catalog()))
 
@@ -51,7 +52,7 @@ def test_a_preset_is_a_legal_recipe_for_its_model_and_is_what_the_table_says(pre
     parts = presets.preset(preset).parts()
     recipe = compose(network, **{kind: config[kind] for kind in parts})
     assert recipe == compose(network, **parts)  # in Python as on the command line
-    assert spec.causal_block is None or recipe.cache.exact(spec.frame, recipe.grain)
+    assert spec.causal_block is None or exact(recipe.cache, spec.frame, recipe.grain)
 
 
 @pytest.mark.parametrize("preset", presets.presets())

@@ -102,6 +102,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "startup.parallel_compiling": {"kernels", "startup.patches"},
     "startup.meta_operators": set(),
     "startup.kernel_compiler": {
+        "step.window",
         "recipe.recipe", "startup.meta_operators", "startup.parallel_compiling", "startup.prepare",
         "step.canvas", "step.shape", "step.state", "step.step",
     },
@@ -121,6 +122,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "engine.reader": {"abilities", "engine.worker", "step.canvas"},
     "engine.batch": {
+        "step.window",
         "abilities", "engine.reader", "engine.room", "engine.row", "engine.worker", "memory.pages",
         "step.state",
     },
@@ -159,6 +161,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "parallel.ranks", "parallel.split", "recipe.recipe", "step.contracts",
     },
     "pipeline.pipeline": {
+        "step.window",
         "engine.engine", "engine.request", "engine.runtime", "loading.checkpoint", "loading.hub",
         "loading.plan", "parallel.divided_model", "pipeline.inputs", "pipeline.streaming", "pipeline.tokenizer",
         "recipe.presets", "recipe.recipe", "recipe.registry", "step.contracts",
@@ -170,6 +173,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "pipeline": {"pipeline.pipeline", "pipeline.streaming"},
     "analysis.audit": CORE | {
+        "step.window",
         "step.ability", "step.shape",
         "analysis.trace", "recipe.recipe", "engine", "layers", "pipeline", "recipe.registry", "step.step",
     },

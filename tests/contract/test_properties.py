@@ -19,6 +19,7 @@ from dinfer.engine.request import NonFiniteLogits, Request, Update, Wants
 from dinfer.recipe.recipe import IncompatibleRecipe, Recipe, compose
 from dinfer.recipe.registry import CACHES, DECODERS, ITERATIONS, options_of
 from dinfer.step.canvas import Phase
+from dinfer.step.window import first_phase
 
 KINDS = ("sharp", "flat", "ties", "constant", "mask_wins", "mask_alone", "holes", "one_token", "stops", "huge", "tiny")
 
@@ -137,7 +138,7 @@ def _check_row(case: Case, request: Request, updates: list[Update], edits: bool)
     tokens, masked = request.prompt + [MASK] * request.new_tokens, [False] * prompt + [True] * request.new_tokens
     decoded, has_mask = 0, case.recipe.model.spec.mask_id is not None  # else a block may take steps without a commit
     start = case.recipe.iteration.first_region(prompt, prompt + request.new_tokens)[0]
-    prefill = case.recipe.cache.first_phase(case.recipe.model.spec, start) == Phase.PREFILL
+    prefill = first_phase(case.recipe.cache, case.recipe.model.spec, start) == Phase.PREFILL
     for update in updates:
         assert update.tokens is not None and update.masked is not None
         assert update.tokens[:prompt] == request.prompt

@@ -26,7 +26,7 @@ from dinfer.kernels.thresholding import confident
 from dinfer.recipe.recipe import Recipe
 from dinfer.recipe.registry import Registry
 from dinfer.step.ability import Ability, Seen, Step
-from dinfer.step.canvas import BlockView, Canvas, Phase, RowCursors
+from dinfer.step.canvas import BlockView, CanvasRows, Phase, RowCursors
 from dinfer.step.contracts import BlockAfter, ModelSpec, Moved, Parts, Proposal, State, TokenStats, WindowPlan
 from dinfer.step.shape import StepShape
 
@@ -120,8 +120,8 @@ class LopaCache(NoCache):
     def fresh_state(self, spec: ModelSpec, length: int) -> State:
         return {"kept": torch.zeros((), dtype=torch.int64)}
 
-    def choose(self, lanes: RowCursors, canvas: Canvas, spec: ModelSpec, phase: Phase, state: State) -> Tensor:
-        pos_S = torch.arange(canvas.tokens_NS.shape[1], device=canvas.tokens_NS.device)
+    def choose(self, lanes: RowCursors, rows: CanvasRows, spec: ModelSpec, phase: Phase, state: State) -> Tensor:
+        pos_S = torch.arange(rows.tokens_BS.shape[1], device=lanes.slot_B.device)
         flags_BS = pos_S >= state["kept"][:, None]
         state["kept"].copy_(lanes.start_B)
         return flags_BS

@@ -17,7 +17,7 @@ from dinfer.step.canvas import Cursors
 from dinfer.step.shape import Extra, KeysOnly, Sampled, StepShape, extras_of
 from dinfer.step.state import BatchState
 from dinfer.step.step import denoise_step
-from dinfer.step.window import deciding
+from dinfer.step.window import deciding, width_of
 
 COPIES = ("aten::_to_copy", "aten::copy_", "aten::lift_fresh", "aten::_local_scalar_dense")
 LENGTH, PAGE, LANES = 51, 4, 3
@@ -80,7 +80,7 @@ def meta_steps(recipe: Recipe, level: Level = Level.NOTHING) -> None:
     end = min(5 + iteration.blocks * state.block, LENGTH)
     row = Cursors(prompt=5, start=5, end=end, length=LENGTH)
     for phase in recipe.phases:
-        width = max(cache.width(recipe.model.spec, row._replace(phase=phase)), 1)
+        width = max(width_of(cache, recipe.model.spec, row._replace(phase=phase)), 1)
         for more, candidates in [
             (False, 0),
             (True, 0),

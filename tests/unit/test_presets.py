@@ -12,6 +12,7 @@ from support.models import EOS, MASK, tiny_model
 
 import dinfer
 from dinfer.loading.checkpoint import random_network, save_network
+from dinfer.step.window import exact
 
 CPU = torch.device("cpu")
 
@@ -39,7 +40,7 @@ def test_a_folder_has_its_own_blocks_and_the_exact_cache(tmp_path: Path, caplog:
         save_network(network, family, tmp_path / str(block), config)
         recipe = dinfer.load(tmp_path / str(block), device="cpu").recipe
         assert recipe.iteration.block == block
-        assert recipe.cache.exact(recipe.model.spec.frame, recipe.grain)
+        assert exact(recipe.cache, recipe.model.spec.frame, recipe.grain)
     assert "anew" not in caplog.text
 
 

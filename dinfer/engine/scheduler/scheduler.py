@@ -24,7 +24,7 @@ from dinfer.engine.scheduler.lookahead import Lookahead, stays_open
 from dinfer.recipe.recipe import Recipe
 from dinfer.step.canvas import Cursors, Phase
 from dinfer.step.shape import Extra, KeysOnly, StepShape, extras_of
-from dinfer.step.window import deciding
+from dinfer.step.window import deciding, narrow_width, width_of
 
 LATE = 64  # rows wait for a round if that costs less than such a part of it
 PATIENCE = 2  # rounds that a row waits at most where rows take steps by turns
@@ -152,8 +152,8 @@ class Scheduler:
     def _need(self, now: Cursors) -> Need:
         """What a row with these cursors needs of its next step."""
         cache, spec = self.recipe.cache, self.recipe.model.spec
-        narrow = cache.narrow(spec, now) if self.runtime.settle and now.phase == Phase.WINDOW else None
-        return Need(cache.width(spec, now), narrow)
+        narrow = narrow_width(cache, spec, now) if self.runtime.settle and now.phase == Phase.WINDOW else None
+        return Need(width_of(cache, spec, now), narrow)
 
     def _apart(self, phase: Phase, rows: list[Row]) -> list[list[Row]]:
         """The rows, apart from those that compute more than a branch has pages for. They have no branches yet."""
@@ -280,7 +280,7 @@ class Scheduler:
         `step`: None if it has none. `sure`: positions that the step commits, if the row stays in its block.
         """
         cache, spec, now, need = self.recipe.cache, self.recipe.model.spec, row.cursors, row.need
-        narrow = need.narrow or cache.narrow(spec, now)  # None: its prompt is being computed
+        narrow = need.narrow or narrow_width(cache, spec, now)  # None: its prompt is being computed
         if step is None or step.width < need.width:  # it settles, or waits, or does not fit: nothing is committed
             width = narrow or 0 if step is not None and step.extra(KeysOnly) else need.width
             return Guess(narrow, width, float(narrow is not None and width > narrow), row.left)
@@ -291,7 +291,7 @@ class Scheduler:
         if last:
             return None
         end = min(now.end + self.block, now.length)
-        narrow = cache.narrow(spec, now._replace(start=now.end, end=end))
+        narrow = narrow_width(cache, spec, now._replace(start=now.end, end=end))
         return Guess(narrow, 2 * (narrow or 0), chance, row.open_before[end] - row.open_before[now.end])
 
     def _repeats(self, rows: Collection[Row]) -> bool:

@@ -17,6 +17,7 @@ from dinfer.kernels.positions import compact
 from dinfer.recipe.recipe import IncompatibleRecipe, compose
 from dinfer.recipe.registry import CACHES, DECODERS
 from dinfer.step.canvas import Cursors, Phase
+from dinfer.step.window import exact, width_of
 
 PROMPT, NEW, BLOCK = 11, 21, 8
 LENGTH = PROMPT + NEW
@@ -161,7 +162,7 @@ def test_the_share_that_is_recomputed_is_the_same_for_host_and_device() -> None:
     host = Host(recipe, [Request([1, 2, 3], 100)])
     host.step(Phase.FULL, host.slots)
     cursors = Cursors._make(host.state.canvas.cursors_NC[host.slots[0], : len(Cursors._fields)].tolist())
-    host.step(Phase.WINDOW, host.slots, width=recipe.cache.width(recipe.model.spec, cursors))
+    host.step(Phase.WINDOW, host.slots, width=width_of(recipe.cache, recipe.model.spec, cursors))
     assert host.forwards() == [2]
 
 
@@ -183,14 +184,14 @@ def test_decoders_that_edit_need_the_logits_of_decoded_positions() -> None:
 def test_what_caches_say_of_their_exactness() -> None:
     attention = {0: 1, 4: 4, 1: 1}  # positions of an attention block, and where active blocks begin and end
     caches = {name: CACHES.get(name)() for name in CACHES.names()}
-    kinds = {name: [c.exact((0, b, False), grain) for b, grain in attention.items()] for name, c in caches.items()}
+    kinds = {name: [exact(c, (0, b, False), grain) for b, grain in attention.items()] for name, c in caches.items()}
     assert kinds["none"] == [True, True, True]
     for name in ("prefix", "dual", "vicinity", "block"):
         assert kinds[name] == [False, True, True]
     for name in ("delayed", "adaptive"):
         assert kinds[name] == [False, False, False]
-    assert not CACHES.get("dual")().exact((1, 4, False), 4)  # shifted, it leaves out the last position of the block
-    assert [CACHES.get(n)().exact((0, 4, False), 2) for n in ("prefix", "dual", "block")] == [False, False, True]
+    assert not exact(CACHES.get("dual")(), (1, 4, False), 4)  # shifted, it leaves out the last position of the block
+    assert [exact(CACHES.get(n)(), (0, 4, False), 2) for n in ("prefix", "dual", "block")] == [False, False, True]
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ from dinfer.pipeline import Pipeline
 from dinfer.recipe.recipe import Recipe, compose
 from dinfer.step.shape import StepShape
 from dinfer.step.state import BatchState
+from dinfer.step.window import width_of
 
 BAD = 21  # the length of the request that something goes wrong with
 GOOD = [Request([1, 2, 3], 14), Request([4, 5], 11), Request([6, 7, 8, 9], 16)]
@@ -174,17 +175,12 @@ def test_an_interrupt_within_a_step_ends_its_rows_and_no_more(monkeypatch: pytes
     assert found[names[2]] == want[2]
 
 
-class TooNarrow(DualCache):
-    """Host and device disagree: no step is as wide as the window."""
-
-    def width(self, *given: Any, **named: Any) -> int:
-        return super().width(*given, **named) - 1
-
-
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_row_that_no_step_moves_is_stalled(ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if host and device disagreed, and no step were as wide as the window."""
     monkeypatch.setattr("dinfer.engine.row.STALL_LIMIT", 9)
-    engine = engine_for(recipe_of(TooNarrow()))
+    monkeypatch.setattr("dinfer.engine.scheduler.scheduler.width_of", lambda *given: width_of(*given) - 1)
+    engine = engine_for(recipe_of(DualCache()))
     engine = launched_ahead(engine) if ahead else engine
     name = engine.add(GOOD[0])
     rounds, updates = 0, []
@@ -194,7 +190,7 @@ def test_a_row_that_no_step_moves_is_stalled(ahead: bool, monkeypatch: pytest.Mo
         updates += engine.step()
     (error,) = results(updates).values()
     assert isinstance(error, StalledRow) and f"request {name}: 9 steps without a commit" in str(error)
-    assert "window of TooNarrow fits no step" in str(error)
+    assert "window of DualCache fits no step" in str(error)
     assert engine.occupancy()["pages_free"] == engine.occupancy()["pages"]
 
 
@@ -380,7 +376,8 @@ def test_a_network_that_is_called_directly_runs_on_its_own_device(monkeypatch: p
 
 def test_one_failing_request_of_a_list_ends_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dinfer.engine.row.STALL_LIMIT", 9)
-    recipe = recipe_of(TooNarrow())
+    monkeypatch.setattr("dinfer.engine.scheduler.scheduler.width_of", lambda *given: width_of(*given) - 1)
+    recipe = recipe_of(DualCache())
     engine = engine_for(recipe)
     with pytest.raises(StalledRow):
         completions(engine, GOOD)

@@ -16,6 +16,7 @@ from dinfer.engine.request import Completion, NonFiniteLogits, Request
 from dinfer.recipe.recipe import IncompatibleRecipe, Recipe, compose
 from dinfer.recipe.registry import DECODERS, options_of
 from dinfer.step.canvas import ACTIVE, CURSORS, Phase
+from dinfer.step.window import first_phase
 from tests.parity.golden import Fields
 from tests.parity.plans import ALGORITHMS
 
@@ -57,7 +58,7 @@ def prefills(recipe: Recipe) -> list[int]:
     first = [
         iteration.first_region(len(prompt), len(prompt) + new)[0] for prompt, new in zip(PROMPTS, NEW, strict=True)
     ]
-    return [int(recipe.cache.first_phase(spec, start) == Phase.PREFILL) for start in first]
+    return [int(first_phase(recipe.cache, spec, start) == Phase.PREFILL) for start in first]
 
 
 @pytest.mark.parametrize(

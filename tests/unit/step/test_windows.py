@@ -22,7 +22,7 @@ from dinfer.step.canvas import Canvas, Cursors, Phase
 from dinfer.step.contracts import CachePolicy, ModelSpec
 from dinfer.step.shape import StepShape
 from dinfer.step.state import StatePool
-from dinfer.step.window import Window, window
+from dinfer.step.window import Window, first_phase, prefilled, width_of, window
 
 CAPACITY, LONGEST = 70, 12
 MODELS: dict[str, dict[str, Any]] = {
@@ -83,7 +83,7 @@ def test_the_host_knows_the_width_of_the_window_of_the_device(
     @given(caches(), rows())
     def check(cache: CachePolicy, row: Cursors) -> None:
         assume(not (cache.plan(Phase(row.phase)).last and spec.attention_block))  # refused
-        width = cache.width(spec, row)
+        width = width_of(cache, spec, row)
         found = device_window(cache, spec, row, width)
         chosen = cache.plan(Phase(row.phase)).chosen
         positions = [p for p in found.pos_BW[0].tolist() if p >= 0]
@@ -113,8 +113,8 @@ def test_a_prefill_ends_where_the_host_says(model: str, triton: bool, monkeypatc
     @given(rows((Phase.PREFILL,)), st.integers(1, 9))
     def check(row: Cursors, pieces: int) -> None:
         row = row._replace(kept=row.kept // grain * grain)
-        end, todo = cache.prefilled(spec, row.start), cache.width(spec, row)
-        assert cache.first_phase(spec, row.start) == (Phase.PREFILL if end else Phase.WINDOW)
+        end, todo = prefilled(cache, spec, row.start), width_of(cache, spec, row)
+        assert first_phase(cache, spec, row.start) == (Phase.PREFILL if end else Phase.WINDOW)
         assert todo == max(end - row.kept, 0)
         done, width = row.kept, grain * pieces
         while todo > 0:
