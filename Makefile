@@ -1,6 +1,7 @@
 # make demo      a virtual environment in .venv, then the demo       (ARGS="count=200 cache=none" for more)
 # make test      the same environment with the tools, then the tests (ARGS="-k decoder" for some)
 # make test-all  make test, then make test-rest: the combinations and random examples that it leaves out
+# make test-lowest   the tests with the lowest versions that pyproject.toml allows, in .venv-lowest (torch: TORCH)
 # make lint      ruff and mypy
 # make docs      the documentation site, in site/                    (open site/index.html)
 # make clean     removes the environment and all caches
@@ -8,6 +9,7 @@
 # Variables, on the command line or in the environment (`make clean` before another PYTHON or TORCH):
 PYTHON ?= python3
 VENV ?= .venv
+LOWEST ?= .venv-lowest
 # Which torch: another version, or a build for another device from another index, such as
 #   make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
 TORCH ?= torch==2.13.0
@@ -23,7 +25,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS)
 # torch is what TORCH says, so its pin must not contradict it.
 PINS := $(VENV)/constraints.txt
 
-.PHONY: demo test test-rest test-all lint docs clean
+.PHONY: demo test test-rest test-all test-lowest lint docs clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -38,6 +40,9 @@ test-rest: $(VENV)/.installed-dev
 
 test-all: test test-rest
 
+test-lowest: $(LOWEST)/.installed-dev
+	PATH="$(CURDIR)/$(LOWEST)/bin:$$PATH" $(LOWEST)/bin/python -m pytest -n auto --dist worksteal $(ARGS)
+
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -47,7 +52,7 @@ docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
 
 clean:
-	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(LOWEST) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.torch:
@@ -58,6 +63,15 @@ $(VENV)/.torch:
 
 $(PINS): constraints.txt $(VENV)/.torch
 	grep -v '^torch==' constraints.txt > $@
+
+# pip resolves to the highest versions alone; uv is pip's resolver for the lowest.
+$(LOWEST)/.installed-dev: pyproject.toml
+	$(PYTHON) -m venv --clear $(LOWEST)
+	$(LOWEST)/bin/python -m pip install --quiet $(PIP_ARGS) uv
+	$(LOWEST)/bin/python -m pip install $(PIP_ARGS) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$(TORCH)"
+	$(LOWEST)/bin/uv pip install --python $(LOWEST)/bin/python --resolution lowest-direct --editable '.[dev]' \
+	  "torch==$$($(LOWEST)/bin/python -c 'import torch; print(torch.__version__)')"
+	touch $@
 
 $(VENV)/.installed: pyproject.toml $(PINS)
 	$(PIP) --quiet --constraint $(PINS) --editable .
