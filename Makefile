@@ -41,7 +41,7 @@ test-rest: $(VENV)/.installed-dev
 test-all: test test-rest
 
 test-lowest: $(LOWEST)/.installed-dev
-	PATH="$(CURDIR)/$(LOWEST)/bin:$$PATH" $(LOWEST)/bin/python -m pytest -n auto --dist worksteal $(ARGS)
+	PATH="$(abspath $(LOWEST))/bin:$$PATH" $(LOWEST)/bin/python -m pytest -n auto --dist worksteal $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -23,7 +23,7 @@ from dinfer.pipeline import Pipeline, load
 from dinfer.recipe.recipe import Recipe
 from dinfer.recipe.registry import REGISTRIES, check_range, unknown
 from evaluations.ledger import Ledger, key_of
-from evaluations.ranks import Ranks, ranks
+from evaluations.replicas import Replicas, replicas
 
 DEFAULT_LENGTH = 128
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
@@ -100,6 +100,7 @@ def cut(tokenizer: Any, ids: list[int], until: list[str]) -> tuple[str, int, boo
 
 
 Progress = Callable[..., None]  # takes what is being done, how much of it is done, and how much there is
+BATCH = 16  # forwards of likelihoods at a time
 CHUNK = 4  # batches of likelihoods between two entries in the ledger
 
 
@@ -110,11 +111,10 @@ class Likelihood:
     samples: int = 128  # noised copies of each answer; fewer if that is exact
     seed: int = 0
     guidance: float = 0.0
-    batch: int = 16  # forwards at a time
     greedy: bool = True  # check whether greedy decoding gives the answer; false: report that it does not
 
     def __post_init__(self) -> None:
-        check_range("likelihood", self, "samples", "batch", least=1)
+        check_range("likelihood", self, "samples", least=1)
         check_range("likelihood", self, "guidance", least=0)
 
 
@@ -139,7 +139,7 @@ class DinferLM(TemplateLM):
     """Any recipe of dinfer, for any task of lm-eval."""
 
     def __init__(
-        self, pipe: Pipeline, *, likelihood: Likelihood | None = None, among: Ranks | None = None,
+        self, pipe: Pipeline, *, likelihood: Likelihood | None = None, among: Replicas | None = None,
         max_new_tokens: int | None = None, ledger: Ledger | None = None, progress: Progress | None = None,
     ) -> None:  # fmt: skip
         """`max_new_tokens` replaces the tasks' own lengths. `ledger` keeps answers, and has those of earlier sessions.
@@ -150,7 +150,7 @@ class DinferLM(TemplateLM):
         if max_new_tokens is not None and max_new_tokens < 1:
             raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 1")
         self.pipe, self.tokenizer, self.likelihood = pipe, pipe.tokenizer, likelihood or Likelihood()
-        self.among = among or Ranks(0, 1, pipe.model.device)
+        self.among = among or Replicas(0, 1, pipe.model.device)
         self.new_tokens, self.ledger, self.progress = max_new_tokens, ledger or Ledger(), progress
         self._rank, self._world_size, self._device = self.among.rank, self.among.size, self.among.device
 
@@ -166,7 +166,7 @@ class DinferLM(TemplateLM):
         settings.pop("max_batch_size", None)
         dtype, rows, length = (settings.pop(name, None) for name in ("dtype", "rows", "max_new_tokens"))
         parts, likelihood = _parts(settings)
-        among = ranks(None if device == "cuda:0" else device)  # cuda:0 is lm-eval's default
+        among = replicas(None if device == "cuda:0" else device)  # cuda:0 is lm-eval's default
         rows = rows or (int(size) if str(size).isdigit() and int(size) > 1 else 32)
         runtime = Runtime(rows=rows, graphs=among.device.type == "cuda")
         pipe = load(**parts, device=among.device, dtype=dtype, runtime=runtime)
@@ -194,10 +194,9 @@ class DinferLM(TemplateLM):
 
         def answers(jobs: list[Job]) -> Iterator[tuple[Job, Any, dict[str, Any]]]:
             how = self.likelihood
-            size = CHUNK * how.batch
-            for part in (jobs[first : first + size] for first in range(0, len(jobs), size)):
+            for part in (jobs[first : first + CHUNK * BATCH] for first in range(0, len(jobs), CHUNK * BATCH)):
                 pairs = [self._pair(*job.instance.args) for job in part]
-                written = self._on_ranks(greedy, pairs, batch=how.batch) if how.greedy else [False] * len(pairs)
+                written = self._on_ranks(greedy, pairs, batch=BATCH) if how.greedy else [False] * len(pairs)
                 for job, bound, same in zip(part, self._bounds(part, pairs), written, strict=True):
                     yield job, (bound.value, same), _cost([bound])
 
@@ -383,7 +382,7 @@ class DinferLM(TemplateLM):
         how = self.likelihood
         try:
             return self._on_ranks(
-                log_likelihoods, pairs, samples=how.samples, seed=how.seed, guidance=how.guidance, batch=how.batch
+                log_likelihoods, pairs, samples=how.samples, seed=how.seed, guidance=how.guidance, batch=BATCH
             )
         except ValueError as error:
             raise ValueError(f"{jobs[0].where} to {jobs[-1].where}: {error}") from error

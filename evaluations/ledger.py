@@ -7,6 +7,7 @@ settings, since sessions that would answer differently must not share a file.
 import hashlib
 import json
 import uuid
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any, Self
 
 from dinfer.analysis.metrics import Sample
 from dinfer.analysis.outputs import JsonLines, check_folder, whole_lines
-from evaluations.ranks import ALONE, Ranks
+from evaluations.replicas import ALONE, Replicas
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class Ledger:
     """All answers so far. Without a path it keeps them only in memory."""
 
     def __init__(
-        self, stem: Path | None = None, *, among: Ranks = ALONE, setup: dict[str, Any] | None = None,
+        self, stem: Path | None = None, *, among: Replicas = ALONE, setup: dict[str, Any] | None = None,
         overwrite: bool = False,
     ) -> None:  # fmt: skip
         """`stem`: the path without `.answers-RANK.jsonl`. `overwrite`: removes the files of an earlier run.
@@ -114,6 +115,12 @@ def seconds(answers: Sequence[Answer]) -> float:
         sessions[own] = max(sessions.get(own, 0.0), answer.at)
     ranks = {rank for rank, _ in sessions}
     return max((sum(at for (own, _), at in sessions.items() if own == rank) for rank in ranks), default=0.0)
+
+
+def sessions(answers: Sequence[Answer]) -> int:
+    """In how many sessions a run was made: of the replica that had most."""
+    own = {(answer.rank, answer.session) for answer in answers}
+    return max(Counter(rank for rank, _ in own).values(), default=0)
 
 
 def _read(path: Path, setup: dict[str, Any]) -> Iterator[Answer]:

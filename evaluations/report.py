@@ -72,7 +72,7 @@ def rows_of(path: Path) -> Iterator[dict[str, Any]]:
     recipe = document["recipe"]
     parts = {kind: recipe[kind]["name"] for kind in KINDS} | {"checkpoint": recipe["model"].get("checkpoint")}
     options = {f"{kind}.{name}": value for kind in KINDS[1:] for name, value in recipe[kind].items() if name != "name"}
-    origin = {name: document[name] for name in ("commit", "date", "hardware", "ranks")}
+    origin = {name: document[name] for name in ("commit", "date", "hardware", "replicas") if name in document}
     for task, found in document["tasks"].items():
         figures = found["metrics"] or {}
         likelihood = found["likelihood"] or {}

@@ -13,9 +13,7 @@ from typing import Any
 import jinja2
 import lm_eval
 import yaml
-from lm_eval.api.model import CachingLM
 from lm_eval.tasks import TaskManager
-from lm_eval.tasks._yaml_loader import load_yaml
 from transformers import set_seed
 
 from dinfer.analysis.outputs import write
@@ -23,13 +21,14 @@ from dinfer.analysis.provenance import provenance
 from dinfer.pipeline import Pipeline
 from dinfer.recipe.registry import check_range
 from evaluations.adapter import DinferLM, Likelihood, Progress
-from evaluations.ledger import Ledger
-from evaluations.ranks import Ranks
+from evaluations.ledger import Ledger, sessions
+from evaluations.replicas import Replicas
 from evaluations.report import report, samples_of, write_table
 from evaluations.sandbox import Limits, in_sandbox
 
 TASKS = Path(__file__).parent / "tasks"
 SCHEMA = "dinfer-eval/1"
+SEED = 1234  # lm-eval's, also of the examples that a task shows
 # The errors of lm-eval when it loads a task with a wrong configuration.
 TASK_ERRORS = (
     ValueError, KeyError, TypeError, AttributeError, ImportError, OSError, yaml.YAMLError, jinja2.TemplateError,
@@ -49,12 +48,10 @@ class Settings:
     system: str | None = None
     gen_kwargs: Mapping[str, Any] = field(default_factory=dict)
     max_new_tokens: int | None = None
-    fewshot_seed: int = 1234
     metric: str | None = None  # counts as accuracy; None: the first of each task
     allow_code: bool = False
     code: Limits = field(default_factory=Limits)
     likelihood: Likelihood = field(default_factory=Likelihood)
-    use_cache: str | None = None
 
     def __post_init__(self) -> None:
         if not self.tasks:
@@ -84,7 +81,7 @@ def report_of(stem: Path) -> Path:
 
 
 def evaluate(
-    load: Callable[[], Pipeline], settings: Settings, *, among: Ranks, recipe: Mapping[str, Any],
+    load: Callable[[], Pipeline], settings: Settings, *, among: Replicas, recipe: Mapping[str, Any],
     runtime: Mapping[str, Any], stem: Path | None, overwrite: bool = False, command: str = "",
     progress: Progress | None = None,
 ) -> dict[str, Any] | None:  # fmt: skip
@@ -97,10 +94,10 @@ def evaluate(
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     say = progress or (lambda *_: None)
     versions = {name.replace("-", "_"): version(name) for name in ("lm-eval", "transformers")}
-    setup = provenance(among.device) | versions | {"ranks": among.size}
+    setup = provenance(among.device) | versions | {"replicas": among.size}
     date = setup.pop("date")
     with in_sandbox(settings.code), Ledger(stem, among=among, setup=setup, overwrite=overwrite) as ledger:
-        set_seed(1234)  # lm-eval's seed, before tasks shuffle their documents
+        set_seed(SEED)  # before tasks shuffle their documents
         say("loading the tasks")
         tasks = load_tasks(settings)
         say("loading the model")
@@ -110,9 +107,8 @@ def evaluate(
             pipe, likelihood=settings.likelihood, among=among, max_new_tokens=settings.max_new_tokens, ledger=ledger,
             progress=progress,
         )  # fmt: skip
-        asked = lm if settings.use_cache is None else CachingLM(lm, f"{settings.use_cache}_rank{among.rank}.db")
         results = lm_eval.evaluate(
-            asked, tasks, limit=settings.limit, samples=chosen(tasks, settings.documents), bootstrap_iters=1000,
+            lm, tasks, limit=settings.limit, samples=chosen(tasks, settings.documents), bootstrap_iters=1000,
             system_instruction=settings.system, apply_chat_template=chat, fewshot_as_multiturn=chat,
             confirm_run_unsafe_code=settings.allow_code,
         )  # fmt: skip
@@ -122,9 +118,10 @@ def evaluate(
     # lm-eval numbers the documents of requests among the chosen ones, but those of results among all.
     first = settings.documents[0] if settings.documents is not None else 0
     moved = (replace(answer, document=answer.document + first) for part in gathered for answer in part)
+    answers = list({answer.key: answer for answer in moved}.values())
     document = {
-        "schema": SCHEMA, "command": command, "date": date, **setup,
-        **report(results, list({answer.key: answer for answer in moved}.values()), settings.metric),
+        "schema": SCHEMA, "command": command, "date": date, **setup, "sessions": sessions(answers),
+        **report(results, answers, settings.metric),
         "likelihood": lm.get_model_info()["likelihood"], "recipe": dict(recipe), "runtime": dict(runtime),
         "settings": asdict(settings) | {"tasks": list(settings.tasks), "chat": chat},
     }  # fmt: skip
@@ -211,7 +208,7 @@ def _configure(task: Any, settings: Settings) -> None:
         task.set_config(key="generation_kwargs", value=dict(settings.gen_kwargs), update=True)
     shots = task.get_config("num_fewshot") if settings.num_fewshot is None else settings.num_fewshot
     task.set_config(key="num_fewshot", value=shots or 0)
-    task.set_fewshot_seed(seed=settings.fewshot_seed)
+    task.set_fewshot_seed(seed=SEED)
 
 
 def _allow(task: str, settings: Settings, unsafe: bool) -> None:
@@ -220,6 +217,13 @@ def _allow(task: str, settings: Settings, unsafe: bool) -> None:
             f"the task {task} runs generated code. allow_code=true lets it, in a process with limits of time and "
             "memory (code.seconds, code.megabytes)"
         )
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads a task's YAML and leaves out its functions."""
+
+
+_Loader.add_multi_constructor("!", lambda loader, suffix, node: None)
 
 
 def _names(manager: TaskManager, pattern: str) -> list[str]:
@@ -233,7 +237,8 @@ def _read(path: Path) -> None:
     if not path.is_file():
         raise ValueError(f"task file {path}: there is no such file")
     try:
-        load_yaml(path, resolve_func=False)
+        if not isinstance(yaml.load(path.read_text(encoding="utf-8"), _Loader), dict):
+            raise ValueError("it must be a mapping of names to values")
     except TASK_ERRORS as error:
         raise ValueError(f"task file {path} cannot be read: {error}") from error
 

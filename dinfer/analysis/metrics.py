@@ -117,5 +117,29 @@ def wilson(correct: float, count: int) -> tuple[float, float]:
     return 100 * max(middle - half, 0.0), 100 * min(middle + half, 1.0)
 
 
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """How much more right the first of two runs is than the second, on the same problems."""
+
+    points: float  # of accuracy
+    low: float  # 95% interval, Bonett and Price's (2012) for paired shares: sound for few problems and no difference
+    high: float
+    first: int  # problems that the first run answers better, and the second
+    second: int
+    chance: float  # p of McNemar's exact test: how likely so uneven a split is if both runs are equally good
+
+    @classmethod
+    def between(cls, first: Sequence[float], second: Sequence[float]) -> Self:
+        """`first`, `second`: the scores of each problem, 0 to 1, in the same order. Raises ValueError."""
+        lead = [100 * (a - b) for a, b in zip(first, second, strict=True)]
+        seen = [*lead, 100.0, -100.0]  # as if each run had won one problem more
+        middle = sum(seen) / len(seen)
+        half = _NORMAL_95 * math.sqrt(sum((value - middle) ** 2 for value in seen)) / len(seen)
+        won, lost = sum(value > 0 for value in lead), sum(value < 0 for value in lead)
+        tail = sum(math.comb(won + lost, k) for k in range(min(won, lost) + 1)) / 2 ** (won + lost)
+        points = sum(lead) / len(lead)
+        return cls(points, max(middle - half, -100.0), min(middle + half, 100.0), won, lost, min(2 * tail, 1.0))
+
+
 def _rounded(value: float | None) -> float | None:
     return value if value is None or isinstance(value, int) else float(f"{value:.6g}")

@@ -57,6 +57,7 @@ def aup(
 
 AXES = {"tpf": "tokens per forward (TPF)", "tps": "tokens per second (TPS)"}
 MARKS = "os^Dvp*XPh<>"
+FEW = 100  # problems; with fewer, an interval is wider than most differences between recipes
 
 
 def methods(rows: Sequence[Mapping[str, Any]], by: Sequence[str]) -> dict[str, list[Mapping[str, Any]]]:
@@ -109,6 +110,13 @@ def _panel(
             marker=MARKS[index % len(MARKS)], ms=5, lw=0.8, elinewidth=0.8, capsize=2, color=f"C{index % 10}",
             label=f"{name} ({area:.0f})",
         )  # fmt: skip
+        few = [row for row in order if row.get("problems", FEW) < FEW]
+        axes.plot(
+            [row[speed] for row in few], [row["accuracy"] for row in few], MARKS[index % len(MARKS)],
+            ms=5, mfc="white", mec=f"C{index % 10}", zorder=3,
+        )  # fmt: skip
+    if any(row.get("problems", FEW) < FEW for row in rows):
+        axes.plot([], [], "o", ms=5, mfc="white", mec="0.35", label=f"hollow: fewer than {FEW} problems")
     best = front(rows, speed)
     axes.plot(
         [row[speed] for row in best], [row["accuracy"] for row in best],

@@ -6,13 +6,12 @@ any task can be tuned on.
 """
 
 import json
-import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Protocol
 
-from dinfer.analysis.metrics import Metrics
+from dinfer.analysis.metrics import Difference, Metrics
 from dinfer.recipe.recipe import IncompatibleRecipe
 from dinfer.recipe.registry import CACHES, DECODERS, ITERATIONS, Registry, options_of, unknown
 
@@ -41,29 +40,12 @@ class Objective(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Drop:
-    """Accuracy lost against the reference on the same problems, in points."""
-
-    points: float
-    low: float  # 95% interval, Bonett and Price's (2012) for paired shares: sound for few problems and no difference
-    high: float
-
-    @classmethod
-    def between(cls, reference: Measured, other: Measured) -> Self:
-        lost = [100 * (a - b) for a, b in zip(reference.scores, other.scores, strict=True)]
-        seen = [*lost, 100.0, -100.0]  # as if one problem more had been lost, and one won
-        middle = sum(seen) / len(seen)
-        half = 1.959964 * math.sqrt(sum((value - middle) ** 2 for value in seen)) / len(seen)
-        return cls(sum(lost) / len(lost), max(middle - half, -100.0), min(middle + half, 100.0))
-
-
-@dataclass(frozen=True, slots=True)
 class Tried:
     """One recipe of the search; without figures if it could not run."""
 
     parts: Parts
     speed: float | None
-    drop: Drop | None
+    drop: Difference | None
     metrics: dict[str, Any] | None
     refused: str | None = None
 
@@ -175,7 +157,7 @@ def tune(
         except (IncompatibleRecipe, ValueError) as error:
             return Tried(parts, None, None, None, str(error))
         row = measured.metrics.row()
-        return Tried(parts, row[goal], Drop.between(references[split], measured), row)
+        return Tried(parts, row[goal], Difference.between(references[split].scores, measured.scores), row)
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     with warnings.catch_warnings():

@@ -12,15 +12,17 @@ from dinfer.cli import conf
 from dinfer.recipe.registry import options_of
 
 
-def target(folder: Path, name: str) -> Path:
-    """Where a preset goes. Raises ValueError for a name that cannot be one, or is that of a preset of dinfer's."""
-    if not re.fullmatch(r"[A-Za-z]\w*", name):
-        raise ValueError(f"name={name!r} must be letters, digits and underscores, with a letter first")
-    own = conf.folder()
+def target(path: Path) -> Path:
+    """The file of a recipe. Raises ValueError for one that is none, or whose name a preset of dinfer's has."""
+    folder, name, own = path.parent.parent, path.stem, conf.folder()
+    if not re.fullmatch(rf"(.*/)?{conf.RECIPE}/[A-Za-z]\w*\.yaml", str(path)):
+        raise ValueError(
+            f"preset={path} must be FOLDER/{conf.RECIPE}/NAME.yaml, NAME of letters, digits and underscores"
+        )
     taken = {path.stem for path in (own / conf.RECIPE).glob("*.yaml")} if folder.resolve() != own.resolve() else set()
     if name in taken | {choice for registry in conf.GROUPS.values() for choice in registry.names()}:
-        raise ValueError(f"name={name} is taken by a component or recipe of dinfer's: choose another")
-    return folder / conf.RECIPE / f"{name}.yaml"
+        raise ValueError(f"preset={path}: {name} is a component or recipe of dinfer's: choose another name")
+    return path
 
 
 def changed(kind: str, part: dict[str, Any]) -> dict[str, Any]:

@@ -45,7 +45,7 @@ class Task:
     def __init__(self, config: dict[str, Any]) -> None:
         need("lm_eval", "eval", "tasks= needs lm-eval")
         from dinfer.cli.commands.eval import settings_of
-        from evaluations.ranks import ranks
+        from evaluations.replicas import replicas
 
         count, heldout = config["count"], config["heldout"]
         self.config = config
@@ -57,7 +57,7 @@ class Task:
         }
         if len(self.settings["calibration"].tasks) != 1:
             raise ValueError(f"tasks={config['tasks']}: tune on one task at a time")
-        self.among = ranks(setting(config, "device", str | None), ranks_of(config))
+        self.among = replicas(setting(config, "device", str | None), ranks_of(config))
         if self.among.size > 1:
             raise ValueError(f"dinfer tune runs on one rank, not on {self.among.size}: start it without torchrun")
         self.base = pipeline(config | {"device": str(self.among.device)})

@@ -74,6 +74,21 @@ def test_the_figure_shows_every_point_with_its_interval(tmp_path: Path, monkeypa
     assert spans == [[80, 89], [55, 64]]
 
 
+def test_points_of_few_problems_are_marked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from matplotlib.figure import Figure
+
+    kept: list[Figure] = []
+    savefig = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *a, **b: kept.append(figure) or savefig(figure, *a, **b))
+    main(["plot", str(written(tmp_path, [*ROWS, row("fixed", 0, 99, 1, problems=12)])), f"out={tmp_path}/p.png"])
+    hollow = [line for line in kept[0].axes[0].get_lines() if line.get_markerfacecolor() == "white"]
+    assert [xy.tolist() for line in hollow for xy in line.get_xydata()] == [[1, 99]]
+    assert "hollow: fewer than 100 problems" in {str(line.get_label()) for line in hollow}
+    assert re.search(r"99\.0% +94\.0 to 103\.0 +12 \(few\)", capsys.readouterr().out)
+
+
 def test_a_png_is_written_without_speeds(tmp_path: Path) -> None:
     rows = [{key: value for key, value in line.items() if key not in ("tps", "task", "accuracy_low")} for line in ROWS]
     main(["plot", str(written(tmp_path, rows, "table.csv")), f"out={tmp_path}/p.png"])

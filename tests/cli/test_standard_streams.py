@@ -112,7 +112,11 @@ def test_an_interrupted_evaluation_says_how_to_go_on(
     assert said.out == "" and "interrupted; my runs keeps 2 answers. To go on: dinfer eval" in said.err
     again = shlex.split(said.err.strip().rpartition("To go on: ")[2])
     assert again == ["dinfer", *line[:-1]], "with overwrite=true it would begin anew"
+    capsys.readouterr()
     main(again[1:])
+    said = capsys.readouterr()
+    assert "my runs keeps 2 answers of an earlier session, so only the others are computed" in said.err
+    assert "are those of 2 sessions together" in said.out
     answers = next((tmp_path / "my runs").glob("*.answers-0.jsonl")).read_text()
     assert answers.count('"key"') == 4 and answers.count('"setup"') == 2
 
@@ -129,8 +133,8 @@ def test_outputs_are_checked_before_anything_is_loaded(
         (["trace", "a", f"out={tmp_path}/file/a.html"], "file: Not a directory"),
         (["audit", "a", f"out={tmp_path}/file/a"], "file: Not a directory"),
         (["eval", f"out={tmp_path}/file"], "file: Not a directory"),
-        (["tune", f"folder={tmp_path}/file"], "file/recipe: Not a directory"),
-        (["tune", f"folder={tmp_path}/conf", f"out={tmp_path}"], f"{tmp_path}: Is a directory"),
+        (["tune", f"preset={tmp_path}/file/recipe/mine.yaml"], "file/recipe: Not a directory"),
+        (["tune", f"preset={tmp_path}/conf/recipe/mine.yaml", f"out={tmp_path}"], f"{tmp_path}: Is a directory"),
     ]
     for args, message in wrong:
         assert ended(args) == 2

@@ -44,8 +44,8 @@ def dinfer_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
         ),
         (["batch", "in.jsonl", "out.jsonl", "replicas=2"], "replicas=2 needs a Ray cluster: give ray=auto too"),
         (["batch", "in.jsonl", "out.jsonl", "ray=auto", "replicas=0"], "replicas=0 must be at least 1"),
-        (["eval", "ranks=2"], "ranks=2 needs a Ray cluster: give ray=auto too"),
-        (["eval", "ranks=0", "ray=auto"], "ranks=0 must be at least 1"),
+        (["eval", "replicas=2"], "replicas=2 needs a Ray cluster: give ray=auto too"),
+        (["eval", "replicas=0", "ray=auto"], "replicas=0 must be at least 1"),
         (["batch", "in.jsonl", "out.jsonl", "ray=127.0.0.1:1"], "no Ray cluster answers there"),
     ],
 )
@@ -155,9 +155,9 @@ def test_what_cannot_be_evaluated_is_said_before_a_cluster_starts(
 ) -> None:
     pytest.importorskip("lm_eval", reason="lm-eval is not installed")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("evaluations.on_ray.on_ray", lambda *_, **__: pytest.fail("it asks for a cluster"))
+    monkeypatch.setattr("evaluations.replicas.on_ray", lambda *_, **__: pytest.fail("it asks for a cluster"))
     Path("in.jsonl").touch()
-    said = dinfer_command("eval", "ray=auto", "ranks=2", "device=cpu", setting)
+    said = dinfer_command("eval", "ray=auto", "replicas=2", "device=cpu", setting)
     assert said.status == 2 and message in said.err, said.err
 
 

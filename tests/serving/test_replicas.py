@@ -157,7 +157,7 @@ def test_ranks_of_a_cluster_share_the_documents(
     settings = ("eval", "limit=6", "device=cpu", "max_new_tokens=32")
     said = dinfer(*settings, "out=alone")
     assert said.status == 0, said.err
-    again = dinfer(*settings, "out=shared", f"ray={machine.address}", "ranks=2")
+    again = dinfer(*settings, "out=shared", f"ray={machine.address}", "replicas=2")
     assert again.status == 0 and "mini_gsm" in again.out, again.err
     alone, shared = (json.loads(next(Path(folder).glob("*.json")).read_text()) for folder in ("alone", "shared"))
     assert (alone["ranks"], shared["ranks"]) == (1, 2) and len([*Path("shared").glob("*.answers-*")]) == 2

@@ -10,10 +10,10 @@ import torch
 
 import dinfer
 from dinfer.pipeline import Pipeline
-from evaluations.ranks import Ranks
+from evaluations.replicas import Replicas
 from evaluations.run import Settings, evaluate, stem_of
 
-ONE = Ranks(0, 1, torch.device("cpu"))
+ONE = Replicas(0, 1, torch.device("cpu"))
 RECIPE = {
     "model": {"name": "llada", "checkpoint": "tiny"},
     "iteration": {"name": "blockwise", "block": 32},

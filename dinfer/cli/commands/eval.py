@@ -8,7 +8,7 @@ there. If a run is killed or interrupted, call the command again to continue; a 
 to stdout, progress to stderr. Needs lm-eval: pip install 'dinfer[eval]'.
 
 On several cards: torchrun --nproc-per-node 8 -m dinfer eval ... puts a model on each card, and
-runtime.tensor_parallel=2 divides one model among two. On a Ray cluster: dinfer eval ray=auto ranks=8 ...
+runtime.tensor_parallel=2 divides one model among two. On a Ray cluster: dinfer eval ray=auto replicas=8 ...
   dinfer eval tasks=mini_gsm limit=50 decoder=threshold decoder.threshold=0.8
   dinfer eval -m tasks=mini_gsm limit=200 cache=none,dual decoder.threshold=0.7,0.8,0.9
 """
@@ -45,16 +45,18 @@ def run(args: Namespace) -> None:
 def evaluate(config: dict[str, Any], _text: str | None, *, line: list[str]) -> None:
     """Evaluates one recipe, unless its report is there. `line`: the command line."""
     need("lm_eval", "eval", "dinfer eval needs lm-eval")
-    address, count = setting(config, "ray", str | None), setting(config, "ranks", int | None)
+    address, count = setting(config, "ray", str | None), setting(config, "replicas", int | None)
     if address is None and count is not None:
-        raise ValueError(f"ranks={count} needs a Ray cluster: give ray=auto too, or start the ranks with torchrun")
+        raise ValueError(
+            f"replicas={count} needs a Ray cluster: give ray=auto too, or start the replicas with torchrun"
+        )
     if address is None:
         found = measured(config, line)
     else:
         need("ray", "ray", "ray= needs Ray")
         if count is not None:
-            counted(config, "ranks")
-        from evaluations.on_ray import on_ray
+            counted(config, "replicas")
+        from evaluations.replicas import on_ray
         from evaluations.run import load_tasks
 
         settings = settings_of(config)  # this and what follows raise for what is wrong before a process starts
@@ -74,15 +76,17 @@ def measured(config: dict[str, Any], line: list[str]) -> dict[str, Any] | None:
         progress.at("importing lm-eval")
         from evaluations import run as runs
         from evaluations.ledger import kept
-        from evaluations.ranks import ranks
+        from evaluations.replicas import replicas
 
         settings = settings_of(config)
-        among = ranks(setting(config, "device", str | None), ranks_of(config))
+        among = replicas(setting(config, "device", str | None), ranks_of(config))
         recipe = {kind: config[kind] for kind in GROUPS}
         runtime = {name: config[name] for name in ("dtype", "runtime")} | {"device": among.device.type}
         folder, overwrite = setting(config, "out", str | None), setting(config, "overwrite", bool)
         stem = None if folder is None else runs.stem_of(Path(folder), recipe, settings, runtime)
         done = stem is not None and not overwrite and runs.report_of(stem).is_file()
+        if stem is not None and not (done or overwrite or among.rank) and (count := kept(stem)):
+            say(f"{folder} keeps {several(count, 'answer')} of an earlier session, so only the others are computed")
         try:
             found = None if done else runs.evaluate(
                 lambda: pipeline(config | {"device": str(among.device)}), settings, among=among, recipe=recipe,
@@ -145,6 +149,8 @@ def figures(document: dict[str, Any]) -> RenderableType:
         f"Scores: {', '.join(metrics)}. NFE: forwards a request.\n"
         "TPF, TPS: tokens per forward, per second. p50, p95: latency in seconds."
     )
+    if (sessions := document.get("sessions", 1)) > 1:
+        caption += f"\nThe run was resumed: its seconds, and so TPS, are those of {sessions} sessions together."
     if any(line["likelihood"] for line in document["tasks"].values()):
         how = document["likelihood"]
         caption += f"\nLikelihoods: Monte-Carlo bounds, {how['estimator']}, {how['samples']} samples."

@@ -4,8 +4,9 @@ usage: dinfer plot RUNS [RUNS ...] [out=pareto.png] [task=NAME] [by=decoder,cach
 
 RUNS are folders of `dinfer eval` (their runs.csv), or CSV tables with at least accuracy, problems and tpf. For each
 task it draws accuracy against tokens per forward and, where measured, tokens per second. A point is a recipe with its
-95% Wilson interval, and a curve is a method. It adds the Pareto front and each method's area under accuracy and
-parallelism (AUP, see docs/research.md). It refuses to draw speeds of different machines in one picture.
+95% Wilson interval, hollow if it has fewer than 100 problems. A curve is a method. It adds the Pareto front and each
+method's area under accuracy and parallelism (AUP, see docs/research.md). It refuses to draw speeds of different
+machines in one picture.
 
   out=pareto.png          the figure; .svg and .pdf too
   task=mini_gsm           only this task
@@ -22,7 +23,7 @@ from typing import Any
 from rich.console import RenderableType
 
 from dinfer.analysis.outputs import check_file, replacing
-from dinfer.analysis.plots import AXES, areas, draw, front
+from dinfer.analysis.plots import AXES, FEW, areas, draw, front
 from dinfer.cli.arguments import Parser
 from dinfer.cli.recipe import need
 from dinfer.cli.terminal import say, show, table
@@ -134,6 +135,7 @@ def fronts(rows: Sequence[dict[str, Any]]) -> RenderableType:
             "Pareto front": " ".join(_word(name, row) for name in told if row.get(name)),
             "accuracy": f"{row['accuracy']:.1f}%",
             "95%": f"{row['accuracy_low']:.1f} to {row['accuracy_high']:.1f}",
+            "problems": f"{row['problems']:.0f}{' (few)' if row['problems'] < FEW else ''}",
         }
         | {name: f"{row[name]:.2f}" if row[name] is not None else "" for name in AXES}
         for row in front(rows)

@@ -58,7 +58,7 @@ def run_search(config: dict[str, Any], _text: str | None, *, command: str) -> No
     goal = setting(config, "goal", str)
     if goal not in GOALS:
         raise ValueError(f"goal={goal} must be tps (tokens a second) or tpf (tokens a forward)")
-    path = preset.target(Path(setting(config, "folder", str)), setting(config, "name", str))
+    path = preset.target(Path(setting(config, "preset", str)))
     out = setting(config, "out", str | None)
     for file in (path, *([] if out is None else [Path(out)])):
         check_file(file)
@@ -70,7 +70,7 @@ def run_search(config: dict[str, Any], _text: str | None, *, command: str) -> No
         progress.at("loading the model")
         search = tune(
             objective_of(config), searched(config["space"]), reference, max_drop=setting(config, "max_drop", float),
-            trials=trials, goal=goal, verify=setting(config, "verify", int), seed=setting(config, "seed", int),
+            trials=trials, goal=goal, seed=setting(config, "seed", int),
         )  # fmt: skip
         progress.at("measuring the reference")
         for one in search:

@@ -12,8 +12,8 @@ from omegaconf import OmegaConf
 from support.command_line import write_checkpoint
 
 from dinfer.__main__ import main
-from dinfer.analysis.metrics import Sample, measure
-from dinfer.analysis.tuning import Drop, Found, Measured, NothingFound, Parts, Split, Tried, check_space, tune
+from dinfer.analysis.metrics import Difference, Sample, measure
+from dinfer.analysis.tuning import Found, Measured, NothingFound, Parts, Split, Tried, check_space, tune
 from dinfer.cli import conf, preset
 from dinfer.recipe.recipe import IncompatibleRecipe
 
@@ -123,12 +123,12 @@ def test_the_interval_of_a_drop_is_that_of_paired_differences() -> None:
         return Measured(measure([Sample(1, 0, 1, 1.0, True, s) for s in scores], 1.0), scores)
 
     # By hand, Bonett and Price: b = 1 lost, c = 0 won of n = 4; shares (b + 1) / (n + 2) and (c + 1) / (n + 2).
-    drop = Drop.between(measured([1, 1, 1, 0]), measured([1, 0, 1, 0]))
+    drop = Difference.between([1, 1, 1, 0], [1, 0, 1, 0])
     b, c = 2 / 6, 1 / 6
     half = 1.959964 * ((b + c - (b - c) ** 2) / 6) ** 0.5
     assert drop.points == 25
     assert (drop.low, drop.high) == (pytest.approx(100 * (b - c - half)), pytest.approx(100 * (b - c + half)))
-    same = Drop.between(measured([1.0] * 50), measured([1.0] * 50))
+    same = Difference.between([1.0] * 50, [1.0] * 50)
     assert same.points == 0 and -8 < same.low < -4 and 4 < same.high < 8
 
 
@@ -163,7 +163,8 @@ def test_from_the_command_line_to_the_next_command(
     common = [checkpoint, "max_new_tokens=16", "iteration.block=8"]
     main([
         "tune", "--max-drop", "100", "goal=tpf", "trials=4", "count=2", "heldout=2", "families=[turns]", *common,
-        "name=mine", "space.iteration=null", "space.decoder.name=[threshold]", "space.decoder.threshold.low=0.9",
+        "preset=conf/recipe/mine.yaml",
+        "space.iteration=null", "space.decoder.name=[threshold]", "space.decoder.threshold.low=0.9",
     ])  # fmt: skip
     said, told = capsys.readouterr()
     path = tmp_path / "conf" / "recipe" / "mine.yaml"
@@ -187,9 +188,9 @@ def test_from_the_command_line_to_the_next_command(
             main(["generate", "a", checkpoint, *line])
         assert message in capsys.readouterr().err
     for line, message in (
-        (["name=../x"], "name='../x' must be letters"),
-        (["name=careful", "folder=elsewhere"], "is taken by a component or recipe"),
-        (["name=dual"], "is taken by a component or recipe"),
+        (["preset=../x"], "preset=../x must be FOLDER/recipe/NAME.yaml"),
+        (["preset=elsewhere/recipe/careful.yaml"], "is a component or recipe"),
+        (["preset=a/recipe/dual.yaml"], "is a component or recipe"),
         (["goal=speed"], "goal=speed must be tps"),
         (["count=0"], "count=0 must be at least 1"),
         (["--max-drop"], "--max-drop: expected one argument"),
@@ -200,7 +201,7 @@ def test_from_the_command_line_to_the_next_command(
 
 
 def test_a_preset_holds_what_is_not_at_its_default(tmp_path: Path) -> None:
-    path = preset.target(tmp_path, "fast")
+    path = preset.target(tmp_path / "recipe" / "fast.yaml")
     parts = {"decoder": {"name": "threshold", "threshold": 0.9, "least": 2}, "cache": {"name": "none"}}
     preset.save(path, parts, ["why"])
     assert path.read_text() == (

@@ -29,7 +29,7 @@ from dinfer.analysis.metrics import Sample
 from dinfer.demo.problems import FAMILIES, generate
 from dinfer.pipeline import Pipeline
 from evaluations.ledger import Ledger, files, kept, key_of, seconds
-from evaluations.ranks import Ranks, ranks
+from evaluations.replicas import Replicas, replicas
 from evaluations.report import rows_of
 from evaluations.run import TASKS, Settings, evaluate, load_tasks, report_of, stem_of
 from evaluations.sandbox import CODE_EVAL, Limits, in_sandbox
@@ -174,10 +174,10 @@ def test_what_is_written(
         "lm_eval",
         "transformers",
         "hardware",
-        "ranks",
+        "replicas",
     ):
         assert name in document
-    assert document["settings"]["fewshot_seed"] == 1234 and document["settings"]["likelihood"]["seed"] == 0
+    assert document["settings"]["likelihood"]["seed"] == 0
     run(pipe, tmp_path, tasks=("mini_ages", "mini_lists"), limit=1)
     table = list(csv.DictReader((tmp_path / "runs.csv").open()))
     assert [row["task"] for row in table] == ["mini_ages", "mini_lists", "mini_gsm"]
@@ -244,7 +244,7 @@ def test_sessions_that_differ_are_not_mixed(tmp_path: Path) -> None:
         first.add(key_of("x"), "task", 0, "text", 1.0, sample=Sample(1, 0, 1, 0.1, True))
     with pytest.raises(ValueError, match="was begun with commit='a', and this run has 'b'"):
         Ledger(stem, setup={"torch": "1", "commit": "b"})
-    with Ledger(stem, among=Ranks(1, 2, torch.device("cpu")), setup={"torch": "1", "commit": "a"}) as again:
+    with Ledger(stem, among=Replicas(1, 2, torch.device("cpu")), setup={"torch": "1", "commit": "a"}) as again:
         assert again.get(key_of("x")) == first.get(key_of("x"))
         again.add(key_of("y"), "task", 1, "text", 3.0)
     assert len(files(stem)) == 2 and kept(stem) == 2
@@ -299,16 +299,8 @@ def test_a_full_disk_names_the_file(tmp_path: Path) -> None:
         ledger.add("key", "task", 0, "a long text" * 99, 1.0)
 
 
-def test_lm_evals_cache(pipe: Pipeline, tmp_path: Path) -> None:
-    cache = str(tmp_path / "cache")
-    first = run(pipe, limit=2, use_cache=cache)["tasks"]["mini_gsm"]
-    second = run(pipe, limit=2, use_cache=cache)["tasks"]["mini_gsm"]
-    assert first["metrics"]["problems"] == 2
-    assert second["scores"] == first["scores"] and second["metrics"] is None, "what was not run was not measured"
-
-
-class Threads(Ranks):
-    """Ranks that are threads of this process: what they exchange lies on a table between them."""
+class Threads(Replicas):
+    """Replicas that are threads of this process: what they exchange lies on a table between them."""
 
     table: ClassVar[dict[int, Any]] = {}
     barrier: ClassVar[threading.Barrier] = threading.Barrier(2, timeout=60)
@@ -342,7 +334,7 @@ def test_ranks_share_the_documents(pipe: Pipeline, tmp_path: Path) -> None:
         document, other = pool.map(rank, (0, 1))
     assert document is not None and other is None
     alone, both = run(pipe, limit=5)["tasks"]["mini_gsm"], document["tasks"]["mini_gsm"]
-    assert document["ranks"] == 2 and both["scores"] == alone["scores"]
+    assert document["replicas"] == 2 and both["scores"] == alone["scores"]
     for name in ("problems", "correct", "nfe", "tpf", "tokens"):
         assert both["metrics"][name] == alone["metrics"][name]
     parts = [path.read_text().splitlines()[1:] for path in sorted(tmp_path.glob("*.answers-*.jsonl"))]
@@ -353,8 +345,8 @@ def test_ranks_of_a_launcher() -> None:
     """As torchrun and accelerate start them: by environment variables."""
     code = """
 import torch
-from evaluations.ranks import ranks
-here = ranks("cpu")
+from evaluations.replicas import replicas
+here = replicas("cpu")
 here.wait()
 print(here.size, here.gather(torch.tensor(here.rank + 5)).tolist(), here.collect({"rank": here.rank}))
 torch.distributed.destroy_process_group()
@@ -373,5 +365,5 @@ torch.distributed.destroy_process_group()
 
 def test_a_card_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="device='cuda:1' names one card for several ranks"):
-        ranks("cuda:1")
+    with pytest.raises(ValueError, match="device='cuda:1' names one card for several replicas"):
+        replicas("cuda:1")

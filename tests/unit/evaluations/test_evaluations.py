@@ -50,7 +50,7 @@ def test_scores_are_those_of_the_direct_measurement(pipe: Pipeline) -> None:
 
 
 def test_a_choice_by_likelihood(pipe: Pipeline) -> None:
-    document = run(pipe, tasks=("mini_choice",), limit=3, likelihood=Likelihood(samples=4, batch=24))
+    document = run(pipe, tasks=("mini_choice",), limit=3, likelihood=Likelihood(samples=4))
     line = document["tasks"]["mini_choice"]
     assert line["score"] == 1.0 and line["metrics"] is None
     assert line["likelihood"]["requests"] == 12 and line["likelihood"]["passes"] == 48
@@ -173,7 +173,7 @@ def test_gen_kwargs_that_cannot_be(pipe: Pipeline, kwargs: dict[str, Any], messa
         DinferLM(pipe).generate_until([request(asked("How many?"), kwargs)])
 
 
-@pytest.mark.parametrize("values", [{"samples": 0}, {"batch": 0}, {"guidance": -0.5}])
+@pytest.mark.parametrize("values", [{"samples": 0}, {"guidance": -0.5}])
 def test_estimates_that_cannot_be(values: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"likelihood.{next(iter(values))}="):
         Likelihood(**values)
