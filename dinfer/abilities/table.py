@@ -1,5 +1,6 @@
 """The abilities that a step asks, in the order in which it asks them."""
 
+from dinfer.abilities.bias import Bias
 from dinfer.abilities.branches import Branched
 from dinfer.abilities.candidates import Speculation
 from dinfer.abilities.encoder import Encoder
@@ -17,5 +18,5 @@ from dinfer.step.ability import Ability
 
 ABILITIES: tuple[type[Ability], ...] = (
     Encoder, Branched, Speculation, Following, Feeding, Watching, Guidance, KeyPasses, ReadPositions, OpenPositions,
-    Editing, Pacing, Verification, Reporting,
+    Editing, Pacing, Bias, Verification, Reporting,
 )  # fmt: skip

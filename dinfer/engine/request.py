@@ -2,7 +2,7 @@
 
 from collections.abc import Container
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from dinfer.abilities.reports import LEVELS, TokenLogprob
 from dinfer.step.canvas import Phase
@@ -48,6 +48,7 @@ class Request:
     gaps: list[bool] | None = None  # which positions of `prompt` to fill in; None: none
     stops: bool = True  # a generated stop token ends it, if the iteration says so
     spare: int = 0  # positions behind all these, which are decoded and left out of the answer
+    more: dict[str, Any] = field(default_factory=dict)  # what abilities need of it, in plain values
 
     @property
     def asked(self) -> int:

@@ -75,7 +75,7 @@ class Row:
     def more(self) -> dict[str, Any]:
         """What abilities need of it, see `dinfer.step.state.Entry`."""
         level = Level.LOGPROBS if self.wants.logprobs else Level.DRAFTS if self.wants.drafts else Level.NOTHING
-        return {"reports": int(level)} if level else {}
+        return self.request.more | ({"reports": int(level)} if level else {})
 
     def advance(self, now: Cursors) -> bool:
         """Takes the cursors after a step that named the row. False: the step did not change the row."""

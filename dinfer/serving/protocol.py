@@ -12,7 +12,7 @@ from dinfer.pipeline.inputs import encodable
 from dinfer.serving.errors import invalid, refused
 
 SEEDS = 2**53  # others are taken modulo this, so that a float64 holds them
-MAX_CHOICES, MAX_STOPS, MAX_STOP_LENGTH, MAX_TOP_LOGPROBS = 128, 4, 256, 20
+MAX_CHOICES, MAX_STOPS, MAX_STOP_LENGTH, MAX_TOP_LOGPROBS, MAX_BIASES = 128, 4, 256, 20, 1024
 
 # Fields that this server cannot honour: the values that ask for nothing, and why it refuses others.
 NO_FUNCTIONS = "is not supported: this server calls no functions."
@@ -56,6 +56,7 @@ IGNORABLE = {"prompt_cache_key", "safety_identifier", "prompt_cache_retention", 
 
 Text = Annotated[str, AfterValidator(encodable)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
+Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 Token = Annotated[int, Field(ge=0)]
 
 
@@ -140,6 +141,9 @@ class Generation(Sampled):
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[Token] | None = None
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_BIASES)] | None = None
+    allowed_token_ids: Annotated[list[Token], Field(min_length=1)] | None = None
+    bad_words: Annotated[list[Text], Field(max_length=MAX_BIASES)] | None = None
     include_stop_str_in_output: bool = False
     stream: bool | None = None
     stream_options: StreamOptions | None = None

@@ -58,6 +58,27 @@ class Served:
         most = f"This model's maximum context length is {self.max_length} tokens, prompt and answer"
         return invalid(field, f"{what}. {most}.", "context_length_exceeded")
 
+    def _bias(self, asked: Generation) -> dict[str, Any]:
+        """What is added to the logits of single tokens, see `dinfer.abilities.bias`. Raises ApiError."""
+        add: dict[int, float] = {}
+        for key, value in (asked.logit_bias or {}).items():
+            if not key.isdecimal():
+                raise invalid("logit_bias", f": {key!r:.{SHOWN}} must be a token id")
+            add[self._token("logit_bias", int(key[:SHOWN]))] = value
+        for word in asked.bad_words or ():
+            ids = [self.pipe.encode(text, chat=False, add_special_tokens=False) for text in (word, f" {word}")]
+            if not (single := {one[0] for one in ids if len(one) == 1}):
+                raise refused("bad_words", word, "has several tokens, which a canvas may get at once: give one of them")
+            add |= dict.fromkeys(single, float("-inf"))
+        only = [self._token("allowed_token_ids", token) for token in asked.allowed_token_ids or ()]
+        return {name: value for name, value in (("add", add), ("only", only)) if value}
+
+    def _token(self, field: str, token: int) -> int:
+        """The token. Raises ApiError for one that the vocabulary lacks."""
+        if token >= (vocab := self.pipe.model.spec.vocab):
+            raise invalid(field, f": {token} is outside the vocabulary of {vocab}")
+        return token
+
     def check_length(self, tokens: int, field: str) -> None:
         """Raises ApiError for more tokens than the model has positions."""
         if tokens > self.max_length:
@@ -98,6 +119,7 @@ class Served:
     def rows(self, prompts: Sequence[Sequence[int]], asked: Generation, options: Mapping[str, Any]) -> list[Request]:
         """One row for each choice of each prompt. Choices of one prompt differ by their seed."""
         rows: list[Request] = []
+        more = {"bias": bias} if (bias := self._bias(asked)) else {}
         (field, new_tokens), choices, source = asked.length, asked.choices, asked.source
         for prompt in prompts:
             self.check_length(len(prompt) + 1, source)
@@ -109,7 +131,7 @@ class Served:
             seed = options.get("sampling.seed", 0)
             values = [{**options, **({"sampling.seed": (seed + i) % SEEDS} if i else {})} for i in range(choices)]
             try:
-                rows += self.pipe.requests([prompt] * choices, length, values)
+                rows += (replace(row, more=more) for row in self.pipe.requests([prompt] * choices, length, values))
             except ValueError as error:
                 _, found, what = str(error).rpartition("prompt 0")
                 told = f"{source}: {what.lstrip(': ')}" if found else what

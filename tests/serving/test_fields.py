@@ -39,7 +39,7 @@ def pieces(response: httpx.Response) -> list[dict[str, Any]]:
 def test_values_that_ask_for_nothing_change_nothing(client: Client) -> None:
     neutral: dict[str, Any] = {
         "top_k": -1, "top_p": 1, "repetition_penalty": 1.0, "min_p": 0, "min_tokens": 0, "frequency_penalty": 0,
-        "presence_penalty": 0.0, "skip_special_tokens": True,
+        "presence_penalty": 0.0, "logit_bias": {}, "bad_words": [], "skip_special_tokens": True,
         "spaces_between_special_tokens": True, "add_generation_prompt": True, "use_beam_search": False, "priority": 0,
         "length_penalty": 1, "stop_token_ids": [], "chat_template_kwargs": {}, "metadata": {"a": "b"}, "n": 1,
         "tools": [{"type": "function"}], "tool_choice": "none", "stop": None, "seed": None, "stream": None,
@@ -92,6 +92,25 @@ def test_an_answer_has_at_least_min_tokens(client: Client) -> None:
     usual = chat(client, max_tokens=64).json()["usage"]["completion_tokens"]
     longer = chat(client, max_tokens=64, min_tokens=usual + 5).json()["usage"]["completion_tokens"]
     assert usual + 5 <= longer <= 64
+
+
+def test_tokens_are_ruled_out_or_preferred(client: Client) -> None:
+    usual = chat(client, return_token_ids=True).json()["choices"][0]
+    ids, card = usual["token_ids"], client.pipe.model.spec
+
+    def found(**fields: Any) -> list[int]:
+        return chat(client, return_token_ids=True, **fields).json()["choices"][0]["token_ids"]
+
+    assert ids[3] not in found(logit_bias={str(ids[3]): -100}) and ids[3] in ids
+    assert set(found(logit_bias={str(ids[3]): 100})) == {ids[3]}
+    assert set(found(allowed_token_ids=ids[2:6])) <= set(ids[2:6])
+    assert "books" in usual["message"]["content"]
+    assert "books" not in chat(client, bad_words=["books"]).json()["choices"][0]["message"]["content"]
+    assert found() == ids, "a slot keeps the bias of an earlier request"
+    for fields, name in (({"logit_bias": {"x": 1}}, "logit_bias"), ({"logit_bias": {str(card.vocab): 1}}, "logit_bias"),
+                         ({"logit_bias": {"1": 101}}, "logit_bias.1"), ({"allowed_token_ids": []}, "allowed_token_ids"),
+                         ({"bad_words": ["of many tokens"]}, "bad_words")):  # fmt: skip
+        assert chat(client, **fields).json()["error"]["param"] == name
 
 
 def test_token_ids_come_with_answers_and_streams(client: Client) -> None:

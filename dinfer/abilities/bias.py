@@ -1,0 +1,82 @@
+"""Tokens that a request wants more often, less often or not at all: one number for each token, added to its logits.
+
+The number is added before draws and statistics, so a token that is ruled out is neither offered nor counted in the
+confidence of others. Shape suffixes: N slots, A requests, V vocabulary, B lanes, R rows of blocks, L block length.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from dinfer.kernels.rows import rows_of
+from dinfer.step.ability import Ability, Step
+from dinfer.step.canvas import BlockView, Canvas
+from dinfer.step.contracts import Parts
+from dinfer.step.scores import own_columns
+from dinfer.step.shape import Extra, StepShape
+from dinfer.step.state import Entry
+
+
+@dataclass(frozen=True, slots=True)
+class Biased(Extra):
+    """Some row has a bias."""
+
+    @property
+    def whole_logits(self) -> bool:
+        return True
+
+
+@dataclass(slots=True)
+class BiasTable:
+    """The biases of all slots. It takes memory from the first request on that has one."""
+
+    slots: int  # the scratch slot included
+    vocab: int
+    mask_id: int | None
+    device: torch.device
+    bias_NV: Tensor | None = None  # float32
+
+    def write(self, slot_A: Tensor, biases: Sequence[Mapping[str, Any]]) -> None:
+        """Host side. `only` of a bias: no other tokens but the mask; `add`: what is added to single ones."""
+        if self.bias_NV is None:
+            if not any(biases):
+                return
+            self.bias_NV = torch.zeros(self.slots, self.vocab, device=self.device)
+        row_AV = torch.zeros(len(biases), self.vocab)
+        for row_V, bias in zip(row_AV, biases, strict=True):
+            if only := bias.get("only"):
+                row_V.fill_(-math.inf)
+                row_V[[*only, *(() if self.mask_id is None else (self.mask_id,))]] = 0
+            for token, value in bias.get("add", {}).items():
+                row_V[token] += value
+        self.bias_NV.index_copy_(0, slot_A, row_AV.to(self.device))
+
+
+class Bias(Ability):
+    """Steps in which some rows have a bias: `more["bias"]` of a request, see `BiasTable.write`."""
+
+    @classmethod
+    def of(cls, recipe: Parts, shape: StepShape) -> Self | None:
+        return cls() if shape.extra(Biased) else None
+
+    @classmethod
+    def asks(cls, recipe: Parts, options: Sequence[float], more: Mapping[str, Any]) -> Extra | None:
+        return Biased() if more.get("bias") else None
+
+    @classmethod
+    def alloc(cls, recipe: Parts, canvas: Canvas, block: int, extras: Sequence[Extra]) -> BiasTable:
+        spec = recipe.model.spec
+        return BiasTable(len(canvas.tokens_NS), spec.vocab, spec.mask_id, canvas.tokens_NS.device)
+
+    @classmethod
+    def admit(cls, kept: BiasTable, slot_A: Tensor, entries: Sequence[Entry]) -> None:
+        kept.write(slot_A, [entry.more.get("bias", {}) for entry in entries])
+
+    def allow(self, step: Step, view: BlockView, logits_RLV: Tensor) -> Tensor:
+        bias_NV = step.kept(Bias).bias_NV
+        bias_BV = own_columns(step).part(bias_NV.index_select(0, step.lanes.slot_B))
+        return logits_RLV + rows_of(bias_BV, step.shape.blocks)[:, None].to(logits_RLV.dtype)
