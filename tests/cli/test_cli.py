@@ -270,8 +270,9 @@ def test_the_configuration_can_be_shown_and_extended(dinfer: CommandLine, checkp
     assert traced.status == 0, traced.err
     for way in ("defaults", "searchpath", "plugins"):
         assert dinfer("generate", "--info", way).status == 0
-    assert "${tensor_parallel}" in dinfer("serve", "--cfg", "job").out
-    assert "tensor_parallel: 1" in dinfer("serve", "--cfg", "job", "--resolve").out
+    linked = "runtime.page=${max_new_tokens}", "--cfg", "job"
+    assert "page: ${max_new_tokens}" in dinfer("generate", *linked).out
+    assert "page: 128" in dinfer("generate", *linked, "--resolve").out
 
 
 def test_a_preset_may_say_how_it_is_run_but_not_beside_others(dinfer: CommandLine, tmp_path: Path) -> None:
