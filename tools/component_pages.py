@@ -16,6 +16,7 @@ from typing import Any
 
 from dinfer.cli.commands.list import ROLES
 from dinfer.recipe.registry import CACHES, DECODERS, REGISTRIES, OptionInfo, Registry, options_of
+from dinfer.step.window import exact as exact_with
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "components"
@@ -199,7 +200,7 @@ def exactness(cache: Any) -> str:
         "every model": (0, 0), "block-causal models": (BLOCK, 1), "block-causal models in whole blocks": (BLOCK, BLOCK),
         "causal models": (1, 1),
     }  # fmt: skip
-    exact = [kind for kind, (block, grain) in kinds.items() if cache.exact((0, block, False), grain)]
+    exact = [kind for kind, (block, grain) in kinds.items() if exact_with(cache, (0, block, False), grain)]
     if exact[:1] == ["every model"]:
         exact = exact[:1]
     elif "block-causal models" in exact:
