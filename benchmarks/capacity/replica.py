@@ -17,7 +17,8 @@ from benchmarks.capacity.traffic import Asked
 from dinfer.engine.async_engine import PAUSE
 from dinfer.engine.row import Need
 from dinfer.engine.runner import bucket
-from dinfer.engine.scheduler.grouping import Group, PrefillBatching, free_positions, grouped, settling
+from dinfer.engine.scheduler.grouping import Group, PrefillBatching, free_positions, grouped
+from dinfer.engine.scheduler.settling import settling
 from dinfer.step.canvas import Phase
 from dinfer.step.shape import StepShape
 

@@ -102,9 +102,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "startup.parallel_compiling": {"kernels", "startup.patches"},
     "startup.meta_operators": set(),
     "startup.kernel_compiler": {
-        "step.window",
         "recipe.recipe", "startup.meta_operators", "startup.parallel_compiling", "startup.prepare",
-        "step.canvas", "step.shape", "step.state", "step.step",
+        "step.canvas", "step.shape", "step.state", "step.step", "step.window",
     },
     "startup.patches": set(),
     "memory.pages": {"memory.kv"},
@@ -122,9 +121,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "engine.reader": {"abilities", "engine.worker", "step.canvas"},
     "engine.batch": {
-        "step.window",
         "abilities", "engine.reader", "engine.room", "engine.row", "engine.worker", "memory.pages",
-        "step.state",
+        "step.state", "step.window",
     },
     "engine.scheduler": {
         "abilities", "engine.row", "engine.runtime", "recipe.recipe", "step.canvas", "step.contracts",
@@ -161,10 +159,9 @@ MAY_IMPORT: dict[str, set[str]] = {
         "parallel.ranks", "parallel.split", "recipe.recipe", "step.contracts",
     },
     "pipeline.pipeline": {
-        "step.window",
         "engine.engine", "engine.request", "engine.runtime", "loading.checkpoint", "loading.hub",
         "loading.plan", "parallel.divided_model", "pipeline.inputs", "pipeline.streaming", "pipeline.tokenizer",
-        "recipe.presets", "recipe.recipe", "recipe.registry", "step.contracts",
+        "recipe.presets", "recipe.recipe", "recipe.registry", "step.contracts", "step.window",
     },
     "pipeline.tokenizer": {"loading.files", "loading.plan", "pipeline.inputs"},
     "pipeline.ahead": {

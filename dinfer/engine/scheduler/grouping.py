@@ -13,9 +13,6 @@ FREE = 256
 # Grouped products run at a third of the rate of plain ones. With the LLaDA2-mini shape on an H200, one more step takes
 # 8.9 ms and one more position 5 to 6 us. Its operations alone would take 2 us.
 GROUPED = 3
-# Rows that a round takes, of all that run, where they take steps by turns: simulated with 128 rows, 0.83 if a step ends
-# its block with probability 1/2, and 0.99 if each second step does.
-FILL = 0.83
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,34 +50,6 @@ def grouped(phase: Phase, needs: Mapping[int, Need], *, free: int, limit: int, u
         if narrow < max(widths.values()) and settling_pays(list(widths.values()), narrow, free):
             return cut(list(needs), narrow, limit, settles=True)
     return [group for width, slots in by_width(widths, free) for group in cut(slots, width, limit)]
-
-
-def settling(narrows: Mapping[int, int | None], chances: Mapping[int, float], *, free: int, limit: int) -> list[Group]:
-    """Steps that fit rows that stay in their block and rows that enter the next one. None if they do not pay.
-
-    Narrow steps, in which the latter settle, if few enter. If so many enter that all would take a wide step, and rows
-    are many: wide steps. Then all enter together from then on. `narrows`: see `Need.narrow`. `chances`: that a row
-    enters.
-    """
-    if not narrows or None in narrows.values():
-        return []
-    narrow, rows, wide = max(narrow or 0 for narrow in narrows.values()), len(narrows), round(sum(chances.values()))
-    expected = max(wide, 1)  # one of them may enter unexpectedly
-    if settling_pays([2 * narrow] * expected + [narrow] * (rows - expected), narrow, free):
-        return [] if 4 * wide > rows else cut([*narrows], narrow, limit, settles=True)
-    many = rows * narrow >= free and (rows - wide) * narrow <= free  # see `by_width`
-    return cut([*narrows], 2 * narrow, limit) if wide and many else []
-
-
-def alternating_pays(rows: int, narrow: int, ends: float, free: int) -> bool:
-    """Whether rows that enter a block and rows that stay in theirs should take steps by turns.
-
-    `ends`: the share of steps that end their block, and so of wide steps. By turns each row computes what it needs and
-    no more, but a round takes `FILL` of the rows on average. Otherwise all share a wide step, or the rows that enter
-    settle in a narrow one, which is one more for each block.
-    """
-    turns = free / FILL + rows * narrow * (1 + ends)
-    return turns < min(free + rows * 2 * narrow, (1 + ends) * (free + rows * narrow))
 
 
 def by_width(widths: Mapping[int, int], free: int) -> list[tuple[int, list[int]]]:

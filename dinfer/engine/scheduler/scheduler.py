@@ -9,26 +9,16 @@ from dinfer.abilities.guidance import Guided
 from dinfer.abilities.open_positions import OpenOnly
 from dinfer.engine.row import PLACE, Need, Row
 from dinfer.engine.runtime import Runtime, candidates_of
-from dinfer.engine.scheduler.block_ends import BlockEnds
 from dinfer.engine.scheduler.candidates import CandidateChoice
-from dinfer.engine.scheduler.grouping import (
-    Group,
-    PrefillBatching,
-    alternating_pays,
-    cut,
-    free_positions,
-    grouped,
-    settling,
-)
-from dinfer.engine.scheduler.lookahead import Lookahead, stays_open
+from dinfer.engine.scheduler.grouping import Group, PrefillBatching, free_positions, grouped
+from dinfer.engine.scheduler.lookahead import Lookahead, repeats
+from dinfer.engine.scheduler.settling import Settling
 from dinfer.recipe.recipe import Recipe
 from dinfer.step.canvas import Cursors, Phase
 from dinfer.step.shape import Extra, KeysOnly, StepShape, extras_of
 from dinfer.step.window import deciding, narrow_width, width_of
 
 LATE = 64  # rows wait for a round if that costs less than such a part of it
-PATIENCE = 2  # rounds that a row waits at most where rows take steps by turns
-SURE = 0.75  # of what a step commits on average, what many rows together are sure to commit
 MANY = 1024  # positions of active blocks from which on the LM head runs on the open ones alone
 
 
@@ -37,15 +27,6 @@ class Step(NamedTuple):
 
     shape: StepShape
     slots: list[int]
-
-
-class Guess(NamedTuple):
-    """What a row needs of the step after the one under way."""
-
-    narrow: int | None  # see `Need`
-    width: int
-    enters: float  # the chance that it enters a block
-    left: float  # open positions of its block
 
 
 class Scheduler:
@@ -65,8 +46,8 @@ class Scheduler:
         self._tries = candidates_of(runtime) > 0 or recipe.iteration.branches > 0
         keeps = recipe.cache.plan(Phase.WINDOW).keeps and recipe.iteration.blocks == 1
         # After a draft comes either its verification or another draft, and no step fits both.
-        self._settles = runtime.settle and keeps and not (self._tries or recipe.decoder.verifies)
-        self._ends = BlockEnds()
+        settles = runtime.settle and keeps and not (self._tries or recipe.decoder.verifies)
+        self._settling = Settling(recipe, self._free, runtime.positions) if settles else None
         self._arrived = 0  # prefills since the last plan
         self._steps: list[Step] = []  # of the last round
         self._repeatable = False  # the last call of `plan` expected the steps to be needed once more
@@ -81,19 +62,18 @@ class Scheduler:
         none. A step does not change rows that it does not fit, so a wrong guess costs the time of a step and changes no
         token. The rows have been through `prepare`.
         """
-        self._repeatable = in_flight and self._repeats(rows)
+        self._repeatable = in_flight and repeats(self._steps, rows)
         if in_flight and self._repeatable and self.lookahead.pays:
             return self._steps
         if in_flight:
-            return self._settling(rows) if self._settles else []
+            return self._predicted(rows)
         phases: dict[Phase, list[Row]] = {phase: [] for phase in self.recipe.phases}
         for row in rows:
             phases[row.cursors.phase].append(row)  # type: ignore[index]  # an IntEnum is its number
         if self.runtime.gather and self._holds(phases):
             phases[Phase.PREFILL] = []
-        if self._settles and (narrow := self._alternating([row.need.narrow for row in phases[Phase.WINDOW]])):
-            wide = {row.slot: row.need.width > narrow for row in phases[Phase.WINDOW]}
-            phases[Phase.WINDOW] = self._larger(phases[Phase.WINDOW], wide)
+        if self._settling is not None:
+            phases[Phase.WINDOW] = self._settling.turn(phases[Phase.WINDOW])
         steps = [
             step
             for phase in phases
@@ -133,9 +113,8 @@ class Scheduler:
         for row in rows if self._tries else ():
             if row.tried:
                 self.choice.followed(row.tried, row.cursors.hits - row.before.hits)
-        for row in rows if self._settles else ():
-            if not row.missed:
-                self._ends.record(row)
+        if self._settling is not None:
+            self._settling.record(rows)
         if self._repeatable:
             self.lookahead.record(all(row.steady for row in rows))
 
@@ -215,95 +194,13 @@ class Scheduler:
             decoding = []
         return self._prefills.holds(new, [row.need.width for row in entering], decoding)
 
-    def _alternating(self, narrows: Sequence[int | None]) -> int:
-        """The width of rows that stay in their block, if those and rows that enter one take steps by turns; else 0."""
-        if not narrows or None in narrows:
-            return 0
-        narrow = max(narrow or 0 for narrow in narrows)
-        return narrow if alternating_pays(len(narrows), narrow, self._ends.share, self._free) else 0
-
-    def _larger(self, rows: Sequence[Row], wide: Mapping[int | None, bool]) -> list[Row]:
-        """The rows whose turn it is: those that enter a block or the others, whichever are more."""
-        groups = [[row for row in rows if wide[row.slot] == each] for each in (False, True)]
-        taken = max(groups, key=lambda group: (any(row.waited >= PATIENCE for row in group), len(group)))
-        for row in rows:
-            row.waited += 1
-        for row in taken:
-            row.waited = 0
-        return taken
-
-    def _settling(self, rows: Collection[Row]) -> list[Step]:
-        """The next round, if its rows may settle: such a step fits rows that stay and rows that enter a block.
-
-        With many rows, some enter a block in every round, so none repeats the last one.
-        """
-        phases = dict[Phase, list[Row]]()
-        prefilled: dict[int | None, int] = {
-            slot: shape.width for shape, slots in self._steps if shape.phase == Phase.PREFILL for slot in slots
-        }
-        for row in rows:
-            if row.need.width > prefilled.get(row.slot, row.need.width):
-                return []  # its prompt goes on in the next round
-            phase = Phase(row.cursors.phase)
-            phases.setdefault(Phase.WINDOW if row.slot in prefilled else phase, []).append(row)
-        if not {*phases} <= {Phase.PREFILL, Phase.WINDOW}:
+    def _predicted(self, rows: Collection[Row]) -> list[Step]:
+        """The next round, if steps fit its rows wherever the round under way leaves them."""
+        guess = None if self._settling is None else self._settling.predicted(rows, self._steps, self.block)
+        if guess is None:
             return []
-        missed = any(row.missed for row in rows)
-        stepping: dict[int | None, StepShape] = {slot: shape for shape, slots in self._steps for slot in slots}
-        sure = 0.0 if missed else SURE * self._ends.gain
-        guesses = [(row, self._guess(row, stepping.get(row.slot), sure)) for row in phases.get(Phase.WINDOW, [])]
-        found = {row.slot: guess for row, guess in guesses if guess is not None and row.slot is not None}
-        decoding = [row for row, _ in guesses if row.slot in found]
-        narrows = {slot: guess.narrow for slot, guess in found.items()}
-        if narrow := self._alternating([*narrows.values()]):
-            decoding = self._larger(decoding, {slot: guess.width > narrow for slot, guess in found.items()})
-            slots = [row.slot for row in decoding if row.slot is not None]
-            groups = cut(slots, max(found[slot].width for slot in slots), self.runtime.positions)
-        elif missed:
-            return []  # what one row missed, it might miss for ever
-        else:
-            chances = {slot: guess.enters for slot, guess in found.items()}
-            groups = settling(narrows, chances, free=self._free, limit=self.runtime.positions)
-        settles = any(group.settles for group in groups)  # a row that settles decodes nothing
-        opens = {slot: guess.left for slot, guess in found.items() if not settles or guess.enters < 0.5}
-        steps = self._made(Phase.WINDOW, decoding, groups, opens)
-        if not steps:
-            return []
-        if not (self.runtime.gather and self._holds(phases)):
-            steps += self._grouped(Phase.PREFILL, phases.get(Phase.PREFILL, []))
+        steps = self._made(Phase.WINDOW, guess.decoding, guess.groups, guess.opens)
+        if not (self.runtime.gather and self._holds(guess.phases)):
+            steps += self._grouped(Phase.PREFILL, guess.phases.get(Phase.PREFILL, []))
         self._steps = sorted(steps, key=lambda step: -len(step.slots))
         return self._steps
-
-    def _guess(self, row: Row, step: StepShape | None, sure: float) -> Guess | None:
-        """Where its step under way most likely leaves a row. None: it ends.
-
-        `step`: None if it has none. `sure`: positions that the step commits, if the row stays in its block.
-        """
-        cache, spec, now, need = self.recipe.cache, self.recipe.model.spec, row.cursors, row.need
-        narrow = need.narrow or narrow_width(cache, spec, now)  # None: its prompt is being computed
-        if step is None or step.width < need.width:  # it settles, or waits, or does not fit: nothing is committed
-            width = narrow or 0 if step is not None and step.extra(KeysOnly) else need.width
-            return Guess(narrow, width, float(narrow is not None and width > narrow), row.left)
-        chance, last = self._ends.chance(row), now.end == now.length
-        if chance < 0.5:
-            left = max(row.left - sure, 1) if now.phase == Phase.WINDOW else row.left
-            return Guess(narrow, narrow or 0, 0.0 if last else chance, left)
-        if last:
-            return None
-        end = min(now.end + self.block, now.length)
-        narrow = narrow_width(cache, spec, now._replace(start=now.end, end=end))
-        return Guess(narrow, 2 * (narrow or 0), chance, row.open_before[end] - row.open_before[now.end])
-
-    def _repeats(self, rows: Collection[Row]) -> bool:
-        """Whether all rows will most likely need the one step of the last round once more."""
-        if len(self._steps) != 1:
-            return False
-        shape, slots = self._steps[0]
-        if shape.phase != Phase.WINDOW or shape.extra(KeysOnly) or shape.extra(OpenOnly) or len(rows) != len(slots):
-            return False
-        if {row.slot for row in rows} != {*slots}:
-            return False
-        return all(
-            row.steady and row.need.width == shape.width and stays_open(row.left, row.fastest, shape.blocks)
-            for row in rows
-        )

@@ -29,7 +29,8 @@ from dinfer.engine.engine import Engine
 from dinfer.engine.request import Completion, NonFiniteLogits, Request, Update, Wants
 from dinfer.engine.row import Need
 from dinfer.engine.runner import SPARE, bucket, stand_in
-from dinfer.engine.scheduler.grouping import FREE, Group, free_positions, grouped, settling
+from dinfer.engine.scheduler.grouping import FREE, Group, free_positions, grouped
+from dinfer.engine.scheduler.settling import settling
 from dinfer.recipe.recipe import Recipe, compose
 from dinfer.step.contracts import Phase
 from dinfer.step.shape import KeysOnly, Sampled, StepShape
@@ -90,6 +91,7 @@ def test_large_batches_settle_finished_blocks_in_passes_of_their_own(
     requests = requests_for(recipe)
     want = alone(recipe, requests)
     monkeypatch.setattr("dinfer.engine.scheduler.grouping.settling_pays", lambda *rows: True)
+    monkeypatch.setattr("dinfer.engine.scheduler.settling.settling_pays", lambda *rows: True)
     shapes: list[StepShape] = []
     monkeypatch.setattr("dinfer.engine.runner.denoise_step", watching(shapes))
     got = completions(engine_for(recipe, rows=4, settle=True), requests)
@@ -132,6 +134,7 @@ def test_models_whose_logits_predict_the_next_token_need_both_blocks(
     requests = requests_for(recipe)
     want = alone(recipe, requests)
     monkeypatch.setattr("dinfer.engine.scheduler.grouping.settling_pays", lambda *rows: True)
+    monkeypatch.setattr("dinfer.engine.scheduler.settling.settling_pays", lambda *rows: True)
     got = completions(engine_for(recipe, rows=4, settle=True), requests)
     assert [outcome(c) for c in got] == [outcome(c) for c in want]
 

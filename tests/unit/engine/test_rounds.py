@@ -26,8 +26,7 @@ from dinfer.abilities.open_positions import OpenOnly
 from dinfer.engine.engine import Engine
 from dinfer.engine.reader import CanvasReader
 from dinfer.engine.request import Request
-from dinfer.engine.scheduler.grouping import alternating_pays
-from dinfer.engine.scheduler.scheduler import PATIENCE
+from dinfer.engine.scheduler.settling import PATIENCE, alternating_pays
 from dinfer.recipe.recipe import Recipe, compose
 from dinfer.step.contracts import BlockView, Decoder, Proposal, State, TokenStats
 from dinfer.step.shape import KeysOnly, StepShape
@@ -167,7 +166,7 @@ def test_rows_that_enter_a_block_and_others_take_steps_by_turns(
     recipe = combination.recipe()
     requests = requests_for(recipe) * 2
     want = completions(engine_for(recipe), requests)
-    monkeypatch.setattr("dinfer.engine.scheduler.scheduler.alternating_pays", lambda *rows: True)
+    monkeypatch.setattr("dinfer.engine.scheduler.settling.alternating_pays", lambda *rows: True)
     monkeypatch.setattr("dinfer.engine.scheduler.scheduler.MANY", 1)
     shapes: list[StepShape] = []
     monkeypatch.setattr("dinfer.engine.runner.denoise_step", watching(shapes))
@@ -194,7 +193,7 @@ def test_no_row_waits_for_long_for_its_turn(fast: int, ahead: bool, monkeypatch:
         tiny_model("block_causal"), iteration={"name": "block_diffusion", "block": BLOCK, "stop": "off"},
         decoder=ByPrompt(), cache="block",
     )  # fmt: skip
-    monkeypatch.setattr("dinfer.engine.scheduler.scheduler.alternating_pays", lambda *rows: True)
+    monkeypatch.setattr("dinfer.engine.scheduler.settling.alternating_pays", lambda *rows: True)
     requests = [Request([5, 6, 7] * (4 if i < fast else 2), 40, recipe.resolve({})) for i in range(6)]
     want, engine = run(engine_for(recipe, rows=6), requests), engine_for(recipe, rows=6, settle=True)
     engine = launched_ahead(engine) if ahead else engine
@@ -228,7 +227,7 @@ def test_a_round_launched_ahead_scores_what_many_rows_most_likely_leave_open(mon
     requests = [Request([5, 6, 7 + i], (3 + i) * BLOCK, recipe.resolve({})) for i in range(6)]
     want, scored = [c.canvas for c in completions(engine_for(recipe, rows=6), requests)], list[int]()
     for sure in (0.0, 0.75, 3.0):
-        monkeypatch.setattr("dinfer.engine.scheduler.scheduler.SURE", sure)
+        monkeypatch.setattr("dinfer.engine.scheduler.settling.SURE", sure)
         shapes: list[StepShape] = []
         monkeypatch.setattr("dinfer.engine.runner.denoise_step", watching(shapes))
         engine = launched_ahead(engine_for(recipe, rows=6, settle=True))
@@ -268,7 +267,7 @@ def test_a_row_that_settles_is_not_expected_to_enter_its_block_once_more(monkeyp
 
 def test_a_step_that_computes_a_prompt_is_not_expected_to_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or the next one would have too little room for what the prompts' rows decode, and some would sit it out."""
-    for name, value in (("grouping.FREE", 8), ("block_ends.MEMORY", 4), ("scheduler.MANY", 1), ("scheduler.SURE", 1.0)):
+    for name, value in (("grouping.FREE", 8), ("settling.MEMORY", 4), ("scheduler.MANY", 1), ("settling.SURE", 1.0)):
         monkeypatch.setattr(f"dinfer.engine.scheduler.{name}", value)
     recipe, missed = diffusing("fixed", steps=4), set[bool]()
     engine = launched_ahead(engine_for(recipe, rows=7, settle=True, max_length=256))
