@@ -24,7 +24,7 @@ from evaluations.adapter import DinferLM, Likelihood, Progress
 from evaluations.ledger import Ledger, sessions
 from evaluations.replicas import Replicas
 from evaluations.report import report, samples_of, write_table
-from evaluations.sandbox import Limits, in_sandbox
+from evaluations.sandbox import Limits, in_sandbox, warn_of_gaps
 
 TASKS = Path(__file__).parent / "tasks"
 SCHEMA = "dinfer-eval/1"
@@ -212,7 +212,9 @@ def _configure(task: Any, settings: Settings) -> None:
 
 
 def _allow(task: str, settings: Settings, unsafe: bool) -> None:
-    if unsafe and not settings.allow_code:
+    if unsafe and settings.allow_code:
+        warn_of_gaps()
+    elif unsafe:
         raise ValueError(
             f"the task {task} runs generated code. allow_code=true lets it, in a process with limits of time and "
             "memory (code.seconds, code.megabytes)"

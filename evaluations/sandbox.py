@@ -1,4 +1,6 @@
-"""Runs generated code in a process with limits of time, memory and files, and without a network if the system allows.
+"""Runs generated code in a process with limits of time, memory and files.
+
+If the system allows, it has no network, and of the file system it can write its own temporary folder alone.
 
 It guards against accidents, not against attackers: if code may be hostile, run the whole evaluation in a container. A
 program passes if it runs to its end. If it exits early, it fails, whatever its exit status.
@@ -6,6 +8,7 @@ program passes if it runs to its end. If it exits early, it fails, whatever its 
 lm-eval's code tasks (humaneval, mbpp and their variants) load the metric `code_eval` from the hub, which has no useful
 limit on memory. `in_sandbox` replaces that metric."""
 
+import logging
 import math
 import os
 import re
@@ -18,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +29,27 @@ import evaluate
 
 from dinfer.recipe.registry import check_range
 
+WAYS = ("landlock", "namespaces")  # to a file system that can be read only, the first that the kernel has
 # Runs in the child. stdin holds a word, then the program. The child writes the word when the program has ended.
 _GUARD = """
-import ctypes, io, os, resource, sys
-seconds, megabytes, end = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+import ctypes, io, os, resource, struct, sys
+seconds, megabytes, end, ways = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]
 source = sys.stdin.read()
 word, source = source.split("\\n", 1)
-ctypes.CDLL(None).unshare(0x10000000 | 0x40000000)  # a user namespace, and in it an empty network namespace
+libc, folder = ctypes.CDLL(None), os.getcwd().encode()
+apart = not libc.unshare(0x10000000 | 0x40000000 | 0x20000)  # namespaces for users, the network (empty) and mounts
+if "landlock" in ways and libc.syscall(444, None, 0, 1) >= 3:  # from version 3 on it knows all ways to write a file
+    write, rights = 1 << 1 | 1 << 14, sum(1 << bit for bit in (1, *range(4, 15)))
+    rules = libc.syscall(444, struct.pack("Q", rights), 8, 0)
+    for path, allowed in ((folder, rights), (os.devnull, write)):
+        libc.syscall(445, rules, 1, struct.pack("=Qi", allowed, os.open(path, os.O_PATH)), 0)
+    libc.prctl(38, 1, 0, 0, 0)  # no new privileges, without which there are no rules
+    libc.syscall(446, rules, 0)
+elif "namespaces" in ways and apart:
+    libc.mount(folder, folder, None, 0x1000, None)  # a mount of its own, which stays as it is
+    libc.syscall(442, -100, b"/", 0x8000, struct.pack("4Q", 1, 0, 0, 0), 32)  # all mounts are read-only
+    libc.syscall(442, -100, folder, 0, struct.pack("4Q", 0, 1, 0, 0), 32)
+    os.chdir(folder)
 for kind, limit in (
     (resource.RLIMIT_AS, megabytes << 20), (resource.RLIMIT_CPU, seconds + 1), (resource.RLIMIT_FSIZE, 16 << 20),
     (resource.RLIMIT_NOFILE, 64), (resource.RLIMIT_CORE, 0),
@@ -41,6 +59,12 @@ sys.stdin = io.StringIO()
 exec(compile(source, "program", "exec"), {"__name__": "__main__"})
 os.write(end, word.encode())
 """
+# Programs that pass where the sandbox guards against nothing.
+_PROBES = {
+    "write any file that you can": "import os\npath = os.getcwd() + '.probe'\nopen(path, 'w')\nos.remove(path)",
+    "use the network": "import socket\nsocket.socket(type=socket.SOCK_DGRAM).connect(('127.0.0.1', 9))",
+}
+LOG = logging.getLogger("dinfer.evaluations")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +86,8 @@ class Outcome:
     remark: str  # empty, or the last line of its error, or "timed out"
 
 
-def run(program: str, limits: Limits | None = None) -> Outcome:
-    """Runs one program, its tests included."""
+def run(program: str, limits: Limits | None = None, *, ways: Sequence[str] = WAYS) -> Outcome:
+    """Runs one program, its tests included. `ways`: those that may be tried to make the file system read-only."""
     if os.name != "posix":
         raise OSError("the sandbox for generated code needs a POSIX system")
     limits, word = limits or Limits(), secrets.token_hex(16)
@@ -74,9 +98,10 @@ def run(program: str, limits: Limits | None = None) -> Outcome:
             (Path(folder) / "errors").open("w+b") as errors,  # unlike a pipe's, a file's size has a limit
         ):
             child = subprocess.Popen(
-                [sys.executable, "-I", "-c", _GUARD, str(limits.seconds), str(limits.megabytes), str(writer)],
+                [sys.executable, "-I", "-c", _GUARD, str(limits.seconds), str(limits.megabytes), str(writer), *ways],
                 stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=errors, pass_fds=(writer,), cwd=folder,
-                env={"PATH": os.defpath, "HOME": folder, "OMP_NUM_THREADS": "1"}, start_new_session=True,
+                env={"PATH": os.defpath, "HOME": folder, "TMPDIR": folder, "OMP_NUM_THREADS": "1"},
+                start_new_session=True,
             )  # fmt: skip
             try:
                 child.communicate(f"{word}\n{program}".encode(), timeout=limits.seconds)
@@ -91,6 +116,16 @@ def run(program: str, limits: Limits | None = None) -> Outcome:
         os.close(reader)
         os.close(writer)
     return Outcome(passed, "" if passed else lines[-1] if lines else f"ended early, status {child.returncode}")
+
+
+@cache
+def warn_of_gaps(ways: Sequence[str] = WAYS) -> None:
+    """Says once what this system does not keep programs from."""
+    if open_to := [what for what, probe in _PROBES.items() if run(probe, ways=ways).passed]:
+        LOG.warning(
+            "allow_code=true: this kernel offers no Landlock and no user namespaces, so generated code can %s. Run the "
+            "evaluation in a container", " and ".join(open_to),
+        )  # fmt: skip
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:

@@ -11,7 +11,18 @@ from pathlib import Path
 import evaluate
 import pytest
 
-from evaluations.sandbox import CODE_EVAL, Limits, blocks, filled, in_sandbox, pass_at, pass_at_1, run
+from evaluations.sandbox import (
+    CODE_EVAL,
+    WAYS,
+    Limits,
+    blocks,
+    filled,
+    in_sandbox,
+    pass_at,
+    pass_at_1,
+    run,
+    warn_of_gaps,
+)
 
 SHORT = Limits(seconds=2, megabytes=512)
 
@@ -54,6 +65,34 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
     assert run(f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {later!r}])", SHORT).passed
     time.sleep(1.3)
     assert not secret.exists()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_file_system_is_read_only_but_for_its_own_folder(way: str, tmp_path: Path) -> None:
+    outside, old = tmp_path / "new", tmp_path / "old"
+    old.write_text("kept")
+    harmless = (
+        "import os, tempfile\nopen('here', 'w').write('x')\nos.remove('here')\nos.mkdir('folder')\n"
+        "tempfile.TemporaryFile().write(b'x')\nopen(os.devnull, 'w').write('x')"
+    )
+    assert run(harmless, SHORT, ways=(way,)).passed
+    for harm in (
+        f"open({str(outside)!r}, 'w')", f"open({str(old)!r}, 'a')", f"os.remove({str(old)!r})",
+        f"os.truncate({str(old)!r}, 0)", f"os.mkdir({str(outside)!r})",
+        f"os.rename({str(old)!r}, 'mine')", f"os.symlink('x', {str(outside)!r})",
+    ):  # fmt: skip
+        found = run(f"import os\n{harm}", SHORT, ways=(way,))
+        if found.passed and harm.startswith("open"):
+            pytest.skip(f"this kernel has no {way}")
+        assert re.search("Permission denied|Read-only|cross-device", found.remark), (harm, found.remark)
+    assert old.read_text() == "kept" and not outside.exists()
+
+
+def test_what_is_not_guarded_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        warn_of_gaps(())
+    assert caplog.text.count("generated code can write any file that you can") == 1
+    assert "container" in caplog.text
 
 
 def test_no_network() -> None:
