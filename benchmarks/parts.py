@@ -28,9 +28,9 @@ from dinfer.step.shape import StepShape
 PARTS = ("linear", "experts", "attention", "rotary, keys", "norms", "gate", "statistics", "collectives", "rest")
 REST = PARTS[-1]  # window, embedding, commits, cursors
 FILES = {  # the part of the Triton kernels in each file of dinfer/kernels/triton; others: REST
-    "linear": "linear", "packed": "linear", "moe": "experts", "packed_moe": "experts", "route": "experts",
+    "linear": "linear", "packed": "linear", "moe": "experts", "packed_moe": "experts",
     "attention": "attention", "hopper_attention": "attention", "rotary": "rotary, keys",
-    "norm": "norms", "token_stats": "statistics", "draw": "statistics",
+    "norm": "norms", "token_stats": "statistics",
 }  # fmt: skip
 GATE = "glu"  # in the names of our kernels of the gate
 COLLECTIVES = ("all_reduce", "nccl")  # in the names of torch's kernels: sums and gathers over cards

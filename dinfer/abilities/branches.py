@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from dinfer.abilities.candidates import Candidates, States, logits_of_versions
-from dinfer.kernels.positions import descending_rank
-from dinfer.kernels.rows import rows_of, store_rows
-from dinfer.kernels.window import span
+from dinfer.kernels.canvas import rows_of, span, store_rows
+from dinfer.kernels.selection import descending_rank
 from dinfer.memory.kv import KVPool
 from dinfer.step.ability import Ability, Decision, Forward, Known, Step
 from dinfer.step.canvas import BlockView, Canvas, RowCursors, Status

@@ -17,8 +17,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from dinfer.kernels.rows import rows_of, store_rows, take
-from dinfer.kernels.window import span
+from dinfer.kernels.canvas import rows_of, span, store_rows, take
 from dinfer.memory.kv import KVPool, PagedAttend
 from dinfer.step.ability import Ability, Decision, Forward, Known, Step
 from dinfer.step.canvas import Canvas, Phase, RowCursors

@@ -2,7 +2,7 @@
 
 from typing import Self
 
-from dinfer.kernels.rows import take
+from dinfer.kernels.canvas import take
 from dinfer.step.ability import Ability, Decision, Forward, Step
 from dinfer.step.contracts import Iteration, Parts
 from dinfer.step.scores import scored
@@ -39,5 +39,5 @@ class Feeding(Ability):
             pos_BX = made.view.pos_RL.view(lanes.slot_B.shape[0], -1)
             logits_BXV = made.adjusted_RLV.reshape(*pos_BX.shape, recipe.model.spec.vocab)
             recipe.iteration.observe(recipe.model, logits_BXV, pos_BX, lanes, step.iteration_state)
-        elif run is not None:
+        elif recipe.iteration.scores == "window" and run is not None:
             recipe.iteration.observe(run.model, step.notes[Feeding], run.pos_BW, lanes, step.iteration_state)

@@ -8,8 +8,8 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from dinfer.kernels.positions import compact
-from dinfer.kernels.rows import rows_of
+from dinfer.kernels.canvas import rows_of
+from dinfer.kernels.selection import compact
 from dinfer.step.ability import Ability, Decision, Step
 from dinfer.step.contracts import Parts
 from dinfer.step.scores import offered, read_logits, statistics

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Self
 
-from dinfer.kernels.rows import rows_of
+from dinfer.kernels.canvas import rows_of
 from dinfer.step.ability import Ability, Decision, Step
 from dinfer.step.canvas import BlockView, RowCursors
 from dinfer.step.contracts import Iteration, Parts

@@ -13,7 +13,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from dinfer.kernels.window import span
+from dinfer.kernels.canvas import span
 from dinfer.step.ability import Ability, Decision, Known, Step
 from dinfer.step.canvas import Phase, Status
 from dinfer.step.contracts import Parts, Proposal

@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dinfer.kernels.canvas import padded
-from dinfer.kernels.density import density
-from dinfer.kernels.positions import descending_rank
+from dinfer.kernels.selection import density, descending_rank
 from dinfer.recipe.registry import CACHES, check_range, option
 from dinfer.step.canvas import CanvasRows
 from dinfer.step.contracts import CachePolicy, Followed, ModelSpec, Moved, Phase, RowCursors, State, WindowPlan

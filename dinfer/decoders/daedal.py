@@ -10,8 +10,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from dinfer.kernels.positions import descending_rank
-from dinfer.kernels.rows import moved
+from dinfer.kernels.canvas import moved
+from dinfer.kernels.selection import descending_rank
 from dinfer.recipe.registry import DECODERS, check_probability, check_range, option
 from dinfer.step.contracts import BlockView, Decoder, ModelSpec, Proposal, State, TokenStats
 

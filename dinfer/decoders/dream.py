@@ -9,8 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dinfer.kernels.positions import descending_rank
 from dinfer.kernels.random import uniform
+from dinfer.kernels.selection import descending_rank
 from dinfer.kernels.timesteps import linear_timesteps
 from dinfer.recipe.registry import DECODERS, check_range, option
 from dinfer.step.contracts import BlockView, Decoder, ModelSpec, Proposal, State, TokenStats

@@ -9,9 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dinfer.kernels.positions import descending_rank
 from dinfer.kernels.random import uniform
-from dinfer.kernels.thresholding import confident
+from dinfer.kernels.selection import confident, descending_rank
 from dinfer.kernels.timesteps import Quota
 from dinfer.recipe.registry import DECODERS, check_probability, check_range, option
 from dinfer.step.contracts import BlockView, Decoder, Proposal, State, TokenStats

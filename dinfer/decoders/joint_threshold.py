@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from dinfer.kernels.thresholding import Decoded, fill_and_edit
+from dinfer.kernels.selection import Decoded, fill_and_edit
 from dinfer.recipe.registry import DECODERS, check_probability, check_range, option
 from dinfer.step.contracts import BlockView, Decoder, ModelSpec, Proposal, State, TokenStats
 

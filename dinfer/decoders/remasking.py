@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from dinfer.kernels.positions import descending_rank, run_leaders
+from dinfer.kernels.selection import descending_rank, run_leaders
 from dinfer.recipe.registry import DECODERS, check_probability, option
 from dinfer.step.contracts import BlockView, Decoder, Proposal, State, TokenStats
 

@@ -5,7 +5,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from dinfer.kernels.thresholding import confident
+from dinfer.kernels.selection import confident
 from dinfer.recipe.registry import DECODERS, check_probability, check_range, option
 from dinfer.step.contracts import BlockView, Decoder, Proposal, State, TokenStats
 

@@ -16,7 +16,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from dinfer.kernels.positions import descending_rank
+from dinfer.kernels.selection import descending_rank
 from dinfer.recipe.registry import DECODERS, check_range, option
 from dinfer.step.contracts import BlockView, Decoder, ModelSpec, Proposal, State, TokenStats
 

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from dinfer.iterations.multi_block import MultiBlock
-from dinfer.kernels.canvas import padded
-from dinfer.kernels.window import span
+from dinfer.kernels.canvas import padded, span
 from dinfer.recipe.registry import ITERATIONS, check_range, option
 from dinfer.step.contracts import BlockAfter, Model, ModelSpec, Moved, RowCursors, State
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dinfer.iterations.multi_block import MultiBlock
-from dinfer.kernels.slide import decoded_share
+from dinfer.kernels.advance import decoded_share
 from dinfer.recipe.registry import ITERATIONS, check_range, option
 from dinfer.step.contracts import ModelSpec, TokenStats
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dinfer.iterations._sweep import BlockSweep
-from dinfer.kernels.slide import forced_blocks, slide_blocks
+from dinfer.kernels.advance import forced_blocks, slide_blocks
 from dinfer.recipe.registry import ITERATIONS, check_range, option
 from dinfer.step.contracts import BlockAfter, ModelSpec, Moved, RowCursors, State
 

@@ -1,4 +1,7 @@
-"""How rows leave their active blocks. Shape suffixes: B lanes, K active blocks, L block length, X = K * L."""
+"""How rows leave their active blocks, and how these slide where several are active.
+
+Shape suffixes: B lanes, K active blocks, L block length, X = K * L.
+"""
 
 from dataclasses import dataclass
 from typing import TypeVar
@@ -58,3 +61,79 @@ def leave_blocks(
     start_B = torch.where(enters_B, new_start_B, start_B)
     end_B = torch.where(enters_B, torch.minimum(new_end_B, length_B), end_B)
     return enters_B, done_B, start_B, end_B, block_B + leaves_B
+
+
+def slide_blocks(
+    finished_BK: Tensor, stop_BKL: Tensor, given_BKL: Tensor, open_BKL: Tensor, stable_BK: Tensor | None,
+    hold_B: Tensor | None, next_B: Tensor, length_B: Tensor, start_B: Tensor, end_B: Tensor, block_B: Tensor,
+    *, grid: Grid, add_at: float, stable_at: float, stop: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Which blocks are new, how many left, which rows are done, and each row's new start, end and count of blocks left.
+
+    Blocks leave from the first on, as long as they are finished. If all leave, the row enters the block of `next`, or
+    is done if `next` is at `length`. A token that ends the answer (`stop_BKL`) and is not `given` also ends the row:
+    with `stop` "block" when its block leaves, with "cut" as soon as all positions before it are decoded.
+    A block opens if there is room, the share `add_at` of the last block is decoded, and `stable_BK` of that block is at
+    least `stable_at` (None: ignored). None opens if an active block has a stop token, or where `hold_B`.
+    Returns bool [B, K], int64 [B], bool [B], and int64 [B] three times.
+    """
+    if use_triton(next_B, "advance"):
+        from dinfer.kernels.triton.advance import slide_blocks as kernel
+
+        return kernel(
+            finished_BK, stop_BKL, given_BKL, open_BKL, stable_BK, hold_B, next_B, length_B, start_B, end_B, block_B,
+            block=grid.block, align=grid.align, add_at=add_at, stable_at=stable_at, stop=stop,
+        )  # fmt: skip
+    blocks, block = finished_BK.shape[1], grid.block
+    block_K = torch.arange(blocks, device=start_B.device)
+    active_B = -((start_B - end_B) // block)
+    finished_BK = finished_BK | (block_K >= active_B[:, None])
+    left_B = finished_BK.to(torch.int64).cumprod(-1).sum(-1).minimum(active_B)
+    all_B, stay_B = left_B == active_B, active_B - left_B
+    done_B, stopped_B = all_B & (next_B >= length_B), torch.zeros_like(all_B)
+    if stop != "off":
+        ends_BKL = stop_BKL & ~given_BKL
+        stopped_B = ends_BKL.flatten(1).any(-1)
+        done_B = done_B | (ends_BKL.any(-1) & (block_K < left_B[:, None])).any(-1)
+        if stop == "cut":
+            done_B = done_B | (ends_BKL.flatten(1) & (open_BKL.flatten(1).cumsum(-1) == 0)).any(-1)
+    jumps_B = all_B & ~done_B
+    opens_B = ~all_B & ~stopped_B & (active_B < blocks) & (next_B < length_B)
+    last_B1 = (active_B - 1).clamp_min(0)[:, None]  # an empty slot has no active block
+    opens_B = opens_B & (decoded_share(open_BKL, start_B, end_B, block).gather(1, last_B1)[:, 0] >= add_at)
+    if stable_BK is not None:
+        opens_B = opens_B & (stable_BK.gather(1, last_B1)[:, 0] >= stable_at)
+    if hold_B is not None:
+        opens_B = opens_B & ~hold_B
+    new_start_B, new_end_B = grid.block_at(next_B)
+    entered_BK = (block_K >= stay_B[:, None]) & (block_K < (stay_B + (opens_B | jumps_B))[:, None])
+    slid_B = torch.where(all_B, start_B, start_B + left_B * block)
+    out_start_B = torch.where(jumps_B, new_start_B, slid_B)
+    out_end_B = torch.minimum(torch.where(jumps_B, new_end_B, end_B + opens_B * block), length_B)
+    return entered_BK, left_B, done_B, out_start_B, out_end_B, block_B + left_B
+
+
+def forced_blocks(
+    open_BKL: Tensor, start_B: Tensor, end_B: Tensor, *, block: int, force_at: float, first: bool
+) -> Tensor:
+    """Blocks that must commit: the first, and each block behind one whose decoded share is at least `force_at`.
+
+    `first`: of these only the first block with open positions. bool [B, K]
+    """
+    if use_triton(start_B, "advance"):
+        from dinfer.kernels.triton.advance import forced_blocks as kernel
+
+        return kernel(open_BKL, start_B, end_B, block=block, force_at=force_at, first=first)
+    must_BK = decoded_share(open_BKL, start_B, end_B, block).roll(1, 1) >= force_at
+    must_BK[:, 0].fill_(True)
+    if first:
+        must_BK &= open_BKL.any(-1)
+        must_BK &= must_BK.cumsum(-1) == 1
+    return must_BK
+
+
+def decoded_share(open_BKL: Tensor, start_B: Tensor, end_B: Tensor, block: int) -> Tensor:
+    """The decoded share of each active block; 1 behind the last. float64 [B, K]"""
+    block_K = torch.arange(open_BKL.shape[1], device=start_B.device)
+    size_BK = ((end_B - start_B)[:, None] - block_K * block).clamp(1, block)
+    return (size_BK - open_BKL.sum(-1)).to(torch.float64) / size_BK

@@ -121,7 +121,7 @@ def attention_received(
     It goes through the queries in pieces, so it never holds the attention of all of them.
     """
     if use_triton(q_BWHE, "attention", q_BWHE.shape[-1]):
-        from dinfer.kernels.triton.received import attention_received as kernel
+        from dinfer.kernels.triton.attention import attention_received as kernel
 
         return kernel(q_BWHE, k_PTGE, pages_BP, *interval_BW, weight_BW)
     lanes, heads = pages_BP.shape[0], q_BWHE.shape[2]

@@ -1,14 +1,63 @@
-"""What a step reads of the canvas, the page tables and the cursors: small integers, one launch each on a GPU.
+"""What a step reads of the canvas, the page tables and the cursors: the positions of its window, rows of a batch.
+
+They are small integers: one launch each on a GPU.
 
 Shape suffixes: N slots, B lanes, K active blocks of a lane, R = B * K, L block length, S canvas length, W query
-positions, P pages, C columns.
+positions, X positions of the active region or any entries, P pages or some positions, C columns.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dinfer.kernels.dispatch import use_triton
-from dinfer.kernels.window import span
+from dinfer.step.plan import Frame, Place, WindowPlan
+
+
+def span(first_B: Tensor, end_B: Tensor, width: int) -> Tensor:
+    """Positions first, first + 1, ... of each row, -1 from `end` on. [B, width]"""
+    pos_BW = first_B[:, None] + torch.arange(width, device=first_B.device)
+    return torch.where(pos_BW < end_B[:, None], pos_BW, -1)
+
+
+def window_positions(
+    plan: WindowPlan, place_B: Place[Tensor], frame: Frame, *, width: int, active: int, prefill: bool,
+    settles: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """The positions of each row's window, and what the step does with the row.
+
+    A `prefill` computes the positions before the attention block with the first logits. With `settles`, a row that
+    needs more than `width` computes as many of these as fit, and decodes nothing.
+
+    Returns
+        the positions, int64 [B, W], -1 behind the window;
+        whether `width` is enough, bool [B];
+        where in the window the logits of each active position are, int64 [B, active], -1 from `end` on;
+        if the plan `keeps`, the end of the final keys after the step, int64 [B];
+        with `prefill` or `settles`, the end of the keys of a row that decodes nothing, int64 [B], -1 for others.
+    """
+    if use_triton(place_B[0], "canvas"):
+        from dinfer.kernels.triton.canvas import window_positions as kernel
+
+        return kernel(place_B, width, active, frame, plan.numbers(frame[0]), prefill, settles)
+    (start_B, end_B, *_), (shift, block, from_prompt) = place_B, frame
+    first_B, stop_B, settled_B = plan.bounds(place_B, frame)
+    grain = block or 1
+    fits_B, only_B = stop_B - first_B <= width, None
+    if prefill or settles:
+        decodes_B = fits_B & (not prefill)
+        piece_B = torch.minimum(first_B + width // grain * grain, settled_B)
+        if prefill and from_prompt:  # the prompt is one attention block
+            piece_B = torch.where(first_B + width >= settled_B, settled_B, first_B)
+        stop_B, only_B = torch.where(decodes_B, stop_B, piece_B), torch.where(decodes_B, -1, piece_B)
+        fits_B = decodes_B | (piece_B > first_B)
+    pos_BX = span(start_B, end_B, active)
+    logits_BX = torch.where(pos_BX >= 0, (pos_BX - shift).clamp_min(0) - first_B[:, None], -1)
+    final_B = None
+    if plan.keeps:  # the step computes once more what was finished when it began
+        final_B = settled_B if prefill or from_prompt else start_B // grain * grain
+    return span(first_B, stop_B, width), fits_B, logits_BX.clamp_max(width - 1), final_B, only_B
 
 
 def lane_columns(rows_NC: Tensor, slot_B: Tensor, first: int) -> tuple[Tensor, Tensor]:
@@ -92,3 +141,47 @@ def key_places(
     lost_BW = (pos_BW < 0) | (own_BW == null)
     place_BW = torch.where(lost_BW, scratch * page, own_BW * page + where_BW % page)
     return table_BP[:, :pages].contiguous(), place_BW.flatten()
+
+
+def at(x_BWX: Tensor, place_BP: Tensor) -> Tensor:
+    """Each lane's values at some places of its window. X: any dimensions. [B, W, X] -> [B, P, X]"""
+    each_BP1 = place_BP.view(*place_BP.shape, *(1,) * (x_BWX.dim() - 2))
+    return x_BWX.gather(1, each_BP1.expand(-1, -1, *x_BWX.shape[2:]))
+
+
+def take(x_BWX: Tensor, index_RL: Tensor) -> Tensor:
+    """The chosen positions of the window, one row a block; -1 may take any. [B, W, X] -> [R, L, X]"""
+    place_BP = index_RL.clamp_min(0).view(x_BWX.shape[0], -1)
+    return at(x_BWX, place_BP).view(*index_RL.shape, x_BWX.shape[-1])
+
+
+def rows_of(flags_B: Tensor, blocks: int) -> Tensor:
+    """One value a lane, repeated for each of its blocks. [B] -> [R]"""
+    return flags_B if blocks == 1 else flags_B.repeat_interleave(blocks, 0)
+
+
+def moved(values_RL: Tensor, source_RL: Tensor, new: Tensor | float) -> Tensor:
+    """Each position's value from position `source_RL` of its row, `new` where that is -1 (see `Proposal`). [R, L]"""
+    return torch.where(source_RL < 0, new, values_RL.gather(1, source_RL.clamp_min(0)))
+
+
+def store_rows(rows_NX: Tensor, slot_B: Tensor, live_B: Tensor, new_BX: Tensor) -> None:
+    """Writes the rows of live lanes to their slots, in place. X: any dimensions. No two live lanes share a slot."""
+    live_BX = live_B.view(-1, *(1,) * (rows_NX.dim() - 1))
+    rows_NX.index_copy_(0, slot_B, torch.where(live_BX, new_BX, rows_NX.index_select(0, slot_B)))
+
+
+class Rows(NamedTuple):
+    """Rows of a table, which are copied only when they are read or written."""
+
+    table_NX: Tensor  # X: any dimensions
+    index_R: Tensor
+    live_R: Tensor  # bool
+
+    def read(self) -> Tensor:
+        """A copy of the rows. [R, X]"""
+        return self.table_NX.index_select(0, self.index_R)
+
+    def write(self, new_RX: Tensor) -> None:
+        """Replaces the live rows."""
+        store_rows(self.table_NX, self.index_R, self.live_R, new_RX)

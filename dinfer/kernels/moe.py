@@ -51,7 +51,7 @@ def route(
     `logits_NX` are float32 or wider. `allowed_NX`: the experts a token may choose; None: all.
     """
     if allowed_NX is None and use_triton(held(logits_NX), "router"):
-        from dinfer.kernels.triton.route import route as kernel
+        from dinfer.kernels.triton.moe import route as kernel
 
         return kernel(
             to_add(logits_NX), chosen, sigmoid=sigmoid, normalize=normalize, scale=scale, bias_X=bias_X, groups=groups,

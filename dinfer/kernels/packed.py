@@ -1,4 +1,4 @@
-"""Weights in 4 bits: two values a byte, and a scale for each output and group of inputs.
+"""Weights in 4 bits, two values a byte with scales by group of inputs; and on a CPU the blocks of a GGUF file.
 
 A group is 128 neighbouring inputs, or 64 or 32 where the width is no multiple of 128. Its largest value by magnitude
 becomes -8. So all sixteen values are used, no zero point is needed, and a scale may be negative. The scale is rounded
@@ -6,10 +6,14 @@ to bfloat16 before the values are. The rule was chosen on the two models in the 
 of 40 problems: 0.005 and 0.000 nats. A zero point gives 0.007 and 0.000, the usual scale of largest / 7 gives 0.008 and
 0.001, the scale that changes the weights least 0.010 and 0.002. Scales in float32 change nothing.
 
-Shape suffixes: R rows, K inputs, H half of them, G groups, O outputs.
+A row of a weight in blocks consists of these, each with its scales.
+
+Shape suffixes: R rows, K inputs, H half of them, G groups, O outputs, B bytes of a row, X experts.
 """
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -121,7 +125,7 @@ class PackedExperts(ExpertWeight):
     def __init__(self, values: Tensor, scale: Tensor, shared: tuple[Tensor, Tensor] | None = None) -> None:
         self.each, self.scale, self.shared = values, scale, shared
 
-    def joined(self, shared: ExpertWeight) -> "PackedExperts | None":
+    def joined(self, shared: ExpertWeight) -> PackedExperts | None:
         if not isinstance(shared, PackedExperts) or shared.each.shape != self.each.shape[1:]:
             return None
         one, each = shared.scale, self.scale
@@ -171,3 +175,37 @@ def _grouped(x: Deferred) -> Tensor | Grouped:
 def _normed(x: Deferred) -> Tensor | Grouped:
     """`x` for the products of experts, which do not divide rows."""
     return x if isinstance(x, Grouped) and x.squares is None else close(x)
+
+
+Dequantise = Callable[[str, Tensor], Tensor]
+"""Takes the type of blocks and rows of them, uint8 [..., B]. Returns their values, float32 [..., K]."""
+
+
+def widened(parts: Sequence[Part], dequantise: Dequantise) -> Tensor:
+    """The weight in float32. [..., O, K]"""
+    return torch.cat([dequantise(part.kind, part.values) for part in parts], -2)
+
+
+def blocks_linear(x: Tensor, parts: Sequence[Part], dequantise: Dequantise, bias_O: Tensor | None = None) -> Tensor:
+    """x times the transpose of the weight that the parts form. [..., K] -> [..., O]"""
+    if use_native(x, "packed"):
+        from dinfer.kernels.cpu.linear import native_linear
+
+        out = native_linear(x, parts)
+    else:
+        out = F.linear(x.float(), widened(parts, dequantise))
+    return (out if bias_O is None else out + bias_O).to(x.dtype)
+
+
+class BlockExperts(ExpertWeight):
+    """The matrices of experts as the blocks of a GGUF file, on a CPU."""
+
+    def __init__(self, parts: Sequence[Part], dequantise: Dequantise) -> None:
+        self.held, self.each, self.dequantise = parts, parts[0].values, dequantise
+
+    def parts(self) -> Sequence[Part]:
+        return self.held
+
+    def one(self, x_RK: Deferred, expert: int) -> Tensor:
+        own = [Part(part.kind, part.values[expert]) for part in self.held]
+        return blocks_linear(close(x_RK), own, self.dequantise)

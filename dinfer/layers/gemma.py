@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dinfer.kernels.attention import encoder_intervals, interval_mask, local_interval
+from dinfer.kernels.canvas import at
 from dinfer.kernels.deferred import close, share
 from dinfer.kernels.dispatch import on_own_device
 from dinfer.kernels.moe import expert_mixture, route
 from dinfer.kernels.norm import geglu, wide_rms_norm
 from dinfer.kernels.rotary import rotary_table
-from dinfer.kernels.rows import at
 from dinfer.kernels.types import Dealt, Projections, Summing, Table
 from dinfer.layers.formats.plain import PLAIN
 from dinfer.layers.linear import Formatted, Linear

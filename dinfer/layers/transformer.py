@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dinfer.kernels.attention import attention_interval, interval_attention, interval_mask
+from dinfer.kernels.canvas import at
 from dinfer.kernels.deferred import close
 from dinfer.kernels.dispatch import keep_untraced, on_own_device
 from dinfer.kernels.norm import add, add_rms_norm
 from dinfer.kernels.rotary import projections, queries_keys_values, rotary_table
-from dinfer.kernels.rows import at
 from dinfer.kernels.types import Deferred, Grouped, HeadNorm, Projections, Table
 from dinfer.layers.linear import Embedding, Linear
 from dinfer.layers.mlp import Experts, GatedMLP

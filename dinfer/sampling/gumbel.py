@@ -14,8 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from dinfer.kernels.nucleus import nucleus
-from dinfer.kernels.random import noise
+from dinfer.kernels.random import noise, nucleus
 from dinfer.recipe.registry import SAMPLINGS, check_range, option
 from dinfer.step.contracts import BlockView, Columns, Draw, ModelSpec, Options, Sampling
 

@@ -16,9 +16,8 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from dinfer.kernels.canvas import active_rows, canvas_values, lane_columns, padded, window_values
+from dinfer.kernels.canvas import active_rows, canvas_values, lane_columns, padded, store_rows, window_values
 from dinfer.kernels.dispatch import use_triton
-from dinfer.kernels.rows import store_rows
 from dinfer.kernels.upload import host_rows, uploaded
 
 

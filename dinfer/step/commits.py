@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from dinfer.kernels.canvas import moved
 from dinfer.kernels.dispatch import use_triton
-from dinfer.kernels.rows import moved
 from dinfer.step.canvas import BlockView, Canvas, RowCursors, Status
 from dinfer.step.contracts import ModelSpec, Parts, Proposal
 from dinfer.step.stats import TokenStats

@@ -57,7 +57,7 @@ State = dict[str, Any]
 """Mutable state of a component: named tensors, one row a lane (decoder: a row of blocks), to be changed in place.
 
 The step gathers the rows of its lanes and writes live ones back, so no component minds slots, padding or phases. What a
-decoder names in `large` is `dinfer.kernels.rows.Rows` instead.
+decoder names in `large` is `dinfer.kernels.canvas.Rows` instead.
 """
 
 Options = Mapping[str, Tensor]

@@ -1,7 +1,7 @@
 """The plan of a window: which positions a step computes for each row, stated once, as data.
 
 A cache policy returns a `WindowPlan`, a handful of integers. `window_bounds` turns them into positions. The host calls
-it on Python integers, to know how wide a step must be; the reference of `kernels.window` calls it on tensors; its
+it on Python integers, to know how wide a step must be; the reference of `kernels.canvas` calls it on tensors; its
 Triton kernel compiles the same source. So host and device cannot disagree about the width of a window.
 """
 

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from dinfer.kernels.rows import rows_of, take
+from dinfer.kernels.canvas import rows_of, take
 from dinfer.kernels.token_stats import token_stats
 from dinfer.step.ability import Decision, Known, Step
 from dinfer.step.canvas import BlockView, Phase, RowCursors

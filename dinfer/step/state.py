@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dinfer.kernels.canvas import option_columns
-from dinfer.kernels.rows import Rows, store_rows
+from dinfer.kernels.canvas import Rows, option_columns, store_rows
 from dinfer.kernels.upload import host_rows, uploaded
 from dinfer.memory.kv import KVPool
 from dinfer.step.canvas import Canvas, Cursors, Phase

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from dinfer.kernels.attention import attention_interval
-from dinfer.kernels.canvas import active_rows
-from dinfer.kernels.rows import rows_of
+from dinfer.kernels.canvas import active_rows, rows_of
 from dinfer.step.ability import Decision, Forward, Known, Seen, Step
 from dinfer.step.canvas import BlockView, RowCursors, Status
 from dinfer.step.commits import blanks, commit

@@ -21,8 +21,7 @@ from dinfer.iterations.dmax import DMaxSweep
 from dinfer.iterations.multi_block import MultiBlock
 from dinfer.iterations.smooth import Smooth
 from dinfer.kernels.attention import attention_interval
-from dinfer.kernels.positions import descending_rank
-from dinfer.kernels.thresholding import confident
+from dinfer.kernels.selection import confident, descending_rank
 from dinfer.recipe.recipe import Recipe
 from dinfer.recipe.registry import Registry
 from dinfer.step.ability import Ability, Seen, Step

@@ -26,8 +26,8 @@ from triton.language.extra import cuda
 
 from dinfer.kernels.dispatch import card, multiplies_in_groups_of_warps
 from dinfer.kernels.triton.attention import LOG2_E, join
-from dinfer.kernels.triton.groups import in_groups
 from dinfer.kernels.triton.launch import early
+from dinfer.kernels.triton.linear import in_groups
 from dinfer.kernels.types import Inputs
 
 ROWS = gl.constexpr(64)  # query heads of positions that a group of warps takes

@@ -1,12 +1,14 @@
 """Launches a kernel while the one before it still runs (programmatic dependent launch, from Hopper on).
 
 A step is hundreds of kernels of a few microseconds. This shortens the time between them.
+
+And how a kernel adds up the parts of its input (`dinfer.kernels.types`).
 """
 
 import os
 from functools import cache
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import torch
 import triton
@@ -16,6 +18,7 @@ from triton.compiler.compiler import max_shared_mem
 from triton.language.extra import cuda
 
 from dinfer.kernels.dispatch import card, on_hopper
+from dinfer.kernels.types import Parts
 
 
 @triton.jit
@@ -99,3 +102,47 @@ def _shared(device: torch.device | None) -> int:
         return SHARED
     index = torch.cuda.current_device() if device.index is None else device.index
     return min(max_shared_mem(index) * 7 // 8, SHARED)
+
+
+@triton.jit
+def added(ptr, mix_ptr, mask, apart, OTHER: tl.constexpr, PARTS: tl.constexpr, MIXED: tl.constexpr):
+    """The sum of PARTS parts, `apart` from one another, in order and in float32; the first MIXED are weighted."""
+    sum = tl.load(ptr, mask=mask, other=OTHER).to(tl.float32)
+    if MIXED:
+        sum *= tl.load(mix_ptr)
+    for part in tl.static_range(1, PARTS):
+        addend = tl.load(ptr + part * apart, mask=mask, other=OTHER).to(tl.float32)
+        if part < MIXED:
+            addend *= tl.load(mix_ptr + part)
+        sum += addend
+    return sum
+
+
+class Addends(NamedTuple):
+    """Where a kernel finds the parts that it adds up."""
+
+    values: Tensor
+    mix: Tensor
+    apart: int  # from one part of a row to the next
+    stride: int  # from one row to the next
+    parts: int
+    mixed: int  # how many parts have a weight
+    plus: Tensor | None = None  # one more addend, the last
+
+    @classmethod
+    def of(cls, delta: Tensor | Parts | None, x: Tensor) -> Self:
+        """The addends of `delta`, which has the shape of `x`; None has none."""
+        width = x.shape[-1]
+        if delta is None:
+            return cls(x, x, 0, 0, 0, 0)
+        if isinstance(delta, Parts) and delta.weights_NC is not None:
+            parts = delta.values.numel() // x.numel()
+            mixed = delta.weights_NC.shape[1]
+            return cls(delta.values, delta.weights_NC, width, parts * width, parts, mixed, delta.plus_ND)
+        values, parts = addends(delta)
+        return cls(values, x, x.numel(), width, parts, 0)
+
+
+def addends(x: Tensor | Parts) -> tuple[Tensor, int]:
+    """The parts, one behind the other, and their number."""
+    return (x.values, x.values.shape[0]) if isinstance(x, Parts) else (x.contiguous(), 1)

@@ -7,10 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dinfer.kernels.triton.deferred import Addends, added, addends
-from dinfer.kernels.triton.groups import FEW, empty_groups, in_groups, store_groups
-from dinfer.kernels.triton.launch import early, follow, let_next, wait
-from dinfer.kernels.triton.linear import empty_rounded, round_rows, scaled
+from dinfer.kernels.triton.launch import Addends, added, addends, early, follow, let_next, wait
+from dinfer.kernels.triton.linear import FEW, empty_groups, empty_rounded, in_groups, round_rows, scaled, store_groups
 from dinfer.kernels.types import FLOAT8, LARGEST, Grouped, Inputs, Parts, Rounded, Squares
 from dinfer.parallel.symmetric import EMPTY as SENT_NOTHING
 from dinfer.parallel.symmetric import Exchange

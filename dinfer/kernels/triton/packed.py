@@ -15,8 +15,8 @@ from torch import Tensor
 
 from dinfer.kernels import types
 from dinfer.kernels.dispatch import card
-from dinfer.kernels.triton.groups import FEW, round_groups
 from dinfer.kernels.triton.launch import early, fetch, fetch_piece, follow, let_next, stages, wait
+from dinfer.kernels.triton.linear import FEW, round_groups
 from dinfer.kernels.types import Grouped, Parts
 
 TILE = tl.constexpr(types.TILE)

@@ -5,8 +5,8 @@ import triton.language as tl
 from torch import Tensor
 
 from dinfer.kernels.dispatch import card
-from dinfer.kernels.triton.groups import round_groups
 from dinfer.kernels.triton.launch import early, let_next, stages, wait
+from dinfer.kernels.triton.linear import round_groups
 from dinfer.kernels.triton.packed import group_sums
 from dinfer.kernels.types import Grouped, Plan
 

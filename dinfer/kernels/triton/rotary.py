@@ -4,8 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dinfer.kernels.triton.deferred import added, addends
-from dinfer.kernels.triton.launch import early, follow, let_next, wait
+from dinfer.kernels.triton.launch import added, addends, early, follow, let_next, wait
 from dinfer.kernels.types import Projections
 
 MANY, TURNS = 256, 6  # rows from which on a program takes several pieces of a row, and how many at most

@@ -1,4 +1,4 @@
-"""Weights as the blocks of a GGUF file, for a CPU (`dinfer.kernels.blocks`)."""
+"""Weights as the blocks of a GGUF file, for a CPU (`dinfer.kernels.packed`)."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -6,10 +6,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dinfer.kernels.blocks import BlockExperts, Dequantise, blocks_linear, widened
 from dinfer.kernels.deferred import close
 from dinfer.kernels.dispatch import prepare_native, untraced
 from dinfer.kernels.moe import ExpertWeight
+from dinfer.kernels.packed import BlockExperts, Dequantise, blocks_linear, widened
 from dinfer.kernels.types import Deferred, Part
 from dinfer.layers.formats.format import Format, Weight
 

@@ -13,7 +13,7 @@ from support.models import fitted, tiny_model
 from torch import Tensor
 
 from dinfer.engine.request import Request, Update, Wants
-from dinfer.kernels.positions import compact
+from dinfer.kernels.selection import compact
 from dinfer.recipe.recipe import IncompatibleRecipe, compose
 from dinfer.recipe.registry import CACHES, DECODERS
 from dinfer.step.canvas import Cursors, Phase

@@ -9,7 +9,7 @@ import torch
 from support.decoding import PROMPT, decoded, script
 from support.matrix import TOKEN_COUNTS
 
-from dinfer.kernels.density import density
+from dinfer.kernels.selection import density
 
 # Prophet
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from dinfer.decoders.dream import Dream
 from dinfer.decoders.klass import Klass
+from dinfer.kernels.canvas import Rows
 from dinfer.kernels.random import uniform
-from dinfer.kernels.rows import Rows
 from dinfer.kernels.timesteps import linear_timesteps
 from dinfer.kernels.token_stats import token_stats
 

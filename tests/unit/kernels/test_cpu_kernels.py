@@ -17,12 +17,12 @@ from torch import Tensor
 
 from dinfer.kernels import dispatch, packed
 from dinfer.kernels.attention import paged_attention
-from dinfer.kernels.blocks import widened
 from dinfer.kernels.cpu import float as floats
 from dinfer.kernels.cpu import linear as native
 from dinfer.kernels.dispatch import use_native
 from dinfer.kernels.linear import linear, round_rows, scaled_linear
 from dinfer.kernels.norm import add_rms_norm, swiglu
+from dinfer.kernels.packed import widened
 from dinfer.kernels.rotary import projections, rotary_table, rotate_and_store
 from dinfer.kernels.types import HeadNorm, Part
 from dinfer.loading.gguf_file import dequantised

@@ -15,8 +15,8 @@ from support.models import tiny_spec
 from dinfer.kernels import dispatch
 from dinfer.kernels.attention import attention_interval, interval_attention, interval_mask
 from dinfer.kernels.norm import add_rms_norm, swiglu
-from dinfer.kernels.positions import descending_rank
 from dinfer.kernels.rotary import rotary_table, rotate
+from dinfer.kernels.selection import descending_rank
 from dinfer.kernels.token_stats import token_stats
 from dinfer.kernels.types import Projections
 from dinfer.memory.kv import NULL, RESERVED, SCRATCH, KVPool

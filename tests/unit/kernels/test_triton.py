@@ -14,9 +14,9 @@ from dinfer.kernels.deferred import close, widened  # noqa: E402
 from dinfer.kernels.triton import attention as triton_attention  # noqa: E402
 from dinfer.kernels.triton import linear as triton_linear  # noqa: E402
 from dinfer.kernels.triton import moe as triton_moe  # noqa: E402
+from dinfer.kernels.triton import moe as triton_route  # noqa: E402
 from dinfer.kernels.triton import norm as triton_norm  # noqa: E402
 from dinfer.kernels.triton import rotary as triton_rotary  # noqa: E402
-from dinfer.kernels.triton import route as triton_route  # noqa: E402
 from dinfer.kernels.types import FLOAT8, HeadNorm, Matrices, Projections, Rounded  # noqa: E402
 
 

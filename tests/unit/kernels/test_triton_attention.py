@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.gpu] if CUDA else []
 
 from dinfer.kernels import attention  # noqa: E402
 from dinfer.kernels.triton import attention as triton_attention  # noqa: E402
-from dinfer.kernels.triton import received as triton_received  # noqa: E402
+from dinfer.kernels.triton import attention as triton_received  # noqa: E402
 from dinfer.kernels.types import FLOAT8  # noqa: E402
 
 

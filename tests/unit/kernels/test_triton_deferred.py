@@ -15,9 +15,9 @@ from dinfer.kernels import linear, norm, rotary  # noqa: E402
 from dinfer.kernels.deferred import close  # noqa: E402
 from dinfer.kernels.triton import linear as triton_linear  # noqa: E402
 from dinfer.kernels.triton import moe as triton_moe  # noqa: E402
+from dinfer.kernels.triton import moe as triton_route  # noqa: E402
 from dinfer.kernels.triton import norm as triton_norm  # noqa: E402
 from dinfer.kernels.triton import rotary as triton_rotary  # noqa: E402
-from dinfer.kernels.triton import route as triton_route  # noqa: E402
 from dinfer.kernels.types import HeadNorm, Inputs, Parts, Projections  # noqa: E402
 from dinfer.parallel.symmetric import EMPTY, Exchange  # noqa: E402
 

@@ -16,7 +16,7 @@ from dinfer.kernels.triton import moe as triton_moe  # noqa: E402
 from dinfer.kernels.triton import norm as triton_norm  # noqa: E402
 from dinfer.kernels.triton import packed as triton_packed  # noqa: E402
 from dinfer.kernels.triton import packed_moe as triton_packed_moe  # noqa: E402
-from dinfer.kernels.triton.groups import round_groups  # noqa: E402
+from dinfer.kernels.triton.linear import round_groups  # noqa: E402
 from dinfer.kernels.triton.packed import Config  # noqa: E402
 from dinfer.kernels.types import GROUPED_ROWS, Grouped, InGroups, Parts  # noqa: E402
 

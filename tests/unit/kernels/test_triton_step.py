@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.gpu] if CUDA else []
 
 
 import dinfer.step.canvas as dinfer_canvas  # noqa: E402
-from dinfer.kernels import advance, attention, canvas, rotary, slide, thresholding, token_stats, window  # noqa: E402
+from dinfer.kernels import advance, attention, canvas, rotary, selection, token_stats  # noqa: E402
 from dinfer.kernels.timesteps import Quota  # noqa: E402
 from dinfer.kernels.triton import launch  # noqa: E402
 from dinfer.step import commits  # noqa: E402
@@ -48,7 +48,7 @@ def both(monkeypatch: pytest.MonkeyPatch, work: Callable[[], Any]) -> tuple[Any,
     """What the kernels give, and what torch gives."""
     made = []
     for use in (True, False):
-        for module in (attention, canvas, commits, dinfer_canvas, rotary, thresholding, advance, slide, window):
+        for module in (attention, canvas, commits, dinfer_canvas, rotary, selection, advance):
             monkeypatch.setattr(module, "use_triton", lambda *given, use=use: use)
         made.append(work())
     return made[0], made[1]
@@ -152,7 +152,7 @@ def test_window_positions(monkeypatch: pytest.MonkeyPatch, width: int, active: i
         if (i + j + k) % 3:  # every pair of two of them remains
             continue
         work = partial(
-            window.window_positions, plan, place_B, (shift, block, own), width=width, active=active,
+            canvas.window_positions, plan, place_B, (shift, block, own), width=width, active=active,
             prefill=prefill, settles=settles,
         )  # fmt: skip
         got, want = both(monkeypatch, work)
@@ -201,7 +201,7 @@ def test_confident(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, drawn: b
     for length, least in itertools.product((1, 8, 13), (1, 3, number(4, 6, 1), share)):
         stats, masked_RL = some_stats(6, length, dtype, drawn=drawn, broken=0.05), chance(6, length)
         bar_R1 = torch.tensor([0.9, 0.5, 1 / 6, 0.0, 1.0, 2 / 6], dtype=torch.float64, device=DEVICE)[:, None]
-        same(*both(monkeypatch, partial(thresholding.confident, stats, masked_RL, bar_R1, least=least, above=above)))
+        same(*both(monkeypatch, partial(selection.confident, stats, masked_RL, bar_R1, least=least, above=above)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -218,8 +218,8 @@ def test_fill_and_edit(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, draw
         def work(seen=(stats, masked_RL, bar_R1), held=(tokens_RL, given_RL, edit_R1), least=least,
                  counts=(steps_R, budget_R1)) -> list[Any]:  # fmt: skip
             steps_R = counts[0].clone()
-            decoded = thresholding.Decoded(*held, steps_R, counts[1])
-            return [*thresholding.fill_and_edit(*seen, decoded, least=least), steps_R]
+            decoded = selection.Decoded(*held, steps_R, counts[1])
+            return [*selection.fill_and_edit(*seen, decoded, least=least), steps_R]
 
         got, want = both(monkeypatch, work)
         same(got, want)
@@ -289,12 +289,12 @@ def test_slide_blocks(monkeypatch: pytest.MonkeyPatch, stop: str, blocks: int, l
     )
     for align, add_at, stable, hold in rules:
         work = partial(
-            slide.slide_blocks, finished_BK, stop_BKL, given_BKL, open_BKL, stable, hold, next_B, length_B, start_B,
+            advance.slide_blocks, finished_BK, stop_BKL, given_BKL, open_BKL, stable, hold, next_B, length_B, start_B,
             end_B, block_B, grid=advance.Grid(length, align=align), add_at=add_at, stable_at=0.75, stop=stop,
         )  # fmt: skip
         same(*both(monkeypatch, work))
         rule = {"block": length, "force_at": add_at, "first": align}
-        same(*both(monkeypatch, partial(slide.forced_blocks, open_BKL, start_B, end_B, **rule)))
+        same(*both(monkeypatch, partial(advance.forced_blocks, open_BKL, start_B, end_B, **rule)))
 
 
 @pytest.mark.parametrize("stop", ["block", "cut", "off"])
@@ -331,7 +331,7 @@ def test_whole_generations_have_the_same_tokens(combination: Combination, monkey
     recipe = combination.recipe()
     requests = requests_for(recipe)[:2]
     want = [outcome(c) for c in completions(engine_for(recipe), requests)]
-    for module in (attention, canvas, commits, dinfer_canvas, rotary, thresholding, advance, slide, token_stats):
+    for module in (attention, canvas, commits, dinfer_canvas, rotary, selection, advance, token_stats):
         small = module is not token_stats
         monkeypatch.setattr(
             module, "use_triton", lambda tensor, *given, small=small: not (small and tensor.is_floating_point())

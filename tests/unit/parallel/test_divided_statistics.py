@@ -16,9 +16,9 @@ from support.kernels import DEVICE
 pytest.importorskip("triton")
 
 from dinfer.kernels import token_stats as module
-from dinfer.kernels.nucleus import nucleus
+from dinfer.kernels.random import nucleus
 from dinfer.kernels.token_stats import token_stats
-from dinfer.kernels.triton import draw as triton_draw
+from dinfer.kernels.triton import token_stats as triton_draw
 from dinfer.kernels.triton import token_stats as triton_stats
 from dinfer.parallel.split import Rank, Section
 from dinfer.step.stats import Columns, Draw

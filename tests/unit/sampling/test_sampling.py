@@ -16,8 +16,7 @@ from support.models import EOS, MASK, VOCAB, tiny_model
 from support.scripted import Scripted
 
 from dinfer.engine.request import Request, Wants
-from dinfer.kernels.nucleus import nucleus
-from dinfer.kernels.random import uniform
+from dinfer.kernels.random import nucleus, uniform
 from dinfer.recipe.recipe import IncompatibleRecipe, Recipe, compose
 from dinfer.recipe.registry import SAMPLINGS
 from dinfer.step.shape import Sampled
