@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dinfer.kernels.canvas import span, window_positions
-from dinfer.kernels.positions import compact
+from dinfer.kernels.selection import compact
 from dinfer.step.canvas import Canvas, CanvasRows, Cursors, Phase, RowCursors
 from dinfer.step.contracts import CachePolicy, ModelSpec, Parts, State
 from dinfer.step.plan import Frame
