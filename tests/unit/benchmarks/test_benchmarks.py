@@ -63,7 +63,7 @@ def test_apart_masks_are_fed_tokens_of_their_own_and_reach_more_experts() -> Non
     fed_BWD = []
     for forwards in range(2):
         lanes = canvas.lanes(slots, Phase.WINDOW)
-        lanes.forwards_B = lanes.forwards_B + forwards
+        lanes = replace(lanes, forwards_B=lanes.forwards_B + forwards)
         fed_BWD.append(recipe.iteration.embed(recipe.model, tokens_BW, pos_BW, lanes, {}))
     given_BWD = torch.stack(fed_BWD)[:, :, :1]
     assert (given_BWD == recipe.model.embed(torch.tensor(7))).all()
