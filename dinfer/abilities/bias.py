@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from dinfer.kernels.rows import rows_of
+from dinfer.kernels.canvas import rows_of
 from dinfer.step.ability import Ability, Step
 from dinfer.step.canvas import BlockView, Canvas
 from dinfer.step.contracts import Parts

@@ -14,7 +14,7 @@ from support.scripted import scripted_spec
 
 from dinfer.analysis.audit import audit
 from dinfer.engine.runtime import Runtime
-from dinfer.kernels import window as kernels
+from dinfer.kernels import canvas as kernels
 from dinfer.pipeline import Pipeline
 from dinfer.recipe.recipe import IncompatibleRecipe, compose
 from dinfer.recipe.registry import CACHES, options_of
