@@ -29,7 +29,7 @@ from benchmarks.provenance import begun, save
 from benchmarks.shapes import shape
 from dinfer import CACHES, DECODERS, ITERATIONS, Runtime, compose
 from dinfer.engine.engine import Engine
-from dinfer.engine.request import Request
+from dinfer.engine.request import Request, Wants
 from dinfer.loading.checkpoint import random_network
 
 STEP, PAIRWISE = 10, 40
@@ -67,7 +67,8 @@ def feature_settings() -> list[Setting]:
         dual | {"options": {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.2}},
         block | {"model": "small-llada2", "runtime": {"settle": True, "gather": True}, "rows": 40, "new": 40},
         block | {"model": "small-sdar", "runtime": {"speculate": 2, "share": True}},
-        dual | {"reports": {"drafts": True}}, dual | {"reports": {"drafts": True, "logprobs": True, "deltas": "token"}},
+        dual | {"reports": {"drafts": True}},
+        dual | {"reports": {"drafts": True, "logprobs": True, "deltas": "commit"}},
         dual | {"cache": {"name": "prefix", "suffix": 3}}, dual | {"cache": "d2cache"}, block | s2d2,
         dual | lopa, dual | lopa | {"reports": {"drafts": True}},
         block | {"model": "small-llada2", "decoder": "insert_delete"}, dual | {"model": "small-gemma", "cache": "none"},
@@ -151,7 +152,7 @@ def measured(setting: Setting) -> dict[str, Any]:
 
     launching.denoise_step = noted
     try:
-        updates = engine.run(requests, **setting.get("reports", {}))
+        updates = engine.run(requests, Wants(**setting.get("reports", {})))
         canvas = sorted((u.index, u.completion.canvas) for u in updates if u.completion is not None)
     finally:
         launching.denoise_step = step

@@ -12,7 +12,7 @@ from dinfer.kernels.canvas import rows_of
 from dinfer.kernels.selection import compact
 from dinfer.step.ability import Ability, Decision, Step
 from dinfer.step.contracts import Parts
-from dinfer.step.scores import offered, read_logits, statistics
+from dinfer.step.scores import read_logits, statistics
 from dinfer.step.shape import Extra, StepShape
 from dinfer.step.stats import TokenStats
 
@@ -60,7 +60,9 @@ class OpenPositions(Ability):
         lane_R = torch.arange(rows, device=live_B.device)[:, None] // blocks
         where_X = (run.logits_RL.clamp_min(0) + lane_R * width).flatten()
         h_1MD = run.h_BWD.flatten(0, 1).index_select(0, where_X.index_select(0, index_1M[0].clamp_min(0)))[None]
-        logits_1MV = offered(step, read_logits(step, run.model, h_1MD))
+        logits_1MV = read_logits(step, run.model, h_1MD)
+        for ability in step.abilities:
+            logits_1MV = ability.allow(step, view, logits_1MV)
         stats = statistics(step, logits_1MV, index_1M >= 0)
         back_X = place_1X[0].clamp(0, self.count - 1)
 

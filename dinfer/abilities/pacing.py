@@ -1,5 +1,6 @@
 """Decoders that rewrite or lengthen what is decoded, and iterations that ask a decoder for more or less."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Self
 
@@ -8,6 +9,19 @@ from dinfer.step.ability import Ability, Decision, Step
 from dinfer.step.canvas import BlockView, RowCursors
 from dinfer.step.contracts import Iteration, Parts
 from dinfer.step.shape import StepShape
+from dinfer.step.state import Entry
+
+
+class Edits:
+    """A decoder that may rewrite positions that are already decoded: all but given ones."""
+
+
+class Moves(Edits):
+    """A decoder that always gives `Proposal.source_RL`, and counts its steps itself."""
+
+
+class Grows(Moves):
+    """A decoder that begins with a canvas of its option `initial`, and always gives `Proposal.length_R`."""
 
 
 class Editing(Ability):
@@ -15,7 +29,14 @@ class Editing(Ability):
 
     @classmethod
     def of(cls, recipe: Parts, shape: StepShape) -> Self | None:
-        return cls() if recipe.decoder.edits else None
+        return cls() if isinstance(recipe.decoder, Edits) else None
+
+    @classmethod
+    def first_length(cls, recipe: Parts, entry: Entry, options: Sequence[float]) -> int:
+        if not isinstance(recipe.decoder, Grows):
+            return len(entry.tokens)
+        names = [f"{o.kind}.{o.name}" for o in recipe.request_options]
+        return min(entry.prompt + int(options[names.index("decoder.initial")]), len(entry.tokens))
 
     def view(self, step: Step, lanes: RowCursors, view: BlockView) -> BlockView:
         return replace(view, edits=True)

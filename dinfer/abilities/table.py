@@ -1,5 +1,6 @@
 """The abilities that a step asks, in the order in which it asks them."""
 
+from dinfer.abilities.adjusting import Adjusting
 from dinfer.abilities.bias import Bias
 from dinfer.abilities.branches import Branched
 from dinfer.abilities.candidates import Speculation
@@ -8,6 +9,7 @@ from dinfer.abilities.feeding import Feeding
 from dinfer.abilities.following import Following
 from dinfer.abilities.guidance import Guidance
 from dinfer.abilities.keys_only import KeyPasses
+from dinfer.abilities.offering import Offering
 from dinfer.abilities.open_positions import OpenPositions
 from dinfer.abilities.pacing import Editing, Pacing
 from dinfer.abilities.read_positions import ReadPositions
@@ -17,6 +19,6 @@ from dinfer.abilities.watching import Watching
 from dinfer.step.ability import Ability
 
 ABILITIES: tuple[type[Ability], ...] = (
-    Encoder, Branched, Speculation, Following, Feeding, Watching, Guidance, KeyPasses, ReadPositions, OpenPositions,
-    Editing, Pacing, Bias, Verification, Reporting,
+    Adjusting, Offering, Encoder, Branched, Speculation, Following, Feeding, Watching, Guidance, KeyPasses,
+    ReadPositions, OpenPositions, Editing, Pacing, Bias, Verification, Reporting,
 )  # fmt: skip

@@ -6,6 +6,7 @@ itself. That is what a model of block size 1 sees. So one pass gives the logits 
 tokens before it.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Self
@@ -15,9 +16,20 @@ from torch import Tensor
 
 from dinfer.kernels.canvas import span
 from dinfer.step.ability import Ability, Decision, Known, Step
-from dinfer.step.canvas import Phase, Status
-from dinfer.step.contracts import Parts, Proposal
+from dinfer.step.canvas import BlockView, Phase, Status
+from dinfer.step.contracts import Parts, Proposal, State
 from dinfer.step.shape import Extra, StepShape
+
+
+class Verifies(ABC):
+    """A decoder that may give `Proposal.verify_R`, and keeps the tokens of its draft as state "draft"."""
+
+    @abstractmethod
+    def verify(self, logits_RLV: Tensor, view: BlockView, state: State) -> Proposal:
+        """The positions to commit after the pass that `select` asked for.
+
+        `logits_RLV`: what the model says of each position, knowing the draft before it and nothing behind it.
+        """
 
 
 class Verification(Ability):
@@ -29,19 +41,20 @@ class Verification(Ability):
 
     @classmethod
     def of(cls, recipe: Parts, shape: StepShape) -> Self | None:
-        return cls() if recipe.decoder.verifies else None
+        return cls() if isinstance(recipe.decoder, Verifies) else None
 
     @classmethod
     def page_sets(cls, recipe: Parts, extras: Sequence[Extra]) -> int:
-        return int(recipe.decoder.verifies)
+        return int(isinstance(recipe.decoder, Verifies))
 
     def decisions(self, step: Step) -> Iterator[Known] | None:
         return iter([Known(logits_RLV=verified(step))]) if step.shape.phase == Phase.VERIFY else None
 
     def select(self, step: Step, made: Decision) -> Proposal | None:
-        if step.shape.phase != Phase.VERIFY:
+        decoder = step.recipe.decoder
+        if step.shape.phase != Phase.VERIFY or not isinstance(decoder, Verifies):
             return None
-        return step.recipe.decoder.verify(made.adjusted_RLV, made.view, made.decoder_state)
+        return decoder.verify(made.adjusted_RLV, made.view, made.decoder_state)
 
     def proposed(self, step: Step, made: Decision) -> None:
         if made.proposal.verify_R is not None:

@@ -1,11 +1,11 @@
 """Credit decoding: a token that is predicted again and again earns credit, added to its logit (arXiv:2510.06133)."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from dinfer.abilities.adjusting import Adjusts
 from dinfer.kernels.selection import confident
 from dinfer.recipe.registry import DECODERS, check_probability, check_range, option
 from dinfer.step.contracts import BlockView, Decoder, ModelSpec, Proposal, State, TokenStats
@@ -13,7 +13,7 @@ from dinfer.step.contracts import BlockView, Decoder, ModelSpec, Proposal, State
 
 @DECODERS.register("credit")
 @dataclass(frozen=True, kw_only=True)
-class Credit(Decoder):
+class Credit(Decoder, Adjusts):
     """The threshold rule on l + alpha * log(1 + C), where C[i, v] gathers the credit of token v at position i.
 
     At each step of a block C decays by `decay`, and the most likely token v of each masked position gains p(v)^gamma.
@@ -21,7 +21,6 @@ class Credit(Decoder):
     """
 
     paper = "CreditDecoding, arXiv:2510.06133"
-    reads_logits: ClassVar[bool] = True
 
     threshold: float = option(0.9, "least probability of a commit, credit included", per_request=True)
     alpha: float = option(0.7, "weight of the credit in the logits", per_request=True)

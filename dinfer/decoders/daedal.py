@@ -5,11 +5,11 @@ eos_threshold=0.5, growth_threshold=0.9, eos_tokens=32.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from dinfer.abilities.pacing import Grows
 from dinfer.kernels.canvas import moved
 from dinfer.kernels.selection import descending_rank
 from dinfer.recipe.registry import DECODERS, check_probability, check_range, option
@@ -18,7 +18,7 @@ from dinfer.step.contracts import BlockView, Decoder, ModelSpec, Proposal, State
 
 @DECODERS.register("daedal")
 @dataclass(frozen=True, kw_only=True)
-class Daedal(Decoder):
+class Daedal(Decoder, Grows):
     """Finds a length first, then decodes window after window and adds masks; max_new_tokens is the greatest length.
 
     Let e be the sum of EOS probabilities over the last `eos_tokens` positions at which EOS is offered, divided by
@@ -30,9 +30,6 @@ class Daedal(Decoder):
     """
 
     paper = "DAEDAL, arXiv:2508.00819"
-    edits: ClassVar[bool] = True
-    moves: ClassVar[bool] = True
-    grows: ClassVar[bool] = True
 
     initial: int = option(64, "masks at first", per_request=True)
     window: int = option(32, "positions that are decoded before those behind them", per_request=True)

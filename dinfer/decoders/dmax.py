@@ -1,18 +1,18 @@
 """Fill masks from the left as far as all are sure, and rewrite every decoded token (DMax, as Diffulex has it)."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from dinfer.abilities.pacing import Edits
 from dinfer.recipe.registry import DECODERS, check_probability, option
 from dinfer.step.contracts import BlockView, Decoder, Proposal, State, TokenStats
 
 
 @DECODERS.register("dmax")
 @dataclass(frozen=True, kw_only=True)
-class DMax(Decoder):
+class DMax(Decoder, Edits):
     """Fills the masks before the first one with c < threshold, at least the first; rewrites every decoded token.
 
     A decoded token becomes the most likely one, whatever its probability. A block is finished after a step that begins
@@ -21,7 +21,6 @@ class DMax(Decoder):
     """
 
     paper = "DMax, github.com/SJTU-DENG-Lab/Diffulex"
-    edits: ClassVar[bool] = True
 
     threshold: float = option(0.5, "least probability of a mask that is filled", per_request=True)
     finish_at: float = option(0.9, "a step that fills every mask at this probability finishes the block")

@@ -7,11 +7,12 @@ to the left. SPLIT puts a mask before the token there, and what follows moves to
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from dinfer.abilities.adjusting import Adjusts
+from dinfer.abilities.pacing import Moves
 from dinfer.kernels.canvas import moved
 from dinfer.kernels.selection import descending_rank
 from dinfer.recipe.registry import DECODERS, check_probability, check_range, option
@@ -22,7 +23,7 @@ LONGEST = 128  # steps of editing; what a block remembers grows with them
 
 @DECODERS.register("insert_delete")
 @dataclass(frozen=True, kw_only=True)
-class InsertDelete(Decoder):
+class InsertDelete(Decoder, Moves, Adjusts):
     """Fills masks where c > threshold, rewrites, deletes and splits tokens where another has c > edit_threshold.
 
     Masks that the block began with are original. A step fills at least 1 + as many masks as are not original, the best
@@ -33,9 +34,6 @@ class InsertDelete(Decoder):
     """
 
     paper = "LLaDA2.2; SGLang's JointThresholdInDel"
-    edits: ClassVar[bool] = True
-    reads_logits: ClassVar[bool] = True
-    moves: ClassVar[bool] = True
 
     threshold: float = option(0.7, "fill masks above this", per_request=True)
     edit_threshold: float = option(

@@ -1,11 +1,12 @@
 """Fill masks and edit decoded tokens in the same step (LLaDA2.1, arXiv:2602.08676; SGLang's JointThreshold)."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from dinfer.abilities.adjusting import Adjusts
+from dinfer.abilities.pacing import Edits
 from dinfer.kernels.selection import Decoded, fill_and_edit
 from dinfer.recipe.registry import DECODERS, check_probability, check_range, option
 from dinfer.step.contracts import BlockView, Decoder, ModelSpec, Proposal, State, TokenStats
@@ -13,7 +14,7 @@ from dinfer.step.contracts import BlockView, Decoder, ModelSpec, Proposal, State
 
 @DECODERS.register("joint_threshold")
 @dataclass(frozen=True, kw_only=True)
-class JointThreshold(Decoder):
+class JointThreshold(Decoder, Edits, Adjusts):
     """Fills masks where c > threshold, at least the `least` best; rewrites tokens where another has c > edit_threshold.
 
     If that other token is the mask, the position is masked again, provided that no mask was left or that the step
@@ -24,8 +25,6 @@ class JointThreshold(Decoder):
     """
 
     paper = "LLaDA2.1, arXiv:2602.08676"
-    edits: ClassVar[bool] = True
-    reads_logits: ClassVar[bool] = True
 
     threshold: float = option(0.7, "commit masked positions above this", per_request=True)
     edit_threshold: float = option(0.5, "rewrite decoded tokens where another is above this", per_request=True)

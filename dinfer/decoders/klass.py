@@ -5,21 +5,21 @@ quota of LLaDA's fixed schedule; here `least`, which is that quota for as many s
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from dinfer.abilities.adjusting import Adjusts
 from dinfer.kernels.selection import descending_rank
 from dinfer.recipe.registry import DECODERS, check_probability, check_range, option
-from dinfer.step.contracts import BlockView, Decoder, ModelSpec, Proposal, State, TokenStats
+from dinfer.step.contracts import BlockView, Decoder, Large, ModelSpec, Proposal, State, TokenStats
 
 TINY = 1e-12  # added to probabilities before the logarithm, as published
 
 
 @DECODERS.register("klass")
 @dataclass(frozen=True, kw_only=True)
-class Klass(Decoder):
+class Klass(Decoder, Adjusts):
     """Commits c_i > threshold where KL(p_i || p_i a step before) < kl_threshold in each of the last `history` steps.
 
     If no position qualifies, the `least` most confident are committed. Only steps of the block count: the reference,
@@ -28,8 +28,6 @@ class Klass(Decoder):
     """
 
     paper = "KLASS, arXiv:2511.05664"
-    reads_logits: ClassVar[bool] = True
-    large: ClassVar[tuple[str, ...]] = ("before",)
 
     threshold: float = option(0.9, "least probability of a stable token", per_request=True)
     kl_threshold: float = option(0.01, "KL divergence, in nats, below which a step is stable", per_request=True)
@@ -43,7 +41,7 @@ class Klass(Decoder):
 
     def fresh_state(self, spec: ModelSpec, block: int) -> State:
         return {
-            "before": torch.zeros(()).expand(block, spec.vocab),
+            "before": Large(torch.zeros(()).expand(block, spec.vocab)),
             "stable": torch.zeros((), dtype=torch.int64).expand(block),
         }
 

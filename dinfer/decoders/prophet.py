@@ -4,11 +4,11 @@ Published: 7.5, 5.0 and 2.5 for `early`, `mid` and `late`, over five tokens from
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from dinfer.abilities.adjusting import Adjusts
 from dinfer.kernels.selection import descending_rank
 from dinfer.kernels.timesteps import Quota
 from dinfer.recipe.registry import DECODERS, check_range, option
@@ -20,7 +20,7 @@ MID, LATE = 0.33, 0.67  # parts of the schedule at which the next threshold hold
 
 @DECODERS.register("prophet")
 @dataclass(frozen=True, kw_only=True)
-class Prophet(Decoder):
+class Prophet(Decoder, Adjusts):
     """Commits everything once the mean lead over the second logit, at the answer, reaches `early`, `mid` or `late`.
 
     `early` holds in the first third of the steps, `mid` in the second and `late` in the last. Until then it is `fixed`,
@@ -29,7 +29,6 @@ class Prophet(Decoder):
     """
 
     paper = "Prophet, arXiv:2508.19982"
-    reads_logits: ClassVar[bool] = True
 
     steps: int = option(32, "steps for the whole block, unless the answer is sure before", per_request=True)
     sub_block: int = option(

@@ -1,8 +1,8 @@
 """Hierarchical decoding that masks doubtful tokens again (dInfer, arXiv:2510.08666)."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
+from dinfer.abilities.pacing import Edits
 from dinfer.kernels.selection import descending_rank, run_leaders
 from dinfer.recipe.registry import DECODERS, check_probability, option
 from dinfer.step.contracts import BlockView, Decoder, Proposal, State, TokenStats
@@ -10,7 +10,7 @@ from dinfer.step.contracts import BlockView, Decoder, Proposal, State, TokenStat
 
 @DECODERS.register("remasking")
 @dataclass(frozen=True, kw_only=True)
-class Remasking(Decoder):
+class Remasking(Decoder, Edits):
     """Hierarchical, and masks a decoded token again where the model's best guess falls below remask_threshold.
 
     Let R be those positions. They count as masks. Then the best position of each run with c > low_threshold and all
@@ -18,7 +18,6 @@ class Remasking(Decoder):
     """
 
     paper = "dInfer, arXiv:2510.08666"
-    edits: ClassVar[bool] = True
 
     threshold: float = option(0.9, "commit every token more probable than this", per_request=True)
     low_threshold: float = option(

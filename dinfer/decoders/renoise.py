@@ -6,18 +6,19 @@ sampling.temperature=1.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from dinfer.abilities.adjusting import Adjusts
 from dinfer.recipe.registry import DECODERS, check_range, option
 from dinfer.step.contracts import BlockView, Decoder, ModelSpec, Proposal, State, TokenStats
 
 
 @DECODERS.register("renoise")
 @dataclass(frozen=True, kw_only=True)
-class Renoise(Decoder):
+class Renoise(Decoder, Adjusts):
     """Drafts the surest positions with sum of H before them <= bound; the others get uniform noise until the next step.
 
     At step s = 0, 1, ... of a canvas, logits are divided by T = t_min + (t_max - t_min) * (steps - s) / steps. H is the
@@ -28,7 +29,6 @@ class Renoise(Decoder):
     """
 
     paper = "DiffusionGemma (transformers 5.23), with EB-Sampler's bound, arXiv:2505.24857"
-    reads_logits: ClassVar[bool] = True
 
     steps: int = option(48, "steps that a canvas takes at most", per_request=True)
     bound: float = option(0.1, "joint entropy of the drafts that may be ignored, in nats", per_request=True)

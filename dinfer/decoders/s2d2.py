@@ -3,23 +3,25 @@
 import math
 import sys
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from dinfer.abilities.adjusting import Adjusts
+from dinfer.abilities.verification import Verifies
 from dinfer.kernels.random import uniform
 from dinfer.kernels.selection import descending_rank
 from dinfer.kernels.timesteps import Quota
 from dinfer.recipe.registry import DECODERS, check_probability, check_range, option
-from dinfer.step.contracts import BlockView, Decoder, ModelSpec, Proposal, State, TokenStats
+from dinfer.step.contracts import BlockView, Decoder, Large, ModelSpec, Proposal, State, TokenStats
 
 PART_BINS = 2  # bins of the bandit for how much of the block is decoded, and for its entropy
 
 
 @DECODERS.register("s2d2")
 @dataclass(frozen=True, kw_only=True)
-class S2D2(Decoder):
+class S2D2(Decoder, Adjusts, Verifies):
     """Drafts all masks of a block, and commits the first run of them as far as a second pass confirms it.
 
     p is the probability of a draft token in the first pass. q is its probability in the second pass, where a position
@@ -36,9 +38,6 @@ class S2D2(Decoder):
     """
 
     paper = "S2D2, github.com/phymhan/S2D2"
-    reads_logits: ClassVar[bool] = True
-    verifies: ClassVar[bool] = True
-    large: ClassVar[tuple[str, ...]] = ("chance", "on", "trials", "arms", "bucket")
 
     steps: int = option(32, "steps per block; each has an equal quota of the block length", per_request=True)
     threshold: float = option(0.85, "fill up with all above this probability; 1: none is", per_request=True)
@@ -101,11 +100,11 @@ class S2D2(Decoder):
         zero, none = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.int64)
         return {
             "draft": none.expand(block),
-            "chance": torch.zeros(()).expand(block, spec.vocab),
-            "on": torch.zeros((), dtype=torch.bool),
-            "trials": zero,
-            "arms": zero.expand(self.span_bins * PART_BINS**2, 2, 2),  # whether verified; count, sum of rewards
-            "bucket": none,
+            "chance": Large(torch.zeros(()).expand(block, spec.vocab)),
+            "on": Large(torch.zeros((), dtype=torch.bool)),
+            "trials": Large(zero),
+            "arms": Large(zero.expand(self.span_bins * PART_BINS**2, 2, 2)),  # whether verified; count, sum of rewards
+            "bucket": Large(none),
         }
 
     def adjust(self, logits_RLV: Tensor, view: BlockView, state: State) -> Tensor:

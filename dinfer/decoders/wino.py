@@ -11,11 +11,13 @@ unlikely.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from dinfer.abilities.adjusting import Adjusts
+from dinfer.abilities.pacing import Edits
 from dinfer.kernels.selection import descending_rank
 from dinfer.recipe.registry import DECODERS, check_range, option
 from dinfer.step.contracts import BlockView, Decoder, ModelSpec, Proposal, State, TokenStats
@@ -23,7 +25,7 @@ from dinfer.step.contracts import BlockView, Decoder, ModelSpec, Proposal, State
 
 @DECODERS.register("wino")
 @dataclass(frozen=True, kw_only=True)
-class Wino(Decoder):
+class Wino(Decoder, Edits, Adjusts):
     """Commits c_i > threshold, else the best one; masks decoded tokens with p(token) < keep_threshold again.
 
     p(token) is the probability of a decoded token at its own position, where the model sees it. The published method
@@ -32,8 +34,6 @@ class Wino(Decoder):
     """
 
     paper = "WINO, arXiv:2507.18578"
-    edits: ClassVar[bool] = True
-    reads_logits: ClassVar[bool] = True
 
     threshold: float = option(0.6, "commit masks above this", per_request=True)
     keep_threshold: float = option(0.9, "mask decoded tokens below this again", per_request=True)

@@ -11,6 +11,7 @@ from collections.abc import Generator, Iterable, Sequence
 
 import torch
 
+from dinfer.abilities.pacing import Moves
 from dinfer.engine.loop import Loop
 from dinfer.engine.request import ONLY_COUNTS, Request, Update, Wants
 from dinfer.engine.room import pages_of
@@ -169,7 +170,7 @@ class Engine:
                     "there is text behind a gap, but this model reads from left to right: it would fill the gap "
                     "without having seen that text. Only gaps at the end can be filled; use a bidirectional model."
                 )
-            if decoder.moves:
+            if isinstance(decoder, Moves):
                 raise ValueError(
                     f"there is text behind a gap, and {type(decoder).__name__} moves tokens behind the prompt: use a "
                     "decoder that does not"

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from dinfer.abilities.pacing import Edits
 from dinfer.abilities.reports import Level, Reports, TokenLogprob
 from dinfer.engine.request import Completion, Counts, NonFiniteLogits, Request, StalledRow, Update, Wants
 from dinfer.memory.pages import Key
@@ -156,7 +157,7 @@ class Row:
 
     def _settle(self, recipe: Recipe) -> list[int]:
         """The output that has become final since the last call. Not for a finished row."""
-        whole, stop_ids = self.wants.deltas == "block" or recipe.decoder.edits, recipe.model.spec.stop_ids
+        whole, stop_ids = self.wants.deltas == "block" or isinstance(recipe.decoder, Edits), recipe.model.spec.stop_ids
         end, new, at = self.cursors.start if whole else self.request.asked, list[int](), self.settled
         while at < min(end, self.request.asked) and (token := self.canvas[at]) >= 0:
             if self.open_before[at] < self.open_before[at + 1]:

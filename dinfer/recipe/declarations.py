@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-CONTRACTS = "dinfer.step.contracts"
+CONTRACTS = ("dinfer.step.contracts", "dinfer.abilities")  # modules of what components derive from
 
 
 class Unreadable(Exception):
@@ -59,8 +59,8 @@ def _classes(
         if isinstance(node, ast.ImportFrom):
             classes = _classes(node.module or "", trees, scope, done)
             for name in (alias.name for alias in node.names):
-                if name in classes or node.module == CONTRACTS:
-                    found[name] = classes.get(name, Contract)
+                if name in classes or (node.module or "").startswith(CONTRACTS):
+                    found[name] = classes.get(name) or type(name, (Contract,), {})
         elif isinstance(node, ast.ClassDef):
             names = {**scope, **found}
             try:

@@ -6,7 +6,10 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
+from dinfer.abilities.adjusting import Adjusts
+from dinfer.abilities.pacing import Edits, Grows, Moves
 from dinfer.abilities.table import ABILITIES
+from dinfer.abilities.verification import Verifies
 from dinfer.parallel.ranks import ALONE, Ranks
 from dinfer.recipe.registry import (
     CACHES,
@@ -28,6 +31,7 @@ from dinfer.step.contracts import (
     Decoder,
     Divided,
     Iteration,
+    Large,
     Model,
     Phase,
     RequestOption,
@@ -35,6 +39,7 @@ from dinfer.step.contracts import (
 )  # fmt: skip
 from dinfer.step.shape import Extra, Sampled, extras_of
 
+MIXINS: tuple[Any, ...] = (Adjusts, Verifies)  # what a decoder derives from, to be asked for their methods
 EXACT = 2**53  # per-request options are columns of one float64 tensor, which holds integers up to here
 
 
@@ -67,26 +72,34 @@ class Recipe:
                         f"{kind}.{info.name} of {type(silent).__name__} is declared with per_request=True, but only "
                         "decoders and samplings are given a request's own options. Leave per_request out."
                     )
+        for mixin in MIXINS:
+            lost = mixin.__abstractmethods__ & {*dir(self.decoder)}
+            if lost and not isinstance(self.decoder, mixin):
+                raise TypeError(
+                    f"{type(self.decoder).__name__} defines `{min(lost)}`, which only {mixin.__name__} are asked for: "
+                    f"derive from {mixin.__name__} too"
+                )
         for part in parts.values():
             if (reason := part.incompatibility(spec)) is not None:
                 raise IncompatibleRecipe(reason)
-        if self.decoder.edits and not self.cache.scores_decoded:
+        if isinstance(self.decoder, Edits) and not self.cache.scores_decoded:
             raise IncompatibleRecipe(
                 f"{DECODERS.called(self.decoder)} judges decoded tokens by their logits, which "
                 f"{CACHES.called(self.cache)} does not compute. Use cache=dual, prefix or adaptive, or a decoder that "
                 "does not edit, such as threshold."
             )
-        if self.cache.follows and (self.decoder.reads_logits or "entropy" in self.decoder.needs):
+        if self.cache.follows and (isinstance(self.decoder, Adjusts) or "entropy" in self.decoder.needs):
             raise IncompatibleRecipe(
                 f"{CACHES.called(self.cache)} leaves masks out, and {DECODERS.called(self.decoder)} would take what is "
                 "not computed there for certain. Use cache=dual, or decoder=threshold, factor or calibrated."
             )
-        if self.decoder.grows and (self.iteration.block or self.iteration.blocks > 1):
+        if isinstance(self.decoder, Grows) and (self.iteration.block or self.iteration.blocks > 1):
             raise IncompatibleRecipe(
                 f"{DECODERS.called(self.decoder)} lengthens the canvas as it decodes, so its block must span the "
                 "whole generation. Use iteration=full."
             )
-        single = self.decoder.edits or self.decoder.grows or self.decoder.verifies or self.decoder.large
+        large = any(isinstance(value, Large) for value in self.decoder.fresh_state(spec, 1).values())
+        single = isinstance(self.decoder, Edits | Verifies) or large
         if self.iteration.branches and (single or self.cache.watches or not self.cache.scores_decoded):
             whose = DECODERS.called(self.decoder) if single else CACHES.called(self.cache)
             raise IncompatibleRecipe(
@@ -94,12 +107,12 @@ class Recipe:
                 f"{whose} can follow one alone. Use iteration=multi_block, or decoder=threshold with cache=dual, block "
                 "or none."
             )
-        if self.decoder.verifies and (self.iteration.blocks > 1 or self.iteration.scores != "block"):
+        if isinstance(self.decoder, Verifies) and (self.iteration.blocks > 1 or self.iteration.scores != "block"):
             raise IncompatibleRecipe(
                 f"{DECODERS.called(self.decoder)} verifies the draft of one block, fed as tokens and masks. Use "
                 "iteration=block_diffusion or blockwise."
             )
-        if self.decoder.verifies and not self.cache.rewrites:
+        if isinstance(self.decoder, Verifies) and not self.cache.rewrites:
             raise IncompatibleRecipe(
                 f"{DECODERS.called(self.decoder)} writes the keys of its draft, and {CACHES.called(self.cache)} may "
                 "keep them. Use cache=block or none."
@@ -112,12 +125,12 @@ class Recipe:
                 f"iteration.block={block} must be a multiple of the model's attention block, {attention}, or divide "
                 f"it. Use iteration.block={fitting}."
             )
-        if self.decoder.moves and self.iteration.scores != "block":
+        if isinstance(self.decoder, Moves) and self.iteration.scores != "block":
             raise IncompatibleRecipe(
                 f"{DECODERS.called(self.decoder)} moves tokens, and {ITERATIONS.called(self.iteration)} remembers what "
                 "it expects at each position. Use iteration=block_diffusion or multi_block."
             )
-        if self.iteration.reads_stability and not self.decoder.edits:
+        if self.iteration.reads_stability and not isinstance(self.decoder, Edits):
             raise IncompatibleRecipe(
                 f"{ITERATIONS.called(self.iteration)} asks how much of a block is predicted again, and "
                 f"{DECODERS.called(self.decoder)} never looks at decoded tokens. Use iteration.stable_at=0, or a "
@@ -128,7 +141,7 @@ class Recipe:
                 f"{ITERATIONS.called(self.iteration)} counts blocks from position 0, and this model counts its "
                 "attention blocks from the prompt's end. Use iteration=blockwise or multi_block with align=false."
             )
-        if self.iteration.stop == "cut" and self.decoder.edits:
+        if self.iteration.stop == "cut" and isinstance(self.decoder, Edits):
             raise IncompatibleRecipe(
                 f"iteration.stop=cut ends a row while {DECODERS.called(self.decoder)} may still edit what it decoded. "
                 "Use iteration.stop=block."
@@ -154,8 +167,8 @@ class Recipe:
             raise IncompatibleRecipe(
                 "sampling.guidance masks the prompt in a second branch, and this model has no mask token. Leave it 0."
             )
-        if (self.decoder.verifies or self.iteration.branches) and values.get("sampling.guidance", 0) > 0:
-            verifies = self.decoder.verifies
+        if (isinstance(self.decoder, Verifies) or self.iteration.branches) and values.get("sampling.guidance", 0) > 0:
+            verifies = isinstance(self.decoder, Verifies)
             whose = DECODERS.called(self.decoder) if verifies else ITERATIONS.called(self.iteration)
             raise IncompatibleRecipe(
                 f"{whose} needs further lanes for one branch, and guidance takes two. Leave sampling.guidance at 0."
@@ -170,7 +183,7 @@ class Recipe:
                 f"{ITERATIONS.called(self.iteration)} feeds what it expects at the masks, and a branch without the "
                 "prompt would expect other things. Leave sampling.guidance at 0, or use iteration=blockwise."
             )
-        for name in self.decoder.refuses:
+        for name in (*self.decoder.refuses, *(["eos_last"] if isinstance(self.decoder, Edits) else [])):
             neutral = self.sampling.neutral.get(name)
             if values.get(f"sampling.{name}", neutral) != neutral:
                 raise IncompatibleRecipe(
@@ -219,7 +232,7 @@ class Recipe:
     @property
     def phases(self) -> tuple[Phase, ...]:
         """The phases that its steps may have."""
-        return tuple(phase for phase in ACTIVE if phase != Phase.VERIFY or self.decoder.verifies)
+        return tuple(phase for phase in ACTIVE if phase != Phase.VERIFY or isinstance(self.decoder, Verifies))
 
     @property
     def abilities(self) -> tuple[type[Ability], ...]:
@@ -243,7 +256,7 @@ class Recipe:
         A row for which there is no room repeats its step. A cache that watches values change must not see that.
         """
         decoder = self.decoder
-        reads = decoder.reads_logits or decoder.edits or self.iteration.scores != "block"
+        reads = isinstance(decoder, Adjusts | Edits) or self.iteration.scores != "block"
         return not reads and not self.cache.watches and not self.cache.follows
 
     @cached_property

@@ -1,5 +1,7 @@
 """What components cannot do together."""
 
+from dinfer.abilities.pacing import Grows
+from dinfer.abilities.verification import Verifies
 from dinfer.recipe.recipe import Recipe
 from dinfer.recipe.registry import CACHES, DECODERS, ITERATIONS
 from dinfer.step.contracts import Iteration
@@ -24,12 +26,12 @@ def refusal(recipe: Recipe) -> str | None:
             f"runtime.speculate and {ITERATIONS.called(iteration)} both fill a forward with further states. Use "
             "iteration=multi_block, or runtime.speculate=0."
         )
-    if recipe.decoder.verifies:
+    if isinstance(recipe.decoder, Verifies):
         return (
             f"runtime.speculate has no candidates for the second pass of {DECODERS.called(recipe.decoder)}. Use "
             "runtime.speculate=0."
         )
-    if recipe.decoder.grows:
+    if isinstance(recipe.decoder, Grows):
         return (
             f"runtime.speculate needs rows whose length stays, and {DECODERS.called(recipe.decoder)} lengthens them. "
             "Use another decoder, or runtime.speculate=0."

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from dinfer.abilities.pacing import Edits
 from dinfer.abilities.reports import LEVELS, TokenLogprob
 from dinfer.analysis.trace.record import Pieces
 from dinfer.engine.request import Completion, Counts, NonFiniteLogits, Request, StalledRow, Update, Wants
@@ -175,7 +176,7 @@ async def row_events(
 ) -> AsyncGenerator[Event]:
     """Runs a row until the deadline, by the event loop's clock. It ends when its caller stops. Raises ApiError."""
     text = StoppableText(served.pipe.decode, wanted.stops, keep=wanted.keep_stop)
-    canvas = Drafts(served.pieces, request, edits=served.recipe.decoder.edits) if wanted.drafts else None
+    canvas = Drafts(served.pieces, request, edits=isinstance(served.recipe.decoder, Edits)) if wanted.drafts else None
     ids, logprobs = list[int](), list[TokenLogprob]()  # the text of the last may not be sent yet
     sent = 0
     try:

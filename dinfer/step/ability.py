@@ -42,6 +42,11 @@ class Ability:
         """What a request adds to its steps; None: nothing. `more`: see `Entry.more`. Host side."""
         return None
 
+    @classmethod
+    def first_length(cls, recipe: Parts, entry: Entry, options: Sequence[float]) -> int:
+        """The length that a request's canvas begins with. Host side."""
+        return len(entry.tokens)
+
     # What it keeps for each slot. Host side.
 
     @classmethod
@@ -84,7 +89,7 @@ class Ability:
         """What the step decides by, if not by one forward. After each, the step decides, and the iterator goes on."""
         return None
 
-    # The decision. With several versions of a row, `view` and `allow` are called for each.
+    # The decision. With several versions of a row, `view`, `adjust` and `allow` are called for each.
 
     def view(self, step: "Step", lanes: RowCursors, view: BlockView) -> BlockView:
         """The active blocks, as the decoder sees them."""
@@ -93,8 +98,15 @@ class Ability:
     def read(self, step: "Step", made: "Decision", logits_RLV: Tensor) -> None:
         """The model's own logits of the active blocks, before anything changes them. It may copy them."""
 
+    def adjust(self, step: "Step", view: BlockView, logits_RLV: Tensor, state: State) -> Tensor:
+        """Other logits for the decoder, whose `state` it may change; never in place."""
+        return logits_RLV
+
     def allow(self, step: "Step", view: BlockView, logits_RLV: Tensor) -> Tensor:
-        """The logits without tokens that it rules out: the last change before statistics and draws. Not in place."""
+        """The logits without tokens that it rules out: the last change before statistics and draws; may be in place.
+
+        With `OpenOnly`, positions are not those of the view. An ability that looks at positions has `whole_logits`.
+        """
         return logits_RLV
 
     def statistics(self, step: "Step", made: "Decision") -> TokenStats | None:

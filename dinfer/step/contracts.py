@@ -10,7 +10,7 @@ B * K rows of blocks, L block length, S canvas length, W query positions of one 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -57,8 +57,15 @@ State = dict[str, Any]
 """Mutable state of a component: named tensors, one row a lane (decoder: a row of blocks), to be changed in place.
 
 The step gathers the rows of its lanes and writes live ones back, so no component minds slots, padding or phases. What a
-decoder names in `large` is `dinfer.kernels.canvas.Rows` instead.
+decoder's `fresh_state` wraps in `Large` is `dinfer.kernels.canvas.Rows` instead.
 """
+
+
+class Large(NamedTuple):
+    """Large state of a decoder: read and written in place, and not reset when a block begins."""
+
+    fresh: Tensor
+
 
 Options = Mapping[str, Tensor]
 """Per-request options of one component by name, [R, 1] each."""
@@ -78,8 +85,8 @@ class Proposal:
     draft_RL: Tensor | None = None
     # int64, from where in the block a token and its status come, -1: a new mask; other fields name places after that.
     source_RL: Tensor | None = None
-    length_R: Tensor | None = None  # int64, the length of the row from now on; only if the decoder `grows`
-    # bool, rows whose draft a second pass is to verify before anything is committed; only if the decoder `verifies`
+    length_R: Tensor | None = None  # int64, the length of the row from now on; only of decoders that grow
+    # bool, rows whose draft a second pass is to verify before anything is committed; only of decoders that verify
     verify_R: Tensor | None = None
 
 
@@ -165,12 +172,6 @@ class ModelFamily(Component):
 class Decoder(Component):
     """Decides which positions of the active blocks to commit, and to what."""
 
-    edits: ClassVar[bool] = False  # may rewrite positions that are already decoded
-    moves: ClassVar[bool] = False  # always gives `Proposal.source_RL`; `edits` too, and counts its steps itself
-    grows: ClassVar[bool] = False  # begins with a canvas of its option `initial`, and always gives `Proposal.length_R`
-    verifies: ClassVar[bool] = False  # may give `Proposal.verify_R`; has `verify`, and keeps tokens as state "draft"
-    reads_logits: ClassVar[bool] = False  # has `adjust`, so the step computes the logits of the whole active blocks
-    large: ClassVar[tuple[str, ...]] = ()  # state to be neither gathered nor made fresh where a block is entered
     precision: str = "float32"  # of the softmax behind the statistics; an option where a paper asks for more
     suppress_mask: bool = False  # statistics as if the mask token could not be predicted; an option where it pays
 
@@ -183,42 +184,22 @@ class Decoder(Component):
         """Which further statistics `select` reads, of "entropy", "margin" and "best"."""
         return ()
 
-    def __init_subclass__(cls) -> None:
-        if "adjust" in vars(cls) and not cls.reads_logits:
-            raise TypeError(f"{cls.__name__} defines `adjust`, which is called only with `reads_logits = True`: add it")
-        if cls.moves and not cls.edits:
-            raise TypeError(f"{cls.__name__} has `moves = True`, which changes decoded positions: add `edits = True`")
-
     def fresh_state(self, spec: ModelSpec, block: int) -> State:
         """State of a row that enters a block; tensors without the leading R."""
         return {}
 
-    def adjust(self, logits_RLV: Tensor, view: BlockView, state: State) -> Tensor:
-        """Logits to take the statistics of; changes `state` in place, never the logits. Only if `reads_logits`."""
-        return logits_RLV
-
     @property
     def refuses(self) -> tuple[str, ...]:
-        """Options of the sampling that this decoder cannot honour; a request that sets one is refused.
-
-        `eos_last` takes stop tokens for impossible, and a decoder that edits would rewrite those that are decoded.
-        """
-        return ("eos_last",) if self.edits else ()
+        """Options of the sampling that this decoder cannot honour; a request that sets one is refused."""
+        return ()
 
     @abstractmethod
     def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
         """The positions to commit at this step; changes `state` in place.
 
-        Statistics are 0 where the decoder may not write: where nothing is masked, or, if it `edits`, at given tokens.
+        Statistics are 0 where the decoder may not write: where nothing is masked, or, if it edits, at given tokens.
         Tokens are drawn at masks alone. At decoded positions the proposed token is the model's most likely one.
         """
-
-    def verify(self, logits_RLV: Tensor, view: BlockView, state: State) -> Proposal:
-        """The positions to commit after the pass that `select` asked for; only if it `verifies`.
-
-        `logits_RLV`: what the model says of each position, knowing the draft before it and nothing behind it.
-        """
-        raise NotImplementedError(f"{type(self).__name__} has `verifies = True`, so it must define `verify`")
 
 
 class Sampling(Component):

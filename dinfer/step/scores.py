@@ -5,7 +5,7 @@ from torch import Tensor
 from dinfer.kernels.canvas import rows_of, take
 from dinfer.kernels.token_stats import token_stats
 from dinfer.step.ability import Decision, Known, Step
-from dinfer.step.canvas import BlockView, Phase, RowCursors
+from dinfer.step.canvas import BlockView, RowCursors
 from dinfer.step.contracts import State
 from dinfer.step.model import Model, OwnLogits
 from dinfer.step.shape import Sampled
@@ -16,7 +16,7 @@ def own_columns(step: Step) -> Columns:
     """Which tokens' logits a rank needs: all, or its own alone, where only statistics and a draw by parts read them."""
     recipe, vocab, sampled = step.recipe, step.recipe.model.spec.vocab, step.shape.extra(Sampled)
     own = recipe.ranks.columns(vocab)
-    reads = recipe.decoder.reads_logits or any(ability.whole_logits for ability in step.abilities)
+    reads = any(ability.whole_logits for ability in step.abilities)
     # As many candidates as a rank has tokens are no fewer numbers than the logits.
     draws = sampled is not None and (not recipe.sampling.by_parts or sampled.top >= own.most)
     return Columns(0, vocab, vocab) if reads or draws else own
@@ -53,14 +53,13 @@ def proposed_tokens(
     And the logits, as they were adjusted. The given ones may be changed.
     """
     recipe, shape, columns = step.recipe, step.shape, own_columns(step)
-    decoder, sampling, spec, sampled = recipe.decoder, recipe.sampling, recipe.model.spec, shape.extra(Sampled)
+    sampling, spec, sampled = recipe.sampling, recipe.model.spec, shape.extra(Sampled)
     draw, options = None, {}
     if sampled is not None:
         options = step.state.options(recipe, lanes.slot_B, "sampling", shape.blocks)
         logits_RLV = sampling.adjust(logits_RLV, view, options, spec, columns)
-    if decoder.reads_logits and shape.phase != Phase.VERIFY:
-        logits_RLV = decoder.adjust(logits_RLV, view, decoder_state)
-    logits_RLV = offered(step, logits_RLV)
+    for ability in step.abilities:
+        logits_RLV = ability.adjust(step, view, logits_RLV, decoder_state)
     for ability in step.abilities:
         logits_RLV = ability.allow(step, view, logits_RLV)
     if sampled is not None:
@@ -68,14 +67,6 @@ def proposed_tokens(
         draw = sampling.draw(logits_RLV, rows_of(count_BV, shape.blocks), view, options, spec, sampled.top, columns)
     wanted_RL, drawn_RL = (~view.given_RL, view.masked_RL) if view.edits else (view.masked_RL, None)
     return statistics(step, logits_RLV, wanted_RL, draw, drawn_RL), logits_RLV
-
-
-def offered(step: Step, logits_RLV: Tensor) -> Tensor:
-    """The logits, in place without the tokens that the decoder does not take."""
-    spec, decoder = step.recipe.model.spec, step.recipe.decoder
-    masks = (spec.mask_id,) if decoder.suppress_mask and spec.mask_id is not None else ()
-    own_columns(step).fill(logits_RLV, *masks, *(() if decoder.moves else spec.moving_ids))
-    return logits_RLV
 
 
 def statistics(

@@ -13,7 +13,7 @@ from dinfer.kernels.canvas import Rows, option_columns, store_rows
 from dinfer.kernels.upload import host_rows, uploaded
 from dinfer.memory.kv import KVPool
 from dinfer.step.canvas import Canvas, Cursors, Phase
-from dinfer.step.contracts import Parts, State
+from dinfer.step.contracts import Large, Parts, State
 from dinfer.step.shape import Extra, StepShape
 from dinfer.step.window import first_phase, prefilled, widest
 
@@ -41,13 +41,14 @@ class StatePool:
 
     fresh: State
     rows: State  # [N, ...], or [N * K, ...] for a decoder
-    large: State  # the same for what `Decoder.large` names
+    large: State  # the same for what is `Large`
 
     @classmethod
-    def alloc(cls, fresh: State, rows: int, device, large: tuple[str, ...] = ()) -> StatePool:
-        held = {name: tensor.to(device).expand(rows, *tensor.shape).clone() for name, tensor in fresh.items()}
-        small = {name: tensor.to(device) for name, tensor in fresh.items() if name not in large}
-        return cls(small, {name: held[name] for name in small}, {name: held[name] for name in large})
+    def alloc(cls, fresh: State, rows: int, device) -> StatePool:
+        first = {name: (value.fresh if isinstance(value, Large) else value).to(device) for name, value in fresh.items()}
+        held = {name: tensor.expand(rows, *tensor.shape).clone() for name, tensor in first.items()}
+        large = {name: held.pop(name) for name, value in fresh.items() if isinstance(value, Large)}
+        return cls({name: first[name] for name in held}, held, large)
 
     def reset(self, slot_A: Tensor) -> None:
         """Host side, when requests are admitted."""
@@ -118,7 +119,7 @@ class BatchState:
             ),
             options_NO=defaults_O.to(device).repeat(n, 1),
             iteration=StatePool.alloc(iteration.fresh_state(spec, length), n, device),
-            decoder=StatePool.alloc(block_state, n * iteration.blocks, device, recipe.decoder.large),
+            decoder=StatePool.alloc(block_state, n * iteration.blocks, device),
             cache=StatePool.alloc(recipe.cache.fresh_state(spec, length), n, device),
             kept={
                 kind: kept
@@ -166,9 +167,7 @@ class BatchState:
         phase = first_phase(recipe.cache, spec, start)
         if phase == Phase.PREFILL and entry.kept == prefilled(recipe.cache, spec, start):
             phase = Phase.WINDOW
-        if recipe.decoder.grows:
-            names = [f"{o.kind}.{o.name}" for o in recipe.request_options]
-            length = min(entry.prompt + int(options[names.index("decoder.initial")]), length)
+        length = min((kind.first_length(recipe, entry, options) for kind in recipe.abilities), default=length)
         seed = int(recipe.sampling_of(options).get("seed", 0))
         return Cursors(int(phase), entry.prompt, length, start, end, kept=entry.kept, seed=seed, stops=int(entry.stops))
 

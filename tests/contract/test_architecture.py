@@ -31,7 +31,7 @@ LEVELLED = {
 }  # fmt: skip
 
 CORE = {"step.canvas", "step.plan", "step.contracts", "kernels", "step.spec", "step.stats"}
-COMPONENT = CORE | {"recipe.registry"}
+COMPONENT = CORE | {"abilities", "recipe.registry"}
 # What each unit may import of dinfer, beside itself: units, or all of a package with levels. Arrows point down only.
 MAY_IMPORT: dict[str, set[str]] = {
     "structure": set(),
@@ -71,7 +71,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "recipe.recipe": {
         "abilities", "parallel.ranks", "recipe.registry", "step.ability", "step.contracts", "step.shape",
     },
-    "recipe.refusals": {"recipe.recipe", "recipe.registry", "step.contracts"},
+    "recipe.refusals": {"abilities", "recipe.recipe", "recipe.registry", "step.contracts"},
     "loading.files": set(),
     "loading.safetensors_io": {"loading.files"},
     "loading.hub": {"loading.files", "recipe.registry"},
@@ -141,6 +141,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "recipe.recipe", "recipe.registry", "step.canvas", "step.shape", "step.state",
     },
     "engine.engine": {
+        "abilities",
         "engine.loop", "engine.request", "engine.room", "engine.row", "engine.runner", "engine.runtime",
         "engine.worker", "kernels", "parallel.leader", "parallel.leader_worker", "recipe.recipe",
         "recipe.refusals",

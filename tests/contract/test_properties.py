@@ -15,6 +15,8 @@ from support.matrix import engine_for, settings_of
 from support.models import EOS, MASK, VOCAB, fitted
 from support.scripted import Scripted
 
+from dinfer.abilities.pacing import Edits, Grows, Moves
+from dinfer.abilities.verification import Verifies
 from dinfer.engine.request import NonFiniteLogits, Request, Update, Wants
 from dinfer.recipe.recipe import IncompatibleRecipe, Recipe, compose
 from dinfer.recipe.registry import CACHES, DECODERS, ITERATIONS, options_of
@@ -68,7 +70,7 @@ class Case:
 def cases(draw: st.DrawFn, decoder: dict[str, Any]) -> Case:
     block = draw(st.integers(1, 9))
     spec = fitted(Scripted(torch.zeros(1, 1, VOCAB)), decoder["name"]).spec
-    verifies = DECODERS.get(decoder["name"]).verifies  # it needs a model that can write token by token
+    verifies = issubclass(DECODERS.get(decoder["name"]), Verifies)  # it needs a model that can write token by token
     masks = {} if verifies or DECODERS.build(decoder).incompatibility(spec) is None else {"mask_id": None}
     model = Scripted(
         stream(draw(st.sampled_from(KINDS)), draw(st.integers(0, 10_000))),
@@ -87,7 +89,7 @@ def cases(draw: st.DrawFn, decoder: dict[str, Any]) -> Case:
     try:
         recipe = compose(model, iteration=iteration, decoder=decoder, cache=cache)
     except IncompatibleRecipe:
-        grows = DECODERS.get(decoder["name"]).grows
+        grows = issubclass(DECODERS.get(decoder["name"]), Grows)
         iteration = {"name": "full"} if grows else {"name": "blockwise", "block": block}
         recipe = compose(model, iteration=iteration, decoder=decoder, cache="none")
     requests = [
@@ -130,7 +132,7 @@ def test_invariants_hold_for_any_logits(name: str, data: st.DataObject) -> None:
     decoder = data.draw(st.sampled_from([s for s in settings_of(DECODERS) if dict(s)["name"] == name]))
     case = data.draw(cases(dict(decoder)))
     for index, updates in run(case).items():
-        _check_row(case, case.requests[index], updates, DECODERS.get(name).edits)
+        _check_row(case, case.requests[index], updates, issubclass(DECODERS.get(name), Edits))
 
 
 def _check_row(case: Case, request: Request, updates: list[Update], edits: bool) -> None:
@@ -154,14 +156,16 @@ def _check_row(case: Case, request: Request, updates: list[Update], edits: bool)
         commits = sum(masked) - sum(update.masked)
         decoded += commits
         # The decoder counts steps without a commit itself, or a step is two passes.
-        counts = case.recipe.decoder.moves or case.recipe.decoder.verifies
+        counts = isinstance(case.recipe.decoder, Moves | Verifies)
         if has_mask and any(masked[start:end]) and not counts and not (prefill and update.forwards == 1):
             assert commits >= 1, "a row that must progress did not"
         tokens, masked = update.tokens, update.masked
     completion = updates[-1].completion
     assert completion is not None and completion.counts.committed == decoded
     if has_mask and not edits:
-        assert completion.counts.forwards <= request.new_tokens * (1 + case.recipe.decoder.verifies) + prefill
+        assert (
+            completion.counts.forwards <= request.new_tokens * (1 + isinstance(case.recipe.decoder, Verifies)) + prefill
+        )
     assert not has_mask or MASK not in completion.canvas
     assert all(now or token == final for token, now, final in zip(tokens, masked, completion.canvas, strict=True))
     if not completion.stopped:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
+from dinfer.abilities.adjusting import Adjusts
 from dinfer.caches.vicinity import VicinityCache
 from dinfer.caches.window import NoCache
 from dinfer.decoders.credit import Credit
@@ -88,10 +89,9 @@ class D2fThreshold(Threshold):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LopaThreshold(D2fThreshold):
+class LopaThreshold(D2fThreshold, Adjusts):
     """The first open position is decoded by the logits of the pass that stored the keys before it, for good."""
 
-    reads_logits: ClassVar[bool] = True
     blocks: int
 
     def fresh_state(self, spec: ModelSpec, block: int) -> State:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from dinfer.abilities.pacing import Moves
 from dinfer.layers.gemma import Gemma
 from dinfer.loading.checkpoint import random_network
 from dinfer.models.diffusion_gemma import DiffusionGemma
@@ -110,7 +111,7 @@ def made(
 
 def fitted(model: Any, decoder: str) -> Any:
     """The model, with a delete and a split token for decoders that take them."""
-    if not DECODERS.get(decoder).moves or model.spec.mask_id is None:
+    if not issubclass(DECODERS.get(decoder), Moves) or model.spec.mask_id is None:
         return model
     model = copy.copy(model)  # shares the weights
     model.spec = replace(model.spec, delete_id=DELETE, split_id=SPLIT)

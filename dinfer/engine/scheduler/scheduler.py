@@ -7,6 +7,7 @@ from typing import NamedTuple
 from dinfer.abilities.candidates import Candidates
 from dinfer.abilities.guidance import Guided
 from dinfer.abilities.open_positions import OpenOnly
+from dinfer.abilities.verification import Verifies
 from dinfer.engine.row import PLACE, Need, Row
 from dinfer.engine.runtime import Runtime, candidates_of
 from dinfer.engine.scheduler.candidates import CandidateChoice
@@ -46,7 +47,7 @@ class Scheduler:
         self._tries = candidates_of(runtime) > 0 or recipe.iteration.branches > 0
         keeps = recipe.cache.plan(Phase.WINDOW).keeps and recipe.iteration.blocks == 1
         # After a draft comes either its verification or another draft, and no step fits both.
-        settles = runtime.settle and keeps and not (self._tries or recipe.decoder.verifies)
+        settles = runtime.settle and keeps and not (self._tries or isinstance(recipe.decoder, Verifies))
         self._settling = Settling(recipe, self._free, runtime.positions) if settles else None
         self._arrived = 0  # prefills since the last plan
         self._steps: list[Step] = []  # of the last round

@@ -12,6 +12,7 @@ from support.matrix import engine_for
 from support.models import fitted, tiny_model
 from torch import Tensor
 
+from dinfer.abilities.pacing import Edits, Grows
 from dinfer.engine.request import Request, Update, Wants
 from dinfer.kernels.selection import compact
 from dinfer.recipe.recipe import IncompatibleRecipe, compose
@@ -175,7 +176,7 @@ def test_refreshed_at_every_step_they_are_no_cache(variant: str, cache: dict[str
 
 def test_decoders_that_edit_need_the_logits_of_decoded_positions() -> None:
     for name in DECODERS.names():
-        if DECODERS.get(name).edits and not DECODERS.get(name).grows:
+        if issubclass(DECODERS.get(name), Edits) and not issubclass(DECODERS.get(name), Grows):
             with pytest.raises(IncompatibleRecipe, match=r"judges decoded tokens.* Use cache=dual"):
                 compose(fitted(tiny_model(), name), iteration="blockwise", decoder=name, cache="delayed")
             compose(fitted(tiny_model(), name), iteration="blockwise", decoder=name, cache="adaptive")

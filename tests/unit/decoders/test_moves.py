@@ -2,7 +2,7 @@
 
 import random
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ from support.matrix import completions, engine_for
 from support.models import EOS, MASK, VOCAB
 from support.scripted import Scripted
 
+from dinfer.abilities.pacing import Moves
 from dinfer.engine.request import Request
 from dinfer.recipe.recipe import Recipe, compose
 from dinfer.step.contracts import BlockView, Decoder, Proposal, State, TokenStats
@@ -19,11 +20,9 @@ Row = list[tuple[int, bool]]  # token and whether it is masked, by place
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shuffling(Decoder):
+class Shuffling(Decoder, Moves):
     """Moves, commits and masks at random, also where it may not; notes what it saw and what should come of it."""
 
-    edits: ClassVar[bool] = True
-    moves: ClassVar[bool] = True
     want: dict[int, tuple[int, Row]]  # by position of the block: its step, and what it holds after that
 
     def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
@@ -81,13 +80,3 @@ def test_text_behind_a_gap_is_refused_where_tokens_move() -> None:
     with pytest.raises(ValueError, match=r"text behind a gap, and Shuffling moves tokens"):
         engine_for(made).check(Request([1, 2, 3], 0, gaps=[False, True, False]))
     engine_for(made).check(Request([1, 2, 3], 0, gaps=[False, True, True]))
-
-
-def test_a_decoder_that_moves_edits_too() -> None:
-    with pytest.raises(TypeError, match=r"Careless has `moves = True`, .* add `edits = True`"):
-
-        class Careless(Decoder):
-            moves: ClassVar[bool] = True
-
-            def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
-                return Proposal(view.masked_RL)

@@ -20,6 +20,7 @@ from support.matrix import (
 )
 from support.models import tiny_model
 
+from dinfer.abilities.pacing import Edits
 from dinfer.engine.async_engine import AsyncEngine
 from dinfer.engine.reader import Asked, CanvasReader
 from dinfer.engine.request import Completion, Counts, Request, Update, Wants
@@ -51,7 +52,7 @@ def test_what_is_told_is_the_output(combination: Combination, ahead: bool) -> No
             assert update.new is not None and update.tokens is not None and update.masked is not None
             own += update.new
             assert not any(update.masked[prompt : prompt + len(own)]), "told before it was decided"
-            if update.completion is None and (deltas == "block" or recipe.decoder.edits):
+            if update.completion is None and (deltas == "block" or isinstance(recipe.decoder, Edits)):
                 assert prompt + len(own) <= max(update.region[1], prompt)
             if update.completion is not None:
                 assert outcome(update.completion) == outcome(want[update.index])

@@ -13,7 +13,7 @@ import dinfer
 from dinfer.demo.problems import generate, is_correct
 from dinfer.engine.request import Request, Wants
 from dinfer.recipe.recipe import IncompatibleRecipe, Recipe, compose
-from dinfer.step.contracts import BlockView, Decoder, Proposal, State, TokenStats
+from dinfer.step.contracts import BlockView, Decoder, Large, Proposal, State, TokenStats
 
 SURE = 0.5
 
@@ -123,11 +123,10 @@ def test_state_and_step_counts_stay_with_their_block() -> None:
 class Counting(Decoder):
     """Counts its steps in state that is not copied into the step, and has no other."""
 
-    large = ("steps",)
     seen: list[tuple[int, int]]
 
     def fresh_state(self, spec: Any, block: int) -> State:
-        return {"steps": torch.full((), 0)}
+        return {"steps": Large(torch.full((), 0))}
 
     def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
         steps_R = torch.where(view.step_R == 0, 0, state["steps"].read())  # a new block finds what the last one left

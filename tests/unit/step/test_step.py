@@ -13,6 +13,7 @@ from support.matrix import completions, engine_for, launched_ahead
 from support.models import EOS, MASK, VOCAB, tiny_model
 from support.scripted import Scripted
 
+from dinfer.abilities.pacing import Edits
 from dinfer.caches.block import BlockCache
 from dinfer.decoders.fixed import Fixed
 from dinfer.engine.request import Request, StalledRow, Wants
@@ -47,8 +48,8 @@ class Proposing(Decoder):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Editing(Proposing):
-    edits: ClassVar[bool] = True
+class Editing(Proposing, Edits):
+    """May rewrite what is decoded."""
 
 
 def every(view: BlockView, value: bool = True) -> torch.Tensor:
@@ -233,8 +234,16 @@ def test_what_a_model_is_fed_leaves_the_state_of_the_iteration_alone(name: str) 
 
 def test_a_decoder_that_adjusts_logits_says_so() -> None:
     """Else the step would compute no logits for it, and never call it."""
-    with pytest.raises(TypeError, match=r"Silent defines `adjust`.*reads_logits = True"):
 
-        class Silent(Proposing):
-            def adjust(self, logits_RLV: torch.Tensor, view: BlockView, state: State) -> torch.Tensor:
-                return logits_RLV + 1
+    @dataclass(frozen=True, kw_only=True)
+    class Silent(Proposing):
+        def adjust(self, logits_RLV: torch.Tensor, view: BlockView, state: State) -> torch.Tensor:
+            return logits_RLV + 1
+
+    with pytest.raises(TypeError, match=r"Silent defines `adjust`, .* derive from Adjusts"):
+        compose(
+            tiny_model(),
+            iteration="full",
+            decoder=Silent(propose=lambda stats, view: Proposal(every(view))),
+            cache="none",
+        )
