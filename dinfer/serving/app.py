@@ -14,7 +14,6 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 import dinfer
@@ -46,23 +45,10 @@ LOG = logging.getLogger("dinfer.serving")
 LONG = 8192  # bytes from which a thread encodes a prompt, so that the event loop serves others meanwhile
 
 
-class Problem(BaseModel):
-    """An error, as OpenAI's API describes it."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class Refusal(BaseModel):
-    error: Problem
-
-
 REFUSALS: dict[int | str, dict[str, Any]] = {
-    400: {"model": Refusal, "description": "A field is wrong, or asks for what cannot be honoured"},
-    404: {"model": Refusal, "description": "There is no such model, or no such path"},
-    "default": {"model": Refusal, "description": "401, 408, 413, 429, 500, 503 or 504: docs/serving.md"},
+    400: {"description": "A field is wrong, or asks for what cannot be honoured: an error as OpenAI's API gives it"},
+    404: {"description": "There is no such model, or no such path: likewise"},
+    "default": {"description": "401, 408, 413, 429, 500, 503 or 504: likewise"},
 }
 
 
