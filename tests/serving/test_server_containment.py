@@ -366,6 +366,16 @@ def test_beyond_max_connections_requests_are_refused_in_the_api_s_own_words() ->
         assert client.ask(PATH, body()).status_code == 200
 
 
+def test_all_bodies_together_have_a_limit() -> None:
+    async def ask(client: Client) -> list[httpx.Response]:
+        return await asyncio.gather(*(client.http.post(PATH, json=body(8)) for _ in range(24)))
+
+    with served(Settings(max_body=len(json.dumps(body(8))) + 1)) as client:
+        codes = [response.status_code for response in client.loop.run(ask(client))]
+        assert codes.count(200) >= 16 and codes.count(503) == len(codes) - codes.count(200) > 0
+        assert client.ask(PATH, body(8)).status_code == 200
+
+
 @pytest.mark.parametrize("sent", [b"", b"POST /v1/chat/comp"])
 def test_a_connection_without_a_request_ends(sent: bytes) -> None:
     read: list[bytes] = []
