@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from dinfer.engine.request import Counts
+from dinfer.pipeline.shown import as_html, figures, short
 
 
 def is_conversation(prompt: Any) -> bool:
@@ -85,7 +86,7 @@ def as_int(value: Any, what: str) -> int:
 MARKER = re.compile(r"(\\*)\[MASK:([^\]]*)\]")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Infilled:
     """A text or canvas with its gaps filled."""
 
@@ -95,6 +96,12 @@ class Infilled:
     gap_texts: list[str]  # the same as text
     counts: Counts
     trace: list[list[int]] | None = None  # if asked for, the canvas after every step
+
+    def __repr__(self) -> str:
+        return f"Infilled({short(self.text)}, gaps={self.gap_texts!r:.80}, {figures(self.counts)})"
+
+    def _repr_html_(self) -> str:
+        return as_html(self.text, self.counts, self.ids, 0, self.trace)
 
 
 def parse(text: str) -> list[str | int]:

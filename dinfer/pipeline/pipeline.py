@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack, overload
+from typing import TYPE_CHECKING, Any, NoReturn, TypedDict, Unpack, overload
 
 import torch
 
@@ -21,6 +21,7 @@ from dinfer.loading.hub import boxed, locate
 from dinfer.loading.plan import family_of, read_config
 from dinfer.parallel.divided_model import Source, divided
 from dinfer.pipeline.inputs import Infilled, as_int, each, encodable, gaps_of, is_conversation, listed, named, parse
+from dinfer.pipeline.shown import as_html, figures, short, user_errors
 from dinfer.pipeline.streaming import TextStream
 from dinfer.pipeline.tokenizer import ChatTemplate, read_tokenizer
 from dinfer.recipe.recipe import Recipe, compose
@@ -37,7 +38,7 @@ Options = Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Result:
     """One answer.
 
@@ -53,6 +54,12 @@ class Result:
     counts: Counts
     trace: list[list[int]] | None = None
 
+    def __repr__(self) -> str:
+        return f"Result({short(self.text)}, {figures(self.counts)})"
+
+    def _repr_html_(self) -> str:
+        return as_html(self.text, self.counts, self.canvas, len(self.prompt_ids), self.trace)
+
 
 class Pipeline:
     """A model, a recipe and a tokenizer, ready to generate."""
@@ -66,6 +73,12 @@ class Pipeline:
     @property
     def model(self) -> Any:
         return self.recipe.model
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a Pipeline cannot be pickled: it has threads and memory of a device. In another process call dinfer.load "
+            "there, with the same arguments"
+        )
 
     @cached_property
     def _chat(self) -> ChatTemplate:
@@ -90,6 +103,7 @@ class Pipeline:
         options: Options = None, chat: bool | None = None, trace: bool = False,
     ) -> list[Result]: ...  # fmt: skip
 
+    @user_errors
     def generate(
         self,
         prompts: Any,
@@ -114,6 +128,7 @@ class Pipeline:
         results = self.generate_ids(ids, max_new_tokens=max_new_tokens, options=options, trace=trace)
         return results[0] if single else results
 
+    @user_errors
     def generate_ids(
         self,
         prompts: Sequence[Sequence[int]],
@@ -137,6 +152,7 @@ class Pipeline:
         self, texts: Sequence[str], *, options: Options = None, stop: bool = False, trace: bool = False
     ) -> list[Infilled]: ...
 
+    @user_errors
     def infill(
         self,
         texts: str | Sequence[str],
@@ -156,6 +172,7 @@ class Pipeline:
         results = self.infill_ids(canvases, options=options, stop=stop, trace=trace)
         return results[0] if single else results
 
+    @user_errors
     def infill_ids(
         self,
         canvases: Sequence[Sequence[int]],
@@ -193,6 +210,7 @@ class Pipeline:
                 done[update.index] = update.completion
         return [(done[i], traces[i] if trace else None) for i in range(len(requests))]
 
+    @user_errors
     def updates(
         self,
         prompt: Any,
@@ -205,6 +223,7 @@ class Pipeline:
         requests = self.requests([self.encode(prompt, chat=chat)], max_new_tokens, options)
         return self.engine.run(requests, Wants(snapshots=True))
 
+    @user_errors
     def stream(
         self,
         prompt: Any,
@@ -221,6 +240,7 @@ class Pipeline:
         requests = self.requests([self.encode(prompt, chat=chat)], max_new_tokens, options)
         return TextStream(self.engine.run(requests, Wants(deltas="commit")), self.decode)
 
+    @user_errors
     def encode(self, prompt: Any, *, chat: bool | None = None, **how: bool) -> list[int]:
         """Token ids of a text or of a conversation. Messages are text, even where they spell a special token.
 
@@ -326,6 +346,7 @@ class Parts(TypedDict, total=False):
     sampling: Any
 
 
+@user_errors
 def load(
     model: Any = None,
     *,

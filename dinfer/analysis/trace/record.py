@@ -3,6 +3,7 @@
 The recipe runs as it always does, one request at a time and eagerly; its decoder and its model are watched from
 outside, so a run that is not recorded does nothing more. docs/trace.md documents the JSON."""
 
+import html
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from threading import Event
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dinfer import __version__
+from dinfer.analysis.trace.page import page
 from dinfer.engine.engine import Engine
 from dinfer.engine.request import Request, Update, Wants, whole
 from dinfer.engine.runtime import Runtime
@@ -74,7 +76,7 @@ class Block:
     commits: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Trace:
     """A recorded request. Positions count from the first token of the prompt."""
 
@@ -93,6 +95,14 @@ class Trace:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+    def __repr__(self) -> str:
+        return f"Trace({self.name}, {len(self.steps)} steps, {self.text!r:.60})"
+
+    def _repr_html_(self) -> str:
+        """The page that plays it, in a frame."""
+        prompt = "".join(self.pieces.get(token, "") for token in self.prompt_ids)
+        return f'<iframe width="100%" height="600" srcdoc="{html.escape(page(document(prompt, [self])))}"></iframe>'
 
 
 def document(prompt: str, traces: Sequence[Trace]) -> dict[str, Any]:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import pickle
+import re
 import shutil
+import traceback
+from dataclasses import replace
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +18,7 @@ from support.models import CONFIG, EOS, MASK, VOCAB, tiny_model
 from support.tokenizer import save_tokenizer
 
 import dinfer
+from dinfer.analysis.trace.record import record
 from dinfer.engine.request import NonFiniteLogits
 from dinfer.engine.runtime import Runtime
 from dinfer.loading.checkpoint import save_network
@@ -331,3 +337,38 @@ def test_a_message_may_spell_the_mask_token_and_pipelines_and_recipes_show_what_
         assert "\n" not in text and len(text) < 400
         assert "llada" in text and "Blockwise(block=32" in text and "threshold=0.9" in text
     assert "float32 on cpu" in repr(pipe)
+
+
+NOTEBOOK = methodcaller("_repr_html_")  # what notebooks call
+
+
+def test_a_notebook_shows_results_and_traces_in_short(pipe: Pipeline) -> None:
+    result = pipe.generate("w1 w2", max_new_tokens=12, trace=True)
+    gap = pipe.infill("w1 [MASK:3] w2")
+    for text in (repr(result), repr(gap), repr([result] * 2).replace("Result", "", 1)):
+        assert "\n" not in text and len(text) < 400 and "tokens, " in text
+    shown = NOTEBOOK(replace(result, text="<b>"))
+    assert "<pre" in shown and "&lt;b&gt;" in shown and shown.count("<span") == len(result.canvas)
+    assert len(set(re.findall("hsl[^)]*", shown))) > 1, "positions differ by the step that decided them"
+    assert NOTEBOOK(gap).count("<span") == len(gap.ids)
+    recorded = record(pipe, "w1", max_new_tokens=8)
+    assert len(repr(recorded)) < 200 and NOTEBOOK(recorded).startswith("<iframe")
+    assert "<script" not in NOTEBOOK(recorded), "the page is an attribute, not a part of the notebook"
+
+
+def test_an_error_of_the_user_shows_no_frames_of_ours(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DINFER_DEBUG", raising=False)
+    for call in (lambda: pipe.generate(["w1", ""]), lambda: pipe.infill(3), lambda: load("")):  # type: ignore[call-overload]
+        with pytest.raises(ValueError) as caught:
+            call()
+        frames = [frame for frame in traceback.extract_tb(caught.value.__traceback__) if "/dinfer/" in frame.filename]
+        assert len(frames) == 1 and caught.value.__cause__ is None
+    monkeypatch.setenv("DINFER_DEBUG", "1")
+    with pytest.raises(ValueError) as caught:
+        pipe.generate("")
+    assert len(caught.traceback) > 3
+
+
+def test_a_pipeline_says_why_it_cannot_be_pickled(pipe: Pipeline) -> None:
+    with pytest.raises(TypeError, match=r"cannot be pickled: it has threads .* In another process call dinfer\.load"):
+        pickle.dumps(pipe)
