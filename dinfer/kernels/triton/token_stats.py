@@ -16,7 +16,7 @@ from dinfer.kernels.random import MIX
 from dinfer.kernels.triton.launch import early, follow
 from dinfer.step.stats import Columns, Draw, TokenStats
 
-PIECE = 1024
+DRAW_PIECE = 1024  # logits that a program takes for a draw
 DRAW_NUMBERS = 4  # of a piece, see `dinfer.kernels.token_stats.own_draw`
 MIX_0, MIX_1, MIX_2 = (tl.constexpr(number) for number in MIX)
 
@@ -108,7 +108,7 @@ def draw_tokens(
     """
     belief_RLV, logits_RLV = draw.belief_RLV.contiguous(), draw.logits_RLV.contiguous()
     (blocks, length), vocab = belief_RLV.shape[:2], belief_RLV.shape[2]
-    rows, own = blocks * length, triton.cdiv(columns.most, PIECE)
+    rows, own = blocks * length, triton.cdiv(columns.most, DRAW_PIECE)
     piece_RSN = norm_R2.new_empty(rows, own, DRAW_NUMBERS, dtype=torch.float64)
     token_RL = norm_R2.new_empty(blocks, length, dtype=torch.int64)
     confidence_RL, drawn_RL = norm_R2.new_empty(blocks, length), torch.empty_like(token_RL, dtype=torch.bool)
@@ -118,7 +118,7 @@ def draw_tokens(
     mask, given = -1 if mask_id is None else mask_id, {"WANTED": wanted_RL is not None, **early(logits_RLV)}
     _draw_scan[(rows, own)](
         belief_RLV, logits_RLV, wanted, scale_R, *counters, piece_RSN, length, vocab, mask, columns.first,
-        P=PIECE, num_warps=4, **given,
+        P=DRAW_PIECE, num_warps=4, **given,
     )  # fmt: skip
     piece_NRSN = piece_RSN[None] if columns.all_gather is None else columns.all_gather(piece_RSN)
     pieces = len(piece_NRSN) * own

@@ -18,7 +18,6 @@ pytest.importorskip("triton")
 from dinfer.kernels import token_stats as module
 from dinfer.kernels.random import nucleus
 from dinfer.kernels.token_stats import token_stats
-from dinfer.kernels.triton import token_stats as triton_draw
 from dinfer.kernels.triton import token_stats as triton_stats
 from dinfer.parallel.split import Rank, Section
 from dinfer.step.stats import Columns, Draw
@@ -90,7 +89,7 @@ def test_ranks_find_the_statistics_of_the_whole(
         want = token_stats(logits_RLV, mask, torch.float32, draw=draw, wanted_RL=wanted_RL, drawn_RL=drawn_RL, **ALL)
         patch.setattr(module, "use_triton", lambda *given: kernel)
         patch.setattr(triton_stats, "PIECE", 8)
-        patch.setattr(triton_draw, "PIECE", 8)
+        patch.setattr(triton_stats, "DRAW_PIECE", 8)
         found, shapes = divided(vocab, ranks, stats_of)
     assert {shape[-1] for shape in shapes} == ({4, 8} if drawn else {8})
     fine_RL = want.finite_RL
