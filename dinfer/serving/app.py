@@ -190,7 +190,10 @@ async def echoed(server: Server, served: Served, body: CompletionRequest, prompt
     if body.truncate_prompt_tokens is not None:
         raise refused("truncate_prompt_tokens", body.truncate_prompt_tokens, "contradicts echo=true")
     for ids, given in zip(prompts, body.prompts, strict=True):
+        if not ids:
+            raise invalid("prompt", " is empty")
         served.check_length(len(ids), "prompt")
+        served.check_tokens("prompt", ids)
         text = given if isinstance(given, str) else served.pipe.decode(given)
         scores: list[TokenLogprob | None] = []
         if top is not None:
@@ -315,10 +318,7 @@ def add_tokens(app: FastAPI, server: Server) -> None:
     async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
         """The text of token ids."""
         served = server.catalogue.find(body.model)
-        vocab = served.pipe.model.spec.vocab
-        for token in body.tokens:
-            if not 0 <= token < vocab:
-                raise refused("tokens", token, f"is outside the vocabulary of {vocab}")
+        served.check_tokens("tokens", body.tokens)
         return {"model": served.name, "text": served.pipe.decode(body.tokens)}
 
 

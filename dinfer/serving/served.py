@@ -1,7 +1,7 @@
 """The models that a server offers by name, and how a client's request becomes rows."""
 
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -61,23 +61,23 @@ class Served:
     def _bias(self, asked: Generation) -> dict[str, Any]:
         """What is added to the logits of single tokens, see `dinfer.abilities.bias`. Raises ApiError."""
         add: dict[int, float] = {}
-        for key, value in (asked.logit_bias or {}).items():
-            if not key.isdecimal():
-                raise invalid("logit_bias", f": {key!r:.{SHOWN}} must be a token id")
-            add[self._token("logit_bias", int(key[:SHOWN]))] = value
+        if wrong := [key for key in asked.logit_bias or {} if not key.isdecimal() or len(key) > SHOWN]:
+            raise invalid("logit_bias", f": {', '.join(wrong):.{SHOWN}} must be token ids")
+        add |= {int(key): value for key, value in (asked.logit_bias or {}).items()}
+        self.check_tokens("logit_bias", add)
+        self.check_tokens("allowed_token_ids", only := asked.allowed_token_ids or [])
         for word in asked.bad_words or ():
             ids = [self.pipe.encode(text, chat=False, add_special_tokens=False) for text in (word, f" {word}")]
             if not (single := {one[0] for one in ids if len(one) == 1}):
                 raise refused("bad_words", word, "has several tokens, which a canvas may get at once: give one of them")
             add |= dict.fromkeys(single, float("-inf"))
-        only = [self._token("allowed_token_ids", token) for token in asked.allowed_token_ids or ()]
         return {name: value for name, value in (("add", add), ("only", only)) if value}
 
-    def _token(self, field: str, token: int) -> int:
-        """The token. Raises ApiError for one that the vocabulary lacks."""
-        if token >= (vocab := self.pipe.model.spec.vocab):
-            raise invalid(field, f": {token} is outside the vocabulary of {vocab}")
-        return token
+    def check_tokens(self, field: str, tokens: Iterable[int]) -> None:
+        """Raises ApiError for one that the vocabulary lacks."""
+        vocab = self.pipe.model.spec.vocab
+        if (outside := next((token for token in tokens if not 0 <= token < vocab), None)) is not None:
+            raise invalid(field, f": {outside!r:.{SHOWN}} is outside the vocabulary of {vocab}")
 
     def check_length(self, tokens: int, field: str) -> None:
         """Raises ApiError for more tokens than the model has positions."""

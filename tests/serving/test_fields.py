@@ -169,6 +169,9 @@ def test_a_prompt_is_echoed_and_scored(client: Client) -> None:
     streamed = pieces(client.ask(TEXT, ask | {"prompt": ids, "max_tokens": 4, "stream": True}))
     assert "".join(piece["choices"][0]["text"] for piece in streamed) == more["text"]
     assert client.ask(TEXT, ask | {"echo": False, "prompt": "a"}).json()["error"]["param"] == "max_tokens"
+    for wrong in ([], [10**9], [-1], [client.pipe.model.spec.mask_id]):
+        refused = client.ask(TEXT, ask | {"prompt": wrong})
+        assert refused.status_code == 400 and refused.json()["error"]["message"], wrong
 
 
 def test_usage_stands_in_every_piece_or_in_none(client: Client) -> None:
