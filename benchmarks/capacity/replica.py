@@ -15,7 +15,7 @@ from benchmarks.capacity.denoising import Denoising
 from benchmarks.capacity.steps import StepTimes, Unmeasured
 from benchmarks.capacity.traffic import Asked
 from dinfer.engine.async_engine import PAUSE
-from dinfer.engine.row import Need
+from dinfer.engine.row import StepWidth
 from dinfer.engine.runner import bucket
 from dinfer.engine.scheduler.grouping import Group, PrefillBatching, free_positions, grouped
 from dinfer.engine.scheduler.settling import settling
@@ -163,7 +163,7 @@ class Replica:
         """The milliseconds of a round's steps, and a function that applies their effects."""
         spent, prefilled = 0.0, list[Job]()
         if self._prefills and not self._holds():
-            needs = {i: Need(min(job.left, self.setting.positions)) for i, job in enumerate(self._prefills)}
+            needs = {i: StepWidth(min(job.left, self.setting.positions)) for i, job in enumerate(self._prefills)}
             (group,) = self._groups(Phase.PREFILL, needs)
             spent += self._time("PREFILL", len(group.slots), group.width)
             prefilled = [self._prefills[slot] for slot in group.slots]
@@ -171,7 +171,9 @@ class Replica:
                 job.left -= min(job.left, group.width)
         full, wide, fresh = self._full, self._wide, self._fresh
         if full:
-            for group in self._groups(Phase.FULL, {i: Need(j.asked.prompt + j.asked.new) for i, j in enumerate(full)}):
+            for group in self._groups(
+                Phase.FULL, {i: StepWidth(j.asked.prompt + j.asked.new) for i, j in enumerate(full)}
+            ):
                 spent += self._time("FULL", len(group.slots), group.width)
         windows, settles = window_groups(
             len(wide), self._narrow, self.times.block, self.times.settle, self.free, self.setting.positions,
@@ -219,7 +221,7 @@ class Replica:
         decoding = [2 * block] * len(self._wide) + [block] * self._narrow
         return self._batching.holds(new, [job.left for job in self._prefills], decoding)
 
-    def _groups(self, phase: Phase, needs: dict[int, Need]) -> Any:
+    def _groups(self, phase: Phase, needs: dict[int, StepWidth]) -> Any:
         return grouped(phase, needs, free=self.free, limit=self.setting.positions, unit=self.unit)
 
     def _time(self, phase: str, rows: int, width: int) -> float:
@@ -247,7 +249,7 @@ def window_groups(
     if ahead:
         found = settling(dict.fromkeys(rows, least), {i: float(i < wide) for i in rows}, free=free, limit=limit)
     if not found:
-        needs = {i: Need(2 * block if i < wide else block, least) for i in rows}
+        needs = {i: StepWidth(2 * block if i < wide else block, least) for i in rows}
         found = grouped(Phase.WINDOW, needs, free=free, limit=limit, unit=block)
     return [(len(group.slots), group.width) for group in found], any(group.settles for group in found)
 

@@ -6,8 +6,8 @@ from heapq import heappop, heappush
 from itertools import accumulate
 
 from dinfer.abilities.reports import Reporting
+from dinfer.engine.batch_size import BatchSize, block_of, pages_of
 from dinfer.engine.reader import CanvasReader
-from dinfer.engine.room import Room, block_of, pages_of
 from dinfer.engine.row import Row
 from dinfer.engine.worker import Worker
 from dinfer.memory.pages import PageAllocator, common, prompt_keys
@@ -18,7 +18,7 @@ from dinfer.step.window import prefilled
 class Batch:
     """The state of the running rows, allocated once. Rows enter and leave between steps."""
 
-    def __init__(self, worker: Worker, room: Room) -> None:
+    def __init__(self, worker: Worker, room: BatchSize) -> None:
         """`worker` has opened `room`."""
         self.worker, self.recipe, self.runtime, self.room = worker, worker.recipe, worker.runtime, room
         self.state = worker.state

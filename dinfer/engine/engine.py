@@ -12,9 +12,9 @@ from collections.abc import Generator, Iterable, Sequence
 import torch
 
 from dinfer.abilities.pacing import Moves
+from dinfer.engine.batch_size import pages_of
 from dinfer.engine.loop import Loop
 from dinfer.engine.request import ONLY_COUNTS, Request, Update, Wants
-from dinfer.engine.room import pages_of
 from dinfer.engine.row import Row
 from dinfer.engine.runner import Runner
 from dinfer.engine.runtime import Runtime

@@ -1,6 +1,7 @@
 """Rounds of steps: admits requests, launches the planned steps, and reads the rows' cursors. One thread."""
 
 import logging
+import os
 import traceback
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -10,9 +11,9 @@ import torch
 
 from dinfer.abilities.reports import Reporting
 from dinfer.engine.batch import Batch
+from dinfer.engine.batch_size import BatchSize, pages_of, room_for
 from dinfer.engine.reader import Asked, Seen
 from dinfer.engine.request import StalledRow, Update
-from dinfer.engine.room import Room, pages_of, room_for
 from dinfer.engine.row import Row
 from dinfer.engine.scheduler.scheduler import Scheduler, Step
 from dinfer.engine.worker import Worker
@@ -20,6 +21,7 @@ from dinfer.step.canvas import Phase
 from dinfer.step.window import widest
 
 logger = logging.getLogger(__name__)
+CHECK = "DINFER_CHECK_RANKS"  # in the environment: compare all ranks after every round, which is slow
 
 
 Launched = tuple[list[Row], Asked]  # a launched step: its rows, and the copy that tells where it leaves them
@@ -34,12 +36,13 @@ class Loop:
     def __init__(self, worker: Worker) -> None:
         recipe, runtime = worker.recipe, worker.runtime
         self.worker, self.recipe, self.runtime = worker, recipe, runtime
+        self._compares = recipe.ranks.size > 1 and os.environ.get(CHECK, "0") not in ("", "0")
         self.scheduler = Scheduler(recipe, runtime)
         self.ahead = runtime.graphs  # launch the next round before the caller has seen the last one
         self.batch: Batch | None = None
         self.waiting: deque[Row] = deque()
         self.updates: deque[tuple[Row, Update]] = deque()  # for the caller to take
-        self._room: Room | None = None  # of the last batch
+        self._room: BatchSize | None = None  # of the last batch
         self._most_pages = 0  # the most pages that memory has held; 0: no limit is known
         self._flights: deque[deque[Launched]] = deque()  # launched rounds
         self._moved: deque[Row] = deque()  # rows whose last step the caller does not know yet
@@ -164,7 +167,7 @@ class Loop:
             rows, asked = flight[0]
             try:
                 seen = batch.reader.read(asked)
-                if self.runtime.check_ranks and len(flight) == 1:
+                if self._compares and len(flight) == 1:
                     self.worker.compare_ranks()
             except Exception as error:  # the device has failed, and nothing on it is reliable
                 self._blame(self.running, error)
@@ -196,8 +199,8 @@ class Loop:
             if row.wants.canvas:
                 active_X, drafts_X = seen.active_NX[row.slot], seen.drafts_NX[row.slot]
                 behind = self.recipe.iteration.branches > 0
-                row.look(active_X, drafts_X, behind=behind)
-                row.hear(self.batch.state.kept[Reporting], behind=behind)
+                row.read_tokens(active_X, drafts_X, behind=behind)
+                row.read_logprobs(self.batch.state.kept[Reporting], behind=behind)
             self._moved.append(row)
 
     def _end(self) -> None:
@@ -263,7 +266,7 @@ class Loop:
             self.waiting.remove(longest)
             self._blame([longest], failure or MemoryError("no room for a request"))
 
-    def _rooms(self, full: Room, need: int) -> Iterator[Room]:
+    def _rooms(self, full: BatchSize, need: int) -> Iterator[BatchSize]:
         """Room for the waiting requests and for as much as before, then for the former alone, with ever fewer pages.
 
         `need`: pages of the longest request.
@@ -271,13 +274,13 @@ class Loop:
         if self._most_pages:
             full = full._replace(pages=max(min(full.pages, self._most_pages), need))
         if self._room is not None:
-            yield Room(*map(max, full, self._room))
+            yield BatchSize(*map(max, full, self._room))
         yield full
         while full.pages > need and self.runtime.pages is None:
             full = full._replace(pages=max(full.pages // 2, need))
             yield full
 
-    def _open(self, room: Room) -> None:
+    def _open(self, room: BatchSize) -> None:
         self.worker.open(room)
         batch = Batch(self.worker, room)
         self.scheduler.block = batch.state.block

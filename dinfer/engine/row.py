@@ -21,7 +21,7 @@ STALL_LIMIT = 256  # steps in a row that change neither tokens, block nor keys
 
 
 @dataclass(slots=True)
-class Need:
+class StepWidth:
     """What a row needs of its next step."""
 
     width: int  # positions to compute
@@ -69,7 +69,7 @@ class Row:
     waited: int = 0  # rounds in a row that took others, where rows take steps by turns
     left: int = 0  # open positions of the active blocks
     fastest: int = 0  # the most positions that a step has committed
-    need: Need = field(default_factory=lambda: Need(0))  # of the next step, cached
+    need: StepWidth = field(default_factory=lambda: StepWidth(0))  # of the next step, cached
     need_at: tuple[int, ...] = ()  # the cursors for which `need` is valid
 
     @property
@@ -111,7 +111,7 @@ class Row:
             f"{block}: the {why}."
         )
 
-    def look(self, active_X: Tensor, drafts_X: Tensor, *, behind: bool) -> None:
+    def read_tokens(self, active_X: Tensor, drafts_X: Tensor, *, behind: bool) -> None:
         """Takes the tokens of the blocks that were active and, with drafts, those proposed there.
 
         `behind`: the step may also have written to a new block behind them.
@@ -123,8 +123,8 @@ class Row:
         if self.wants.drafts:
             self.offers = drafts_X[: end - start].tolist()
 
-    def hear(self, reports: Reports, *, behind: bool) -> None:
-        """With logprobs, takes those of the blocks that were active, if any are new. `behind`: see `look`."""
+    def read_logprobs(self, reports: Reports, *, behind: bool) -> None:
+        """With logprobs, takes those of the blocks that were active, if any are new. `behind`: see `read_tokens`."""
         start, end = self.before.start, self.request.length if behind else self.before.end
         new = not self.steady or self.cursors.committed != self.before.committed
         if self.wants.logprobs and self.slot is not None and new:

@@ -31,7 +31,6 @@ class Runtime:
     compile: Literal["none", "default", "max-autotune"] = "none"  # torch.compile for the body of the model
     tensor_parallel: int = 1  # cards that divide the model among them, one process each
     expert_parallel: bool = False  # each card has some experts whole, not a part of each
-    check_ranks: bool = False  # after every round, compare where the rows are on all ranks: finds a rank that strays
 
     def __post_init__(self) -> None:
         check_types("runtime", self)

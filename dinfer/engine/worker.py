@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dinfer.abilities.candidates import Candidates
-from dinfer.engine.room import Room
+from dinfer.engine.batch_size import BatchSize
 from dinfer.engine.runner import Runner, StepClock
 from dinfer.engine.runtime import Runtime, candidates_of, compiled
 from dinfer.memory.kv import kv_dtype
@@ -47,7 +47,7 @@ class Worker:
             raise RuntimeError("a worker needs room: open it first")
         return self.runner.state
 
-    def open(self, room: Room) -> None:
+    def open(self, room: BatchSize) -> None:
         """Allocates the state. Raises the device's error if memory is short."""
 
         def alloc(recipe: Recipe, device: torch.device) -> BatchState:

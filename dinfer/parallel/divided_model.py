@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from dinfer import __version__
-from dinfer.engine.room import Room
+from dinfer.engine.batch_size import BatchSize
 from dinfer.engine.runner import drop_graphs
 from dinfer.engine.runtime import Runtime
 from dinfer.engine.worker import Worker
@@ -254,7 +254,7 @@ class RankCommands:
                 worker.admit(entries_of(entries))
             case "open", room:
                 try:
-                    worker.open(Room(*room))
+                    worker.open(BatchSize(*room))
                 except torch.OutOfMemoryError as error:
                     raise MemoryError(str(error)) from error
             case "close", []:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dinfer.engine.room import Room
+from dinfer.engine.batch_size import BatchSize
 from dinfer.engine.runtime import Runtime
 from dinfer.engine.worker import Worker
 from dinfer.parallel.channel import uninterrupted
@@ -46,7 +46,7 @@ class LeadingWorker(Worker):
     def failure(self) -> RankFailed | None:
         return self._leader.failure
 
-    def open(self, room: Room) -> None:
+    def open(self, room: BatchSize) -> None:
         def work() -> None:
             try:
                 Worker.open(self, room)

@@ -109,19 +109,18 @@ MAY_IMPORT: dict[str, set[str]] = {
     "memory.pages": {"memory.kv"},
     "engine.request": {"abilities", "step.canvas", "step.spec"},
     "engine.runtime": {"abilities", "recipe.registry"},
-    "engine.room": {"engine.request", "engine.runtime", "recipe.recipe"},
     "engine.row": {"abilities", "engine.request", "memory.pages", "recipe.recipe", "step.canvas", "step.shape"},
     "engine.runner": {
         "kernels", "recipe.recipe", "startup.kernel_compiler", "startup.patches", "step.shape", "step.state",
         "step.step",
     },
     "engine.worker": {
-        "abilities", "engine.room", "engine.runner", "engine.runtime", "memory.kv", "recipe.recipe",
+        "abilities", "engine.batch_size", "engine.runner", "engine.runtime", "memory.kv", "recipe.recipe",
         "startup.kernel_compiler", "step.canvas", "step.shape", "step.state",
     },
     "engine.reader": {"abilities", "engine.worker", "step.canvas"},
     "engine.batch": {
-        "abilities", "engine.reader", "engine.room", "engine.row", "engine.worker", "memory.pages",
+        "abilities", "engine.batch_size", "engine.reader", "engine.row", "engine.worker", "memory.pages",
         "step.state", "step.window",
     },
     "engine.scheduler": {
@@ -129,7 +128,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "step.shape", "step.window",
     },
     "engine.loop": {
-        "abilities", "engine.batch", "engine.reader", "engine.request", "engine.room", "engine.row",
+        "abilities", "engine.batch", "engine.batch_size", "engine.reader", "engine.request", "engine.row",
         "engine.scheduler", "engine.worker", "step.canvas", "step.window",
     },
     "parallel.channel": set(),
@@ -137,16 +136,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     "parallel.__main__": {"parallel.follower"},
     "parallel.leader": {"parallel.channel", "parallel.follower"},
     "parallel.leader_worker": {
-        "engine.room", "engine.runtime", "engine.worker", "parallel.channel", "parallel.leader",
+        "engine.batch_size", "engine.runtime", "engine.worker", "parallel.channel", "parallel.leader",
         "recipe.recipe", "recipe.registry", "step.canvas", "step.shape", "step.state",
     },
     "engine.engine": {
-        "abilities",
-        "engine.loop", "engine.request", "engine.room", "engine.row", "engine.runner", "engine.runtime",
-        "engine.worker", "kernels", "parallel.leader", "parallel.leader_worker", "recipe.recipe",
-        "recipe.refusals",
+        "abilities", "engine.batch_size", "engine.loop", "engine.request", "engine.row", "engine.runner",
+        "engine.runtime", "engine.worker", "kernels", "parallel.leader", "parallel.leader_worker",
+        "recipe.recipe", "recipe.refusals",
     },
     "engine.async_engine": {"engine.engine", "engine.request"},
+    "engine.batch_size": {"engine.request", "engine.runtime", "recipe.recipe"},
     "pipeline.shown": {"engine.request"},
     "pipeline.inputs": {"engine.request", "pipeline.shown"},
     "pipeline.streaming": {"engine.request"},
@@ -156,15 +155,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "analysis.outputs": set(),
     "analysis.likelihood": CORE | {"abilities", "layers"},
     "parallel.divided_model": {
-        "engine.room", "engine.runner", "engine.runtime", "engine.worker", "loading.checkpoint",
+        "engine.batch_size", "engine.runner", "engine.runtime", "engine.worker", "loading.checkpoint",
         "loading.packed", "loading.plan", "parallel.follower", "parallel.leader", "parallel.leader_worker",
         "parallel.ranks", "parallel.split", "recipe.recipe", "step.contracts",
     },
     "pipeline.pipeline": {
         "engine.engine", "engine.request", "engine.runtime", "loading.checkpoint", "loading.hub",
         "loading.plan", "parallel.divided_model", "pipeline.inputs", "pipeline.shown", "pipeline.streaming",
-        "pipeline.tokenizer",
-        "recipe.presets", "recipe.recipe", "recipe.registry", "step.contracts", "step.window",
+        "pipeline.tokenizer", "recipe.presets", "recipe.recipe", "recipe.registry", "step.contracts",
+        "step.window",
     },
     "pipeline.tokenizer": {"loading.files", "loading.plan", "pipeline.inputs"},
     "pipeline.ahead": {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -19,6 +20,9 @@ from dinfer.loading.checkpoint import load_network, random_network, save_network
 from dinfer.models.diffusion_gemma import DiffusionGemma
 from dinfer.parallel.ranks import ALONE, Ranks
 from dinfer.step.contracts import ModelFamily
+
+os.environ["DINFER_CHECK_RANKS"] = "1"  # a rank that strays is found in the round in which it does
+
 
 CPU = torch.device("cpu")
 HEADS = {"num_attention_heads": 6, "d_model": 36, "n_heads": 6}  # as each family spells it
@@ -143,7 +147,7 @@ def decode(case: Case, folder: Path, ranks: Ranks = ALONE) -> list[Any]:
     network.join(ranks)
     parts = {"iteration": case.iteration, "decoder": case.decoder, "cache": case.cache, "sampling": case.sampling}
     divided: dict[str, Any] = {"tensor_parallel": ranks.size, "expert_parallel": ranks.rank.expert_parallel}
-    runtime = Runtime(check_ranks=ranks.size > 1, page=4, **divided, **case.runtime)
+    runtime = Runtime(page=4, **divided, **case.runtime)
     pipe = Pipeline(compose(network, **parts), None, runtime)
     done = pipe.generate_ids(PROMPTS, max_new_tokens=[16, 12], options=case.options)
     return [(result.canvas, result.counts.forwards, result.counts.hits) for result in done]

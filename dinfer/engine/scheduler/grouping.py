@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from dinfer.engine.row import Need
+from dinfer.engine.row import StepWidth
 from dinfer.step.contracts import ModelSpec, Phase
 
 # Positions that a dense model computes in the time in which it reads its weights. A step of the LLaDA-8B shape with few
@@ -34,7 +34,7 @@ def free_positions(spec: ModelSpec) -> int:
     return max(FREE * (shared + each * experts.experts) // (shared + each * experts.chosen) // GROUPED, FREE)
 
 
-def grouped(phase: Phase, needs: Mapping[int, Need], *, free: int, limit: int, unit: int) -> list[Group]:
+def grouped(phase: Phase, needs: Mapping[int, StepWidth], *, free: int, limit: int, unit: int) -> list[Group]:
     """The steps of one round for the rows of one phase, by slot in order of admission.
 
     `free`: see `free_positions`. `limit`: most positions of a step. `unit`: length of an attention block. A round has
@@ -80,7 +80,7 @@ def settling_pays(widths: list[int], narrow: int, free: int) -> bool:
     return (free + rows * narrow) * (rows + wide) <= min(one, two) * rows
 
 
-def _prefill(needs: Mapping[int, Need], limit: int) -> Group:
+def _prefill(needs: Mapping[int, StepWidth], limit: int) -> Group:
     """As many rows as fit under the limit, but always the oldest."""
     slots: list[int] = []
     width = 0

@@ -8,7 +8,7 @@ from dinfer.abilities.candidates import Candidates
 from dinfer.abilities.guidance import Guided
 from dinfer.abilities.open_positions import OpenOnly
 from dinfer.abilities.verification import Verifies
-from dinfer.engine.row import PLACE, Need, Row
+from dinfer.engine.row import PLACE, Row, StepWidth
 from dinfer.engine.runtime import Runtime, candidates_of
 from dinfer.engine.scheduler.candidates import CandidateChoice
 from dinfer.engine.scheduler.grouping import Group, PrefillBatching, free_positions, grouped
@@ -129,11 +129,11 @@ class Scheduler:
             now = now._replace(end=max(min(now.end + self.block, most, now.length), now.end))
         row.need, row.need_at = self._need(now), at
 
-    def _need(self, now: Cursors) -> Need:
+    def _need(self, now: Cursors) -> StepWidth:
         """What a row with these cursors needs of its next step."""
         cache, spec = self.recipe.cache, self.recipe.model.spec
         narrow = narrow_width(cache, spec, now) if self.runtime.settle and now.phase == Phase.WINDOW else None
-        return Need(width_of(cache, spec, now), narrow)
+        return StepWidth(width_of(cache, spec, now), narrow)
 
     def _apart(self, phase: Phase, rows: list[Row]) -> list[list[Row]]:
         """The rows, apart from those that compute more than a branch has pages for. They have no branches yet."""

@@ -59,7 +59,7 @@ class BlockEnds:
 class Guess(NamedTuple):
     """What a row needs of the step after the one under way."""
 
-    narrow: int | None  # see `Need`
+    narrow: int | None  # see `StepWidth`
     width: int
     enters: float  # the chance that it enters a block
     left: float  # open positions of its block
@@ -171,7 +171,7 @@ def settling(narrows: Mapping[int, int | None], chances: Mapping[int, float], *,
     """Steps that fit rows that stay in their block and rows that enter the next one. None if they do not pay.
 
     Narrow steps, in which the latter settle, if few enter. If so many enter that all would take a wide step, and rows
-    are many: wide steps. Then all enter together from then on. `narrows`: see `Need.narrow`. `chances`: that a row
+    are many: wide steps. Then all enter together from then on. `narrows`: see `StepWidth.narrow`. `chances`: that a row
     enters.
     """
     if not narrows or None in narrows.values():

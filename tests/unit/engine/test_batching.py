@@ -27,7 +27,7 @@ from dinfer.abilities.open_positions import OpenOnly
 from dinfer.abilities.reports import Reported
 from dinfer.engine.engine import Engine
 from dinfer.engine.request import Completion, NonFiniteLogits, Request, Update, Wants
-from dinfer.engine.row import Need
+from dinfer.engine.row import StepWidth
 from dinfer.engine.runner import SPARE, bucket, stand_in
 from dinfer.engine.scheduler.grouping import FREE, Group, free_positions, grouped
 from dinfer.engine.scheduler.settling import settling
@@ -323,8 +323,8 @@ def test_room_that_was_asked_for_is_there_from_the_first_request_on() -> None:
     assert engine.runner.state is state
 
 
-def rows(widths: dict[int, int], narrow: int | None = None) -> dict[int, Need]:
-    return {slot: Need(width, narrow) for slot, width in widths.items()}
+def rows(widths: dict[int, int], narrow: int | None = None) -> dict[int, StepWidth]:
+    return {slot: StepWidth(width, narrow) for slot, width in widths.items()}
 
 
 def planned(widths: dict[int, int], narrow: int | None = None, limit: int = 8192, phase: Phase = Phase.WINDOW):

@@ -87,7 +87,7 @@ def poisoned(folder: Path, ranks: Ranks) -> dinfer.Pipeline:
     if first <= POISON < end:
         network.embedding.weight[POISON - first] = float("nan")
     recipe = dinfer.compose(network, iteration={"name": "blockwise", "block": 8}, decoder="threshold", cache="dual")
-    return dinfer.Pipeline(recipe, None, dinfer.Runtime(tensor_parallel=ranks.size, check_ranks=ranks.size > 1))
+    return dinfer.Pipeline(recipe, None, dinfer.Runtime(tensor_parallel=ranks.size))
 
 
 def ends(folder: Path, ranks: Ranks = ALONE) -> list[Any]:

@@ -17,7 +17,7 @@ from support.models import tiny_model
 from support.thread_ranks import ThreadRanks
 
 from dinfer.abilities.reports import Level, Reported
-from dinfer.engine.room import Room
+from dinfer.engine.batch_size import BatchSize
 from dinfer.engine.runner import WORTH
 from dinfer.engine.runtime import Runtime
 from dinfer.engine.worker import Worker
@@ -45,7 +45,7 @@ class Ranks:
 
     def together(self, name: str, *given: Any, work: Callable[[], Any]) -> Any:
         if name == "open":
-            self.worker.open(Room(*given[1:]))
+            self.worker.open(BatchSize(*given[1:]))
         return work(), []
 
     def tell(self, name: str, *given: Any) -> None:
@@ -65,7 +65,7 @@ def test_a_graph_stands_in_on_all_ranks_alike(short: int | None, monkeypatch: py
     runtime = Runtime(graphs=True, tensor_parallel=2)
     ranks: Any = Ranks(recipe, runtime, device)
     worker = LeadingWorker(recipe, runtime, ranks, recipe)
-    worker.open(Room(slots=4, length=64, block=BLOCK, branches=1, pages=16))
+    worker.open(BatchSize(slots=4, length=64, block=BLOCK, branches=1, pages=16))
     drafts = StepShape(Phase.WINDOW, 3, BLOCK, 1, BLOCK, 4, (Reported(Level.DRAFTS),))
     text = replace(drafts, extras=())
     for shape in (drafts, drafts, drafts, text, text, text):
@@ -102,7 +102,7 @@ def test_a_larger_graph_stands_in_until_its_vain_positions_took_as_long_as_a_cap
     device = Device(monkeypatch, None)
     recipe = compose(tiny_model(), iteration={"name": "blockwise", "block": BLOCK}, decoder="threshold", cache="dual")
     worker = Worker(recipe, Runtime(graphs=True))
-    worker.open(Room(slots=8, length=512, block=BLOCK, branches=1, pages=256))
+    worker.open(BatchSize(slots=8, length=512, block=BLOCK, branches=1, pages=256))
     full = StepShape(Phase.FULL, 8, 512, 1, BLOCK, 32)
     for _ in range(2):
         worker.launch(full, [*range(8)])

@@ -8,7 +8,7 @@ from dinfer.engine.runtime import Runtime
 from dinfer.recipe.recipe import Recipe
 
 
-class Room(NamedTuple):
+class BatchSize(NamedTuple):
     """The size of a batch."""
 
     slots: int
@@ -31,11 +31,11 @@ def block_of(request: Request, recipe: Recipe) -> int:
     return min(recipe.iteration.block_length(request.length - request.start), request.length)
 
 
-def room_for(requests: Sequence[Request], recipe: Recipe, runtime: Runtime) -> Room:
+def room_for(requests: Sequence[Request], recipe: Recipe, runtime: Runtime) -> BatchSize:
     """Room for the requests, as many of them as run at a time."""
     slots, length = min(len(requests), runtime.rows), -(-max(r.length for r in requests) // 64) * 64
     block, branches = max(block_of(r, recipe) for r in requests), 1 + any(recipe.guided(r.options) for r in requests)
     if runtime.max_length is not None:
         slots, length = runtime.rows, runtime.max_length
         block = max(block, min(recipe.iteration.block_length(length), length))
-    return Room(slots, length, block, branches, runtime.pages or branches * slots * -(-length // runtime.page))
+    return BatchSize(slots, length, block, branches, runtime.pages or branches * slots * -(-length // runtime.page))
