@@ -4,6 +4,7 @@ from dinfer.abilities.adjusting import Adjusting
 from dinfer.abilities.bias import Bias
 from dinfer.abilities.branches import Branched
 from dinfer.abilities.candidates import Speculation
+from dinfer.abilities.constraints import Constraints
 from dinfer.abilities.encoder import Encoder
 from dinfer.abilities.feeding import Feeding
 from dinfer.abilities.following import Following
@@ -20,5 +21,5 @@ from dinfer.step.ability import Ability
 
 ABILITIES: tuple[type[Ability], ...] = (
     Adjusting, Offering, Encoder, Branched, Speculation, Following, Feeding, Watching, Guidance, KeyPasses,
-    ReadPositions, OpenPositions, Editing, Pacing, Bias, Verification, Reporting,
+    ReadPositions, OpenPositions, Editing, Pacing, Bias, Verification, Constraints, Reporting,
 )  # fmt: skip

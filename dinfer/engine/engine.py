@@ -164,6 +164,9 @@ class Engine:
         runtime, spec, decoder = self.runtime, self.recipe.model.spec, self.recipe.decoder
         request.check(spec)
         self.recipe.check(request.options)
+        for reason in (ability.refusal(self.recipe, request.more) for ability in self.recipe.abilities):
+            if reason is not None:
+                raise ValueError(reason)
         if True in (gaps := request.gaps or []) and not all(gaps[gaps.index(True) :]):  # text behind a gap
             if spec.causal_block is not None:
                 raise ValueError(

@@ -47,6 +47,11 @@ class Ability:
         """The length that a request's canvas begins with. Host side."""
         return len(entry.tokens)
 
+    @classmethod
+    def refusal(cls, recipe: Parts, more: Mapping[str, Any]) -> str | None:
+        """Why a request cannot have what it asks of this ability, and what to ask instead; None: it can. Host side."""
+        return None
+
     # What it keeps for each slot. Host side.
 
     @classmethod

@@ -60,7 +60,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "step.step": CORE | {
         "step.ability", "step.commits", "step.scores", "step.shape", "step.state", "step.window",
     },
-    "abilities": {"kernels", "memory.kv", "step"},
+    "abilities": {"kernels", "memory.kv", "recipe.registry", "step", "structure"},
     "layers": {"step.contracts", "parallel.ranks", "recipe.registry", "kernels", "step.spec"},
     "memory.kv": {"kernels", "parallel.ranks", "step.spec"},
     "decoders": COMPONENT,
@@ -213,7 +213,7 @@ OUTSIDE: dict[str, set[str]] = {
     "transformers": {"pipeline.tokenizer", "pipeline.pipeline", "loading.inspect"},
     "safetensors": {"loading.checkpoint", "loading.safetensors_io", "cli"},
     "huggingface_hub": {"loading.hub"},
-    "numpy": {"analysis.metrics", "loading.gguf_file", "structure"},
+    "numpy": {"abilities", "analysis.metrics", "loading.gguf_file", "structure"},
     "gguf": {"loading.gguf_file"},
     "tokenizers": {"pipeline.tokenizer"},
     "jinja2": {"loading.inspect", "pipeline.tokenizer"},

@@ -1,0 +1,309 @@
+"""Answers that are in a language, whatever the model says: regular expressions, JSON Schema, choices, tools.
+
+Before the statistics, tokens that no accepted answer has at a position get the logit -inf, so no decoder changes. What the
+decoder chose is then projected: each commit must leave the row an accepted answer. Last, positions with one allowed
+token get it, and so does all that lies behind the end of the answer. So every answer that ends is in its language.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dinfer.abilities.pacing import Moves
+from dinfer.kernels.languages import Languages, Line, Sweeps
+from dinfer.kernels.rows import rows_of
+from dinfer.kernels.upload import uploaded
+from dinfer.recipe.registry import DECODERS, ITERATIONS
+from dinfer.step.ability import Ability, Decision, Step
+from dinfer.step.canvas import BlockView, Canvas, Phase
+from dinfer.step.contracts import Parts
+from dinfer.step.scores import own_columns
+from dinfer.step.shape import Extra, StepShape, power_of_2
+from dinfer.step.state import Entry
+from dinfer.structure.language import Language
+
+LEAST = 64  # the number of states, and of pairs and edges, is rounded up to a power of two from here on
+FREE = -1  # the language of a row without one
+ENTRIES = 2**18  # of the table of next states, for each slot; a large schema has as many
+MOST_STATES, MOST_CLASSES = 8192, 1024
+
+
+@dataclass(frozen=True, slots=True)
+class InLanguage:
+    """What a request brings: its language, and the positions `[first, until)` whose text is in it."""
+
+    language: Language
+    first: int
+    until: int
+
+
+@dataclass(frozen=True, slots=True)
+class Constrained(Extra):
+    """Some row is in a language of at most so many states, pairs of neighbouring states, and edges."""
+
+    states: int
+    pairs: int
+    edges: int
+
+    @property
+    def whole_logits(self) -> bool:
+        return True
+
+    def joined(self, other: Constrained) -> Constrained:
+        return Constrained(max(self.states, other.states), max(self.pairs, other.pairs), max(self.edges, other.edges))
+
+    def bucket(self, shape: StepShape, vocab: int) -> Constrained:
+        return Constrained(*(max(power_of_2(n), LEAST) for n in (self.states, self.pairs, self.edges)))
+
+    def holds(self, asked: Constrained | None, own: StepShape, shape: StepShape) -> bool:
+        return asked is not None and self.joined(asked) == self
+
+
+@dataclass(slots=True)
+class Rows:
+    """The languages that slots are in, and where each slot is in its own. Languages that are equal lie there once."""
+
+    row_N4: Tensor  # int64: place of the language or FREE, state before the active region, first and last position
+    vocab: int
+    languages: Languages | None = None  # allocated for the first request that brings one
+    placed: dict[int, tuple[Language, int]] = field(default_factory=dict)  # by the language's identity: its place
+    used: list[int] = field(default_factory=list)  # how many slots are in the language of each place
+    of_slot: dict[int, int] = field(default_factory=dict)  # the place of each slot that is in a language
+
+    def admit(self, slot: int, brought: InLanguage | None) -> list[int]:
+        """Takes a request into a slot; returns its row. Host side."""
+        if (place := self.of_slot.pop(slot, None)) is not None:
+            self.used[place] -= 1
+        if brought is None:
+            return [FREE, 0, 0, 0]
+        place = self.of_slot[slot] = self._place(brought.language)
+        self.used[place] += 1
+        return [place, 0, brought.first, brought.until]
+
+    def _place(self, language: Language) -> int:
+        """Where a language is, after it was written there if need be."""
+        if (known := self.placed.get(id(language))) is not None:
+            return known[1]
+        if self.languages is None:
+            self._alloc()
+        place = self.used.index(0)
+        self.placed = {key: (other, at) for key, (other, at) in self.placed.items() if at != place}
+        self._write(place, language)
+        self.placed[id(language)] = language, place
+        return place
+
+    def _alloc(self) -> None:
+        slots, device = self.row_N4.shape[0], self.row_N4.device
+
+        def empty(*size: int, dtype: torch.dtype = torch.int16) -> Tensor:
+            return torch.empty(size, dtype=dtype, device=device)
+
+        self.used = [0] * slots
+        entries = slots * ENTRIES
+        self.languages = Languages(
+            class_GV=empty(slots, self.vocab),
+            size_GC=empty(slots, MOST_CLASSES, dtype=torch.int32),
+            token_GC=empty(slots, MOST_CLASSES, dtype=torch.int32),
+            distance_GQ=empty(slots, MOST_STATES, dtype=torch.int32),
+            next_Y=empty(entries),
+            pair_Y2=empty(entries // 16, 2),
+            edge_Y3=empty(entries // 4, 3),
+            meta_G8=torch.zeros(slots, 8, dtype=torch.int64, device=device),
+        )
+
+    def _write(self, place: int, language: Language) -> None:
+        """Writes a language's arrays to its place, and to a free stretch of those that all languages share."""
+        held = self.languages
+        assert held is not None
+        classes, vocab = language.classes, len(language.class_V)
+        class_V = np.zeros(self.vocab, np.int16)
+        class_V[:vocab] = language.class_V
+        stretches = (
+            (held.next_Y, language.next_QC.reshape(-1)), (held.pair_Y2, language.pairs_P2),
+            (held.edge_Y3, language.edges_E3),
+        )  # fmt: skip
+        meta = [language.states, classes]
+        for column, (flat, values) in zip((2, 3, 5), stretches, strict=True):
+            first = self._stretch(column, len(values), len(flat))
+            flat[first : first + len(values)] = tensor(values, flat)
+            meta += [first] if column == 2 else [first, len(values)]
+        for rows, values in (
+            (held.class_GV, class_V), (held.distance_GQ, language.distance_Q), (held.token_GC, language.token_C),
+            (held.size_GC, np.bincount(language.class_V, minlength=classes)),
+        ):  # fmt: skip
+            rows[place, : len(values)] = tensor(values, rows)
+        held.size_GC[place, classes:] = 0
+        held.meta_G8[place] = tensor(np.array([*meta, 0]), held.meta_G8)
+
+    def _stretch(self, column: int, length: int, room: int) -> int:
+        """The first free entry before a stretch of `length`, in the array that column `column` of `meta_G8` names."""
+        held = self.languages
+        assert held is not None
+        meta = held.meta_G8.tolist()
+        taken = sorted(
+            (meta[place][column], meta[place][0] * meta[place][1] if column == 2 else meta[place][column + 1])
+            for _, place in self.placed.values()
+        )
+        first = 0
+        for begin, count in taken:
+            if begin - first >= length:
+                return first
+            first = max(first, begin + count)
+        if room - first < length:
+            raise ValueError("the constraints of the requests in flight are too large together: ask again later")
+        return first
+
+
+def tensor(values: np.ndarray, like: Tensor) -> Tensor:
+    return uploaded(torch.from_numpy(np.array(values)).to(like.dtype), like.device)
+
+
+@dataclass(frozen=True)
+class Constraints(Ability):
+    """Steps in which some row is in a language. Rows without one come out as they would without this ability."""
+
+    extra: Constrained
+
+    @classmethod
+    def of(cls, recipe: Parts, shape: StepShape) -> Self | None:
+        extra = shape.extra(Constrained)
+        return None if extra is None or shape.phase == Phase.PREFILL else cls(extra)
+
+    @classmethod
+    def asks(cls, recipe: Parts, options: Sequence[float], more: Mapping[str, Any]) -> Extra | None:
+        if (brought := more.get("language")) is None:
+            return None
+        own = brought.language
+        return Constrained(own.states, len(own.pairs_P2), len(own.edges_E3))
+
+    @classmethod
+    def refusal(cls, recipe: Parts, more: Mapping[str, Any]) -> str | None:
+        if (brought := more.get("language")) is None:
+            return None
+        if (room := brought.until - brought.first) < brought.language.shortest:
+            return f"the shortest answer that the constraint allows has {brought.language.shortest} tokens, not {room}"
+        return refusal(recipe)
+
+    @classmethod
+    def alloc(cls, recipe: Parts, canvas: Canvas, block: int, extras: Sequence[Extra]) -> Any:
+        slots, device = canvas.tokens_NS.shape[0], canvas.tokens_NS.device
+        return Rows(torch.tensor([FREE, 0, 0, 0], device=device).repeat(slots, 1), recipe.model.spec.vocab)
+
+    @classmethod
+    def admit(cls, kept: Rows, slot_A: Tensor, entries: Sequence[Entry]) -> None:
+        rows = [kept.admit(entry.slot, entry.more.get("language")) for entry in entries]
+        kept.row_N4.index_copy_(0, slot_A, uploaded(torch.tensor(rows), slot_A.device))
+
+    # The step.
+
+    def allow(self, step: Step, view: BlockView, logits_RLV: Tensor) -> Tensor:
+        sweeps, line, live_B = self._line(step, view)
+        allowed_BXC = sweeps.allowed(sweeps.forward(line), sweeps.backward(line))
+        columns, blocks = own_columns(step), step.shape.blocks
+        class_BV = columns.part(sweeps.class_BV).to(torch.int64)
+        bound_BX = ~line.outside_BX & live_B[:, None]
+        bound_RL, class_RV = bound_BX.view(view.pos_RL.shape), rows_of(class_BV, blocks)
+        allowed_RLC = allowed_BXC.view(*view.pos_RL.shape, -1)
+        allowed_RLV = allowed_RLC.gather(2, class_RV[:, None].expand(-1, view.pos_RL.shape[1], -1))
+        if (mask_id := step.recipe.model.spec.mask_id) is not None:  # a model may still rather wait
+            columns.fill(allowed_RLV, mask_id, value=True)
+        return logits_RLV.masked_fill(bound_RL[..., None] & ~allowed_RLV, float("-inf"))
+
+    def proposed(self, step: Step, made: Decision) -> None:
+        """The projection of what the decoder chose, and forced commits."""
+        view, proposal, stats = made.view, made.proposal, made.stats
+        sweeps, line, live_B = self._line(step, view)
+        by_lane, by_row = (step.shape.lanes, -1), view.pos_RL.shape
+        token_RL = stats.token_RL if proposal.token_RL is None else proposal.token_RL
+        writable_RL = ~view.given_RL if view.edits else view.masked_RL
+        commit_RL = with_progress(proposal.commit_RL & writable_RL, made)
+        commit_BX = commit_RL.view(by_lane) & ~line.outside_BX
+        token_BX, open_BX = token_RL.view(by_lane), line.open_BX
+        confidence_BX = stats.confidence_RL.view(by_lane)
+        admitted_BX = sweeps.admitted(line, commit_BX, token_BX, confidence_BX)
+        after = replace(
+            line,
+            token_BX=torch.where(admitted_BX, token_BX, line.token_BX),
+            open_BX=open_BX & ~admitted_BX,
+        )
+        forced_BX, forced_token_BX = sweeps.forced(after)
+        written_BX = admitted_BX | forced_BX | (line.outside_BX & commit_RL.view(by_lane))
+        token_BX = torch.where(forced_BX, forced_token_BX, token_BX)
+        bound_R1, written_RL = rows_of(live_B, step.shape.blocks)[:, None], written_BX.view(by_row)
+        busy_R = proposal.busy_R
+        if busy_R is not None:  # an edit that was refused would be refused again
+            refused_R = (proposal.commit_RL & ~written_RL).any(-1) & ~(written_RL & ~view.masked_RL).any(-1)
+            busy_R = busy_R & ~(refused_R & bound_R1[:, 0])
+        made.proposal = replace(
+            proposal,
+            commit_RL=torch.where(bound_R1, written_RL, proposal.commit_RL),
+            token_RL=torch.where(bound_R1, token_BX.view(by_row), token_RL),
+            busy_R=busy_R,
+        )
+        must_R = torch.ones_like(bound_R1[:, 0]) if view.must_progress_R is None else view.must_progress_R
+        made.view = replace(view, must_progress_R=must_R & ~bound_R1[:, 0])
+
+    def moved(self, step: Step, made: Decision) -> None:
+        """The state moves on over the positions that the active region has left."""
+        before, after, rows = made.lanes, step.lanes, step.kept(Constraints)
+        sweeps, line, live_B = self._line(step, made.view)
+        pos_BX = made.view.pos_RL.view(step.shape.lanes, -1)
+        token_BX = made.commits.tokens_RL.view(pos_BX.shape)
+        left_BX = (pos_BX >= 0) & (pos_BX < after.start_B[:, None]) & ~line.outside_BX
+        state_B = sweeps.run(line.state_B, token_BX, left_BX)
+        live_B = live_B & after.live_B & before.live_B
+        column_N = rows.row_N4[:, 1]
+        old_B = column_N.index_select(0, after.slot_B)
+        column_N.index_copy_(0, after.slot_B, torch.where(live_B, state_B, old_B))
+
+    def _line(self, step: Step, view: BlockView) -> tuple[Sweeps, Line, Tensor]:
+        """The languages of the lanes, their active positions, and which lanes are in a language."""
+        rows = step.kept(Constraints)
+        row_B4 = rows.row_N4.index_select(0, step.lanes.slot_B)
+        place_B, state_B, first_B, until_B = row_B4.unbind(1)
+        sweeps = Sweeps(rows.languages, place_B.clamp_min(0), self.extra.states, self.extra.pairs, self.extra.edges)
+        by_lane = (step.shape.lanes, -1)
+        pos_BX = view.pos_RL.view(by_lane)
+        end_B = pos_BX.amax(1) + 1
+        line = Line(
+            token_BX=view.tokens_RL.view(by_lane),
+            open_BX=view.masked_RL.view(by_lane),
+            outside_BX=(pos_BX < first_B[:, None]) | (pos_BX >= until_B[:, None]),
+            state_B=state_B,
+            room_B=(until_B - torch.maximum(end_B, first_B)).clamp_min(0),
+        )
+        return sweeps, line, place_B >= 0
+
+
+def refusal(recipe: Parts) -> str | None:
+    """Why no answer of a recipe can be held to a language; None: it can."""
+    if isinstance(recipe.decoder, Moves):
+        return (
+            f"{DECODERS.called(recipe.decoder)} moves tokens or lengthens the canvas, so what it leaves could have no accepted "
+            f"answer. Use another decoder, or no constraint."
+        )
+    if recipe.iteration.branches:
+        return (
+            f"{ITERATIONS.called(recipe.iteration)} adds tokens to branches without a step that checks them. Use another "
+            "iteration, or no constraint."
+        )
+    if recipe.ranks.size > 1:
+        return "constraints need a model on one device for now: leave runtime.tensor_parallel at 1"
+    return None
+
+
+def with_progress(commit_RL: Tensor, made: Decision) -> Tensor:
+    """The commits, and the surest open position of blocks that must commit something and would not."""
+    view, stats = made.view, made.stats
+    score_RL = (stats.confidence_RL - 2.0 * stats.declined_RL).masked_fill(~view.masked_RL, -4.0)
+    best_RL = torch.arange(score_RL.shape[1], device=score_RL.device) == score_RL.argmax(-1, keepdim=True)
+    stuck_R = view.masked_RL.any(-1) & ~(commit_RL & view.masked_RL).any(-1)
+    if view.must_progress_R is not None:
+        stuck_R = stuck_R & view.must_progress_R
+    return commit_RL | (best_RL & stuck_R[:, None])

@@ -1,0 +1,198 @@
+"""What a language allows on the active positions of each row: sets of states, allowed classes, the choice that it admits.
+
+The rules are those of `dinfer.structure.reference`, for many rows at once. Sets are exact: a token is allowed at a
+position if and only if some accepted completion of the row has it there.
+
+Shape suffixes: B lanes, X active positions in order, Q states, C classes, P pairs of neighbouring states, E edges,
+G places for languages, Y entries of all languages one after the other, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Languages:
+    """The languages that rows are in, on the device. What is said of one language begins at its entry of `meta_G8`."""
+
+    class_GV: Tensor  # int16, the class of each token
+    size_GC: Tensor  # int32, the tokens of each class
+    token_GC: Tensor  # int32, the lowest token of each class
+    distance_GQ: Tensor  # int32, the least number of text tokens to an accepting state
+    next_Y: Tensor  # int16 [Q, C] of each language: the next state, -1: none
+    pair_Y2: Tensor  # int16, (state, next state)
+    edge_Y3: Tensor  # int16, (state, class, next state)
+    meta_G8: Tensor  # int64: states, classes, first entry of next, of pairs, how many, of edges, how many; 0
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """The active positions of each lane, as a language sees them."""
+
+    token_BX: Tensor  # int64
+    open_BX: Tensor  # bool: to be decoded
+    outside_BX: Tensor  # bool: not in the language, such as the prompt; the state stays as it is
+    state_B: Tensor  # int64, before the first position
+    room_B: Tensor  # int64, open positions of the answer behind the last position; an answer may end before
+
+
+class Sweeps:
+    """The languages of the lanes of a step, gathered once, with what is asked of them.
+
+    `language_B`: int64 [B], a place of each lane; any place in lanes without a constraint. `states`, `pairs`, `edges`:
+    at least as many as each of these languages has.
+    """
+
+    def __init__(self, languages: Languages, language_B: Tensor, states: int, pairs: int, edges: int) -> None:
+        self.languages, self.language_B, self.states = languages, language_B, states
+        meta_B8 = languages.meta_G8.index_select(0, language_B)
+        self.classes_B1, self.next_B1 = meta_B8[:, 1, None], meta_B8[:, 2, None]
+        self.pair_BP2 = self._entries(languages.pair_Y2, meta_B8[:, 3, None], meta_B8[:, 4, None], pairs)
+        self.edge_BE3 = self._entries(languages.edge_Y3, meta_B8[:, 5, None], meta_B8[:, 6, None], edges)
+        self.class_BV = languages.class_GV.index_select(0, language_B)
+        state_Q = torch.arange(states, device=language_B.device)
+        self.state_BQ = torch.where(state_Q < meta_B8[:, :1], state_Q, 0)
+        self.distance_BQ = torch.where(
+            state_Q < meta_B8[:, :1], languages.distance_GQ[:, :states].index_select(0, language_B), 2**30
+        )
+
+    def _entries(self, flat_YN: Tensor, first_B1: Tensor, count_B1: Tensor, most: int) -> Tensor:
+        """The entries of each lane's language; behind them some from the state `states`, in which no row ever is."""
+        place_Z = torch.arange(most, device=flat_YN.device)
+        index_BZ = (first_B1 + place_Z).clamp_max(flat_YN.shape[0] - 1)
+        found_BZN = flat_YN[index_BZ].to(torch.int64)
+        return torch.where((place_Z < count_B1)[..., None], found_BZN, self.states)
+
+    def next_of(self, class_B: Tensor) -> Tensor:
+        """The state behind each state by a token of the class; `states`: nowhere. int64 [B, Q]"""
+        next_BQ = self.languages.next_Y[self.next_B1 + self.state_BQ * self.classes_B1 + class_B[:, None]]
+        return torch.where(next_BQ < 0, self.states, next_BQ.to(torch.int64))
+
+    def classes_of(self, token_BX: Tensor) -> Tensor:
+        """The class of each token. int64 [B, X]"""
+        return self.class_BV.gather(1, token_BX.clamp(0, self.class_BV.shape[1] - 1)).to(torch.int64)
+
+    def forward(self, line: Line) -> list[Tensor]:
+        """The states that each position can be entered in, and those behind the last: X + 1 of bool [B, Q + 1]."""
+        states_BQ = self._none(line).scatter_(1, line.state_B[:, None], True)
+        found, class_BX = [states_BQ], self.classes_of(line.token_BX)
+        for x in range(line.token_BX.shape[1]):
+            by_pair = self._marked(states_BQ.gather(1, self.pair_BP2[..., 0]), self.pair_BP2[..., 1])
+            by_token = self._marked(states_BQ[:, :-1], self.next_of(class_BX[:, x]))
+            moved_BQ = torch.where(line.open_BX[:, x, None], by_pair, by_token)
+            states_BQ = torch.where(line.outside_BX[:, x, None], states_BQ, moved_BQ)
+            found.append(states_BQ)
+        return found
+
+    def backward(self, line: Line) -> list[Tensor]:
+        """The states from which the row can be completed from each position on, and from behind the last."""
+        ends_BQ = self._none(line)
+        ends_BQ[:, :-1] = self.distance_BQ <= line.room_B[:, None]
+        found, class_BX = [ends_BQ], self.classes_of(line.token_BX)
+        for x in reversed(range(line.token_BX.shape[1])):
+            by_pair = self._marked(ends_BQ.gather(1, self.pair_BP2[..., 1]), self.pair_BP2[..., 0])
+            by_token = torch.cat((ends_BQ.gather(1, self.next_of(class_BX[:, x])), ends_BQ[:, -1:]), 1)
+            moved_BQ = torch.where(line.open_BX[:, x, None], by_pair, by_token)
+            ends_BQ = torch.where(line.outside_BX[:, x, None], ends_BQ, moved_BQ)
+            found.append(ends_BQ)
+        return found[::-1]
+
+    def allowed(self, forward: list[Tensor], backward: list[Tensor]) -> Tensor:
+        """The classes of tokens that some completion has at each position, whatever it holds now. bool [B, X, C]"""
+        from_BE, class_BE, to_BE = self.edge_BE3.unbind(-1)
+        most = self.languages.size_GC.shape[1]
+        found = []
+        for states_BQ, ends_BQ in zip(forward[:-1], backward[1:], strict=True):
+            through_BE = states_BQ.gather(1, from_BE) & ends_BQ.gather(1, to_BE)
+            allowed_BC = torch.zeros(len(from_BE), most + 1, dtype=torch.bool, device=from_BE.device)
+            found.append(allowed_BC.scatter_(1, torch.where(through_BE, class_BE, most), True)[:, :-1])
+        return torch.stack(found, 1)
+
+    def admitted(self, line: Line, commit_BX: Tensor, token_BX: Tensor, confidence_BX: Tensor) -> Tensor:
+        """The part of a choice that is written: in falling order of confidence, each position that, with those written
+        before it, leaves the row an accepted completion. bool [B, X]
+
+        A commit may replace a decoded token.
+        """
+        chosen = replace(
+            line,
+            token_BX=torch.where(commit_BX, token_BX, line.token_BX),
+            open_BX=line.open_BX & ~commit_BX,
+        )
+        whole_B = self.feasible(chosen)
+        written_BX, order_BX = torch.zeros_like(commit_BX), _order(commit_BX, confidence_BX)
+        class_BX = self.classes_of(token_BX)
+        for place_B1 in self._tries(order_BX, commit_BX & ~whole_B[:, None]):
+            states, ends = (torch.stack(sets, 1) for sets in (self.forward(line), self.backward(line)))
+            here_B1Q = place_B1[..., None].expand(-1, -1, self.states + 1)
+            enter_BQ = states.gather(1, here_B1Q)[:, 0]
+            leave_BQ = ends.gather(1, here_B1Q + 1)[:, 0]
+            to_BQ = self.next_of(class_BX.gather(1, place_B1)[:, 0])
+            fits_B = (enter_BQ[:, :-1] & leave_BQ.gather(1, to_BQ)).any(1)
+            puts_B1 = fits_B[:, None] & commit_BX.gather(1, place_B1) & ~whole_B[:, None]
+            puts_BX = torch.zeros_like(commit_BX).scatter_(1, place_B1, puts_B1)
+            written_BX = written_BX | puts_BX
+            line = replace(
+                line, token_BX=torch.where(puts_BX, token_BX, line.token_BX), open_BX=line.open_BX & ~puts_BX
+            )
+        return torch.where(whole_B[:, None], commit_BX, written_BX)
+
+    def feasible(self, line: Line) -> Tensor:
+        """Whether the row has an accepted completion. bool [B]"""
+        last_BQ = self.forward(line)[-1][:, :-1]
+        return (last_BQ & (self.distance_BQ <= line.room_B[:, None])).any(1)
+
+    def forced(self, line: Line) -> tuple[Tensor, Tensor]:
+        """Which open positions have but one allowed token, or none but tokens behind the end, and that token.
+
+        bool [B, X], int64 [B, X]
+        """
+        allowed_BXC = self.allowed(self.forward(line), self.backward(line))
+        size_BC = self.languages.size_GC.index_select(0, self.language_B)
+        first_BX1 = allowed_BXC.to(torch.uint8).argmax(-1, keepdim=True)
+        count_BX = (allowed_BXC * size_BC[:, None]).sum(-1)
+        class_C = torch.arange(allowed_BXC.shape[-1], device=first_BX1.device)
+        stop_B1 = self.classes_B1 - 2  # the last two classes are stop tokens and other tail tokens
+        ends_BX = ~(allowed_BXC & (class_C < stop_B1)[:, None]).any(-1) & allowed_BXC.any(-1)
+        token_BC = self.languages.token_GC.index_select(0, self.language_B).to(torch.int64)
+        class_BX = torch.where(ends_BX, stop_B1, first_BX1[..., 0])
+        return line.open_BX & ~line.outside_BX & ((count_BX == 1) | ends_BX), token_BC.gather(1, class_BX)
+
+    def run(self, state_B: Tensor, token_BX: Tensor, passed_BX: Tensor) -> Tensor:
+        """The state behind the tokens that are `passed`, which are all in the language. int64 [B]"""
+        class_BX = self.classes_of(token_BX)
+        for x in range(token_BX.shape[1]):
+            next_B = self.next_of(class_BX[:, x]).gather(1, state_B[:, None])[:, 0]
+            state_B = torch.where(passed_BX[:, x] & (next_B < self.states), next_B, state_B)
+        return state_B
+
+    def _none(self, line: Line) -> Tensor:
+        return torch.zeros(len(line.state_B), self.states + 1, dtype=torch.bool, device=line.state_B.device)
+
+    def _marked(self, flags_BZ: Tensor, state_BZ: Tensor) -> Tensor:
+        """The states of all flags; the last column, which stands for nowhere, stays empty. bool [B, Q + 1]"""
+        marked_BQ = torch.zeros(len(flags_BZ), self.states + 1, dtype=torch.bool, device=flags_BZ.device)
+        marked_BQ.scatter_(1, torch.where(flags_BZ, state_BZ, self.states), True)
+        marked_BQ[:, -1] = False
+        return marked_BQ
+
+    def _tries(self, order_BX: Tensor, commit_BX: Tensor) -> Iterator[Tensor]:
+        """The places of each row in the order in which they are tried. int64 [B, 1] each
+
+        On a CPU it ends where nothing is left to try. Elsewhere a step waits for nothing, so it goes on to the last.
+        """
+        on_host = order_BX.device.type == "cpu"
+        for x in range(order_BX.shape[1]):
+            if on_host and not bool(commit_BX.gather(1, order_BX[:, x:]).any()):
+                return
+            yield order_BX[:, x : x + 1]
+
+
+def _order(commit_BX: Tensor, confidence_BX: Tensor) -> Tensor:
+    """Places by falling confidence, equal ones by position; those that are not committed come last. int64 [B, X]"""
+    return confidence_BX.double().masked_fill(~commit_BX, -1.0).argsort(dim=1, descending=True, stable=True)

@@ -1,0 +1,216 @@
+"""Every answer is in its language, whatever the logits, with every recipe; rows without one do not notice."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.examples import examples
+from support.matrix import completions, engine_for, settings_of
+from support.models import EOS, MASK, VOCAB, fitted
+from support.scripted import Scripted
+
+from dinfer.abilities.constraints import InLanguage, refusal
+from dinfer.abilities.verification import Verifies
+from dinfer.engine.request import Request
+from dinfer.kernels.languages import Line
+from dinfer.recipe.recipe import IncompatibleRecipe, Recipe, compose
+from dinfer.recipe.registry import CACHES, DECODERS, ITERATIONS
+from dinfer.structure.compiler import compile_automaton
+from dinfer.structure.constraint import regex
+from dinfer.structure.language import Language, language
+from dinfer.structure.reference import Row
+from dinfer.structure.tokens import Vocabulary
+
+REFUSED = {"insert_delete", "daedal"}  # what is committed would move
+TEXTS = [
+    *"abcdefghij0123456789",
+    "ab",
+    "cd",
+    "abc",
+    "12",
+    "é",
+    "\u00e9a",
+    '{"',
+    '":',
+    '"}',
+    '"',
+    "{",
+    "}",
+    ",",
+    "1,",
+    " ",
+]
+BYTES = [*(text.encode() for text in TEXTS), "é".encode()[:1], "é".encode()[1:], b"x"]
+WORDS = Vocabulary([*BYTES, None, None], frozenset({EOS}), frozenset({EOS}))
+PATTERNS = [
+    "ab|cd", "[a-j]{3,6}", r'\{"(a|b)":\d{1,3}(,\d)*"\}', "(ab|é)*x?", "abc(12)+", "(a|b|c|d){2}[0-9]*", "x", "(1,)*1",
+]  # fmt: skip
+
+
+@cache
+def language_of(pattern: str) -> Language:
+    return language(compile_automaton(regex(pattern))[0], WORDS)
+
+
+def accepted(found: Language, answer: list[int]) -> bool:
+    return Row(found, answer).feasible
+
+
+def bound(request: Request, found: Language) -> Request:
+    first = len(request.prompt)
+    return replace(request, more={"language": InLanguage(found, first, first + request.new_tokens)})
+
+
+def adversarial(kind: str, seed: int) -> torch.Tensor:
+    """Logits [5 calls, 7 positions, V]."""
+    table = torch.randn(5, 7, VOCAB, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 3
+    match kind:
+        case "wrong":  # all mass on a token that no pattern allows first
+            table[..., TEXTS.index(" ")] = 50.0
+        case "ties":
+            return torch.zeros_like(table)
+        case "mask":
+            table[..., MASK] = 60.0
+        case "ends":
+            table[:, 0, EOS] = 40.0
+        case "holes":
+            table = table.masked_fill(table > 3, -1e4)
+        case "goes_on":
+            table[..., EOS] = -60.0
+    return table
+
+
+@st.composite
+def recipes(draw: st.DrawFn, decoder: dict[str, Any]) -> Recipe:
+    """Any recipe that a constraint may meet."""
+    block = draw(st.integers(2, 9))
+    verifies = issubclass(DECODERS.get(decoder["name"]), Verifies)
+    kind = draw(st.sampled_from(["random", "wrong", "ties", "mask", "ends", "holes", "goes_on"]))
+    model = Scripted(
+        adversarial(kind, draw(st.integers(0, 10_000))),
+        causal_block=1 if verifies else draw(st.sampled_from([None, block])),
+    )
+    model = fitted(model, decoder["name"])
+    iteration: dict[str, Any] = {"name": draw(st.sampled_from(ITERATIONS.names())), "block": block, "stop": "block"}
+    try:
+        recipe = compose(
+            model, iteration=iteration, decoder=decoder, cache=dict(draw(st.sampled_from(settings_of(CACHES))))
+        )
+    except (IncompatibleRecipe, ValueError):
+        recipe = compose(model, iteration={"name": "blockwise", "block": block}, decoder=decoder, cache="none")
+    if refusal(recipe) is not None:
+        recipe = compose(
+            recipe.model, iteration={"name": "blockwise", "block": block}, decoder="threshold", cache="none"
+        )
+    return recipe
+
+
+@pytest.mark.parametrize("name", [name for name in DECODERS.names() if name not in REFUSED])
+@examples(12)
+@given(st.data())
+def test_every_answer_is_in_its_language(name: str, data: st.DataObject) -> None:
+    decoder = data.draw(st.sampled_from([s for s in settings_of(DECODERS) if dict(s)["name"] == name]))
+    recipe = data.draw(recipes(dict(decoder)))
+    requests, languages = [], []
+    for i in range(data.draw(st.integers(1, 3))):
+        found = language_of(data.draw(st.sampled_from(PATTERNS)))
+        count = data.draw(st.integers(found.shortest, found.shortest + 12))
+        languages.append(found)
+        requests.append(bound(Request([1 + i] * data.draw(st.integers(1, 9)), max(count, 1)), found))
+    for request, found, done in zip(
+        requests, languages, completions(engine_for(recipe, rows=2, page=4), requests), strict=True
+    ):
+        assert accepted(found, done.canvas[len(request.prompt) :]), (str(recipe), done.canvas)
+        assert MASK not in done.canvas
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_rows_without_a_language_do_not_notice(seed: int) -> None:
+    recipe = compose(
+        Scripted(adversarial("random", seed)[:1]),
+        iteration={"name": "blockwise", "block": 5},
+        decoder="threshold",
+        cache="dual",
+    )
+    free = [Request([1, 2, 3 + i], 17) for i in range(2)]
+    beside = [bound(Request([1, 2, 3 + i], 17), language_of(pattern)) for i, pattern in enumerate(PATTERNS[1:4])]
+    alone = [completions(engine_for(recipe, rows=1), [request])[0].canvas for request in (*free, *beside)]
+    together = [done.canvas for done in completions(engine_for(recipe, rows=5), [*free, *beside])]
+    assert together == alone
+
+
+def test_forced_text_takes_no_forward() -> None:
+    """Only one answer is possible, so the first step commits all of it, and all that lies behind its end."""
+    recipe = compose(
+        Scripted(adversarial("random", 1)),
+        iteration={"name": "blockwise", "block": 32},
+        decoder="threshold",
+        cache="none",
+    )
+    (done,) = completions(engine_for(recipe), [bound(Request([1], 32), language_of("abc(12){1}x"))])
+    assert done.counts.forwards <= 2
+    assert b"".join(BYTES[token] for token in done.output) == b"abc12x"
+
+
+def test_candidates_change_no_token() -> None:
+    recipe = compose(
+        Scripted(adversarial("random", 3)[:1]),
+        iteration={"name": "blockwise", "block": 8},
+        decoder="threshold",
+        cache="none",
+    )
+    requests = [bound(Request([1, 2], 20), language_of(pattern)) for pattern in PATTERNS]
+    plain, tried = (
+        [done.canvas for done in completions(engine_for(recipe, rows=3, speculate=count), requests)] for count in (0, 4)
+    )
+    assert all(accepted(language_of(p), canvas[2:]) for p, canvas in zip(PATTERNS, tried, strict=True))
+    assert plain == tried
+
+
+@pytest.mark.parametrize("decoder", ["insert_delete", "daedal"])
+def test_decoders_that_move_or_grow_are_refused_by_name(decoder: str) -> None:
+    model = fitted(Scripted(adversarial("random", 0)), decoder)
+    recipe = compose(model, iteration="full" if decoder == "daedal" else "blockwise", decoder=decoder, cache="none")
+    with pytest.raises(ValueError, match=decoder):
+        engine_for(recipe).check(bound(Request([1], 8), language_of("ab|cd")))
+
+
+def test_a_canvas_that_is_too_short_is_refused_with_the_shortest_answer() -> None:
+    recipe = compose(Scripted(adversarial("random", 0)), iteration="blockwise", decoder="threshold", cache="none")
+    with pytest.raises(ValueError, match="has 3 tokens"):
+        engine_for(recipe).check(bound(Request([1], 2), language_of("abcdx|cdabx")))
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_sets_are_those_of_the_reference(pattern: str) -> None:
+    from support.languages import sweeps_of
+
+    found, generator = language_of(pattern), np.random.default_rng(0)
+    sweeps, end = sweeps_of([found]), found.end
+    for _ in range(20):
+        canvas = np.where(generator.random(7) < 0.5, -1, generator.integers(0, VOCAB - 1, 7)).tolist()
+        row = Row(found, canvas)
+        tokens = torch.tensor([canvas])
+        nowhere, start = torch.zeros_like(tokens, dtype=torch.bool), torch.tensor([0])
+        line = Line(tokens.clamp_min(0), tokens < 0, nowhere, start, torch.tensor([0]))
+        forward, backward = sweeps.forward(line), sweeps.backward(line)
+        assert torch.equal(torch.stack(forward, 1)[0, :, : end + 1], torch.from_numpy(row.forward_XQ))
+        assert torch.equal(torch.stack(backward, 1)[0, :, : end + 1], torch.from_numpy(row.backward_XQ))
+        allowed_XC = sweeps.allowed(forward, backward)[0, :, : found.classes]
+        assert torch.equal(allowed_XC, torch.from_numpy(np.stack([row.allowed_classes(i) for i in range(7)])))
+        assert bool(sweeps.feasible(line)) == row.feasible
+        tokens, confidence = torch.randint(0, VOCAB - 1, (1, 7)), torch.rand(1, 7, dtype=torch.float64)
+        commits = (torch.rand(1, 7) < 0.7) & line.open_BX
+        want = []
+        for i in sorted(commits[0].nonzero()[:, 0].tolist(), key=lambda i: (-float(confidence[0, i]), i)):
+            want += [i] if row.put(i, int(tokens[0, i])) else []
+        if math.isfinite(row.language.shortest) and row.feasible:
+            assert sweeps.admitted(line, commits, tokens, confidence)[0].nonzero()[:, 0].tolist() == sorted(want)
