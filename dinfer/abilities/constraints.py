@@ -1,7 +1,7 @@
 """Answers that are in a language, whatever the model says: regular expressions, JSON Schema, choices, tools.
 
-Before the statistics, tokens that no accepted answer has at a position get the logit -inf, so no decoder changes. What the
-decoder chose is then projected: each commit must leave the row an accepted answer. Last, positions with one allowed
+Before the statistics, tokens that no accepted answer has at a position get the logit -inf, so no decoder changes. What
+the decoder chose is then projected: each commit must leave the row an accepted answer. Last, positions with one allowed
 token get it, and so does all that lies behind the end of the answer. So every answer that ends is in its language.
 """
 
@@ -285,13 +285,13 @@ def refusal(recipe: Parts) -> str | None:
     """Why no answer of a recipe can be held to a language; None: it can."""
     if isinstance(recipe.decoder, Moves):
         return (
-            f"{DECODERS.called(recipe.decoder)} moves tokens or lengthens the canvas, so what it leaves could have no accepted "
-            f"answer. Use another decoder, or no constraint."
+            f"{DECODERS.called(recipe.decoder)} moves tokens or lengthens the canvas, so what it leaves could have no "
+            "accepted answer. Use another decoder, or no constraint."
         )
     if recipe.iteration.branches:
         return (
-            f"{ITERATIONS.called(recipe.iteration)} adds tokens to branches without a step that checks them. Use another "
-            "iteration, or no constraint."
+            f"{ITERATIONS.called(recipe.iteration)} adds tokens to branches without a step that checks them. Use "
+            "another iteration, or no constraint."
         )
     if recipe.ranks.size > 1:
         return "constraints need a model on one device for now: leave runtime.tensor_parallel at 1"

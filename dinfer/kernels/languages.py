@@ -1,4 +1,4 @@
-"""What a language allows on the active positions of each row: sets of states, allowed classes, the choice that it admits.
+"""What languages allow on the active positions of rows: sets of states, classes of tokens, and which choice they admit.
 
 The rules are those of `dinfer.structure.reference`, for many rows at once. Sets are exact: a token is allowed at a
 position if and only if some accepted completion of the row has it there.
@@ -66,12 +66,13 @@ class Sweeps:
         place_Z = torch.arange(most, device=flat_YN.device)
         index_BZ = (first_B1 + place_Z).clamp_max(flat_YN.shape[0] - 1)
         found_BZN = flat_YN[index_BZ].to(torch.int64)
+        found_BZN[..., [0, -1]] = found_BZN[..., [0, -1]].clamp_max(self.states)  # of a language that nobody is in
         return torch.where((place_Z < count_B1)[..., None], found_BZN, self.states)
 
     def next_of(self, class_B: Tensor) -> Tensor:
         """The state behind each state by a token of the class; `states`: nowhere. int64 [B, Q]"""
         next_BQ = self.languages.next_Y[self.next_B1 + self.state_BQ * self.classes_B1 + class_B[:, None]]
-        return torch.where(next_BQ < 0, self.states, next_BQ.to(torch.int64))
+        return torch.where(next_BQ < 0, self.states, next_BQ.to(torch.int64).clamp_max(self.states))
 
     def classes_of(self, token_BX: Tensor) -> Tensor:
         """The class of each token. int64 [B, X]"""

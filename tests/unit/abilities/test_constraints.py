@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from support.examples import examples
 from support.matrix import completions, engine_for, settings_of
 from support.models import EOS, MASK, VOCAB, fitted
-from support.scripted import Scripted
+from support.scripted import Scripted, scripted_spec
 
 from dinfer.abilities.constraints import InLanguage, refusal
 from dinfer.abilities.verification import Verifies
@@ -93,10 +93,12 @@ def recipes(draw: st.DrawFn, decoder: dict[str, Any]) -> Recipe:
     """Any recipe that a constraint may meet."""
     block = draw(st.integers(2, 9))
     verifies = issubclass(DECODERS.get(decoder["name"]), Verifies)
+    masks = {} if verifies or DECODERS.build(decoder).incompatibility(scripted_spec()) is None else {"mask_id": None}
     kind = draw(st.sampled_from(["random", "wrong", "ties", "mask", "ends", "holes", "goes_on"]))
     model = Scripted(
         adversarial(kind, draw(st.integers(0, 10_000))),
         causal_block=1 if verifies else draw(st.sampled_from([None, block])),
+        **masks,
     )
     model = fitted(model, decoder["name"])
     iteration: dict[str, Any] = {"name": draw(st.sampled_from(ITERATIONS.names())), "block": block, "stop": "block"}
