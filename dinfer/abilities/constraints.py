@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from dinfer.abilities.pacing import Moves
+from dinfer.kernels.canvas import rows_of
 from dinfer.kernels.languages import Languages, Line, Sweeps
-from dinfer.kernels.rows import rows_of
 from dinfer.kernels.upload import uploaded
 from dinfer.recipe.registry import DECODERS, ITERATIONS
 from dinfer.step.ability import Ability, Decision, Step
