@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from decimal import Decimal
 from typing import Any, NoReturn
 from urllib.parse import unquote
 
+from dinfer.structure.json_not import absent, complement
 from dinfer.structure.json_shape import (
+    ALL_TYPES,
     ANNOTATIONS,
     KEYWORDS,
     MOST_MULTIPLE,
@@ -37,56 +39,62 @@ def fail(message: str, path: str) -> NoReturn:
 
 
 class Reader:
-    """Reads the parts of one schema. `cut`: recursion was left out somewhere."""
+    """Reads the parts of one schema. `cut`: recursion was left out; `narrowed`: how often complements were taken."""
 
     def __init__(self, root: Any, lenient: bool, matches: Matches, apart: Callable[[Shape, Shape], bool]) -> None:
         """`matches(pattern, key)`; `apart(a, b)`: it is certain that no value has both shapes."""
         self.root, self.lenient, self.matches, self.apart = root, lenient, matches, apart
         self.cut = self.counted = False
+        self.narrowed = 0
         self._cyclic: dict[int, bool] = {}
-        self._proved: set[int] = set()
+        self._proved: dict[int, bool] = {}
+        self._negated: dict[int, Any] = {}
         self._anchors: dict[str, tuple[Any, str]] | None = None
 
     def shapes(self, parts: Parts, inside: tuple[int, ...] = ()) -> list[Shape]:
         """The shapes of a value for which all parts hold. `inside`: references that are being resolved."""
         found = [Shape()]
         for part in parts:
-            found = self._cross(found, self._of(part, inside), part.path)
+            found = self.cross(found, self.of(part, inside), part.path)
         return found
 
-    def _cross(self, some: list[Shape], others: list[Shape], path: str) -> list[Shape]:
+    def cross(self, some: list[Shape], others: list[Shape], path: str) -> list[Shape]:
         if len(some) * len(others) > MOST_SHAPES:
             fail(f"more than {MOST_SHAPES} combinations of alternatives", path)
         return [shape for a in some for b in others if (shape := merge(a, b, self.matches)) is not None]
 
-    def _of(self, part: Part, inside: tuple[int, ...]) -> list[Shape]:
+    def of(self, part: Part, inside: tuple[int, ...]) -> list[Shape]:
         schema, path = part.schema, part.path
         if isinstance(schema, bool):
             return [Shape()] if schema else []
         if not isinstance(schema, dict):
             fail("a schema is an object, true or false", path)
         self._check(schema, path)
-        found: list[Shape] = [self._own(schema, part)]
+        before = self.narrowed
+        found: list[Shape] = [self.own(schema, part)]
         if "$ref" in schema:
-            target, where = self._resolved(schema["$ref"], at(path, "$ref"))
+            target, where = self.resolved(schema["$ref"], at(path, "$ref"))
             if id(target) in inside:
                 fail(f"{schema['$ref']} refers to itself without anything between", at(path, "$ref"))
-            if self._recursive(target):
-                self.counted = True
-                if part.left == 0:
-                    self.cut = True
-                    return []
-                part = replace(part, left=part.left and part.left - 1)
-            found = self._cross(found, self._of(Part(target, where, part.left), (*inside, id(target))), path)
+            if (entered := self.entered(target, part)) is None:
+                return []
+            part = entered
+            found = self.cross(found, self.of(Part(target, where, part.left), (*inside, id(target))), path)
         for i, other in enumerate(self._list(schema, "allOf", path)):
-            found = self._cross(found, self._of(Part(other, at(path, "allOf", i), part.left), inside), path)
+            found = self.cross(found, self.of(Part(other, at(path, "allOf", i), part.left), inside), path)
         for keyword in ("anyOf", "oneOf"):
             if keyword in schema:
-                options = self._list(schema, keyword, path)
-                each = [self._of(Part(o, at(path, keyword, i), part.left), inside) for i, o in enumerate(options)]
-                if keyword == "oneOf":
-                    self._prove_disjoint(found, schema, part, inside)
-                found = self._cross(found, [shape for shapes in each for shape in shapes], at(path, keyword))
+                listed = self._list(schema, keyword, path)
+                parts = [Part(option, at(path, keyword, i), part.left) for i, option in enumerate(listed)]
+                apart = keyword == "anyOf" or part.left is None or self._disjoint(schema, part, inside)
+                options = [self.of(each, inside) if apart else self._alone(each, parts, inside) for each in parts]
+                found = self.cross(found, [shape for shapes in options for shape in shapes], at(path, keyword))
+        if part.left is not None:  # else a superset is asked for
+            for choices in self._conditions(schema, part, inside):
+                found = self.cross(found, choices, path)
+        for keyword in ("unevaluatedProperties", "unevaluatedItems"):
+            if keyword in schema and self.narrowed > before:
+                fail("not supported beside `not`, `if`, or a `oneOf` whose alternatives overlap", at(path, keyword))
         if "unevaluatedProperties" in schema:
             rest = self._part(schema["unevaluatedProperties"], part, "unevaluatedProperties")
             found = [replace(shape, additional=rest) if shape.additional is None else shape for shape in found]
@@ -95,21 +103,69 @@ class Reader:
             found = [replace(shape, items=rest) if shape.items is None else shape for shape in found]
         return found
 
-    def _prove_disjoint(self, base: list[Shape], schema: dict[str, Any], part: Part, inside: tuple[int, ...]) -> None:
-        if id(schema) in self._proved:
-            return
-        path = at(part.path, "oneOf")
-        whole = [  # of unlimited recursion: what is cut could be common to two
-            self._cross(base, self._of(Part(option, at(path, i), None), inside), path)
-            for i, option in enumerate(schema["oneOf"])
-        ]
-        for j, shapes in enumerate(whole):
-            for i in range(j):
-                if not all(self.apart(a, b) for a in whole[i] for b in shapes):
-                    fail(
-                        f"a value may be in alternatives {i} and {j}; use anyOf, or give them different constants", path
-                    )
-        self._proved.add(id(schema))
+    def _conditions(self, schema: dict[str, Any], part: Part, inside: tuple[int, ...]) -> Iterator[list[Shape]]:
+        """The shapes that `not`, `if` and what depends on a property allow."""
+
+        def inner(value: Any, *keys: str) -> Part:
+            return Part(value, at(part.path, *keys), part.left)
+
+        if "not" in schema:
+            options = self._contrary(inner(schema["not"], "not"), inside)
+            if not options and schema["not"] not in (True, {}):
+                fail("nothing is certain to contradict this schema", at(part.path, "not"))
+            yield options
+        if "if" in schema:
+            condition = inner(schema["if"], "if")
+            then, other = inner(schema.get("then", True), "then"), inner(schema.get("else", True), "else")
+            met = self.cross(self.of(condition, inside), self.of(then, inside), condition.path)
+            yield met + self.cross(self._contrary(condition, inside), self.of(other, inside), condition.path)
+        for keyword in ("dependentRequired", "dependentSchemas", "dependencies"):
+            needed = schema.get(keyword, {})
+            if not isinstance(needed, dict):
+                fail("an object is needed", at(part.path, keyword))
+            for key, value in needed.items():
+                names = value if isinstance(value, list) else []
+                there = [Shape(path=part.path, required=(key, *names), types=frozenset({"object"}))]
+                if not isinstance(value, list):
+                    there = self.cross(there, self.of(inner(value, keyword, key), inside), part.path)
+                yield [Shape(types=ALL_TYPES - {"object"}), absent(key, part), *there]
+
+    def _contrary(self, part: Part, inside: tuple[int, ...]) -> list[Shape]:
+        self.narrowed += 1
+        return complement(part, self, inside)
+
+    def _alone(self, part: Part, parts: list[Part], inside: tuple[int, ...]) -> list[Shape]:
+        """What one part allows and the others certainly do not."""
+        found = self.of(part, inside)
+        for other in parts:
+            if other is not part:
+                found = self.cross(found, self._contrary(other, inside), part.path)
+        return found
+
+    def negated(self, schema: Any) -> Any:
+        """`{"not": schema}`, always the same object: what is known of a schema goes by its identity."""
+        return self._negated.setdefault(id(schema), {"not": schema})
+
+    def entered(self, target: Any, part: Part) -> Part | None:
+        """The part with the depth that is left within a schema that it refers to; None if nothing is left."""
+        if not self._recursive(target):
+            return part
+        self.counted = True
+        if part.left == 0:
+            self.cut = True
+            return None
+        return replace(part, left=part.left and part.left - 1)
+
+    def _disjoint(self, schema: dict[str, Any], part: Part, inside: tuple[int, ...]) -> bool:
+        """Whether it is certain that no value is in two alternatives of `oneOf`."""
+        if id(schema) not in self._proved:
+            whole = [  # supersets, of unlimited recursion
+                self.cross([self.own(schema, part)], self.of(Part(option, part.path, None), inside), part.path)
+                for option in schema["oneOf"]
+            ]
+            pairs = ((a, b) for j, some in enumerate(whole) for others in whole[:j] for a in some for b in others)
+            self._proved[id(schema)] = all(self.apart(a, b) for a, b in pairs)
+        return self._proved[id(schema)]
 
     def _check(self, schema: dict[str, Any], path: str) -> None:
         if path and ("$id" in schema and isinstance(schema["$id"], str)):
@@ -129,7 +185,7 @@ class Reader:
             fail("a list of at least one schema is needed", at(path, keyword))
         return found
 
-    def _own(self, schema: dict[str, Any], part: Part) -> Shape:
+    def own(self, schema: dict[str, Any], part: Part) -> Shape:
         """What the schema's own keywords say, without those that refer to other schemas as a whole."""
         path = part.path
         fields: dict[str, Any] = {"path": path}
@@ -203,7 +259,7 @@ class Reader:
             fail("a list of schemas is needed", at(part.path, keyword))
         found["prefix"] = tuple(self._part(item, part, keyword, i) for i, item in enumerate(listed))
         most = schema.get("maxItems")
-        if schema.get("uniqueItems") is True and not (isinstance(most, int) and most <= 1):
+        if schema.get("uniqueItems") is True and part.left is not None and not (isinstance(most, int) and most <= 1):
             fail(
                 "uniqueItems is not supported: no automaton of bounded size is exact for it",
                 at(part.path, "uniqueItems"),
@@ -227,7 +283,7 @@ class Reader:
 
     # --- References --------------------------------------------------------------------------------------------------
 
-    def _resolved(self, reference: Any, path: str) -> tuple[Any, str]:
+    def resolved(self, reference: Any, path: str) -> tuple[Any, str]:
         """The schema that is referred to, and its path."""
         own = self.root.get("$id", self.root.get("id")) if isinstance(self.root, dict) else None
         if not isinstance(reference, str):
@@ -289,7 +345,7 @@ class Reader:
                 todo += [child for key, child in value.items() if key not in ("$defs", "definitions")]
                 if isinstance(value.get("$ref"), str):
                     try:
-                        found.append(self._resolved(value["$ref"], "")[0])
+                        found.append(self.resolved(value["$ref"], "")[0])
                     except ConstraintError:  # it may be no reference, as in an example; a real one is refused later
                         found.append(None)
             elif isinstance(value, list):

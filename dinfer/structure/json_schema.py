@@ -66,7 +66,7 @@ def compile_schema(constraint: Constraint, budget: Budget) -> tuple[Automaton, b
         builder = _Builder(root, constraint, caps.pop(0), budget)
         try:
             automaton, depth = deepest(builder.whole, constraint.depth, "no value meets the schema", budget)
-            return automaton, depth is None and not builder.capped, depth
+            return automaton, depth is None and not (builder.capped or builder.reader.narrowed), depth
         except TooLarge:
             caps = [cap for cap in caps if cap is not None and cap < builder.largest]
             if not caps:
@@ -179,7 +179,7 @@ class _Builder:
 
     def string(self, shape: Shape) -> Node:
         most = self.capping(shape.most_length, shape.least_length)
-        if not shape.patterns and not shape.formats:
+        if not (shape.patterns or shape.formats or shape.never or shape.never_matching):
             if not shape.least_length and most is None:
                 return STRING
             if most is not None and most < shape.least_length:
@@ -201,7 +201,9 @@ class _Builder:
         whole = found[0]
         for other in found[1:]:
             whole = both(whole, other, self.budget)
-        return whole
+        for pattern in shape.never_matching:
+            whole = without(whole, build(parse(pattern, ecma=True, search=True, wide=True), self.budget), self.budget)
+        return without(whole, build(alt(map(self.raw, shape.never))), self.budget) if shape.never else whole
 
     def capping(self, most: int | None, least: int) -> int | None:
         self.largest = max(self.largest, most or 0)
@@ -402,7 +404,9 @@ class _Builder:
             kinds.append((keys, parts))
         for keys, _ in kinds:
             others = without(others, keys, self.budget)
-        closed = shape.additional is None and (shape.properties or shape.by_pattern) and not self.constraint.open
+        # Properties that are only forbidden, by what depends on them, do not close an object.
+        named_any = any(parts == () or parts[0].schema is not False for parts in shape.properties.values())
+        closed = shape.additional is None and (named_any or shape.by_pattern) and not self.constraint.open
         if not closed:
             kinds.append((others, self.free(shape.additional, shape.path, "additionalProperties", left)))
         for keys, parts in kinds:

@@ -20,7 +20,15 @@ KEYWORDS = {
     "enum": "any values, written as json.dumps writes them",
     "const": "as `enum` of one value",
     "anyOf": "union",
-    "oneOf": "as `anyOf` where types, ranges, patterns, constants or required properties keep values apart",
+    "oneOf": "as `anyOf` where types, ranges, patterns, constants or required properties keep values apart; else each "
+    "without what may be in the others, as with `not`",
+    "not": "what certainly contradicts the schema; marked inexact",
+    "if": "`if` and `then`, or `else` and what certainly contradicts `if`; marked inexact",
+    "then": "see `if`",
+    "else": "see `if`",
+    "dependentRequired": "without the property, or with those it needs",
+    "dependentSchemas": "without the property, or with its schema",
+    "dependencies": "both of these, as in draft 7",
     "allOf": "merged keyword by keyword",
     "$ref": "within the schema: `#`, `#/...`, `#anchor`; siblings are merged; recursion is unrolled to `depth`",
     "$anchor": "a name for `$ref`",
@@ -51,10 +59,7 @@ KEYWORDS = {
     "unevaluatedItems": "false, or a schema for what no other keyword names",
     "uniqueItems": "false; true where at most one item is possible",
 }  # fmt: skip
-REFUSED = (
-    "not", "if", "then", "else", "contains", "minContains", "maxContains", "dependentRequired", "dependentSchemas",
-    "dependencies", "$dynamicRef", "$recursiveRef",
-)  # fmt: skip
+REFUSED = ("contains", "minContains", "maxContains", "$dynamicRef", "$recursiveRef")
 ANNOTATIONS = (
     "$comment", "$id", "$schema", "$vocabulary", "$dynamicAnchor", "$recursiveAnchor", "contentEncoding",
     "contentMediaType", "contentSchema", "default", "deprecated", "description", "example", "examples", "id",
@@ -99,6 +104,8 @@ class Shape:
     most_length: int | None = None
     patterns: tuple[tuple[str, str], ...] = ()  # with their paths
     formats: tuple[tuple[str, str], ...] = ()
+    never: tuple[str, ...] = ()  # strings that it is not
+    never_matching: tuple[str, ...] = ()
     prefix: tuple[Parts, ...] = ()
     items: Parts | None = None  # None: not said
     least_items: int = 0
@@ -156,6 +163,7 @@ def merge(a: Shape, b: Shape, matches: Matches) -> Shape | None:
         high=min((x for x in (a.high, b.high) if x), key=lambda x: (x.value, not x.exclusive), default=None),
         least_length=max(a.least_length, b.least_length), most_length=_least(a.most_length, b.most_length),
         patterns=tuple(dict.fromkeys(a.patterns + b.patterns)), formats=tuple(dict.fromkeys(a.formats + b.formats)),
+        never=a.never + b.never, never_matching=a.never_matching + b.never_matching,
         prefix=tuple(a.item(i) + b.item(i) for i in range(length)), items=_joined(a.items, b.items),
         least_items=max(a.least_items, b.least_items), most_items=_least(a.most_items, b.most_items),
         properties={
