@@ -71,8 +71,8 @@ def test_every_accepted_answer_is_read_back() -> None:
 
 
 def test_what_is_refused() -> None:
-    with pytest.raises(ConstraintError, match=r"f\.parameters\.properties\.a\.not: "):
-        compile_automaton(tools({"f": {"properties": {"a": {"not": {}}}}}))
+    with pytest.raises(ConstraintError, match=r"f\.parameters\.properties\.a\.contains: "):
+        compile_automaton(tools({"f": {"properties": {"a": {"contains": {}}}}}))
     with pytest.raises(ConstraintError, match="'g' is none of auto, required, f"):
         tools({"f": None}, "g")
     with pytest.raises(ConstraintError, match="no function"):
