@@ -45,7 +45,10 @@ def compile_automaton(constraint: Constraint, budget: Budget | None = None) -> B
         raise ConstraintError(f"there is no constraint {constraint.kind!r}; there are {', '.join(BUILDERS)}")
     if (size := len(constraint.text.encode("utf-8", "surrogatepass"))) > budget.limits.text:
         raise ConstraintError(f"its text has {size:,} bytes; at most {budget.limits.text:,} are possible")
-    automaton, exact, depth = BUILDERS[constraint.kind](constraint, budget)
+    try:
+        automaton, exact, depth = BUILDERS[constraint.kind](constraint, budget)
+    except RecursionError as error:
+        raise ConstraintError("it nests too deep to be compiled") from error
     if constraint.stop:
         avoided = build(cat(anything := free_text(), alt(map(utf8_text, constraint.stop)), anything), budget)
         automaton = without(automaton, avoided, budget)

@@ -1,4 +1,4 @@
-"""Shapes of the values that a schema does not accept: some of them, never one that it accepts.
+"""Shapes of values that contradict what a schema says.
 
 What a schema says is a conjunction, so its complement is a union over what it says. What has no complement of a few
 shapes is left out of that union, which is sound: fewer values are allowed.
@@ -6,46 +6,18 @@ shapes is left out of that union, which is sound: fewer values are allowed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Any
 
-from dinfer.structure.json_shape import ALL_TYPES, Part, Shape, at, type_of
+from dinfer.structure.json_shape import ALL_TYPES, Part, Shape, type_of
 from dinfer.structure.json_text import Bound
-
-if TYPE_CHECKING:
-    from dinfer.structure.json_read import Reader
 
 OBJECT = frozenset({"object"})
 
 
-def complement(part: Part, reader: Reader, inside: tuple[int, ...]) -> list[Shape]:
-    """Shapes of values that are certainly not valid for a schema."""
-    schema, path = part.schema, part.path
-    if isinstance(schema, bool):
-        return [] if schema else [Shape()]
-    found = list(_own(reader.own(schema, part), part, reader))
-    for i, other in enumerate(schema.get("allOf", ())):
-        found += complement(replace(part, schema=other, path=at(path, "allOf", i)), reader, inside)
-    for keyword in ("anyOf", "oneOf"):  # what is in none of them
-        if keyword in schema:
-            none = [Shape()]
-            for i, other in enumerate(schema[keyword]):
-                option = complement(replace(part, schema=other, path=at(path, keyword, i)), reader, inside)
-                none = reader.cross(none, option, path)
-            found += none
-    if "not" in schema:
-        found += reader.of(replace(part, schema=schema["not"], path=at(path, "not")), inside)
-    if "$ref" in schema:
-        target, where = reader.resolved(schema["$ref"], at(path, "$ref"))
-        entered = reader.entered(target, part)
-        if entered is not None and id(target) not in inside:
-            found += complement(Part(target, where, entered.left), reader, (*inside, id(target)))
-    return found
-
-
-def _own(said: Shape, part: Part, reader: Reader) -> Iterator[Shape]:
-    """What contradicts one of the things that a shape says."""
+def contradictions(said: Shape, part: Part, negated: Callable[[Any], Any]) -> Iterator[Shape]:
+    """What contradicts one of the things that a part's own keywords say. `negated(schema)`: `not` of it."""
     path = part.path
     others = ALL_TYPES - said.types
     if not others >= {"integer", "fraction"}:
@@ -69,7 +41,7 @@ def _own(said: Shape, part: Part, reader: Reader) -> Iterator[Shape]:
         yield absent(key, part)
     for key, parts in said.properties.items():
         for inner in parts:
-            contrary = (replace(inner, schema=reader.negated(inner.schema)),)
+            contrary = (replace(inner, schema=negated(inner.schema)),)
             yield Shape(path=path, types=OBJECT, required=(key,), properties={key: contrary})
 
 

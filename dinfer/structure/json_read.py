@@ -9,7 +9,7 @@ from decimal import Decimal
 from typing import Any, NoReturn
 from urllib.parse import unquote
 
-from dinfer.structure.json_not import absent, complement
+from dinfer.structure.json_not import absent, contradictions
 from dinfer.structure.json_shape import (
     ALL_TYPES,
     ANNOTATIONS,
@@ -132,7 +132,7 @@ class Reader:
 
     def _contrary(self, part: Part, inside: tuple[int, ...]) -> list[Shape]:
         self.narrowed += 1
-        return complement(part, self, inside)
+        return self.complement(part, inside)
 
     def _alone(self, part: Part, parts: list[Part], inside: tuple[int, ...]) -> list[Shape]:
         """What one part allows and the others certainly do not."""
@@ -140,6 +140,32 @@ class Reader:
         for other in parts:
             if other is not part:
                 found = self.cross(found, self._contrary(other, inside), part.path)
+        return found
+
+    def complement(self, part: Part, inside: tuple[int, ...]) -> list[Shape]:
+        """Shapes of values that are certainly not valid for a schema."""
+        schema, path = part.schema, part.path
+        if isinstance(schema, bool):
+            return [] if schema else [Shape()]
+        if not isinstance(schema, dict):
+            fail("a schema is an object, true or false", path)
+        found = list(contradictions(self.own(schema, part), part, self.negated))
+        for i, other in enumerate(self._list(schema, "allOf", path)):
+            found += self.complement(replace(part, schema=other, path=at(path, "allOf", i)), inside)
+        for keyword in ("anyOf", "oneOf"):  # what is in none of them
+            if keyword in schema:
+                none = [Shape()]
+                for i, other in enumerate(self._list(schema, keyword, path)):
+                    option = self.complement(replace(part, schema=other, path=at(path, keyword, i)), inside)
+                    none = self.cross(none, option, path)
+                found += none
+        if "not" in schema:
+            found += self.of(replace(part, schema=schema["not"], path=at(path, "not")), inside)
+        if "$ref" in schema:
+            target, where = self.resolved(schema["$ref"], at(path, "$ref"))
+            entered = self.entered(target, part)
+            if entered is not None and id(target) not in inside:
+                found += self.complement(Part(target, where, entered.left), (*inside, id(target)))
         return found
 
     def negated(self, schema: Any) -> Any:

@@ -126,6 +126,7 @@ def test_whatever_is_accepted_is_valid(index: int) -> None:
     ("schema", "message"),
     [
         ({"properties": {"a": {"contains": {}}}}, r"properties\.a\.contains: contains is not supported"),
+        ({"not": 5}, r"not: a schema is an object"),
         ({"not": {"contains": {}}}, r"not: nothing is certain to contradict"),
         ({"items": {"minContains": 1}}, r"items\.minContains: "),
         ({"not": {"type": "null"}, "unevaluatedProperties": False}, r"unevaluatedProperties: not supported beside"),
@@ -188,11 +189,12 @@ def test_limits() -> None:
         compile_automaton(json_object(), Budget(Limits(seconds=0)))
     with pytest.raises(ConstraintError, match="bytes"):
         compile_automaton(json_schema({"enum": ["a" * 300_000]}))
-    deep: dict[str, Any] = {}
-    for _ in range(2000):
-        deep = {"items": deep}
-    with pytest.raises(ConstraintError):
-        compile_automaton(json_schema(deep))
+    for levels in (300, 2000):
+        deep: dict[str, Any] = {}
+        for _ in range(levels):
+            deep = {"items": deep, "type": "array"}
+        with pytest.raises(ConstraintError, match=r"nests too deep|written as JSON|states"):
+            compile_automaton(json_schema(deep))
 
 
 def test_the_page_has_the_table_of_keywords() -> None:
