@@ -349,6 +349,15 @@ def test_no_function_is_too_large() -> None:
     assert LARGER - found == set(), "these are divided: take them out of the list"
 
 
+def test_no_module_gives_a_constant_twice() -> None:
+    """Where files were merged, the second of two constants of one name would silently count for both."""
+    for path in FILES:
+        nodes = (node for node in ast.parse(path.read_text()).body if isinstance(node, ast.Assign))
+        names = [x.id for node in nodes for each in node.targets for x in ast.walk(each) if isinstance(x, ast.Name)]
+        names = [name for name in names if name.isupper()]
+        assert len(names) == len({*names}), f"{relative(path)}: {sorted(n for n in names if names.count(n) > 1)}"
+
+
 def test_attributes_are_named() -> None:
     calls = (node for path in FILES for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
     found = [node for node in calls if isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr")]
