@@ -353,8 +353,8 @@ def test_no_module_gives_a_constant_twice() -> None:
     """Where files were merged, the second of two constants of one name would silently count for both."""
     for path in FILES:
         nodes = (node for node in ast.parse(path.read_text()).body if isinstance(node, ast.Assign))
-        names = [x.id for node in nodes for each in node.targets for x in ast.walk(each) if isinstance(x, ast.Name)]
-        names = [name for name in names if name.isupper()]
+        given = [x for node in nodes for each in node.targets for x in ast.walk(each) if isinstance(x, ast.Name)]
+        names = [x.id for x in given if x.id.isupper() and isinstance(x.ctx, ast.Store)]
         assert len(names) == len({*names}), f"{relative(path)}: {sorted(n for n in names if names.count(n) > 1)}"
 
 
