@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("fastapi")
 
 import httpx
-from support.serving import QUESTION, Client, served, tiny
+from support.serving import QUESTION, Client, pieces, served, tiny
 
 import dinfer
 from dinfer.serving.protocol import NOT_SUPPORTED
@@ -29,12 +29,6 @@ def client() -> Iterator[Client]:
 
 def chat(client: Client, **fields: Any) -> httpx.Response:
     return client.ask(CHAT, ASK | fields)
-
-
-def pieces(response: httpx.Response) -> list[dict[str, Any]]:
-    lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
-    assert lines.pop() == "[DONE]"
-    return [json.loads(line) for line in lines]
 
 
 def test_an_answer_is_the_librarys(client: Client) -> None:

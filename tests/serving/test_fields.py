@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from support.serving import QUESTION, Client, served
+from support.serving import QUESTION, Client, pieces, served
 
 import dinfer
 
@@ -28,12 +28,6 @@ def client() -> Iterator[Client]:
 
 def chat(client: Client, **fields: Any) -> httpx.Response:
     return client.ask(CHAT, ASK | fields)
-
-
-def pieces(response: httpx.Response) -> list[dict[str, Any]]:
-    lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
-    assert lines.pop() == "[DONE]"
-    return [json.loads(line) for line in lines]
 
 
 def test_values_that_ask_for_nothing_change_nothing(client: Client) -> None:

@@ -122,7 +122,7 @@ def test_ray_chooses_the_card() -> None:
         ("cache=block", "cache=block keeps the keys of finished blocks for good"),
         ("quantize=fp9", "quantize='fp9' is not known"),
         ("dtype=int3", "dtype='int3' is not known"),
-        ("runtime.rows=0", "runtime.rows=0 must be at least 1"),
+        ("runtime.rows=0", "runtime.rows=0 must be between 1 and"),
         ("model.checkpoint=damaged", "model.safetensors is truncated"),
         ("model.checkpoint=bare", "its weights are not there"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -59,6 +60,13 @@ def served(
         http = httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=None)
         yield Client(server, pipe, loop, http)
         loop.run(http.aclose())
+
+
+def pieces(response: httpx.Response) -> list[dict[str, Any]]:
+    """The messages of a stream, which must be complete."""
+    lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    assert lines.pop() == "[DONE]"
+    return [json.loads(line) for line in lines]
 
 
 @contextmanager
