@@ -17,7 +17,8 @@ from dinfer.step.contracts import BlockAfter, ModelSpec, Moved, RowCursors, Stat
 class MultiBlock(BlockSweep):
     """Decodes up to `blocks` neighbouring blocks in the same forwards. Finished blocks leave in order.
 
-    The next block opens, one at a step, when the decoded share of the last one reaches `add_at`. A block must commit a
+    The next block opens, one at a step, when the decoded share of the last one reaches `add_at`. With force=first and
+    add_at=0 all `blocks` are open at once, as in d3LLM without a cache. A block must commit a
     token at every step once the block before it has reached `force_at`; until then it commits only what the decoder is
     sure of. A block that leaves keeps its place for one step more, which makes its keys final. After a stop token no
     block opens, and the row ends when the blocks up to that token are finished. With blocks=1 it is blockwise.
@@ -57,7 +58,12 @@ class MultiBlock(BlockSweep):
         start, end = super().first_region(prompt, length)
         opens = self.blocks > 1 and start < prompt and (prompt - start) / (end - start) >= self.add_at
         opens = opens and not self.stable_at  # nothing has been predicted again yet
-        return start, min(end + self.block * opens, length)
+        return start, min(start + self.block * self.blocks if self.at_once else end + self.block * opens, length)
+
+    @property
+    def at_once(self) -> bool:
+        """Whether a new block counts as decoded enough for the next one to open: all that may open do so at once."""
+        return self.force == "first" and self.add_at == self.stable_at == 0
 
     def must_progress(self, lanes: RowCursors, open_BKL: Tensor) -> Tensor:
         first = self.force == "first"
@@ -72,6 +78,11 @@ class MultiBlock(BlockSweep):
             self.holds(lanes, state), after.next_B, lanes.length_B, lanes.start_B, lanes.end_B, lanes.block_B,
             grid=self.grid, add_at=self.add_at, stable_at=self.stable_at, stop=self.stop,
         )  # fmt: skip
+        if self.at_once:
+            opens_B = entered_BK.any(-1)
+            end_B = torch.where(opens_B, torch.minimum(start_B + self.block * self.blocks, lanes.length_B), end_B)
+            first_BK = start_B[:, None] + self.block * torch.arange(self.blocks, device=end_B.device)
+            entered_BK = (entered_BK.cumsum(-1) > 0) & (first_BK < end_B[:, None])
         return Moved(start_B, end_B, block_B, entered_BK, done_B, left_B)
 
     def holds(self, lanes: RowCursors, state: State) -> Tensor | None:

@@ -111,6 +111,22 @@ class Remembering(Decoder):
         return Proposal(view.masked_RL & (stats.top_RL > 0.99))
 
 
+def test_all_blocks_open_at_once_where_a_new_one_is_decoded_enough() -> None:
+    """d3LLM without a cache: activation goes on to the next block in the same step, and a new block's share is 0."""
+    table = torch.randn(5, 7, VOCAB, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    table[..., [EOS, MASK]] = -50.0
+    for force, regions in (("each", [(6, 10), (6, 14)]), ("first", [(6, 18), (6, 18)])):
+        recipe = multi(
+            Scripted(table), {"name": "fixed", "steps": 4}, blocks=3, block=4, add_at=0.0, force=force, force_at=0.0
+        )
+        updates = [*engine_for(recipe).run([Request([1] * 6, 22, recipe.resolve({}))], Wants(snapshots=True))]
+        assert [update.region for update in updates[:2]] == regions
+        starts, ends = zip(*(update.region for update in updates), strict=True)
+        if force == "first":
+            assert all(end == min(start + 12, 28) for start, end in zip(starts, ends, strict=True))
+        assert updates[-1].completion is not None and MASK not in updates[-1].completion.canvas
+
+
 def test_state_and_step_counts_stay_with_their_block() -> None:
     decoder = Remembering(seen=[])
     recipe = multi(tiny_model(), decoder, blocks=3, block=4, add_at=0.0)
