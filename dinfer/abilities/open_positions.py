@@ -54,7 +54,7 @@ class OpenPositions(Ability):
         if run is None:
             return None
         (rows, length), width = view.masked_RL.shape, run.h_BWD.shape[1]
-        flags_RL = view.masked_RL & rows_of(live_B, blocks)[:, None]
+        flags_RL = view.masked_RL & (run.logits_RL >= 0) & rows_of(live_B, blocks)[:, None]
         index_1M, place_1X = compact(flags_RL.view(1, -1), self.count)
         fits_B = (place_1X < self.count).view(live_B.shape[0], -1).all(-1)
         lane_R = torch.arange(rows, device=live_B.device)[:, None] // blocks

@@ -39,4 +39,5 @@ class ReadPositions(Ability):
         h_BWD, shape = run.h_BWD, step.shape
         if run.decodes and run.read_BX is not None and h_BWD.shape[1] == run.read_BX.shape[1]:  # it left out the others
             place_X = torch.arange(h_BWD.shape[1], device=h_BWD.device)
-            run.logits_RL = place_X.view(-1, shape.block).repeat(shape.lanes, 1)
+            place_RL = place_X.view(-1, shape.block).repeat(shape.lanes, 1)
+            run.logits_RL = torch.where(run.logits_RL < 0, -1, place_RL)

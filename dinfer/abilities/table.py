@@ -9,6 +9,7 @@ from dinfer.abilities.encoder import Encoder
 from dinfer.abilities.feeding import Feeding
 from dinfer.abilities.following import Following
 from dinfer.abilities.guidance import Guidance
+from dinfer.abilities.holding import Holding
 from dinfer.abilities.keys_only import KeyPasses
 from dinfer.abilities.offering import Offering
 from dinfer.abilities.open_positions import OpenPositions
@@ -20,6 +21,6 @@ from dinfer.abilities.watching import Watching
 from dinfer.step.ability import Ability
 
 ABILITIES: tuple[type[Ability], ...] = (
-    Adjusting, Offering, Encoder, Branched, Speculation, Following, Feeding, Watching, Guidance, KeyPasses,
+    Adjusting, Offering, Encoder, Branched, Speculation, Following, Holding, Feeding, Watching, Guidance, KeyPasses,
     ReadPositions, OpenPositions, Editing, Pacing, Bias, Verification, Constraints, Reporting,
 )  # fmt: skip

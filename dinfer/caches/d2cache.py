@@ -37,6 +37,7 @@ class D2Cache(CachePolicy):
     paper = "d2Cache, arXiv:2509.23094"
     scores_decoded: ClassVar[bool] = False
     follows: ClassVar[bool] = True
+    leaves_masks: ClassVar[bool] = True
 
     masks: int = option(32, "masks recomputed at every step; at least one is of the active block")
     mass: float = option(0.1, "share of all attention whose receivers are recomputed")

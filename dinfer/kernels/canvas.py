@@ -33,7 +33,7 @@ def window_positions(
     Returns
         the positions, int64 [B, W], -1 behind the window;
         whether `width` is enough, bool [B];
-        where in the window the logits of each active position are, int64 [B, active], -1 from `end` on;
+        where in the window the logits of each active position are, int64 [B, active], -1 if they are not computed;
         if the plan `keeps`, the end of the final keys after the step, int64 [B];
         with `prefill` or `settles`, the end of the keys of a row that decodes nothing, int64 [B], -1 for others.
     """
@@ -53,7 +53,9 @@ def window_positions(
         stop_B, only_B = torch.where(decodes_B, stop_B, piece_B), torch.where(decodes_B, -1, piece_B)
         fits_B = decodes_B | (piece_B > first_B)
     pos_BX = span(start_B, end_B, active)
-    logits_BX = torch.where(pos_BX >= 0, (pos_BX - shift).clamp_min(0) - first_B[:, None], -1)
+    query_BX = (pos_BX - shift).clamp_min(0)
+    computed_BX = (pos_BX >= 0) & (query_BX >= first_B[:, None]) & (query_BX < stop_B[:, None])
+    logits_BX = torch.where(computed_BX, query_BX - first_B[:, None], -1)
     final_B = None
     if plan.keeps:  # the step computes once more what was finished when it began
         final_B = settled_B if prefill or from_prompt else start_B // grain * grain

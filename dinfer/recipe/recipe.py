@@ -88,10 +88,16 @@ class Recipe:
                 f"{CACHES.called(self.cache)} does not compute. Use cache=dual, prefix or adaptive, or a decoder that "
                 "does not edit, such as threshold."
             )
-        if self.cache.follows and (isinstance(self.decoder, Adjusts) or "entropy" in self.decoder.needs):
+        if self.cache.leaves_masks and (isinstance(self.decoder, Adjusts) or "entropy" in self.decoder.needs):
             raise IncompatibleRecipe(
                 f"{CACHES.called(self.cache)} leaves masks out, and {DECODERS.called(self.decoder)} would take what is "
                 "not computed there for certain. Use cache=dual, or decoder=threshold, factor or calibrated."
+            )
+        if self.cache.plan(Phase.WINDOW).front and (self.iteration.blocks > 1 or self.iteration.scores != "block"):
+            raise IncompatibleRecipe(
+                f"{CACHES.called(self.cache)} computes the first masks of one block, fed as tokens and masks, and "
+                f"{ITERATIONS.called(self.iteration)} reads more. Use iteration=block_diffusion or blockwise, or "
+                "cache=block or dual."
             )
         if isinstance(self.decoder, Grows) and (self.iteration.block or self.iteration.blocks > 1):
             raise IncompatibleRecipe(
@@ -163,7 +169,8 @@ class Recipe:
         for name, value in values.items():
             if isinstance(value, int) and abs(value) > EXACT:
                 raise IncompatibleRecipe(f"{name}={value} is too large: at most 2**53 can be held exactly.")
-        if self.model.spec.mask_id is None and values.get("sampling.guidance", 0) > 0:
+        spec = self.model.spec
+        if spec.mask_id is None and values.get("sampling.guidance", 0) > 0:
             raise IncompatibleRecipe(
                 "sampling.guidance masks the prompt in a second branch, and this model has no mask token. Leave it 0."
             )
@@ -182,6 +189,13 @@ class Recipe:
             raise IncompatibleRecipe(
                 f"{ITERATIONS.called(self.iteration)} feeds what it expects at the masks, and a branch without the "
                 "prompt would expect other things. Leave sampling.guidance at 0, or use iteration=blockwise."
+            )
+        drafts = isinstance(self.decoder, Verifies | Moves) or spec.mask_id is None
+        if drafts and values.get("sampling.leftmost", 0):
+            raise IncompatibleRecipe(
+                f"sampling.leftmost={values['sampling.leftmost']} holds masks back, and "
+                f"{DECODERS.called(self.decoder)} drafts all of a block. Leave it at 0, or use decoder=threshold with "
+                "a model that has a mask token."
             )
         for name in (*self.decoder.refuses, *(["eos_last"] if isinstance(self.decoder, Edits) else [])):
             neutral = self.sampling.neutral.get(name)

@@ -62,6 +62,7 @@ class StandardSampling(Sampling):
     )
     presence_penalty: float = option(0.0, "lowers the logits of tokens that the canvas holds", per_request=True)
     min_tokens: int = option(0, "tokens of the answer before which no stop token is offered", per_request=True)
+    leftmost: int = option(0, "commit only the first so many masks of each active block; 0: any", per_request=True)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "suppress", tuple(self.suppress))
@@ -81,7 +82,7 @@ class StandardSampling(Sampling):
             raise ValueError(f"sampling.top_p={self.top_p} must be above 0, and at most 1 (all tokens)")
         check_range("sampling", self, "min_p", least=0, most=1)
         check_range("sampling", self, "frequency_penalty", "presence_penalty", least=-2, most=2)
-        check_range("sampling", self, "min_tokens", least=0)
+        check_range("sampling", self, "min_tokens", "leftmost", least=0)
 
     def incompatibility(self, spec: ModelSpec) -> str | None:
         wrong = next((t for t in self.suppress if t >= spec.vocab or t == spec.mask_id), None)

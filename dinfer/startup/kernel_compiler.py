@@ -99,6 +99,6 @@ def followers(recipe: Recipe, state: BatchState, shape: StepShape) -> Iterator[S
     length, spec = state.canvas.capacity, recipe.model.spec
     start = max(length - shape.blocks * state.block, 0)
     for phase in set(recipe.phases) - {shape.phase, Phase.PREFILL, Phase.VERIFY}:
-        for kept in (max(start - state.block, 0), start):
-            row = Cursors(phase=phase, prompt=start, length=length, start=start, end=length, kept=kept)
+        for kept, seen in ((max(start - state.block, 0), start), (start, start), (start, length)):
+            row = Cursors(phase=phase, prompt=start, length=length, start=start, end=length, kept=kept, seen=seen)
             yield replace(shape, phase=phase, width=width_of(recipe.cache, spec, row))

@@ -16,7 +16,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from dinfer.kernels.canvas import active_rows, canvas_values, lane_columns, padded, store_rows, window_values
+from dinfer.kernels.canvas import active_rows, canvas_values, lane_columns, padded, span, store_rows, window_values
 from dinfer.kernels.dispatch import use_triton
 from dinfer.kernels.upload import host_rows, uploaded
 
@@ -53,6 +53,7 @@ class Cursors(NamedTuple):
     end: int = 0
     block: int = 0
     kept: int = 0
+    seen: int = 0
     forwards: int = 0
     steps: int = 0
     refreshes: int = 0
@@ -62,9 +63,9 @@ class Cursors(NamedTuple):
     stops: int = 0
 
     @property
-    def place(self) -> tuple[int, int, int, int, int]:
-        """What the window of a row depends on, see `dinfer.step.plan`."""
-        return self.start, self.end, self.length, self.kept, self.prompt
+    def place(self) -> tuple[int, int, int, int, int, int, int]:
+        """What the width of a row's window depends on, see `dinfer.step.plan`. It is the same wherever masks are."""
+        return self.start, self.end, self.length, self.kept, self.prompt, self.seen, self.start
 
 
 CURSORS = tuple(f"{name}_B" for name in Cursors._fields)
@@ -87,6 +88,7 @@ class RowCursors:
     end_B: Tensor
     block_B: Tensor  # blocks finished
     kept_B: Tensor  # keys and values before this position are those of final tokens, as far as the cache minds
+    seen_B: Tensor  # the end of the last active region of which every key has been computed
     forwards_B: Tensor  # NFE since admission
     steps_B: Tensor  # denoise steps: what schedules and random streams count, so no cache shifts them
     refreshes_B: Tensor  # full passes whose keys and values were kept
@@ -98,9 +100,9 @@ class RowCursors:
     quota_BK: Tensor  # masks each active block began with
 
     @property
-    def place_B(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """What the window of a row depends on, see `dinfer.step.plan`."""
-        return self.start_B, self.end_B, self.length_B, self.kept_B, self.prompt_B
+    def place_B(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """What the width of a row's window depends on, see `dinfer.step.plan`. It is the same wherever masks are."""
+        return self.start_B, self.end_B, self.length_B, self.kept_B, self.prompt_B, self.seen_B, self.start_B
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +232,7 @@ class Canvas:
             from dinfer.kernels.triton.advance import finish as kernel
 
             columns = {name: column for column, name in enumerate(Cursors._fields)}
-            moved = lanes.start_B, lanes.end_B, lanes.block_B, lanes.kept_B
+            moved = lanes.start_B, lanes.end_B, lanes.block_B, lanes.kept_B, lanes.seen_B
             phases = {p.name: int(p) for p in (Phase.IDLE, Phase.FULL, Phase.WINDOW, Phase.FAULT)}
             return kernel(
                 self.cursors_NC, lanes.slot_B, lanes.live_B, *moved, lanes.quota_BK, gained_B, entered_BK, left_B,
@@ -262,6 +264,12 @@ class Canvas:
         lanes = replace(lanes, length_B=torch.where(lanes.live_B, length_B, lanes.length_B))
         self.cursors_NC[:, CURSORS.index("length_B")].index_copy_(0, lanes.slot_B, lanes.length_B)
         return lanes
+
+    def first_open(self, lanes: RowCursors, width: int) -> Tensor:
+        """The first open position of active regions of at most `width` positions; their end, if none is. int64 [B]"""
+        pos_BX = span(lanes.start_B, lanes.end_B, width)
+        open_BX = (self.gather(lanes.slot_B, pos_BX)[1] == int(Status.OPEN)) & (pos_BX >= 0)
+        return torch.where(open_BX, pos_BX, lanes.end_B[:, None]).amin(-1)
 
     def gather(self, slot_B: Tensor, pos_BW: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens and statuses at the positions of each lane; scratch where the position is -1."""

@@ -250,7 +250,8 @@ class CachePolicy(Component):
     reuses: ClassVar[bool] = True  # keys and values outlive the step that computed them
     scores_decoded: ClassVar[bool] = True  # windows hold the logits of decoded positions too, for decoders that edit
     watches: ClassVar[bool] = False  # wants to `observe` how values change
-    follows: ClassVar[bool] = False  # wants to `follow` attention, and may leave out masks of the active blocks
+    follows: ClassVar[bool] = False  # wants to `follow` attention
+    leaves_masks: ClassVar[bool] = False  # windows may leave out masks of the active blocks, which are then not decoded
     # A pass recomputes all keys that the one before it wrote, unless they are those of final tokens. So no later key
     # depends on which steps had a forward of their own, and `runtime.speculate` changes no token.
     rewrites: ClassVar[bool] = False

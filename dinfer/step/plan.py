@@ -15,10 +15,14 @@ from torch import Tensor
 SHARES = 10**6  # `WindowPlan.share` is in parts of this
 Position = TypeVar("Position", int, Tensor)
 Frame = tuple[int, int, bool]  # see `ModelSpec.frame`
-Place = tuple[Position, Position, Position, Position, Position]  # cursors of a row: start, end, length, kept, prompt
+# Cursors of a row: start, end, length, kept, prompt, seen. The last is its first open position, for `WindowPlan.front`.
+Place = tuple[Position, Position, Position, Position, Position, Position, Position]
 
 
-def window_bounds(start, end, length, kept, prompt, SHIFT, BLOCK, PROMPT, BACK, AHEAD, KEEPS, RESPONSE, UNSEEN):
+def window_bounds(
+    start, end, length, kept, prompt, seen, mask,
+    SHIFT, BLOCK, PROMPT, BACK, AHEAD, KEEPS, RESPONSE, UNSEEN, FRONT, BEHIND,
+):  # fmt: skip
     """The window `[first, stop)` of a row, and up to where its keys can be final: int, int64 [B], or in Triton.
 
     `SHIFT`, `BLOCK`, `PROMPT`: `ModelSpec.frame`; the others are those of a `WindowPlan`, -1 for None. Python, torch
@@ -32,10 +36,10 @@ def window_bounds(start, end, length, kept, prompt, SHIFT, BLOCK, PROMPT, BACK, 
     stop = length
     if BLOCK > 0 and not UNSEEN:
         last = (end - SHIFT - 1) * (end > SHIFT + 1)  # the last query that decodes a position of the region
-        seen = (last // grain + 1) * grain
+        reach = (last // grain + 1) * grain
         if PROMPT:
-            seen = prompt + (last - prompt + grain) // grain * grain * (last >= prompt)
-        stop = length + (seen - length) * (seen < length)
+            reach = prompt + (last - prompt + grain) // grain * grain * (last >= prompt)
+        stop = length + (reach - length) * (reach < length)
     if AHEAD >= 0:
         near = end + AHEAD - SHIFT
         stop = stop + (near - stop) * (near < stop)
@@ -48,6 +52,13 @@ def window_bounds(start, end, length, kept, prompt, SHIFT, BLOCK, PROMPT, BACK, 
         first = (start - BACK) * (start > BACK)
     if RESPONSE:
         first = first + (prompt - first) * (prompt < first)
+    if FRONT > 0:
+        narrow, last = (seen >= end) & (stop - first > FRONT), stop - FRONT
+        near = mask - SHIFT - BEHIND
+        near = near + (last - near) * (near > last)
+        near = near + (first - near) * (near < first)
+        first = first + (near - first) * narrow
+        stop = stop + (first + FRONT - stop) * narrow
     return first, stop, settled
 
 
@@ -69,17 +80,24 @@ class WindowPlan:
     last: bool = False  # the last of these places stands for the last position of the canvas, with keys of its own
     share: int | None = None  # choose at most so many millionths of the response, beside the region; None: any number
     every: int = 0  # in every n-th forward of a request, choose as many as there are; 0: never
+    # Of a region whose keys have all been computed, compute so many positions: `behind` before the first open one, and
+    # from there on. Near an end of the window they lie at that end, so their number is known. 0: all
+    front: int = 0
+    behind: int = 0
 
     def __post_init__(self) -> None:
         if self.last and (self.chosen or self.keeps or self.ahead is None or self.unseen):
             raise ValueError(f"{self}: `last` needs `ahead`, and excludes `chosen`, `keeps` and `unseen`")
         if (self.chosen and self.keeps) or (self.share is not None and not self.chosen):
             raise ValueError(f"{self}: `chosen` excludes `keeps`, and `share` needs `chosen`")
+        if self.front and (self.chosen or self.last or not 0 <= self.behind < self.front):
+            raise ValueError(f"{self}: `front` excludes `chosen` and `last`, and is larger than `behind`")
 
-    def numbers(self, shift: int) -> tuple[int, int, bool, bool, bool]:
+    def numbers(self, shift: int) -> tuple[int, int, bool, bool, bool, int, int]:
         """The last arguments of `window_bounds`."""
         back = -1 if self.back is None else max(self.back, shift)
-        return back, -1 if self.ahead is None else self.ahead, self.keeps, self.response, self.unseen
+        ahead = -1 if self.ahead is None else self.ahead
+        return back, ahead, self.keeps, self.response, self.unseen, self.front, self.behind
 
     def bounds(self, place: Place[Position], frame: Frame) -> tuple[Position, Position, Position]:
         """What `window_bounds` returns."""
@@ -88,7 +106,7 @@ class WindowPlan:
     def width(self, place: Place[Position], forwards: Position, frame: Frame) -> Position:
         """How many positions a step must have room for. int or int64 [B]"""
         (first, stop, _), shift = self.bounds(place, frame), frame[0]
-        width, (start, end, length, _, prompt) = stop - first, place
+        width, (start, end, length, _, prompt, *_) = stop - first, place
         if self.share is not None:
             most = end - (start - shift) * (start > shift) + self.allowance(length - prompt, forwards)
             width = width + (most - width) * (most < width)
@@ -106,11 +124,11 @@ class WindowPlan:
         position that is seen. `grain`: regions begin and end at its multiples.
         """
         _, block, from_prompt = frame
-        if not block or self.chosen:
+        if not block or self.chosen or self.front:
             return False
         step = math.gcd(grain, block)
         for start, size in product(range(block, 2 * block, step), range(step, block + 1, step)):
-            place = start, start + size, 5 * block, start, block if from_prompt else start
+            place = start, start + size, 5 * block, start, block if from_prompt else start, start, start
             first, stop, _ = self.bounds(place, frame)
             _, seen, _ = WindowPlan(None, None).bounds(place, frame)
             if first > start // block * block or stop < seen:

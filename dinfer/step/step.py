@@ -127,7 +127,8 @@ def move_on(step: Step, made: Decision) -> None:
     moved = made.moved = recipe.iteration.advance(step.lanes, block_after(step, made), step.iteration_state)
     if made.decoder_state:
         state.decoder.refresh(made.decoder_state, fresh_rows(moved))
-    step.lanes = replace(step.lanes, start_B=moved.start_B, end_B=moved.end_B, block_B=moved.block_B)
+    seen_B = step.lanes.end_B  # a step that decides has computed all keys of the region, or found them computed
+    step.lanes = replace(step.lanes, start_B=moved.start_B, end_B=moved.end_B, block_B=moved.block_B, seen_B=seen_B)
     for ability in step.abilities:
         ability.moved(step, made)
     lanes, gained_B = step.lanes, made.known.gained_B

@@ -32,8 +32,9 @@ def window(
     """The positions that a step computes; changes the cache's `state` in place."""
     plan, active = cache.plan(shape.phase), shape.blocks * shape.block
     if not plan.chosen:
+        place_B = (*lanes.place_B[:-1], canvas.first_open(lanes, active)) if plan.front else lanes.place_B
         pos_BW, fits_B, logits_BX, kept_B, settled_B = window_positions(
-            plan, lanes.place_B, spec.frame, width=shape.width, active=active, prefill=shape.phase == Phase.PREFILL,
+            plan, place_B, spec.frame, width=shape.width, active=active, prefill=shape.phase == Phase.PREFILL,
             settles=shape.extra(KeysOnly) is not None,
         )  # fmt: skip
         place_BW, stop_B = pos_BW, None
@@ -94,7 +95,7 @@ def narrow_width(cache: CachePolicy, spec: ModelSpec, now: Cursors) -> int | Non
 
     A row that enters a block first runs a pass that only stores keys. This is the width of that pass.
     """
-    if not (plan := cache.plan(Phase.WINDOW)).keeps:
+    if not (plan := cache.plan(Phase.WINDOW)).keeps or plan.front:  # rows that stay would be as wide as they were
         return None
     _, stop, settled = plan.bounds(now.place, spec.frame)
     return max(stop - settled, spec.attention_block or 1)
@@ -105,7 +106,7 @@ def prefilled(cache: CachePolicy, spec: ModelSpec, start: int) -> int:
 
     These keys depend on the tokens before them alone, so requests whose prompts begin alike may share them.
     """
-    plan, place = cache.plan(Phase.PREFILL), (start, start, start, 0, start)
+    plan, place = cache.plan(Phase.PREFILL), (start, start, start, 0, start, 0, start)
     return plan.bounds(place, spec.frame)[2] if plan.keeps else 0
 
 

@@ -39,6 +39,8 @@ ALSO: dict[tuple[str, str], list[dict[str, Any]]] = {
     ("cache", "prefix"): [{"suffix": 3}],
     ("cache", "d2cache"): [{"masks": 3, "mass": 0.3, "bridge": 2, "share": 0.25}],
     ("cache", "dual"): [{"interval": 3}],
+    ("cache", "narrow_block"): [{"ahead": 2, "back": 1}],
+    ("cache", "narrow_dual"): [{"ahead": 2, "back": 1}],
     ("cache", "delayed"): [{"variant": "greedy", "interval": 2}],
     ("cache", "adaptive"): [{"prompt_interval": 5, "response_interval": 3, "ratio": 0.5}],
     ("decoder", "threshold"): [{"least": 2}, {"relax": 0.6, "horizon": 3}],

@@ -67,10 +67,11 @@ def leave_blocks(
 
 @triton.jit(do_not_specialize=["lanes", "refreshed", "hit"])  # one kernel for all batches
 def _finish(
-    rows_ptr, slot_ptr, live_ptr, start_ptr, end_ptr, block_ptr, kept_ptr, quota_ptr, gained_ptr, entered_ptr, left_ptr,
-    done_ptr, broken_ptr, stale_ptr, lanes, columns, refreshed, hit,
+    rows_ptr, slot_ptr, live_ptr, start_ptr, end_ptr, block_ptr, kept_ptr, seen_ptr, quota_ptr, gained_ptr,
+    entered_ptr, left_ptr, done_ptr, broken_ptr, stale_ptr, lanes, columns, refreshed, hit,
     BEHIND: tl.constexpr, K: tl.constexpr, LEFT: tl.constexpr,
     PHASE: tl.constexpr, START: tl.constexpr, END: tl.constexpr, BLOCK: tl.constexpr, KEPT: tl.constexpr,
+    SEEN: tl.constexpr,
     FORWARDS: tl.constexpr, STEPS: tl.constexpr, REFRESHES: tl.constexpr, COMMITTED: tl.constexpr,
     HITS: tl.constexpr,
     IDLE: tl.constexpr, FULL: tl.constexpr, WINDOW: tl.constexpr, FAULT: tl.constexpr,
@@ -89,6 +90,7 @@ def _finish(
     tl.store(row + END, tl.load(end_ptr + lane, mask=inside), mask=live)
     tl.store(row + BLOCK, tl.load(block_ptr + lane, mask=inside), mask=live)
     tl.store(row + KEPT, tl.load(kept_ptr + lane, mask=inside), mask=live)
+    tl.store(row + SEEN, tl.load(seen_ptr + lane, mask=inside), mask=live)
     tl.store(row + FORWARDS, tl.load(row + FORWARDS, mask=live) + 1 - hit, mask=live)
     tl.store(row + HITS, tl.load(row + HITS, mask=live) + hit, mask=live)
     tl.store(row + STEPS, tl.load(row + STEPS, mask=live) + 1, mask=live)
@@ -106,13 +108,13 @@ def _finish(
         tl.store(row + BEHIND + K + k, tl.load(quota_ptr + lane * K + block, mask=inside), mask=live)
 
 
-WRITTEN = ("phase", "start", "end", "block", "kept", "forwards", "steps", "refreshes", "committed", "hits")
+WRITTEN = ("phase", "start", "end", "block", "kept", "seen", "forwards", "steps", "refreshes", "committed", "hits")
 
 
 def finish(
     rows_NC: Tensor, slot_B: Tensor, live_B: Tensor, start_B: Tensor, end_B: Tensor, block_B: Tensor, kept_B: Tensor,
-    quota_BK: Tensor, gained_B: Tensor, entered_BK: Tensor, left_B: Tensor | None, done_B: Tensor, broken_B: Tensor,
-    stale_B: Tensor | bool, *, refreshed: bool, hit: bool, columns: dict[str, int],
+    seen_B: Tensor, quota_BK: Tensor, gained_B: Tensor, entered_BK: Tensor, left_B: Tensor | None, done_B: Tensor,
+    broken_B: Tensor, stale_B: Tensor | bool, *, refreshed: bool, hit: bool, columns: dict[str, int],
     phases: dict[str, int],
 ) -> None:  # fmt: skip
     """See `dinfer.step.canvas.Canvas.finish`. `columns`: each cursor's column; `phases`: each phase's number."""
@@ -121,7 +123,7 @@ def finish(
         always = phases["FULL" if stale_B else "WINDOW"]
         stale_B, phases = done_B, phases | {"FULL": always, "WINDOW": always}
     read = (
-        slot_B, live_B, start_B, end_B, block_B, kept_B, quota_BK, gained_B, entered_BK,
+        slot_B, live_B, start_B, end_B, block_B, kept_B, seen_B, quota_BK, gained_B, entered_BK,
         done_B if left_B is None else left_B, done_B, broken_B, stale_B,
     )  # fmt: skip
     _finish[(triton.cdiv(lanes, PIECE),)](

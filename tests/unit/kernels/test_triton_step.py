@@ -143,9 +143,11 @@ def test_option_columns(monkeypatch: pytest.MonkeyPatch, repeat: int) -> None:
 def test_window_positions(monkeypatch: pytest.MonkeyPatch, width: int, active: int, shift: int) -> None:
     start_B, kept_B, prompt_B = number(30, 9), number(20, 9), number(20, 9)
     end_B = start_B + number(active + 1, 9)
-    place_B = start_B, end_B, end_B + number(2 * width, 9), kept_B, prompt_B
+    length_B, seen_B, mask_B = end_B + number(2 * width, 9), end_B - number(2, 9), start_B + number(active, 9)
+    place_B = start_B, end_B, length_B, kept_B, prompt_B, seen_B, mask_B
     plans = [WindowPlan(back, ahead) for back in (None, 0, 5) for ahead in (None, 0, 3)]
-    plans += [WindowPlan(keeps=True, ahead=None), WindowPlan(0, None, response=True, unseen=True)]
+    plans += [WindowPlan(keeps=True, ahead=None, front=front, behind=front // 2) for front in (0, 3)]
+    plans += [WindowPlan(0, 0, front=3, behind=1), WindowPlan(0, None, response=True, unseen=True)]
     modes, blocks = ((False, False), (False, True), (True, False)), ((0, False), (1, False), (4, False), (4, True))
     points = itertools.product(enumerate(plans), enumerate(blocks), enumerate(modes))
     for (i, plan), (j, (block, own)), (k, (prefill, settles)) in points:

@@ -1,0 +1,54 @@
+"""Masks that a step does not decode: the cache did not compute them, or they are too far behind the first mask."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from dinfer.step.ability import Ability, Decision, Step
+from dinfer.step.contracts import Parts, Proposal
+from dinfer.step.shape import Extra, StepShape
+from dinfer.step.stats import TokenStats
+
+
+@dataclass(frozen=True, slots=True)
+class Leftmost(Extra):
+    """Some row decodes the leftmost masks of each block alone."""
+
+
+@dataclass(frozen=True)
+class Holding(Ability):
+    """Shows the decoder no statistics of masks that are held back, and commits none of them."""
+
+    leaves: bool  # the cache leaves masks out
+    limits: bool  # some row has a limit
+
+    @classmethod
+    def of(cls, recipe: Parts, shape: StepShape) -> Self | None:
+        holding = cls(recipe.cache.leaves_masks, shape.extra(Leftmost) is not None)
+        return holding if holding.leaves or holding.limits else None
+
+    @classmethod
+    def asks(cls, recipe: Parts, options: Sequence[float], more: Mapping[str, Any]) -> Extra | None:
+        return Leftmost() if recipe.sampling_of(options).get("leftmost", 0) else None
+
+    def select(self, step: Step, made: Decision) -> Proposal | None:
+        free_RL = torch.ones_like(made.view.masked_RL)
+        if self.leaves and made.known.run is not None:
+            free_RL = made.known.run.logits_RL >= 0
+        if self.limits:
+            options = step.state.options(step.recipe, made.lanes.slot_B, "sampling", step.shape.blocks)
+            masked_RL, most_R1 = made.view.masked_RL, options["leftmost"]
+            free_RL = free_RL & (~masked_RL | (most_R1 == 0) | (masked_RL.cumsum(-1) <= most_R1))
+        made.stats = held_back(made.stats, ~free_RL)
+        proposal = step.recipe.decoder.select(made.stats, made.view, made.decoder_state)
+        return replace(proposal, commit_RL=proposal.commit_RL & free_RL)
+
+
+def held_back(stats: TokenStats, held_RL: Tensor) -> TokenStats:
+    """The statistics with 0 at these positions. The model prefers the mask there, so no commit is forced on them."""
+    declined_RL = stats.declined_RL | held_RL
+    stats = stats.each(lambda stat_RL: stat_RL.masked_fill(held_RL, 0))
+    return replace(stats, mask_drawn_RL=declined_RL)
