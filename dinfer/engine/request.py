@@ -128,6 +128,7 @@ class Counts:
     committed: int  # masked positions decoded, stop tokens included
     tokens: int  # generated tokens before the first stop token
     seconds: float  # wall time from admission to the last step
+    positions: int = 0  # computed in all forwards, those of candidates and branches included
     hits: int = 0  # denoise steps without a forward, see `dinfer.abilities.candidates`
 
     @property

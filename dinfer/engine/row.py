@@ -69,6 +69,7 @@ class Row:
     waited: int = 0  # rounds in a row that took others, where rows take steps by turns
     left: int = 0  # open positions of the active blocks
     fastest: int = 0  # the most positions that a step has committed
+    positions: int = 0  # computed for it
     need: StepWidth = field(default_factory=lambda: StepWidth(0))  # of the next step, cached
     need_at: tuple[int, ...] = ()  # the cursors for which `need` is valid
 
@@ -85,6 +86,8 @@ class Row:
         self.missed = now.forwards == old.forwards
         if self.missed:
             return False
+        decided = now.steps > old.steps
+        self.positions += self.need.width * (1 + self.tried) if decided else now.kept - old.kept
         self.steady = now[:PLACE] == old[:PLACE]
         if gained or (not self.steady and (now.block, now.kept) != (old.block, old.kept)):
             self.idle, self.since = 0, now.forwards
@@ -174,5 +177,7 @@ class Row:
         output, stopped = self.request.answer(tokens, spec.stop_ids)
         now, seconds = self.cursors, time.perf_counter() - self.began
         prefills = now.forwards + now.hits - now.steps
-        counts = Counts(now.forwards, prefills, now.refreshes, now.committed, len(output), seconds, now.hits)
+        counts = Counts(
+            now.forwards, prefills, now.refreshes, now.committed, len(output), seconds, self.positions, now.hits
+        )
         return Completion(tokens, output, stopped, counts)
