@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NoReturn, TypedDict, Unpack, overload
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypedDict, Unpack, overload
 import torch
 
 import dinfer.recipe.presets as presets
+from dinfer.abilities.constraints import InLanguage
 from dinfer.engine.engine import Engine
 from dinfer.engine.request import Completion, Counts, Request, Update, Wants
 from dinfer.engine.runtime import Runtime
@@ -23,11 +24,13 @@ from dinfer.parallel.divided_model import Source, divided
 from dinfer.pipeline.inputs import Infilled, as_int, each, encodable, gaps_of, is_conversation, listed, named, parse
 from dinfer.pipeline.shown import as_html, figures, short, user_errors
 from dinfer.pipeline.streaming import TextStream
+from dinfer.pipeline.structured import Held, compiler_of, form_of
 from dinfer.pipeline.tokenizer import ChatTemplate, read_tokenizer
 from dinfer.recipe.recipe import Recipe, compose
 from dinfer.recipe.registry import CACHES, MODELS
 from dinfer.step.contracts import CachePolicy
 from dinfer.step.window import exact
+from dinfer.structure import Compiler, Language
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -53,6 +56,13 @@ class Result:
     stopped: bool  # at a stop token; else max_new_tokens ran out
     counts: Counts
     trace: list[list[int]] | None = None
+    read: Callable[[str], Any] | None = field(default=None, compare=False, repr=False)  # how `value` is read
+
+    @property
+    def value(self) -> Any:
+        """What an answer that was held to a constraint says: an instance of the type, the value of its JSON, else the
+        text; None: it was not. Raises ValueError if validators of the type's own refuse it."""
+        return None if self.read is None else self.read(self.text)
 
     def __repr__(self) -> str:
         return f"Result({short(self.text)}, {figures(self.counts)})"
@@ -81,6 +91,14 @@ class Pipeline:
         )
 
     @cached_property
+    def compiler(self) -> Compiler:
+        """Compiles what answers are held to. Raises ValueError if no constraint can be guaranteed here."""
+        return compiler_of(self.recipe, self._need_tokenizer())
+
+    def _language(self, held: Held) -> Language | None:
+        return None if (form := form_of(held)) is None else form.language(self.compiler)
+
+    @cached_property
     def _chat(self) -> ChatTemplate:
         return ChatTemplate(self._need_tokenizer())
 
@@ -94,13 +112,13 @@ class Pipeline:
     @overload
     def generate(  # type: ignore[overload-overlap]  # a text is no list of texts here
         self, prompts: str | Sequence[Message], *, max_new_tokens: int = 128, options: Options = None,
-        chat: bool | None = None, trace: bool = False,
+        chat: bool | None = None, trace: bool = False, **held: Unpack[Held],
     ) -> Result: ...  # fmt: skip
 
     @overload
     def generate(
         self, prompts: Sequence[str | Sequence[Message]], *, max_new_tokens: int | Sequence[int] = 128,
-        options: Options = None, chat: bool | None = None, trace: bool = False,
+        options: Options = None, chat: bool | None = None, trace: bool = False, **held: Unpack[Held],
     ) -> list[Result]: ...  # fmt: skip
 
     @user_errors
@@ -112,20 +130,26 @@ class Pipeline:
         options: Options = None,
         chat: bool | None = None,
         trace: bool = False,
+        **held: Unpack[Held],
     ) -> Any:
         """Answers one prompt (returns a Result) or a list of them (returns a list, in order).
 
         A prompt is a text or a conversation (a list of {"role", "content"}). `chat`: put texts through the
         tokenizer's chat template; None: if it has one. `options`: per-request options, one mapping for all or one
-        for each prompt, such as {"threshold": 0.8}. `max_new_tokens`: one number for all, or one for each. Raises
-        ValueError for bad input, and NonFiniteLogits or StalledRow for a request that fails.
+        for each prompt, such as {"threshold": 0.8}. `max_new_tokens`: one number for all, or one for each.
+
+        `held`: what every answer is held to, whatever the model says: schema=, a pydantic model, a JSON Schema or its
+        text; regex=; choice=, a list of texts; grammar=, Lark or EBNF; or constraint=, of `dinfer.structure`. The
+        result's `value` is then the parsed answer. The model does not see it: say in the prompt what is wanted.
+
+        Raises ValueError for bad input, and NonFiniteLogits or StalledRow for a request that fails.
         """
         single = isinstance(prompts, str) or is_conversation(prompts)
         if single:
             ids = [self.encode(prompts, chat=chat)]
         else:
             ids = self._each(partial(self.encode, chat=chat), prompts, "prompt")
-        results = self.generate_ids(ids, max_new_tokens=max_new_tokens, options=options, trace=trace)
+        results = self.generate_ids(ids, max_new_tokens=max_new_tokens, options=options, trace=trace, **held)
         return results[0] if single else results
 
     @user_errors
@@ -136,11 +160,15 @@ class Pipeline:
         max_new_tokens: int | Sequence[int] = 128,
         options: Options = None,
         trace: bool = False,
+        **held: Unpack[Held],
     ) -> list[Result]:
         """Like `generate`, for prompts that are token ids. Texts are decoded if there is a tokenizer."""
-        requests = self.requests(prompts, max_new_tokens, options)
-        done = self._run(requests, trace)
-        return [self.result(request, *finished) for request, finished in zip(requests, done, strict=True)]
+        form = form_of(held)
+        language = None if form is None else form.language(self.compiler)
+        requests = self.requests(prompts, max_new_tokens, options, language)
+        done = zip(requests, self._run(requests, trace), strict=True)
+        read = None if form is None else form.read
+        return [replace(self.result(request, *finished), read=read) for request, finished in done]
 
     @overload
     def infill(  # type: ignore[overload-overlap]  # a text is no list of texts here
@@ -218,9 +246,10 @@ class Pipeline:
         max_new_tokens: int = 128,
         options: Mapping[str, Any] | None = None,
         chat: bool | None = None,
+        **held: Unpack[Held],
     ) -> Generator[Update]:
         """The canvas of one prompt after every step. Raises as `generate` does."""
-        requests = self.requests([self.encode(prompt, chat=chat)], max_new_tokens, options)
+        requests = self.requests([self.encode(prompt, chat=chat)], max_new_tokens, options, self._language(held))
         return self.engine.run(requests, Wants(snapshots=True))
 
     @user_errors
@@ -231,13 +260,14 @@ class Pipeline:
         max_new_tokens: int = 128,
         options: Mapping[str, Any] | None = None,
         chat: bool | None = None,
+        **held: Unpack[Held],
     ) -> TextStream:
         """The answer to one prompt as pieces of text, in order, each as soon as no later step can change it.
 
         Joined, they are the text that `generate` returns. A decoder that edits gives the text of finished blocks.
         Raises as `generate` does.
         """
-        requests = self.requests([self.encode(prompt, chat=chat)], max_new_tokens, options)
+        requests = self.requests([self.encode(prompt, chat=chat)], max_new_tokens, options, self._language(held))
         return TextStream(self.engine.run(requests, Wants(deltas="commit")), self.decode)
 
     @user_errors
@@ -264,20 +294,25 @@ class Pipeline:
         prompts: Sequence[Sequence[int]],
         max_new_tokens: int | Sequence[int],
         options: Options,
+        language: Language | None = None,
     ) -> list[Request]:
-        """Validated requests; every error names the prompt and the field."""
+        """Validated requests, their answers in `language`; every error names the prompt and the field."""
         prompts = listed(prompts, "prompts")
         lengths = each(max_new_tokens, len(prompts), "max_new_tokens")
         values = each({} if options is None else options, len(prompts), "options")
-        return [self._request(i, *given) for i, given in enumerate(zip(prompts, lengths, values, strict=True))]
+        triples = zip(prompts, lengths, values, strict=True)
+        return [self._request(i, *given, language) for i, given in enumerate(triples)]
 
-    def _request(self, index: int, prompt: Sequence[int], new_tokens: Any, options: Any) -> Request:
+    def _request(
+        self, index: int, prompt: Sequence[int], new_tokens: Any, options: Any, language: Language | None
+    ) -> Request:
         ids, new_tokens = _ids(prompt, f"prompt {index}"), as_int(new_tokens, f"prompt {index}: max_new_tokens")
         if new_tokens < 1:
             raise ValueError(f"prompt {index}: max_new_tokens={new_tokens} must be at least 1")
         room = max(self.engine.max_length - len(ids) - new_tokens, 0)
         spare = min(self.recipe.iteration.spare(new_tokens), room)
-        return self._checked(f"prompt {index}", options, Request(ids, new_tokens, spare=spare))
+        more = {} if language is None else {"language": InLanguage(language, len(ids), len(ids) + new_tokens)}
+        return self._checked(f"prompt {index}", options, Request(ids, new_tokens, spare=spare, more=more))
 
     @staticmethod
     def _each(encode: Callable[[Any], list[int]], values: Any, what: str) -> list[list[int]]:

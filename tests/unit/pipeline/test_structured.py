@@ -1,0 +1,102 @@
+"""`generate` and `stream` with a schema, a regular expression, choices or a grammar, on the model in the box."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, Field
+
+import dinfer
+from dinfer.pipeline import Pipeline
+from dinfer.structure import ConstraintError, json_schema
+
+QUESTION = "Take the number 71, then add 124, subtract 59 and subtract 87. Which number is it?"
+SCHEMA = {"type": "object", "properties": {"answer": {"type": "integer", "minimum": 0}}, "required": ["answer"]}
+
+
+class Answer(BaseModel):
+    steps: list[str] = Field(max_length=3)
+    answer: int = Field(ge=0, le=999)
+
+
+@pytest.fixture(scope="module")
+def pipe() -> Pipeline:
+    return dinfer.load("tiny", device="cpu")
+
+
+def test_a_pydantic_model_is_answered_by_its_instance(pipe: Pipeline) -> None:
+    result = pipe.generate(QUESTION, schema=Answer, max_new_tokens=96)
+    assert isinstance(result.value, Answer)
+    assert Answer.model_validate_json(result.text) == result.value
+    assert pickle.loads(pickle.dumps(result)).value == result.value
+
+
+def test_a_type_that_pydantic_knows_is_a_schema(pipe: Pipeline) -> None:
+    found = pipe.generate(QUESTION, schema=list[bool], max_new_tokens=64).value
+    assert isinstance(found, list) and {*map(type, found)} <= {bool}
+
+
+@pytest.mark.parametrize("schema", [SCHEMA, '{"type": "object", "required": ["answer"]}'])
+def test_a_schema_is_answered_by_its_value(pipe: Pipeline, schema: Any) -> None:
+    assert "answer" in pipe.generate(QUESTION, schema=schema, max_new_tokens=64).value
+
+
+@pytest.mark.parametrize(
+    ("held", "pattern"),
+    [
+        ({"regex": r"(add|take) \d{1,3}"}, r"(add|take) \d{1,3}"),
+        ({"choice": ["yes", "no"]}, "yes|no"),
+        ({"grammar": 'root ::= "it is " [0-9]+'}, "it is [0-9]+"),
+    ],
+)
+def test_a_text_is_held_to_its_form_and_streamed(pipe: Pipeline, held: Any, pattern: str) -> None:
+    results = pipe.generate([QUESTION, "Hello"], max_new_tokens=32, **held)
+    assert all(re.fullmatch(pattern, result.text) and result.value == result.text for result in results)
+    assert "".join(pipe.stream(QUESTION, max_new_tokens=32, **held)) == results[0].text
+
+
+def test_a_constraint_has_options_of_its_own(pipe: Pipeline) -> None:
+    result = pipe.generate(QUESTION, constraint=json_schema(SCHEMA, whitespace="pretty"), max_new_tokens=64)
+    assert result.text.startswith('{\n  "answer": ') and set(result.value) == {"answer"}
+
+
+def test_an_answer_that_is_free_has_no_value(pipe: Pipeline) -> None:
+    assert pipe.generate(QUESTION, max_new_tokens=32).value is None
+
+
+@pytest.mark.parametrize(
+    ("held", "what"),
+    [
+        ({"regex": "(a"}, "regex: "),
+        ({"regex": "a", "choice": ["b"]}, "regex and choice are both given"),
+        ({"choice": "yes"}, "choice: choices are a list"),
+        ({"schema": 5}, "schema: 5 is no JSON Schema"),
+        ({"constraint": "a"}, "constraint: 'a' is not made by"),
+        ({"schema": {"type": "object", "properties": {"a": {"$dynamicRef": "#b"}}}}, r"schema: properties\.a"),
+        ({"schema": Answer, "max_new_tokens": 3}, r"prompt 0: the shortest answer .* has \d+ tokens, not 3"),
+    ],
+)
+def test_what_cannot_be_promised_is_refused(pipe: Pipeline, held: Any, what: str) -> None:
+    with pytest.raises(ValueError, match=what):
+        pipe.generate(QUESTION, **held)
+
+
+def test_other_names_are_no_arguments(pipe: Pipeline) -> None:
+    with pytest.raises(TypeError, match="'scheme'"):
+        pipe.generate(QUESTION, scheme=SCHEMA)  # type: ignore[call-overload]
+
+
+def test_an_iteration_that_goes_on_behind_the_end_is_refused() -> None:
+    pipe = dinfer.load("tiny", device="cpu", iteration={"name": "blockwise", "stop": "off"})
+    with pytest.raises(ValueError, match=r"iteration\.stop=off"):
+        pipe.generate(QUESTION, choice=["yes"])
+
+
+def test_the_vocabulary_is_read_once_and_a_language_kept(pipe: Pipeline) -> None:
+    again = json_schema(SCHEMA)
+    assert pipe.compiler is pipe.compiler
+    assert pipe.compiler.compile(again) is pipe.compiler.compile(json_schema(SCHEMA))
+    assert issubclass(ConstraintError, ValueError)
