@@ -35,6 +35,7 @@ from benchmarks.shapes import shape
 from benchmarks.tables import lost
 from dinfer import Pipeline, Runtime, compose
 from dinfer.engine.scheduler import scheduler
+from dinfer.engine.scheduler.grouping import PrefillBatching
 from dinfer.engine.scheduler.lookahead import Lookahead
 from dinfer.kernels.dispatch import GROUPS, VARIABLE
 from dinfer.layers.linear import quantize
@@ -92,9 +93,8 @@ def applies(name: str, case: Case, spec: ModelSpec) -> bool:
 
 
 @contextmanager
-def without(name: str) -> Iterator[dict[str, bool]]:
-    """Within, one group or optimisation is off. Yields settings of the runtime."""
-    found = {"settle": name != "settle", "gather": name != "gather"}
+def without(name: str) -> Iterator[None]:
+    """Within, one group or optimisation is off."""
     with ExitStack() as stack:
         if name in GROUPS:
             stack.enter_context(patch.dict(os.environ, {VARIABLE: f"triton,-{name}"}))
@@ -104,7 +104,11 @@ def without(name: str) -> Iterator[dict[str, bool]]:
             stack.enter_context(patch.object(Lookahead, "pays", PropertyMock(return_value=False)))
         elif name == "scored":
             stack.enter_context(patch.object(scheduler, "MANY", sys.maxsize))
-        yield found
+        elif name == "settle":
+            stack.enter_context(patch.object(scheduler, "narrow_width", lambda *row: None))
+        elif name == "gather":
+            stack.enter_context(patch.object(PrefillBatching, "holds", lambda *rows: False))
+        yield
 
 
 def network(case: Case, device: torch.device) -> Recipe:
@@ -121,11 +125,11 @@ def network(case: Case, device: torch.device) -> Recipe:
     return apart(recipe) if spec.experts else recipe
 
 
-def measured(recipe: Recipe, case: Case, new: int, settings: dict[str, bool]) -> tuple[dict[str, Any], list[list[int]]]:
+def measured(recipe: Recipe, case: Case, new: int) -> tuple[dict[str, Any], list[list[int]]]:
     """The figures of one variant, and its tokens."""
     device = recipe.model.device
     cuda = device.type == "cuda"
-    pipe = Pipeline(recipe, None, Runtime(rows=case.rows, graphs=cuda, **settings))
+    pipe = Pipeline(recipe, None, Runtime(rows=case.rows, graphs=cuda, favour="throughput"))
     prompts = random_prompts(recipe.model.spec, case.requests, case.prompt)
     # Many requests have different lengths, so that rows enter and leave at different times.
     lengths = [new // 4 * (1 + i % 4) if case.requests > case.rows else new for i in range(case.requests)]
@@ -183,8 +187,8 @@ def ablated(recipe: Recipe, case: Case, names: list[str], new: int) -> Iterator[
     reference = None
     for name in [ALL, *(name for name in names if name != "early"), f"{ALL}, again", *early]:
         try:
-            with without(name) as settings:
-                rows[name], tokens = measured(recipe, case, new, settings)
+            with without(name):
+                rows[name], tokens = measured(recipe, case, new)
             reference = reference or tokens
             rows[name]["same_tokens"] = tokens == reference
         except RuntimeError as error:  # a variant that does not run or finds no memory is a result too

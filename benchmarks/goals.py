@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-STEADY = "--stagger --settle --gather --rounds 3"
+STEADY = "--stagger --favour throughput --rounds 3"
 MINI = f"--shape llada2-mini --spread {STEADY} --in-flight 64,128,256,1,8,32,512 --rounds 3,3,3,6,4,3,3 --warm-up 20"
-LONG = "--shape llada2-mini --spread --settle --in-flight 1,8 --new 256 --rounds 1"
+LONG = "--shape llada2-mini --spread --favour throughput --in-flight 1,8 --new 256 --rounds 1"
 SDAR = "--block 4 --rate 2 --prompt 512 --new 256"
 DUAL = "--shape llada-8b --prompt 128 --new 256 --rate 4"
 RUNS = {  # what `benchmarks.throughput` is asked

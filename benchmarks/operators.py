@@ -65,7 +65,7 @@ def feature_settings() -> list[Setting]:
     return [
         dual | {"runtime": {"speculate": 3}}, dual | {"options": {"guidance": 1.5}},
         dual | {"options": {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.2}},
-        block | {"model": "small-llada2", "runtime": {"settle": True, "gather": True}, "rows": 40, "new": 40},
+        block | {"model": "small-llada2", "runtime": {"favour": "throughput"}, "rows": 40, "new": 40},
         block | {"model": "small-sdar", "runtime": {"speculate": 2, "share": True}},
         dual | {"reports": {"drafts": True}},
         dual | {"reports": {"drafts": True, "logprobs": True, "deltas": "commit"}},

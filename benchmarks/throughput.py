@@ -1,6 +1,6 @@
 """Tokens per second over the number of requests in flight: a closed loop, a new request for each that finishes.
 
-    python -m benchmarks.throughput --shape llada2-mini --settle --stagger --out results.json
+    python -m benchmarks.throughput --shape llada2-mini --favour throughput --stagger --out results.json
     python -m benchmarks.throughput --model tiny --prompts problems --new 96 --decoder threshold
     python -m benchmarks.throughput --shape small-llada2 --device cpu --in-flight 4 --prompt 40 --new 40   # dry run
 
@@ -241,7 +241,7 @@ def measured(
 
 def pipeline(given: argparse.Namespace, device: torch.device) -> dinfer.Pipeline:
     runtime = dinfer.Runtime(
-        rows=max(given.in_flight), max_length=given.length, settle=given.settle, gather=given.gather,
+        rows=max(given.in_flight), max_length=given.length, favour=given.favour,
         graphs=device.type == "cuda", positions=given.positions, compile=given.compile, kv=given.kv,
         tensor_parallel=given.tensor_parallel, expert_parallel=given.expert_parallel,
     )  # fmt: skip
@@ -310,8 +310,7 @@ def arguments(args: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--decoder", default="scripted")
     parser.add_argument("--rate", type=float, default=2.6, help="tokens a step, of the scripted decoder")
     parser.add_argument("--positions", type=int, default=8192)
-    parser.add_argument("--settle", action="store_true")
-    parser.add_argument("--gather", action="store_true")
+    parser.add_argument("--favour", choices=["latency", "throughput"], default="latency")
     parser.add_argument("--stagger", action="store_true")
     parser.add_argument("--quantize", choices=("fp8", "int8", "int4"))
     parser.add_argument("--kv", choices=KV, default="model", help="runtime.kv")

@@ -56,7 +56,7 @@ def arguments(args: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--reach", type=number, default=0.0, help="share by which a step may exceed what was measured")
     parser.add_argument("--cards", type=numbers(int), default=[1])
     parser.add_argument("--rows", type=numbers(int), required=True, help="runtime.rows of a replica")
-    parser.add_argument("--gather", action="store_true", help="runtime.gather")
+    parser.add_argument("--gather", action="store_true", help="prefills wait, as with runtime.favour=throughput")
     parser.add_argument("--max-requests", type=int, help="that run or wait at a replica; others are refused")
     load = parser.add_mutually_exclusive_group(required=True)
     load.add_argument("--rate", type=numbers(number), help="Poisson: requests a second of all cards together")

@@ -26,7 +26,7 @@ def compared(times: StepTimes, setting: dict[str, Any], run: dict[str, Any], fro
     """A closed loop, measured and simulated, of an engine, or of clients and a server."""
     denoising = Denoising.at_rate(setting["rate"], setting["block"])
     how = Setting(
-        rows=run["in_flight"], gather=setting["gather"],
+        rows=run["in_flight"], gather=setting.get("gather", setting.get("favour") == "throughput"),
         per_request=front.request, per_piece=front.piece, per_round=front.round,
     )  # fmt: skip
     cluster = Cluster(times, denoising, how, Router(), replicas=1, seed=0)

@@ -1,6 +1,6 @@
 """Measures the input of the simulator: times of steps by shape with their spread, and the host's times.
 
-    python -m benchmarks.capacity.measure --shape llada2-mini --spread --settle --out FILE.json
+    python -m benchmarks.capacity.measure --shape llada2-mini --spread --favour throughput --out FILE.json
     python -m benchmarks.capacity.measure --shape small-llada2 --device cpu --in-flight 1,2 --prompts-of 40 --new 64
 
 For each prompt length and each number in flight, all requests enter at once and run in step, so that each shape comes
@@ -19,6 +19,7 @@ from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -28,6 +29,7 @@ from benchmarks.feeds import Hollow, random_prompts
 from benchmarks.provenance import provenance
 from dinfer import Pipeline
 from dinfer.engine.runtime import Runtime
+from dinfer.engine.scheduler.grouping import PrefillBatching
 from dinfer.recipe.recipe import Recipe
 
 QUANTILES = (5, 25, 50, 75, 95)  # percent
@@ -128,12 +130,13 @@ def main(args: list[str] | None = None) -> None:
     device = torch.device(given.device)
     report: dict[str, Any] = {"setting": vars(given) | {"out": None}, **provenance(device), "steps": [], "rounds": []}
     made = throughput.pipeline(given, device)
-    recipe, runtime = made.recipe, replace(made.engine.runtime, gather=False)
+    recipe, runtime = made.recipe, made.engine.runtime
     del made
-    for prompt in given.prompts_of:
-        sweep(recipe, runtime, prompt, given, report)
-        gc.collect()
-    report["host"] = host(recipe, runtime, given)
+    with patch.object(PrefillBatching, "holds", lambda *rows: False):  # no prefill waits for others
+        for prompt in given.prompts_of:
+            sweep(recipe, runtime, prompt, given, report)
+            gc.collect()
+        report["host"] = host(recipe, runtime, given)
     save(report, given.out)
 
 

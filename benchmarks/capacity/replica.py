@@ -28,7 +28,7 @@ class Setting:
     """How each replica runs."""
 
     rows: int  # runtime.rows
-    gather: bool = False  # runtime.gather
+    gather: bool = False  # prefills wait for others
     positions: int = 8192  # runtime.positions
     most: int | None = None  # requests that run or wait, at most; others are refused
     per_request: float = 0.0  # seconds of the server's event loop for a request

@@ -84,7 +84,8 @@ class StepTimes:
             raise ValueError(f"{name} is not of a shape of benchmarks.shapes: measure one with --shape")
         self.spec = shape(setting["shape"])[1]
         self.block, self.longest = setting["block"], 0
-        self.settle, self.cards = bool(setting.get("settle")), int(setting.get("tensor_parallel") or 1)
+        self.settle = bool(setting.get("settle", setting.get("favour") == "throughput"))
+        self.cards = int(setting.get("tensor_parallel") or 1)
         self.ahead = setting.get("device", "").startswith("cuda")  # with graphs, the engine launches rounds ahead
         self._lines: dict[tuple[str, int], dict[int, dict[float, Spread]]] = {}
         lines: Any = defaultdict(lambda: defaultdict(dict))

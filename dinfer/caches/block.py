@@ -17,8 +17,8 @@ class BlockCache(CachePolicy):
     without a cache. One pass without the LM head computes the complete blocks of a prompt. In the last step of a block
     some of its tokens are still masked. So the first step of the next block rewrites its keys, and already sees the new
     ones, because each layer writes its keys before it attends. The references spend a forward of its own on that, as
-    runtime.settle does in large batches, where wide steps cost more. In a model with an encoder, the step that enters a
-    block encodes the one before it.
+    runtime.favour=throughput does in large batches, where wide steps cost more. In a model with an encoder, the step
+    that enters a block encodes the one before it.
     """
 
     paper = "Block Diffusion, arXiv:2503.09573"

@@ -22,8 +22,9 @@ class Runtime:
     page: int = 16  # positions per page of keys and values
     pages: int | None = None  # pages in all; None: enough for the requests that run at a time
     positions: int = 8192  # most positions of one step; longer prompts are prefilled in pieces
-    settle: bool = False  # large batches: rows enter a block with a narrow extra pass. Faster; the pass counts in NFE
-    gather: bool = False  # prefills wait for others to share a step with. More throughput, later first blocks
+    # throughput: in large batches rows enter a block with a narrow extra pass, which counts in NFE, and prefills wait
+    # for others to share a step with, so that first blocks come later (cache=block)
+    favour: Literal["latency", "throughput"] = "latency"
     share: bool = False  # prompts that begin alike share keys (cache=block). Faster; NFE counts fewer prefills
     speculate: int | Literal["auto"] = 0  # candidates, `abilities/candidates.py`; auto: what pays, as measured
     graphs: bool = False  # run each step as a CUDA graph
@@ -31,6 +32,11 @@ class Runtime:
     compile: Literal["none", "default", "max-autotune"] = "none"  # torch.compile for the body of the model
     tensor_parallel: int = 1  # cards that divide the model among them, one process each
     expert_parallel: bool = False  # each card has some experts whole, not a part of each
+
+    @property
+    def throughput(self) -> bool:
+        """Whether more tokens a second count for more than early first blocks."""
+        return self.favour == "throughput"
 
     def __post_init__(self) -> None:
         check_types("runtime", self)

@@ -186,8 +186,8 @@ def test_requests_that_come_and_go_at_any_time_change_nothing(monkeypatch: pytes
     want = [outcome(c) for c in completions(engine_for(recipe), requests)]
     monkeypatch.setattr("dinfer.engine.scheduler.grouping.settling_pays", lambda *rows: True)
     monkeypatch.setattr("dinfer.engine.scheduler.settling.settling_pays", lambda *rows: True)
-    for settle in (False, True):
-        engine = engine_for(recipe, rows=4, graphs=True, max_length=64, positions=16, settle=settle)
+    for favour in ("latency", "throughput"):
+        engine = engine_for(recipe, rows=4, graphs=True, max_length=64, positions=16, favour=favour)
         names, done, cancelled = {}, {}, set()
         for i, request in enumerate(requests):
             names[engine.add(request)] = i

@@ -85,7 +85,7 @@ def test_a_warm_server_has_met_the_shapes_that_clients_lead_to() -> None:
     """Also those of rows that enter a block together, and of prompts none of which shares keys."""
     pipe = dinfer.load(
         "tiny-llada2", iteration="block_diffusion", decoder={"name": "threshold", "threshold": 0.02}, cache="block",
-        device="cpu", runtime=dinfer.Runtime(rows=2, max_length=64, share=True, settle=True, gather=True),
+        device="cpu", runtime=dinfer.Runtime(rows=2, max_length=64, share=True, favour="throughput"),
     )  # fmt: skip
     runner, met = pipe.engine.runner, Counter[StepShape]()
 

@@ -47,7 +47,7 @@ class Scheduler:
         self._tries = candidates_of(runtime) > 0 or recipe.iteration.branches > 0
         keeps = recipe.cache.plan(Phase.WINDOW).keeps and recipe.iteration.blocks == 1
         # After a draft comes either its verification or another draft, and no step fits both.
-        settles = runtime.settle and keeps and not (self._tries or isinstance(recipe.decoder, Verifies))
+        settles = runtime.throughput and keeps and not (self._tries or isinstance(recipe.decoder, Verifies))
         self._settling = Settling(recipe, self._free, runtime.positions) if settles else None
         self._arrived = 0  # prefills since the last plan
         self._steps: list[Step] = []  # of the last round
@@ -71,7 +71,7 @@ class Scheduler:
         phases: dict[Phase, list[Row]] = {phase: [] for phase in self.recipe.phases}
         for row in rows:
             phases[row.cursors.phase].append(row)  # type: ignore[index]  # an IntEnum is its number
-        if self.runtime.gather and self._holds(phases):
+        if self.runtime.throughput and self._holds(phases):
             phases[Phase.PREFILL] = []
         if self._settling is not None:
             phases[Phase.WINDOW] = self._settling.turn(phases[Phase.WINDOW])
@@ -132,7 +132,7 @@ class Scheduler:
     def _need(self, now: Cursors) -> StepWidth:
         """What a row with these cursors needs of its next step."""
         cache, spec = self.recipe.cache, self.recipe.model.spec
-        narrow = narrow_width(cache, spec, now) if self.runtime.settle and now.phase == Phase.WINDOW else None
+        narrow = narrow_width(cache, spec, now) if self.runtime.throughput and now.phase == Phase.WINDOW else None
         return StepWidth(width_of(cache, spec, now), narrow)
 
     def _apart(self, phase: Phase, rows: list[Row]) -> list[list[Row]]:
@@ -201,7 +201,7 @@ class Scheduler:
         if guess is None:
             return []
         steps = self._made(Phase.WINDOW, guess.decoding, guess.groups, guess.opens)
-        if not (self.runtime.gather and self._holds(guess.phases)):
+        if not (self.runtime.throughput and self._holds(guess.phases)):
             steps += self._grouped(Phase.PREFILL, guess.phases.get(Phase.PREFILL, []))
         self._steps = sorted(steps, key=lambda step: -len(step.slots))
         return self._steps

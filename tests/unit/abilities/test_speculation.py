@@ -71,11 +71,11 @@ def test_candidates_change_nothing_but_forwards(combination: Combination) -> Non
     want = completions(engine_for(recipe), requests)
     for engine in (
         engine_for(recipe, speculate=3),
-        launched_ahead(engine_for(recipe, rows=2, page=3, speculate=2, settle=True)),
+        launched_ahead(engine_for(recipe, rows=2, page=3, speculate=2, favour="throughput")),
     ):
         got = completions(engine, requests)
         for one, other in zip(want, got, strict=True):
-            if not engine.runtime.settle:
+            if not engine.runtime.throughput:
                 assert said(one) == said(other)
             assert (one.canvas, one.output, one.counts.committed) == (
                 other.canvas,

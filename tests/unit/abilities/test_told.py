@@ -113,10 +113,10 @@ def test_drafts_show_what_is_proposed_and_what_stands() -> None:
     assert any(token != 0 for token, _, stands in frames[0][0].drafts if not stands)
 
 
-@pytest.mark.parametrize("settle", [False, True])
-def test_drafts_are_never_those_of_another_request(settle: bool) -> None:
+@pytest.mark.parametrize("favour", ["latency", "throughput"])
+def test_drafts_are_never_those_of_another_request(favour: str) -> None:
     recipe = recipe_of({"name": "fixed", "steps": 8})
-    engine = engine_for(recipe, rows=1, settle=settle)
+    engine = engine_for(recipe, rows=1, favour=favour)
     list(engine.run([Request([5] * 9, 30)], Wants(drafts=True)))
     for update in engine.run([Request([1] * 9, 30)], Wants(drafts=True)):
         if update.phase == Phase.PREFILL:

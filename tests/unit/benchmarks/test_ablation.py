@@ -12,6 +12,7 @@ import pytest
 from benchmarks import ablation
 from benchmarks.shapes import shape
 from dinfer.engine.scheduler import scheduler
+from dinfer.engine.scheduler.grouping import PrefillBatching
 from dinfer.engine.scheduler.lookahead import Lookahead
 from dinfer.kernels.dispatch import GROUPS, groups_off
 
@@ -35,12 +36,12 @@ def test_a_dry_run_writes_the_ratio_of_every_variant(tmp_path: Path) -> None:
 def test_one_thing_is_off_at_a_time_and_all_are_on_again(name: str) -> None:
     def state() -> tuple[object, ...]:
         groups = groups_off(os.environ.get("DINFER_KERNELS", "triton"))
-        return groups, os.environ.get("DINFER_EARLY"), Lookahead().pays, scheduler.MANY
+        early, holds = os.environ.get("DINFER_EARLY"), PrefillBatching.holds
+        return groups, early, Lookahead().pays, scheduler.MANY, vars(scheduler)["narrow_width"], holds
 
     before = state()
-    with ablation.without(name) as settings:
-        changed = sum(mine != theirs for mine, theirs in zip(state(), before, strict=True))
-        assert changed + [*settings.values()].count(False) == 1
+    with ablation.without(name):
+        assert sum(mine != theirs for mine, theirs in zip(state(), before, strict=True)) == 1
         assert name not in GROUPS or state()[0] == {name}
     assert state() == before
 
@@ -57,7 +58,7 @@ def test_what_a_case_does_not_run_is_not_turned_off() -> None:
 
 
 def test_a_variant_that_fails_is_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def broken(recipe: object, case: object, new: int, settings: dict[str, bool]) -> object:
+    def broken(recipe: object, case: object, new: int) -> object:
         if "canvas" in os.environ.get("DINFER_KERNELS", ""):
             raise RuntimeError("no room\nat all")
         return {"step_ms": 2.0, "wall_ms": 4.0, "step_runs": [2.0], "wall_runs": [4.0]}, [[1]]

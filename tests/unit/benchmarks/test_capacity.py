@@ -105,17 +105,17 @@ class Recorded(StepTimes):
 
 
 @pytest.mark.parametrize(
-    ("shape", "settle", "gather", "ahead"),
+    ("shape", "many", "ahead"),
     [
-        ("small-llada2", False, False, False),
-        ("small-llada2", True, True, False),
-        ("small-llada2", True, True, True),
-        ("small", False, False, False),
+        ("small-llada2", False, False),
+        ("small-llada2", True, False),
+        ("small-llada2", True, True),
+        ("small", False, False),
     ],
 )
-def test_a_replica_takes_the_steps_that_the_engine_takes(shape: str, settle: bool, gather: bool, ahead: bool) -> None:
+def test_a_replica_takes_the_steps_that_the_engine_takes(shape: str, many: bool, ahead: bool) -> None:
     """Nearly all of them where rounds are launched ahead: the engine may guess wrong, and the simulator never does."""
-    flags = ["--settle"] * settle + ["--gather"] * gather + ["--positions", "128" if settle else "8192"]
+    flags = ["--favour", "throughput"] * many + ["--positions", "128" if many else "8192"]
     given = throughput.arguments(
         ["--shape", shape, "--device", "cpu", "--in-flight", "4", "--prompt", "72", "--new", "120", *flags]
     )
@@ -127,11 +127,11 @@ def test_a_replica_takes_the_steps_that_the_engine_takes(shape: str, settle: boo
         assert len(list(pipe.engine.run(requests))) > len(news)
     taken = Counter((s.phase.name, *lanes_of(s.phase.name, rows, s.width, 32)) for s, rows, *_ in clock.marks)
 
-    made = report(settle=settle, shape=shape, device="cuda" if ahead else "cpu")
+    made = report(settle=many, shape=shape, device="cuda" if ahead else "cpu")
     if shape == "small":
         made["steps"] += [row | {"phase": "FULL"} for row in made["steps"] if row["phase"] == "PREFILL"]
     times = Recorded(made, "made")
-    held = cluster(rows=4, rate=given.rate, times=times, gather=gather, positions=given.positions)
+    held = cluster(rows=4, rate=given.rate, times=times, gather=many, positions=given.positions)
     held.closed_loop([Asked(0.0, 72, new) for new in news], len(news))
     assert (times.asked - taken).total() <= 0.1 * ahead * taken.total() >= (taken - times.asked).total()
 

@@ -94,7 +94,7 @@ def test_large_batches_settle_finished_blocks_in_passes_of_their_own(
     monkeypatch.setattr("dinfer.engine.scheduler.settling.settling_pays", lambda *rows: True)
     shapes: list[StepShape] = []
     monkeypatch.setattr("dinfer.engine.runner.denoise_step", watching(shapes))
-    got = completions(engine_for(recipe, rows=4, settle=True), requests)
+    got = completions(engine_for(recipe, rows=4, favour="throughput"), requests)
     assert [tokens_and_steps(c) for c in got] == [tokens_and_steps(c) for c in want]
     assert any(shape.extra(KeysOnly) for shape in shapes)
     assert sum(c.counts.prefills for c in got) > sum(c.counts.prefills for c in want)
@@ -135,7 +135,7 @@ def test_models_whose_logits_predict_the_next_token_need_both_blocks(
     want = alone(recipe, requests)
     monkeypatch.setattr("dinfer.engine.scheduler.grouping.settling_pays", lambda *rows: True)
     monkeypatch.setattr("dinfer.engine.scheduler.settling.settling_pays", lambda *rows: True)
-    got = completions(engine_for(recipe, rows=4, settle=True), requests)
+    got = completions(engine_for(recipe, rows=4, favour="throughput"), requests)
     assert [outcome(c) for c in got] == [outcome(c) for c in want]
 
 

@@ -31,9 +31,11 @@ from dinfer.engine.engine import Engine
 from dinfer.engine.reader import Asked, CanvasReader
 from dinfer.engine.request import Completion, Request, Wants
 from dinfer.engine.row import Row
+from dinfer.engine.scheduler import scheduler
 from dinfer.engine.scheduler.lookahead import MISS, Lookahead, stays_open
 from dinfer.engine.worker import Worker
 from dinfer.recipe.recipe import Recipe, compose
+from dinfer.step import window
 from dinfer.step.canvas import Canvas, Cursors, Phase
 from dinfer.step.contracts import CachePolicy, WindowPlan
 
@@ -117,7 +119,7 @@ def test_where_a_row_will_be_is_guessed_of_steps_that_settle(
     monkeypatch.setattr("dinfer.engine.scheduler.grouping.settling_pays", lambda *rows: True)
     monkeypatch.setattr("dinfer.engine.scheduler.settling.settling_pays", lambda *rows: True)
     monkeypatch.setattr("dinfer.engine.scheduler.scheduler.MANY", 1)
-    engine = launched_ahead(engine_for(recipe, rows=4, settle=True))
+    engine = launched_ahead(engine_for(recipe, rows=4, favour="throughput"))
     assert [settled(completion) for completion in completions(engine, requests)] == want
 
 
@@ -126,7 +128,7 @@ def test_rounds_of_many_rows_are_launched_before_the_last_one_is_read(monkeypatc
     recipe = recipe_of(name="fixed", steps=3)
     requests = [Request([5, 6, 7 + i], (3 + i) * BLOCK, recipe.resolve({})) for i in range(6)]
     want = [settled(completion) for completion in completions(engine_for(recipe, rows=6), requests)]
-    engine, watch = launched_ahead(engine_for(recipe, rows=6, settle=True)), Watch(monkeypatch)
+    engine, watch = launched_ahead(engine_for(recipe, rows=6, favour="throughput")), Watch(monkeypatch)
     assert [settled(completion) for completion in completions(engine, requests)] == want
     assert watch.guesses > watch.rounds / 4 and watch.open == 0
 
@@ -189,13 +191,13 @@ def test_the_host_looks_at_a_step_while_the_device_is_at_the_next(monkeypatch: p
 
 
 def test_a_row_is_planned_when_it_has_moved(monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe, width, planned = recipe_of(name="fixed", steps=BLOCK), CachePolicy.width, list[tuple[int, ...]]()
+    recipe, width, planned = recipe_of(name="fixed", steps=BLOCK), window.width_of, list[tuple[int, ...]]()
 
     def noted(cache: CachePolicy, spec: Any, now: Cursors) -> int:
         planned.append((now.phase, *now.place))
         return width(cache, spec, now)
 
-    monkeypatch.setattr(CachePolicy, "width", noted)
+    monkeypatch.setattr(scheduler, "width_of", noted)
     run(launched_ahead(engine_for(recipe)), [Request([5, 6], 4 * BLOCK - 2, recipe.resolve({}))])
     assert 0 < len(planned) == len({*planned})
 
@@ -287,7 +289,7 @@ def test_an_interrupted_step_is_taken_up_again(monkeypatch: pytest.MonkeyPatch) 
     assert watch.guesses > 0 and Interrupted.waits > 9
 
 
-@pytest.mark.parametrize("place", [(Row, "look"), (CanvasReader, "request"), (CanvasReader, "read")], ids=str)
+@pytest.mark.parametrize("place", [(Row, "read_tokens"), (CanvasReader, "request"), (CanvasReader, "read")], ids=str)
 @pytest.mark.parametrize("call", [4, 9])
 def test_an_interrupt_beside_the_device_spoils_no_other_request(
     place: tuple[Any, str], call: int, monkeypatch: pytest.MonkeyPatch

@@ -79,7 +79,7 @@ def test_tokens_are_the_same_and_prefills_share_steps(
     monkeypatch.setattr(PrefillBatching, "holds", lambda self, came, waiting, decoding: decoding and len(waiting) < 3)
     shapes: list[StepShape] = []
     monkeypatch.setattr("dinfer.engine.runner.denoise_step", watching(shapes))
-    engine = engine_for(recipe, rows=5, gather=True, share=share)
+    engine = engine_for(recipe, rows=5, favour="throughput", share=share)
     got, left = {}, requests[::-1]
     while left or engine.busy:
         if left:

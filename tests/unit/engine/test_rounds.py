@@ -93,7 +93,7 @@ def test_a_long_prompt_computes_a_piece_in_every_round_beside_rows_that_settle(m
     monkeypatch.setattr("dinfer.engine.scheduler.grouping.FREE", 8)
     monkeypatch.setattr("dinfer.engine.scheduler.scheduler.LATE", 1024)  # no round leaves the prompt out
     recipe, pieces = diffusing("fixed", steps=BLOCK), 6
-    engine = launched_ahead(engine_for(recipe, rows=7, settle=True, positions=2 * BLOCK, max_length=128))
+    engine = launched_ahead(engine_for(recipe, rows=7, favour="throughput", positions=2 * BLOCK, max_length=128))
     for i in range(6):
         engine.add(Request([5, 6, 7 + i], 15 * BLOCK, recipe.resolve({})))
     for _ in range(4):
@@ -128,7 +128,7 @@ def test_a_round_in_which_all_enter_a_block_is_launched_before_the_last_one_is_r
         work = getattr(CanvasReader, name)
         logged = lambda *given, name=name, work=work, **more: (log.append(name), work(*given, **more))[1]  # noqa: E731
         monkeypatch.setattr(CanvasReader, name, logged)
-    engine = launched_ahead(engine_for(recipe, rows=6, settle=True))
+    engine = launched_ahead(engine_for(recipe, rows=6, favour="throughput"))
     assert [canvas for canvas, *_ in run(engine, requests)] == want
     opened = [log[:i].count("request") - log[:i].count("read") for i, name in enumerate(log) if name == "request"]
     assert len(opened) <= 45, "40 steps, the prefill, what was not known in the first block, and the last guess"
@@ -138,7 +138,7 @@ def test_a_round_in_which_all_enter_a_block_is_launched_before_the_last_one_is_r
 def test_a_verification_is_not_taken_for_another_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dinfer.engine.scheduler.grouping.FREE", 8)
     recipe = diffusing("s2d2")
-    plain, ahead = (engine_for(recipe, rows=6, settle=True) for _ in range(2))
+    plain, ahead = (engine_for(recipe, rows=6, favour="throughput") for _ in range(2))
     assert rounds_of(launched_ahead(ahead), recipe) < 1.1 * rounds_of(plain, recipe)
 
 
@@ -170,7 +170,7 @@ def test_rows_that_enter_a_block_and_others_take_steps_by_turns(
     monkeypatch.setattr("dinfer.engine.scheduler.scheduler.MANY", 1)
     shapes: list[StepShape] = []
     monkeypatch.setattr("dinfer.engine.runner.denoise_step", watching(shapes))
-    engine = engine_for(recipe, rows=4, settle=True)
+    engine = engine_for(recipe, rows=4, favour="throughput")
     got = completions(launched_ahead(engine) if ahead else engine, requests)
     assert [outcome(c) for c in got] == [outcome(c) for c in want]
     assert not any(shape.extra(KeysOnly) for shape in shapes)
@@ -195,7 +195,7 @@ def test_no_row_waits_for_long_for_its_turn(fast: int, ahead: bool, monkeypatch:
     )  # fmt: skip
     monkeypatch.setattr("dinfer.engine.scheduler.settling.alternating_pays", lambda *rows: True)
     requests = [Request([5, 6, 7] * (4 if i < fast else 2), 40, recipe.resolve({})) for i in range(6)]
-    want, engine = run(engine_for(recipe, rows=6), requests), engine_for(recipe, rows=6, settle=True)
+    want, engine = run(engine_for(recipe, rows=6), requests), engine_for(recipe, rows=6, favour="throughput")
     engine = launched_ahead(engine) if ahead else engine
     waited, number, found = set[int](), 0, dict[int, Any]()
     for request in requests:
@@ -230,7 +230,7 @@ def test_a_round_launched_ahead_scores_what_many_rows_most_likely_leave_open(mon
         monkeypatch.setattr("dinfer.engine.scheduler.settling.SURE", sure)
         shapes: list[StepShape] = []
         monkeypatch.setattr("dinfer.engine.runner.denoise_step", watching(shapes))
-        engine = launched_ahead(engine_for(recipe, rows=6, settle=True))
+        engine = launched_ahead(engine_for(recipe, rows=6, favour="throughput"))
         assert [completion.canvas for completion in completions(engine, requests)] == want
         scored.append(sum(computed(shape) for shape in shapes))
     assert scored[1] < scored[0]
@@ -245,7 +245,7 @@ def test_a_row_that_settles_is_not_expected_to_enter_its_block_once_more(monkeyp
     """Or twice as many rows seemed to enter one as do, and rounds that fit most rows would not be launched ahead."""
     monkeypatch.setattr("dinfer.engine.scheduler.grouping.FREE", 8)
     recipe = diffusing("fixed", steps=7)
-    engine = launched_ahead(engine_for(recipe, rows=8, settle=True))
+    engine = launched_ahead(engine_for(recipe, rows=8, favour="throughput"))
     scheduler, found = engine.loop.scheduler, list[bool]()
     plan = scheduler.plan
 
@@ -270,7 +270,7 @@ def test_a_step_that_computes_a_prompt_is_not_expected_to_commit(monkeypatch: py
     for name, value in (("grouping.FREE", 8), ("settling.MEMORY", 4), ("scheduler.MANY", 1), ("settling.SURE", 1.0)):
         monkeypatch.setattr(f"dinfer.engine.scheduler.{name}", value)
     recipe, missed = diffusing("fixed", steps=4), set[bool]()
-    engine = launched_ahead(engine_for(recipe, rows=7, settle=True, max_length=256))
+    engine = launched_ahead(engine_for(recipe, rows=7, favour="throughput", max_length=256))
     engine.add(Request([5, 6, 7], 20 * BLOCK, recipe.resolve({})))
     for _ in range(9):
         engine.step()
