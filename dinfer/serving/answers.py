@@ -11,6 +11,7 @@ from starlette.types import Receive, Scope, Send
 from dinfer.abilities.reports import TokenLogprob
 from dinfer.analysis.trace.record import Pieces
 from dinfer.serving.rows import Event
+from dinfer.structure import Language
 
 # What the log-probabilities of an echoed prompt are.
 ECHO = "left to right, others masked: one of the orders that the likelihood bound averages"
@@ -94,6 +95,7 @@ class Answer:
     style: Style
     n: int = 1  # choices for each prompt
     echoes: Sequence[Event] = ()  # what each choice begins with
+    language: Language | None = None  # what each choice is held to
     choices: list[_Choice] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -113,12 +115,15 @@ class Answer:
         told = [choice.last for choice in self.choices if choice.last is not None]
         tokens, counts = sum(last.tokens for last in told), [last.counts for last in told if last.counts is not None]
         prompts, forwards = sum(map(len, self.prompts)), sum(count.forwards for count in counts)
+        held = self.language
+        form = {} if held is None else {"states": held.states, "depth": held.depth, "exact": held.exact}
         return {
             "prompt_tokens": prompts,
             "completion_tokens": tokens,
             "total_tokens": prompts + tokens,
             "prompt_tokens_details": {"cached_tokens": sum(c.last.cached for c in self.choices[:: self.n] if c.last)},
-            "dinfer": {"forwards": forwards, "tpf": tokens / forwards if forwards else 0.0},
+            "dinfer": {"forwards": forwards, "tpf": tokens / forwards if forwards else 0.0}
+            | ({"structure": form} if form else {}),
         }
 
     def whole(self) -> dict[str, Any]:

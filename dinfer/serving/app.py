@@ -223,7 +223,8 @@ async def generated(
         for prompt in prompts:
             LOG.info("prompt", extra={"model": served.name, "prompt": served.pipe.decode(prompt)})
     chosen = served.options(body.asked, body.dinfer.options)
-    rows = [] if body.max_tokens == 0 else served.rows(prompts, body, chosen)
+    language = await served.language(body)
+    rows = [] if body.max_tokens == 0 else served.rows(prompts, body, chosen, language)
     chat, streamed = isinstance(body, ChatRequest), body.stream_options or StreamOptions()
     style = Style(
         chat=chat, ids=body.return_token_ids, usage=streamed.include_usage,
@@ -237,7 +238,7 @@ async def generated(
     stream = bool(body.stream)
     job = server.job(served, rows, body.dinfer, wanted, stream=stream)
     name = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
-    answer = Answer(name, int(time.time()), served.name, prompts, style, body.choices, echoes)
+    answer = Answer(name, int(time.time()), served.name, prompts, style, body.choices, echoes, language)
     return await server.answer(job, answer, stream=stream)
 
 

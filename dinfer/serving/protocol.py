@@ -10,13 +10,14 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validat
 
 from dinfer.pipeline.inputs import encodable
 from dinfer.serving.errors import invalid, refused
+from dinfer.serving.structured import HeldFields
 
 SEEDS = 2**53  # others are taken modulo this, so that a float64 holds them
 MAX_CHOICES, MAX_STOPS, MAX_STOP_LENGTH, MAX_TOP_LOGPROBS, MAX_BIASES = 128, 4, 256, 20, 1024
 
 # Fields that this server cannot honour: the values that ask for nothing, and why it refuses others.
 NO_FUNCTIONS = "is not supported: this server calls no functions."
-PLAIN = "is not supported: answers are plain text."
+PLAIN = "is not supported here: it is for chats and completions."
 NOT_SUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "tools": (([],), NO_FUNCTIONS),
     "tool_choice": (("none", "auto"), NO_FUNCTIONS),
@@ -112,12 +113,13 @@ class Sampled(Strict):
         for field, value in data.items():
             if value is None or (field == "tools" and data.get("tool_choice") == "none"):
                 continue
+            neutral, reason = NOT_SUPPORTED.get(field, ((), ""))
+            same = (value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)
+            if any(same):  # 0 and 0.0 are the same, 0 and False are not
+                continue
             if field in NOT_SUPPORTED and field not in cls.model_fields:
-                neutral, reason = NOT_SUPPORTED[field]
-                same = (value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)
-                if not any(same):  # 0 and 0.0 are the same, 0 and False are not
-                    raise refused(field, value, reason)
-            elif field not in IGNORABLE:
+                raise refused(field, value, reason)
+            if field not in IGNORABLE:
                 kept[field] = value
         return kept
 
@@ -133,7 +135,7 @@ class Sampled(Strict):
         return found
 
 
-class Generation(Sampled):
+class Generation(Sampled, HeldFields):
     """Fields of completions and chats."""
 
     source: ClassVar[str]  # the field with what the model reads
@@ -167,6 +169,15 @@ class Generation(Sampled):
     def _stream(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise invalid("stream_options", " is only allowed with stream=true")
+        return self
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        """What would change an answer after it was held to a form is refused."""
+        held = self.held
+        for field in ("ignore_eos", "stop_token_ids", "allowed_token_ids", "bad_words", "min_tokens"):
+            if held is not None and (value := getattr(self, field)):
+                raise refused(field, value, f"contradicts {held.field}, to which the answer is held")
         return self
 
     @property

@@ -203,7 +203,8 @@ async def row_events(
                     if matched is None and done is not None and done.stopped:
                         matched = done.canvas[request.start + len(done.output)]
                     matched = text.matched or matched
-                    finish = "length" if matched is None else "stop"
+                    whole = matched is not None or "language" in request.more  # an answer that is held to a form ends
+                    finish = "stop" if whole else "length"
                     yield replace(
                         news, finish=finish, matched=matched, counts=counts, tokens=text.tokens, completion=done
                     )

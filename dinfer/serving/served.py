@@ -14,6 +14,7 @@ from dinfer.recipe.recipe import Recipe
 from dinfer.recipe.registry import DECODERS, options_of
 from dinfer.serving.errors import SHOWN, ApiError, invalid, refused
 from dinfer.serving.protocol import SEEDS, Generation
+from dinfer.structure import Language
 
 
 @dataclass(frozen=True)
@@ -116,8 +117,20 @@ class Served:
             values["sampling.seed"] = secrets.randbelow(SEEDS)
         return values
 
-    def rows(self, prompts: Sequence[Sequence[int]], asked: Generation, options: Mapping[str, Any]) -> list[Request]:
-        """One row for each choice of each prompt. Choices of one prompt differ by their seed."""
+    async def language(self, asked: Generation) -> Language | None:
+        """What the answers are held to. Raises ApiError."""
+        if (held := asked.held) is None:
+            return None
+        return await held.language(lambda: self.pipe.compiler, asked.stops)
+
+    def rows(
+        self,
+        prompts: Sequence[Sequence[int]],
+        asked: Generation,
+        options: Mapping[str, Any],
+        language: Language | None = None,
+    ) -> list[Request]:
+        """One row for each choice of each prompt, its answer in `language`. Choices of one prompt differ by seed."""
         rows: list[Request] = []
         more = {"bias": bias} if (bias := self._bias(asked)) else {}
         (field, new_tokens), choices, source = asked.length, asked.choices, asked.source
@@ -128,10 +141,14 @@ class Served:
                 what = f"={new_tokens} and {len(prompt)} tokens of {source} are too many: ask for at most {room}"
                 raise self._too_long(field, what)
             length = min(self.max_new_tokens, room) if new_tokens is None else new_tokens
+            if language is not None and length < language.shortest:
+                told = f"={length} is too few: the shortest answer that is accepted has {language.shortest} tokens"
+                raise invalid(field, told)
             seed = options.get("sampling.seed", 0)
             values = [{**options, **({"sampling.seed": (seed + i) % SEEDS} if i else {})} for i in range(choices)]
             try:
-                rows += (replace(row, more=more) for row in self.pipe.requests([prompt] * choices, length, values))
+                made = self.pipe.requests([prompt] * choices, length, values, language)
+                rows += (replace(row, more=row.more | more) for row in made)
             except ValueError as error:
                 _, found, what = str(error).rpartition("prompt 0")
                 told = f"{source}: {what.lstrip(': ')}" if found else what

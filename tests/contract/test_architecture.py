@@ -184,7 +184,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "serving": {
         "abilities", "analysis.likelihood", "analysis.outputs", "analysis.trace", "engine", "parallel.leader",
         "pipeline", "pipeline.inputs", "pipeline.streaming", "recipe.recipe", "recipe.registry",
-        "step.contracts", "step.shape",
+        "step.contracts", "step.shape", "structure",
     },
     "__init__": {"engine", "pipeline", "pipeline.inputs", "recipe.presets", "recipe.recipe", "recipe.registry"},
     "cli": {

@@ -1,0 +1,123 @@
+"""Answers that clients hold to a form: OpenAI's, vLLM's and SGLang's fields."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi")
+
+from support.serving import QUESTION, Client, pieces, served
+
+from dinfer.serving.structured import Held
+from dinfer.structure import Cancelled, Compiler, regex
+
+ASK = {"model": "tiny", "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 48}
+CHAT = "/v1/chat/completions"
+SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+PATTERN = r"[ab]{2,4}c"
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[Client]:
+    with served() as found:
+        yield found
+
+
+def named(schema: Any) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": schema}}}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        named(SCHEMA),
+        {"response_format": {"type": "json_object", "schema": SCHEMA}},
+        {"structured_outputs": {"json": SCHEMA}},
+        {"guided_json": json.dumps(SCHEMA)},
+        {"json_schema": json.dumps(SCHEMA)},
+    ],
+)
+def test_a_schema_is_met_whoever_s_field_has_it(client: Client, fields: Any) -> None:
+    body = client.ask(CHAT, ASK | fields).json()
+    assert isinstance(json.loads(body["choices"][0]["message"]["content"])["n"], int)
+    assert body["choices"][0]["finish_reason"] == "stop"
+    assert body["usage"]["dinfer"]["structure"]["exact"] is True
+
+
+@pytest.mark.parametrize(
+    ("fields", "pattern"),
+    [
+        ({"response_format": {"type": "regex", "pattern": PATTERN}}, PATTERN),
+        ({"response_format": {"type": "grammar", "grammar": 'start: "x" | "y"'}}, "x|y"),
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, "yes|no"),
+        ({"guided_regex": PATTERN}, PATTERN),
+        ({"guided_choice": ["yes", "no"]}, "yes|no"),
+        ({"guided_grammar": 'root ::= "x" | "y"'}, "x|y"),
+        ({"regex": PATTERN}, PATTERN),
+        ({"ebnf": 'root ::= "x" | "y"'}, "x|y"),
+        ({"guided_choice": ["yes.", "no"], "stop": "."}, "no"),
+    ],
+)
+def test_a_text_is_of_its_form(client: Client, fields: Any, pattern: str) -> None:
+    for choice in client.ask(CHAT, ASK | fields | {"n": 2}).json()["choices"]:
+        assert re.fullmatch(pattern, choice["message"]["content"])
+
+
+def test_an_answer_that_fills_the_canvas_has_not_been_cut(client: Client) -> None:
+    body = client.ask(CHAT, ASK | {"guided_choice": ["a"], "max_tokens": 1}).json()
+    assert body["choices"][0]["message"]["content"] == "a" and body["choices"][0]["finish_reason"] == "stop"
+
+
+def test_streams_and_completions_are_held_to_forms_too(client: Client) -> None:
+    told = pieces(client.ask(CHAT, ASK | named(SCHEMA) | {"stream": True}))
+    assert "n" in json.loads("".join(piece["choices"][0]["delta"].get("content", "") for piece in told))
+    body = {"model": "tiny", "prompt": QUESTION, "max_tokens": 48, "regex": PATTERN}
+    assert re.fullmatch(PATTERN, client.ask("/v1/completions", body).json()["choices"][0]["text"])
+
+
+def test_plain_text_asks_for_nothing(client: Client) -> None:
+    plain = client.ask(CHAT, ASK | {"response_format": {"type": "text"}}).json()
+    assert plain["choices"] == client.ask(CHAT, ASK).json()["choices"] and "structure" not in plain["usage"]["dinfer"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"regex": "a", "guided_choice": ["b"]}, "regex"),
+        ({"regex": "(a"}, "regex"),
+        (named({"properties": {"a": {"$dynamicRef": "#b"}}}), "response_format.json_schema.schema.properties.a"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"structured_outputs": {"structural_tag": "a"}}, "structured_outputs.structural_tag"),
+        ({"guided_choice": ["a"], "ignore_eos": True}, "ignore_eos"),
+        ({"guided_choice": ["a"], "allowed_token_ids": [5]}, "allowed_token_ids"),
+        ({"guided_choice": ["a long answer with many words"], "max_tokens": 2}, "max_tokens"),
+    ],
+)
+def test_what_cannot_be_promised_is_refused(client: Client, fields: Any, param: str) -> None:
+    response = client.ask(CHAT, ASK | fields)
+    assert response.status_code == 400 and response.json()["error"]["param"].startswith(param)
+
+
+def test_a_client_that_leaves_stops_its_compilation(client: Client) -> None:
+    compiler = Compiler(client.pipe.compiler.vocabulary)
+    slow = regex("(a|b)*a" + "(a|b)" * 60)  # too many states, found out after seconds
+
+    async def leave() -> None:
+        first = compiler.submit(slow)
+        asked = asyncio.create_task(Held("regex", slow).language(lambda: compiler, []))
+        await asyncio.sleep(0.05)
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
+        first.cancel()
+        with pytest.raises(Cancelled):
+            await asyncio.wrap_future(first.future)
+        assert asked.cancelled()
+
+    asyncio.run(leave())
+    compiler.close()
