@@ -32,6 +32,10 @@ class D2Cache(CachePolicy):
     attention, rolled out over all layers, up to the share `mass` of it. All others keep their keys, and a mask that is
     not computed is not decoded. `share` limits what a step computes beside the active block: it leaves out the
     positions that receive least attention.
+
+    The reference multiplies the attention matrices of all layers. Here a vector goes through them, so a row needs no
+    matrix of its length squared. The sums have another order, so of positions whose attention differs in the last bit
+    another one may be chosen.
     """
 
     paper = "d2Cache, arXiv:2509.23094"
