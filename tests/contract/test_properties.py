@@ -207,7 +207,7 @@ def test_logits_that_are_not_finite_are_named(bad: str, cache: str, call: int, s
             table[call, position] = -math.inf
             table[call, position, MASK] = 1.0
     one_by_one = {"name": "fixed", "steps": 16}
-    model = Scripted(table, causal_block=16 if cache == "block" else None)
+    model = Scripted(table, causal_block=16 if cache in ("block", "narrow_block") else None)
     recipe = compose(model, iteration={"name": "blockwise", "block": 16}, decoder=one_by_one, cache=cache)
     requests = [Request([1], 20, recipe.resolve({}))]
     for update in _until_fault(recipe, requests, step=call + 1):

@@ -64,6 +64,7 @@ def test_a_text_is_filled(words: Any) -> None:
     assert many[0].ids == result.ids and len(many[1].gaps[0]) == 30
 
 
+PLAIN = ("blockwise", "full")  # one block, fed as tokens and masks
 FOLLOW = ("adaptive", "d2cache", "delayed")  # one version of the blocks, and lopa runs several
 
 
@@ -73,7 +74,8 @@ FOLLOW = ("adaptive", "d2cache", "delayed")  # one version of the blocks, and lo
         (iteration, cache)
         for iteration in sorted({*ITERATIONS.names()} - {"block_diffusion", "self_conditioned"})
         for cache in CACHES.names()
-        if cache != "block" and not (iteration == "lopa" and cache in FOLLOW)
+        if cache not in ("block", "narrow_block") and not (iteration == "lopa" and cache in FOLLOW)
+        if cache != "narrow_dual" or iteration in PLAIN
     ],
 )
 @pytest.mark.parametrize("variant", ["bidirectional", "shifted"])
