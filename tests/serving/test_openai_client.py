@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from typing import Literal
 
 import pytest
 
@@ -11,6 +12,7 @@ pytest.importorskip("fastapi")
 pytest.importorskip("openai")
 
 import openai
+import pydantic
 from support.serving import QUESTION, listening, served, tiny
 
 MESSAGES = [{"role": "user", "content": QUESTION}]
@@ -70,3 +72,17 @@ def test_options_of_ours_and_errors_that_it_knows(client: openai.OpenAI) -> None
     with pytest.raises(openai.NotFoundError) as unknown:
         ask(model="gpt", messages=MESSAGES)
     assert unknown.value.code == "model_not_found"
+
+
+class Answer(pydantic.BaseModel):
+    n: int
+    kind: Literal["coins", "books"]
+
+
+def test_an_answer_is_parsed_by_its_type(client: openai.OpenAI) -> None:
+    parsed = client.chat.completions.parse(model="tiny", messages=MESSAGES, max_tokens=48, response_format=Answer)
+    assert isinstance(parsed.choices[0].message.parsed, Answer)
+    with client.chat.completions.stream(
+        model="tiny", messages=MESSAGES, max_tokens=48, response_format=Answer
+    ) as stream:
+        assert stream.get_final_completion().choices[0].message.parsed == parsed.choices[0].message.parsed
