@@ -114,6 +114,9 @@ WRONG = [
     (["demo", "families=[cooking]"], "choose some of"),
     (["demo", "compare=[{name: treshold}]"], "unknown decoder 'treshold'"),
     (["demo", "compare=[3]"], "compare=[3] must be a list of decoders"),
+    (["generate", "a", "schema=none.json"], "schema=none.json is not a file of text"),
+    (["generate", "a", "choice=yes"], "choice="),
+    (["generate", "a", "choice=[a]", "regex=b"], "regex and choice are both given"),
     (["generate", "a", "runtime=3"], "runtime=3 must be settings"),
     (["generate", "a", "decoder=fixed", "decoder.steps=99999999999999999999", CHECKPOINT], "is too large"),
 ]
@@ -142,6 +145,13 @@ def test_an_answer_goes_to_stdout_and_its_counts_to_stderr(dinfer: CommandLine, 
     for way in ("chat=null", "--watch"):
         again = dinfer("generate", "-", way, *settings, stdin="How many?\n")
         assert (again.status, again.out) == (0, said.out), "steps that are watched go to stderr"
+
+
+def test_an_answer_is_held_to_a_form(dinfer: CommandLine, tmp_path: Path) -> None:
+    (tmp_path / "schema.json").write_text('{"type": "object", "properties": {"n": {"enum": [1]}}, "required": ["n"]}')
+    said = dinfer("generate", "A question", "device=cpu", f"schema={tmp_path}/schema.json")
+    assert (said.status, json.loads(said.out)) == (0, {"n": 1})
+    assert dinfer("generate", "A question", "device=cpu", "choice=[yes,no]").out in ("yes\n", "no\n")
 
 
 def test_an_empty_answer_is_explained(dinfer: CommandLine) -> None:

@@ -73,6 +73,12 @@ def test_the_example_of_traces_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Block(index=0" in capsys.readouterr().out
 
 
+def test_the_example_of_structured_output_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    source = blocks((ROOT / "docs" / "structured.md").read_text(), "python")[0]
+    exec(compile(source, "structured.md", "exec", dont_inherit=True), {})
+    assert capsys.readouterr().out.startswith("Answer(steps=[")
+
+
 def test_the_readme_is_short() -> None:
     assert len(README.split()) < 900
 

@@ -11,11 +11,13 @@ Components and their options are overrides; `dinfer list` shows all of them:
   dinfer generate "question" decoder=threshold decoder.threshold=0.8 cache=prefix iteration.block=16
   dinfer generate "question" model=llada_8b_instruct device=cuda
   dinfer generate "question" model.checkpoint=/path/to/folder
+  dinfer generate "question" schema=FILE         # or regex='...', choice=[yes,no], grammar=FILE: the answer's form
   dinfer generate "question" -m decoder.threshold=0.5,0.7,0.9
 """
 
 import sys
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from dinfer.cli.application import launch
@@ -39,20 +41,34 @@ def generate(config: dict[str, Any], question: str | None) -> None:
         raise ValueError('a question is needed: dinfer generate "question"')
     live, delay = setting(config, "watch", bool), setting(config, "delay", float)
     chat, new_tokens = setting(config, "chat", bool | None), setting(config, "max_new_tokens", int)
+    held = form(config)
     pipe = pipeline(config)
     from dinfer.cli.watch import explain_empty, summary, watch, write_answer
 
     if live:
-        updates = pipe.updates(prompt, max_new_tokens=new_tokens, chat=chat)
+        updates = pipe.updates(prompt, max_new_tokens=new_tokens, chat=chat, **held)
         counts = watch(pipe, pipe.encode(prompt, chat=chat), updates, delay).counts
     elif sys.stdout.isatty():
-        counts = write_answer(pipe.stream(prompt, max_new_tokens=new_tokens, chat=chat)).counts
+        counts = write_answer(pipe.stream(prompt, max_new_tokens=new_tokens, chat=chat, **held)).counts
     else:
-        result = pipe.generate(prompt, max_new_tokens=new_tokens, chat=chat)
+        result = pipe.generate(prompt, max_new_tokens=new_tokens, chat=chat, **held)
         print(result.text)
         counts = result.counts
     say(summary(counts))
     explain_empty(pipe, counts)
+
+
+def form(config: dict[str, Any]) -> dict[str, Any]:
+    """What the answer is held to, as `Pipeline.generate` takes it. Raises ValueError for a file that cannot be read."""
+    choice = setting(config, "choice", tuple[str, ...] | None)
+    held: dict[str, Any] = {"regex": setting(config, "regex", str | None), "choice": choice}
+    for name in ("schema", "grammar"):
+        if (path := setting(config, name, str | None)) is not None:
+            try:
+                held[name] = Path(path).read_text("utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise ValueError(f"{name}={path} is not a file of text: {error}") from error
+    return held
 
 
 run = partial(launch, task=generate, takes_text=True)
