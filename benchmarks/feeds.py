@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dinfer.abilities.feeding import Feeds
 from dinfer.iterations.block_diffusion import BlockDiffusion
 from dinfer.iterations.blockwise import Blockwise
 from dinfer.layers.mlp import Experts
@@ -32,7 +33,7 @@ def random_prompts(spec: ModelSpec, count: int, length: int) -> list[list[int]]:
     return torch.randint(plain.start, plain.stop, (count, length), generator=generator).tolist()
 
 
-class Spread(Iteration):
+class Spread(Iteration, Feeds):
     """Feeds every masked position its own token, another one at every forward of every row."""
 
     def incompatibility(self, spec: ModelSpec) -> str | None:
@@ -50,7 +51,7 @@ class Spread(Iteration):
             row_B = torch.add(lanes.slot_B, lanes.forwards_B, alpha=ROWS)
             other_BW = torch.add(pos_BW.clamp_min(0), row_B[:, None], alpha=STRIDE) % len(plain) + plain.start
             fed_BW = torch.where(tokens_BW == mask_id, other_BW, tokens_BW)
-        return super().embed(model, fed_BW, pos_BW, lanes, state)
+        return model.embed(fed_BW)
 
 
 class SpreadBlockwise(Spread, Blockwise):

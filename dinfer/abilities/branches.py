@@ -9,14 +9,15 @@ Shape suffixes beside those of `dinfer.step.contracts`: X = K * L positions of t
 present state first, J the others, G = C * B lanes of the forward.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from dinfer.abilities.candidates import Candidates, States, logits_of_versions
+from dinfer.abilities.candidates import States, logits_of_versions
 from dinfer.kernels.canvas import rows_of, span, store_rows
 from dinfer.kernels.selection import descending_rank
 from dinfer.memory.kv import KVPool
@@ -31,27 +32,43 @@ from dinfer.step.step import block_view, forward, seen
 from dinfer.step.window import Window, deciding
 
 
-class Branching(Protocol):
-    """What an `Iteration` must also define if its `branches` is above 0."""
+class Branches(ABC):
+    """An iteration that runs versions of the active blocks beside them."""
 
     branches: int  # J
 
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Which further statistics it reads, see `Decoder.needs`."""
+        return ()
+
+    @abstractmethod
     def value(self, stats: TokenStats) -> Tensor:
         """How sure each proposed token is. [R, L]"""
-        ...
 
+    @abstractmethod
     def worth(self, value_BX: Tensor, masked_BX: Tensor, token_B: Tensor) -> Tensor:
         """What a branch is worth, by the values of its masks, and of the token that it adds. float64 [B]"""
-        ...
 
+    @abstractmethod
     def opens(self, open_BX: Tensor, stopped_B: Tensor, start_B: Tensor, end_B: Tensor, next_B: Tensor,
               length_B: Tensor) -> Tensor:  # fmt: skip
         """Where one more block opens behind `end_B`. `next_B`: the next open position there. bool [B]"""
-        ...
 
+    @abstractmethod
     def present(self, alone_B: Tensor) -> Tensor:
         """Whether the present state takes part. `alone_B`: the row has no other branch. bool [B]"""
-        ...
+
+
+@dataclass(frozen=True, slots=True)
+class BranchLanes(Extra):
+    """Each lane evaluates so many branches beside the present state."""
+
+    count: int
+
+    @property
+    def whole_logits(self) -> bool:
+        return self.count > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +120,7 @@ class Versions:
     there_BC: Tensor  # bool: the branch takes part
 
     @classmethod
-    def of(cls, added: Added, canvas: Canvas, lanes: RowCursors, iteration: Branching, shape: StepShape) -> Self:
+    def of(cls, added: Added, canvas: Canvas, lanes: RowCursors, iteration: Branches, shape: StepShape) -> Self:
         """The present state of each lane, and the branches beside it. Each opens blocks by its own progress."""
         slot_B, length_B = lanes.slot_B, lanes.length_B
         pos_BJ, token_BJ, value_BJ, was_B = (
@@ -179,12 +196,15 @@ class Versions:
         return lanes, adds_B1[:, 0].to(torch.int64), opened_BK
 
 
-def branching(iteration: Iteration) -> Branching:
-    """The iteration, which has `branches`, as a `Branching`. Raises TypeError if it lacks a method of that."""
-    missing = [name for name in ("value", "worth", "opens", "present") if not hasattr(iteration, name)]
-    if missing:
-        raise TypeError(f"{type(iteration).__name__} has branches={iteration.branches}: define {missing[0]} too")
-    return iteration  # type: ignore[return-value]
+def branching(iteration: Iteration) -> Branches:
+    """The iteration, which has branches."""
+    assert isinstance(iteration, Branches)
+    return iteration
+
+
+def branches_of(iteration: Iteration) -> int:
+    """How many versions run beside the active blocks."""
+    return iteration.branches if isinstance(iteration, Branches) else 0
 
 
 @dataclass(frozen=True)
@@ -196,18 +216,21 @@ class Branched(Ability):
 
     @classmethod
     def of(cls, recipe: Parts, shape: StepShape) -> Self | None:
-        if not recipe.iteration.branches or shape.phase == Phase.PREFILL:
+        if not branches_of(recipe.iteration) or shape.phase == Phase.PREFILL:
             return None
-        count = 0 if (extra := shape.extra(Candidates)) is None else extra.count
+        count = 0 if (extra := shape.extra(BranchLanes)) is None else extra.count
         return cls(count, not count and shape.phase == deciding(recipe))
+
+    def needs(self, step: Step) -> tuple[str, ...]:
+        return branching(step.recipe.iteration).needs
 
     @classmethod
     def page_sets(cls, recipe: Parts, extras: Sequence[Extra]) -> int:
-        return recipe.iteration.branches
+        return branches_of(recipe.iteration)
 
     @classmethod
     def alloc(cls, recipe: Parts, canvas: Canvas, block: int, extras: Sequence[Extra]) -> Any:
-        slots, count = canvas.tokens_NS.shape[0], recipe.iteration.branches
+        slots, count = canvas.tokens_NS.shape[0], branches_of(recipe.iteration)
         return Added.alloc(slots, count, canvas.tokens_NS.device) if count else None
 
     @classmethod

@@ -28,6 +28,13 @@ from dinfer.step.state import Entry
 from dinfer.step.step import forward
 
 
+class RecomputesEveryKey:
+    """A cache each of whose passes rewrites every key of the pass before, except keys of final tokens.
+
+    So no later key depends on which steps had a forward of their own. Candidates and second passes need this.
+    """
+
+
 @dataclass(frozen=True, slots=True)
 class Candidates(Extra):
     """Each lane evaluates so many further states."""
@@ -152,8 +159,7 @@ class Speculation(Ability):
 
     @classmethod
     def of(cls, recipe: Parts, shape: StepShape) -> Self | None:
-        extra = None if recipe.iteration.branches else shape.extra(Candidates)
-        return None if extra is None else cls(extra.count)
+        return None if (extra := shape.extra(Candidates)) is None else cls(extra.count)
 
     @classmethod
     def page_sets(cls, recipe: Parts, extras: Sequence[Extra]) -> int:

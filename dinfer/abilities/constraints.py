@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dinfer.abilities.branches import branches_of
 from dinfer.abilities.pacing import Moves
 from dinfer.kernels.canvas import rows_of
 from dinfer.kernels.languages import Languages, Line, Sweeps
@@ -288,7 +289,7 @@ def refusal(recipe: Parts) -> str | None:
             f"{DECODERS.called(recipe.decoder)} moves tokens or lengthens the canvas, so what it leaves could have no "
             "accepted answer. Use another decoder, or no constraint."
         )
-    if recipe.iteration.branches:
+    if branches_of(recipe.iteration):
         return (
             f"{ITERATIONS.called(recipe.iteration)} adds tokens to branches without a step that checks them. Use "
             "another iteration, or no constraint."

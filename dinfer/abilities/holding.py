@@ -18,6 +18,10 @@ class Leftmost(Extra):
     """Some row decodes the leftmost masks of each block alone."""
 
 
+class LeavesMasks:
+    """A cache whose windows may leave out masks of the active blocks, which are then not decoded."""
+
+
 @dataclass(frozen=True)
 class Holding(Ability):
     """Shows the decoder no statistics of masks that are held back, and commits none of them."""
@@ -27,7 +31,7 @@ class Holding(Ability):
 
     @classmethod
     def of(cls, recipe: Parts, shape: StepShape) -> Self | None:
-        holding = cls(recipe.cache.leaves_masks, shape.extra(Leftmost) is not None)
+        holding = cls(isinstance(recipe.cache, LeavesMasks), shape.extra(Leftmost) is not None)
         return holding if holding.leaves or holding.limits else None
 
     @classmethod

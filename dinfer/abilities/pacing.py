@@ -1,13 +1,16 @@
 """Decoders that rewrite or lengthen what is decoded, and iterations that ask a decoder for more or less."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Self
 
+from torch import Tensor
+
 from dinfer.kernels.canvas import rows_of
 from dinfer.step.ability import Ability, Decision, Step
 from dinfer.step.canvas import BlockView, RowCursors
-from dinfer.step.contracts import Iteration, Parts
+from dinfer.step.contracts import Parts
 from dinfer.step.shape import StepShape
 from dinfer.step.state import Entry
 
@@ -22,6 +25,48 @@ class Moves(Edits):
 
 class Grows(Moves):
     """A decoder that begins with a canvas of its option `initial`, and always gives `Proposal.length_R`."""
+
+
+class LeavesDecoded:
+    """A cache whose windows may lack decoded positions, so that these have no logits."""
+
+
+class AsksStability:
+    """An iteration that may ask which decoded tokens are predicted again, which only decoders that edit know."""
+
+    @property
+    def reads_stability(self) -> bool:
+        return True
+
+
+class Aligned(ABC):
+    """An iteration whose active blocks begin and end at multiples of `grain`, or where the canvas ends."""
+
+    @property
+    @abstractmethod
+    def grain(self) -> int: ...
+
+
+class Pads(ABC):
+    """An iteration that decodes positions behind the last that is asked for, so that all blocks are whole."""
+
+    @abstractmethod
+    def spare(self, new_tokens: int) -> int:
+        """Positions decoded behind the last of `new_tokens`. Host side."""
+
+
+class Paces:
+    """An iteration that asks a decoder for more or less."""
+
+    def floor(self, lanes: RowCursors) -> Tensor | None:
+        """Least confidence that a commit must have at this step. float32 or float64 [B]; None: any will do"""
+        return None
+
+    def must_progress(self, lanes: RowCursors, open_BKL: Tensor) -> Tensor | None:
+        """Which active blocks must commit a token at every step. bool [B, K]; None: all
+
+        `open_BKL`: what is still to be decoded. The first block with open positions must be among them."""
+        return None
 
 
 class Editing(Ability):
@@ -51,12 +96,11 @@ class Pacing(Ability):
 
     @classmethod
     def of(cls, recipe: Parts, shape: StepShape) -> Self | None:
-        kind = type(recipe.iteration)
-        plain = kind.floor is Iteration.floor and kind.must_progress is Iteration.must_progress
-        return None if plain else cls()
+        return cls() if isinstance(recipe.iteration, Paces) else None
 
     def view(self, step: Step, lanes: RowCursors, view: BlockView) -> BlockView:
         iteration, blocks = step.recipe.iteration, step.shape.blocks
+        assert isinstance(iteration, Paces)
         floor_B = iteration.floor(lanes)
         must_BK = iteration.must_progress(lanes, view.masked_RL.view(-1, blocks, step.shape.block))
         return replace(

@@ -4,6 +4,8 @@ from typing import Self
 
 import torch
 
+from dinfer.abilities.feeding import scores_of
+from dinfer.abilities.following import Follows
 from dinfer.step.ability import Ability, Forward, Step
 from dinfer.step.canvas import Phase
 from dinfer.step.contracts import Parts
@@ -23,16 +25,16 @@ class ReadPositions(Ability):
     @classmethod
     def of(cls, recipe: Parts, shape: StepShape) -> Self | None:
         experts = recipe.model.spec.experts
-        everywhere = recipe.cache.follows or (experts is not None and experts.capacity is not None)
+        everywhere = isinstance(recipe.cache, Follows) or (experts is not None and experts.capacity is not None)
         few = shape.lanes * (shape.width - shape.blocks * shape.block) < FEWEST
-        window = recipe.iteration.scores == "window" and shape.phase != Phase.PREFILL
+        window = scores_of(recipe.iteration) == "window" and shape.phase != Phase.PREFILL
         return None if everywhere or few or window else cls()
 
     def feed(self, step: Step, run: Forward) -> None:
         lanes, logits_RL = step.shape.lanes, run.logits_RL
         if step.shape.phase == Phase.PREFILL and run.window.settled_B is not None:
             run.read_BX = logits_RL.new_empty(lanes, 0)
-        elif step.recipe.iteration.scores != "window":
+        elif scores_of(step.recipe.iteration) != "window":
             run.read_BX = logits_RL.clamp_min(0).view(lanes, -1)
 
     def ran(self, step: Step, run: Forward) -> None:

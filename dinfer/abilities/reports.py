@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from dinfer.abilities.branches import branches_of
 from dinfer.kernels.canvas import padded
 from dinfer.step.ability import Ability, Decision, Step
 from dinfer.step.canvas import BlockView, Canvas, Phase
@@ -152,7 +153,9 @@ class Reporting(Ability):
     def of(cls, recipe: Parts, shape: StepShape) -> Self | None:
         extra = shape.extra(Reported)
         return (
-            None if extra is None or shape.phase == Phase.PREFILL else cls(extra.level, recipe.iteration.branches > 0)
+            None
+            if extra is None or shape.phase == Phase.PREFILL
+            else cls(extra.level, branches_of(recipe.iteration) > 0)
         )
 
     @property

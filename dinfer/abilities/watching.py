@@ -1,10 +1,22 @@
 """Caches that watch how the values of positions change."""
 
+from abc import ABC, abstractmethod
 from typing import Self
 
+from torch import Tensor
+
 from dinfer.step.ability import Ability, Forward, Step
-from dinfer.step.contracts import Parts
+from dinfer.step.canvas import RowCursors
+from dinfer.step.contracts import Parts, State
 from dinfer.step.shape import StepShape
+
+
+class Watches(ABC):
+    """A cache that sees how values change."""
+
+    @abstractmethod
+    def observe(self, pos_BW: Tensor, old_BWX: Tensor, new_BWX: Tensor, lanes: RowCursors, state: State) -> None:
+        """Sees the last layer's values at the window's positions before and after the forward."""
 
 
 class Watching(Ability):
@@ -12,7 +24,7 @@ class Watching(Ability):
 
     @classmethod
     def of(cls, recipe: Parts, shape: StepShape) -> Self | None:
-        return cls() if recipe.cache.watches else None
+        return cls() if isinstance(recipe.cache, Watches) else None
 
     def feed(self, step: Step, run: Forward) -> None:
         assert run.attend is not None, "the attention is made"
@@ -21,4 +33,5 @@ class Watching(Ability):
     def ran(self, step: Step, run: Forward) -> None:
         assert run.attend is not None, "the attention is made"
         old_BWX = step.notes[Watching]
+        assert isinstance(step.recipe.cache, Watches)
         step.recipe.cache.observe(run.pos_BW, old_BWX, run.attend.values(), step.lanes, step.cache_state)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dinfer.abilities.feeding import Feeds, scores_of
 from dinfer.analysis.trace.record import Watched
 from dinfer.engine.engine import Engine
 from dinfer.engine.request import Request, Update, Wants, whole
@@ -140,7 +141,7 @@ def _steps(engine: Engine, watch: Watched, index: int, request: Request) -> Iter
             region = start, end = update.region
             pos_X = torch.arange(start, end, device=masked_S.device)[masked_S[start:end]]
             if len(pos_X):
-                mine_XV = _cached(watch, watch.logits_XLV, pos_X, start, engine.recipe.iteration.scores)
+                mine_XV = _cached(watch, watch.logits_XLV, pos_X, start, scores_of(engine.recipe.iteration))
                 true_XV = true_SV[_row(watch, pos_X)]
                 sample = _sample(index, update, block, step, pos_X, true_XV, mine_XV, watch.spec.mask_id)
         yield sample, update
@@ -156,7 +157,10 @@ def _uncached(engine: Engine, model: Any, length: int) -> tuple[Tensor, Tensor]:
     shape = StepShape(Phase.FULL, 1, length, engine.recipe.iteration.blocks, state.block, 1)
     step = Step.of(engine.recipe, state, shape, slot_B)
     lanes = step.lanes
-    x_BTD = iteration.embed(model, tokens_BT, pos_BT, lanes, step.iteration_state)
+    x_BTD = (
+        iteration.embed(model, tokens_BT, pos_BT, lanes, step.iteration_state) if isinstance(iteration, Feeds)
+        else model.embed(tokens_BT)
+    )  # fmt: skip
     interval, near, context_BT = seen(step, lanes, pos_BT)
     local = () if model.spec.local is None else model.spec.local.layers
     attend = WholeAttend(

@@ -10,17 +10,18 @@ Before all others come those whose token has changed since. Nothing but keys and
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dinfer.abilities.watching import Watches
 from dinfer.kernels.canvas import padded
 from dinfer.recipe.registry import CACHES, check_range, option
 from dinfer.step.canvas import CanvasRows
 from dinfer.step.contracts import CachePolicy, ModelSpec, Moved, Phase, RowCursors, State, WindowPlan
 from dinfer.step.plan import SHARES
+from dinfer.step.window import Chooses
 
 FARTHEST = 2.0  # the largest cosine distance
 GRAIN = 2.0**20  # distances are told apart down to one part in this
@@ -28,7 +29,7 @@ GRAIN = 2.0**20  # distances are told apart down to one part in this
 
 @CACHES.register("adaptive")
 @dataclass(frozen=True, kw_only=True)
-class AdaptiveCache(CachePolicy):
+class AdaptiveCache(CachePolicy, Chooses, Watches):
     """Recomputes the active block, and the share `ratio` of the other response positions that move most.
 
     It recomputes the whole response every `response_interval` steps of a request, and the prompt too every
@@ -38,7 +39,6 @@ class AdaptiveCache(CachePolicy):
     """
 
     paper = "dLLM-Cache, arXiv:2506.06295"
-    watches: ClassVar[bool] = True
 
     prompt_interval: int = option(100, "steps after which everything is recomputed; 0: only the first step does")
     response_interval: int = option(7, "steps after which the whole response is recomputed; 0: never")

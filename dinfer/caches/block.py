@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from dinfer.abilities.candidates import RecomputesEveryKey
 from dinfer.recipe.registry import CACHES
 from dinfer.step.contracts import CachePolicy, ModelSpec, Moved, Phase, RowCursors, State, WindowPlan
 
@@ -10,7 +11,7 @@ PLAN = WindowPlan(None, None, keeps=True)  # the host asks for it several times 
 
 @CACHES.register("block")
 @dataclass(frozen=True, kw_only=True)
-class BlockCache(CachePolicy):
+class BlockCache(CachePolicy, RecomputesEveryKey):
     """Recomputes the active block. The step that enters a block also recomputes the block before it.
 
     In a block-causal model, keys and values of finished blocks never change. So they are kept, and the tokens are those
@@ -22,7 +23,6 @@ class BlockCache(CachePolicy):
     """
 
     paper = "Block Diffusion, arXiv:2503.09573"
-    rewrites = True
 
     def incompatibility(self, spec: ModelSpec) -> str | None:
         if spec.attention_block:

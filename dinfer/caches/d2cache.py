@@ -5,18 +5,22 @@ Published names: current_k is `masks`, rollout_p is `mass`, inflate_w is `bridge
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dinfer.abilities.following import Follows
+from dinfer.abilities.holding import LeavesMasks
+from dinfer.abilities.pacing import LeavesDecoded
 from dinfer.kernels.canvas import padded
 from dinfer.kernels.selection import density, descending_rank
 from dinfer.recipe.registry import CACHES, check_range, option
 from dinfer.step.canvas import CanvasRows
 from dinfer.step.contracts import CachePolicy, Followed, ModelSpec, Moved, Phase, RowCursors, State, WindowPlan
 from dinfer.step.plan import SHARES
+from dinfer.step.window import Chooses
 
 FAR = 2**40  # behind every position
 GRAIN = 2**22
@@ -24,7 +28,7 @@ GRAIN = 2**22
 
 @CACHES.register("d2cache")
 @dataclass(frozen=True, kw_only=True)
-class D2Cache(CachePolicy):
+class D2Cache(CachePolicy, Chooses, Follows, LeavesDecoded, LeavesMasks):
     """After one full pass, recomputes the tokens decoded last, the `masks` surest masks, and attended positions.
 
     Masks of the active block come first. The confidence of a mask is measured in the full pass and weighted by the
@@ -39,9 +43,6 @@ class D2Cache(CachePolicy):
     """
 
     paper = "d2Cache, arXiv:2509.23094"
-    scores_decoded: ClassVar[bool] = False
-    follows: ClassVar[bool] = True
-    leaves_masks: ClassVar[bool] = True
 
     masks: int = option(32, "masks recomputed at every step; at least one is of the active block")
     mass: float = option(0.1, "share of all attention whose receivers are recomputed")

@@ -6,20 +6,22 @@ where several blocks are open, since what stands around a token is not final eit
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dinfer.abilities.pacing import LeavesDecoded
 from dinfer.recipe.registry import CACHES, check_range, option
 from dinfer.step.canvas import CanvasRows
 from dinfer.step.contracts import CachePolicy, ModelSpec, Moved, Phase, RowCursors, State, WindowPlan
+from dinfer.step.window import Chooses
 
 
 @CACHES.register("delayed")
 @dataclass(frozen=True, kw_only=True)
-class DelayedCache(CachePolicy):
+class DelayedCache(CachePolicy, Chooses, LeavesDecoded):
     """Recomputes masks and the tokens that the last `delay` steps decoded; others keep their keys until a refresh.
 
     With `decode` it recomputes every mask of the canvas. With `greedy` it recomputes the masks of the active block and
@@ -32,7 +34,6 @@ class DelayedCache(CachePolicy):
     """
 
     paper = "dKV-Cache, arXiv:2505.15781"
-    scores_decoded: ClassVar[bool] = False
 
     variant: Literal["decode", "greedy"] = option("decode", "recompute all masks, or those of the active block")
     interval: int = option(8, "steps in a block after which keys are refreshed; 0: only on entering it")

@@ -9,16 +9,17 @@ Tokens differ from those of `block` and `dual`. Their accuracy was measured with
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
+from dinfer.abilities.holding import LeavesMasks
+from dinfer.abilities.pacing import LeavesDecoded
 from dinfer.recipe.registry import CACHES, check_range, option
 from dinfer.step.contracts import CachePolicy, ModelSpec, Moved, Phase, RowCursors, State, WindowPlan
 
 
 @dataclass(frozen=True, kw_only=True)
-class NarrowWindow(CachePolicy):
+class NarrowWindow(CachePolicy, LeavesDecoded, LeavesMasks):
     """Computes `back` positions before the first mask of the block, and `ahead` from there on.
 
     Where so many do not fit before or behind it, the window takes more on the other side. Blocks that are no longer
@@ -26,8 +27,6 @@ class NarrowWindow(CachePolicy):
     """
 
     paper = "Elastic-Cache, arXiv:2510.14973"
-    scores_decoded: ClassVar[bool] = False
-    leaves_masks: ClassVar[bool] = True
 
     ahead: int = option(8, "positions computed from the first mask on")
     back: int = option(4, "positions computed before it; with `ahead` or more, each token is computed after its commit")

@@ -5,13 +5,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dinfer.abilities.candidates import RecomputesEveryKey
 from dinfer.recipe.registry import CACHES, check_range, option
 from dinfer.step.contracts import CachePolicy, ModelSpec, Moved, Phase, RowCursors, State, WindowPlan
 
 
 @CACHES.register("vicinity")
 @dataclass(frozen=True, kw_only=True)
-class VicinityCache(CachePolicy):
+class VicinityCache(CachePolicy, RecomputesEveryKey):
     """Recomputes `[start - back, end + ahead)`; keys outside are those of the last full pass.
 
     The first `warmup` passes of a request are full and keep nothing. The next pass keeps its keys, and so does the
@@ -20,8 +21,6 @@ class VicinityCache(CachePolicy):
     """
 
     paper = "dInfer, arXiv:2510.08666"
-    rewrites = True
-
     back: int = option(16, "positions recomputed before the block")
     ahead: int = option(16, "positions recomputed behind the block")
     warmup: int = option(4, "full passes before keys are kept")

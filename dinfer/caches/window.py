@@ -15,18 +15,18 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from dinfer.abilities.candidates import RecomputesEveryKey
 from dinfer.recipe.registry import CACHES, option
 from dinfer.step.contracts import CachePolicy, ModelSpec, Moved, Phase, RowCursors, State, WindowPlan
+from dinfer.step.window import KeepsNothing
 
 
 @CACHES.register("none")
 @dataclass(frozen=True, kw_only=True)
-class NoCache(CachePolicy):
+class NoCache(CachePolicy, RecomputesEveryKey, KeepsNothing):
     """Recomputes the whole canvas at every step. It is exact, and the reference for every other policy."""
 
     paper = "LLaDA, arXiv:2502.09992"
-    rewrites = True
-    reuses = False
 
     def plan(self, phase: Phase) -> WindowPlan:
         return WindowPlan(None, None)
@@ -36,10 +36,9 @@ class NoCache(CachePolicy):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RefreshedCache(CachePolicy):
+class RefreshedCache(CachePolicy, RecomputesEveryKey):
     """A window whose surroundings are refreshed on entering a block, and every so many sweeps."""
 
-    rewrites = True
     ahead: ClassVar[int | None] = 0  # positions recomputed behind the active region; None: all
 
     interval: int = option(0, "window passes of a request after which keys are refreshed too; 0: never")

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 from itertools import accumulate
 
+from dinfer.abilities.feeding import Feeds
 from dinfer.abilities.reports import Reporting
 from dinfer.engine.batch_size import BatchSize, block_of, pages_of
 from dinfer.engine.reader import CanvasReader
@@ -81,7 +82,8 @@ class Batch:
         Not those of the last block: it was still masked when their keys were computed.
         """
         recipe, spec, page = self.recipe, self.recipe.model.spec, self.runtime.page
-        own = recipe.guided(row.request.options) or recipe.iteration.mixes  # keys depend on more than tokens
+        mixes = isinstance(recipe.iteration, Feeds) and recipe.iteration.mixes
+        own = recipe.guided(row.request.options) or mixes  # keys depend on more than tokens
         if not self.runtime.share or own or not prefilled(recipe.cache, spec, row.request.length):
             return
         unit = spec.causal_block or 1

@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 
+from dinfer.abilities.branches import branches_of
 from dinfer.abilities.reports import Reporting
 from dinfer.engine.batch import Batch
 from dinfer.engine.batch_size import BatchSize, pages_of, room_for
@@ -198,7 +199,7 @@ class Loop:
             self.batch.publish(row)
             if row.wants.canvas:
                 active_X, drafts_X = seen.active_NX[row.slot], seen.drafts_NX[row.slot]
-                behind = self.recipe.iteration.branches > 0
+                behind = branches_of(self.recipe.iteration) > 0
                 row.read_tokens(active_X, drafts_X, behind=behind)
                 row.read_logprobs(self.batch.state.kept[Reporting], behind=behind)
             self._moved.append(row)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from dinfer.abilities.pacing import Aligned
 from dinfer.kernels.advance import Grid, leave_blocks
 from dinfer.recipe.registry import option
 from dinfer.step.contracts import BlockAfter, Iteration, Moved, RowCursors, State
@@ -11,7 +12,7 @@ STOPS = ("block", "cut", "off")
 
 
 @dataclass(frozen=True, kw_only=True)
-class AlignedSweep(Iteration):
+class AlignedSweep(Iteration, Aligned):
     """One block after the other, each beginning at a multiple of the block length. Blocks without masks are skipped.
 
     `stop` says what a generated stop token does. "block" finishes its block. "cut" ends the row as soon as all before

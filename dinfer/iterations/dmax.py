@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from dinfer.abilities.feeding import Feeds
 from dinfer.iterations.multi_block import MultiBlock
 from dinfer.kernels.canvas import padded, span
 from dinfer.recipe.registry import ITERATIONS, check_range, option
@@ -14,7 +15,7 @@ from dinfer.step.contracts import BlockAfter, Model, ModelSpec, Moved, RowCursor
 
 @ITERATIONS.register("dmax")
 @dataclass(frozen=True, kw_only=True)
-class DMaxSweep(MultiBlock):
+class DMaxSweep(MultiBlock, Feeds):
     """multi_block that feeds a token committed with probability c as c E[token] + (1 - c) E[mask].
 
     From the next step of its block on, the token is fed as it is. With `rescale` the mixture has the length
@@ -24,7 +25,7 @@ class DMaxSweep(MultiBlock):
     """
 
     paper = "DMax, github.com/SJTU-DENG-Lab/Diffulex"
-    scores: ClassVar[Literal["block", "window", "adjusted"]] = "adjusted"
+    scores: ClassVar[Literal["window", "adjusted", "none"]] = "adjusted"
     mixes: ClassVar[bool] = True
 
     mix: Literal["confidence", "topk"] = option("confidence", "what a token is mixed with: the mask, or likely tokens")

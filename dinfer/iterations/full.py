@@ -19,9 +19,6 @@ class Full(Iteration):
 
     paper = "MaskGIT, arXiv:2202.04200"
 
-    def block_length(self, new_tokens: int) -> int:
-        return new_tokens
-
     def first_region(self, prompt: int, length: int) -> tuple[int, int]:
         return prompt, length
 

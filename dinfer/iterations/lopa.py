@@ -6,6 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from dinfer.abilities.branches import Branches
 from dinfer.iterations.multi_block import MultiBlock
 from dinfer.kernels.advance import decoded_share
 from dinfer.recipe.registry import ITERATIONS, check_range, option
@@ -14,7 +15,7 @@ from dinfer.step.contracts import ModelSpec, TokenStats
 
 @ITERATIONS.register("lopa")
 @dataclass(frozen=True, kw_only=True)
-class Lopa(MultiBlock):
+class Lopa(MultiBlock, Branches):
     """multi_block with lookahead: each forward also runs `branches` versions of the open blocks.
 
     A version has one more token, one of the surest that the last step left open. The version whose remaining masks are

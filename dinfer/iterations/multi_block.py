@@ -6,6 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from dinfer.abilities.pacing import AsksStability, Paces
 from dinfer.iterations._sweep import BlockSweep
 from dinfer.kernels.advance import forced_blocks, slide_blocks
 from dinfer.recipe.registry import ITERATIONS, check_range, option
@@ -14,7 +15,7 @@ from dinfer.step.contracts import BlockAfter, ModelSpec, Moved, RowCursors, Stat
 
 @ITERATIONS.register("multi_block")
 @dataclass(frozen=True, kw_only=True)
-class MultiBlock(BlockSweep):
+class MultiBlock(BlockSweep, Paces, AsksStability):
     """Decodes up to `blocks` neighbouring blocks in the same forwards. Finished blocks leave in order.
 
     The next block opens, one at a step, when the decoded share of the last one reaches `add_at`. With force=first and

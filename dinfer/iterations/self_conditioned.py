@@ -9,6 +9,8 @@ from typing import ClassVar, Literal, cast
 import torch
 from torch import Tensor
 
+from dinfer.abilities.feeding import Feeds
+from dinfer.abilities.pacing import Pads
 from dinfer.iterations._sweep import AlignedSweep
 from dinfer.kernels.advance import Grid
 from dinfer.recipe.registry import ITERATIONS, option
@@ -17,7 +19,7 @@ from dinfer.step.contracts import Model, ModelSpec, RowCursors, SelfConditioned,
 
 @ITERATIONS.register("self_conditioned")
 @dataclass(frozen=True, kw_only=True)
-class SelfConditionedSweep(AlignedSweep):
+class SelfConditionedSweep(AlignedSweep, Feeds, Pads):
     """Finishes a canvas of `block` positions before it begins the next; tells the model what it expected one step ago.
 
     The model is fed softmax(l) E, with the logits l as the decoder adjusted them (`renoise` divides them by its
@@ -27,7 +29,7 @@ class SelfConditionedSweep(AlignedSweep):
     """
 
     paper = "Analog Bits, arXiv:2208.04202"
-    scores: ClassVar[Literal["block", "window", "adjusted"]] = "adjusted"
+    scores: ClassVar[Literal["window", "adjusted", "none"]] = "adjusted"
 
     block: int = option(256, "length of a canvas, in tokens")
 

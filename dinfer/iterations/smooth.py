@@ -6,6 +6,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from dinfer.abilities.feeding import Feeds
+from dinfer.abilities.pacing import Paces
 from dinfer.iterations._sweep import BlockSweep
 from dinfer.kernels.canvas import padded
 from dinfer.recipe.registry import ITERATIONS, check_range, option
@@ -14,7 +16,7 @@ from dinfer.step.contracts import Model, ModelSpec, RowCursors, State
 
 @ITERATIONS.register("smooth")
 @dataclass(frozen=True, kw_only=True)
-class Smooth(BlockSweep):
+class Smooth(BlockSweep, Feeds, Paces):
     """Blockwise, feeding E[mask] + w_t * softmax(logits) E at masked positions, with an annealed threshold.
 
     At forward t of the request, w_t = min(weight_init + weight_growth * t, weight), and no token is committed below
@@ -23,7 +25,7 @@ class Smooth(BlockSweep):
     """
 
     paper = "dInfer, arXiv:2510.08666"
-    scores: ClassVar[Literal["block", "window"]] = "window"
+    scores: ClassVar[Literal["window", "adjusted", "none"]] = "window"
 
     weight: float = option(0.3, "largest weight of the expected embedding")
     weight_init: float = option(0.15, "weight at the first forward")

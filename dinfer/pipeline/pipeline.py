@@ -14,6 +14,7 @@ import torch
 
 import dinfer.recipe.presets as presets
 from dinfer.abilities.constraints import InLanguage
+from dinfer.abilities.pacing import Pads
 from dinfer.engine.engine import Engine
 from dinfer.engine.request import Completion, Counts, Request, Update, Wants
 from dinfer.engine.runtime import Runtime
@@ -310,7 +311,8 @@ class Pipeline:
         if new_tokens < 1:
             raise ValueError(f"prompt {index}: max_new_tokens={new_tokens} must be at least 1")
         room = max(self.engine.max_length - len(ids) - new_tokens, 0)
-        spare = min(self.recipe.iteration.spare(new_tokens), room)
+        iteration = self.recipe.iteration
+        spare = min(iteration.spare(new_tokens) if isinstance(iteration, Pads) else 0, room)
         more = {} if language is None else {"language": InLanguage(language, len(ids), len(ids) + new_tokens)}
         return self._checked(f"prompt {index}", options, Request(ids, new_tokens, spare=spare, more=more))
 

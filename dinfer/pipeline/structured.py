@@ -10,7 +10,7 @@ from typing import Any, TypedDict
 
 from dinfer.pipeline.inputs import named
 from dinfer.recipe.recipe import Recipe
-from dinfer.recipe.registry import options_of
+from dinfer.recipe.registry import values_of
 from dinfer.structure import Compiler, Constraint, Language, choice, grammar, json_schema, regex, vocabulary_of
 
 
@@ -90,7 +90,7 @@ def value_of(constraint: Constraint, text: str) -> Any:
 def compiler_of(recipe: Recipe, tokenizer: Any) -> Compiler:
     """Compiles constraints for the tokens that a recipe may write. Raises ValueError if none can be guaranteed."""
     iteration, spec = recipe.iteration, recipe.model.spec
-    if iteration.stop == "off" and any(option.name == "stop" for option in options_of(iteration)):
+    if values_of(iteration).get("stop") == "off":
         raise ValueError("iteration.stop=off goes on behind the end of an answer: use iteration.stop=block")
     never = (*spec.moving_ids, *(() if spec.mask_id is None else (spec.mask_id,)))
     return Compiler(vocabulary_of(tokenizer, spec.vocab, stop=spec.stop_ids, tail=spec.stop_ids, never=never))

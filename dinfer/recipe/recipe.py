@@ -7,9 +7,15 @@ from types import MappingProxyType
 from typing import Any
 
 from dinfer.abilities.adjusting import Adjusts
-from dinfer.abilities.pacing import Edits, Grows, Moves
+from dinfer.abilities.branches import branches_of
+from dinfer.abilities.candidates import RecomputesEveryKey
+from dinfer.abilities.feeding import Feeds, scores_of
+from dinfer.abilities.following import Follows
+from dinfer.abilities.holding import LeavesMasks
+from dinfer.abilities.pacing import Aligned, AsksStability, Edits, Grows, LeavesDecoded, Moves, Paces, Pads
 from dinfer.abilities.table import ABILITIES
 from dinfer.abilities.verification import Verifies
+from dinfer.abilities.watching import Watches
 from dinfer.parallel.ranks import ALONE, Ranks
 from dinfer.recipe.registry import (
     CACHES,
@@ -38,8 +44,12 @@ from dinfer.step.contracts import (
     Sampling,
 )  # fmt: skip
 from dinfer.step.shape import Extra, Sampled, extras_of
+from dinfer.step.window import Chooses
 
-MIXINS: tuple[Any, ...] = (Adjusts, Verifies)  # what a decoder derives from, to be asked for their methods
+# What components derive from, to be asked for their methods.
+MIXINS: dict[str, tuple[type, ...]] = {
+    "decoder": (Adjusts, Verifies), "cache": (Chooses, Watches, Follows), "iteration": (Feeds, Paces, Pads),
+}  # fmt: skip
 EXACT = 2**53  # per-request options are columns of one float64 tensor, which holds integers up to here
 
 
@@ -72,28 +82,30 @@ class Recipe:
                         f"{kind}.{info.name} of {type(silent).__name__} is declared with per_request=True, but only "
                         "decoders and samplings are given a request's own options. Leave per_request out."
                     )
-        for mixin in MIXINS:
-            lost = mixin.__abstractmethods__ & {*dir(self.decoder)}
-            if lost and not isinstance(self.decoder, mixin):
-                raise TypeError(
-                    f"{type(self.decoder).__name__} defines `{min(lost)}`, which only {mixin.__name__} are asked for: "
-                    f"derive from {mixin.__name__} too"
-                )
+        for kind, mixins in MIXINS.items():
+            for mixin in mixins:
+                lost = sorted(name for name in {*vars(mixin)} & {*dir(parts[kind])} if not name.startswith("_"))
+                if lost and not isinstance(parts[kind], mixin):
+                    raise TypeError(
+                        f"{type(parts[kind]).__name__} defines `{lost[0]}`, which only {mixin.__name__} are asked for: "
+                        f"derive from {mixin.__name__} too"
+                    )
         for part in parts.values():
             if (reason := part.incompatibility(spec)) is not None:
                 raise IncompatibleRecipe(reason)
-        if isinstance(self.decoder, Edits) and not self.cache.scores_decoded:
+        if isinstance(self.decoder, Edits) and isinstance(self.cache, LeavesDecoded):
             raise IncompatibleRecipe(
                 f"{DECODERS.called(self.decoder)} judges decoded tokens by their logits, which "
                 f"{CACHES.called(self.cache)} does not compute. Use cache=dual, prefix or adaptive, or a decoder that "
                 "does not edit, such as threshold."
             )
-        if self.cache.leaves_masks and (isinstance(self.decoder, Adjusts) or "entropy" in self.decoder.needs):
+        reads = isinstance(self.decoder, Adjusts) or "entropy" in self.decoder.needs
+        if isinstance(self.cache, LeavesMasks) and reads:
             raise IncompatibleRecipe(
                 f"{CACHES.called(self.cache)} leaves masks out, and {DECODERS.called(self.decoder)} would take what is "
                 "not computed there for certain. Use cache=dual, or decoder=threshold, factor or calibrated."
             )
-        if self.cache.plan(Phase.WINDOW).front and (self.iteration.blocks > 1 or self.iteration.scores != "block"):
+        if self.cache.plan(Phase.WINDOW).front and (self.iteration.blocks > 1 or scores_of(self.iteration) != "none"):
             raise IncompatibleRecipe(
                 f"{CACHES.called(self.cache)} computes the first masks of one block, fed as tokens and masks, and "
                 f"{ITERATIONS.called(self.iteration)} reads more. Use iteration=block_diffusion or blockwise, or "
@@ -106,19 +118,19 @@ class Recipe:
             )
         large = any(isinstance(value, Large) for value in self.decoder.fresh_state(spec, 1).values())
         single = isinstance(self.decoder, Edits | Verifies) or large
-        if self.iteration.branches and (single or self.cache.watches or not self.cache.scores_decoded):
+        if branches_of(self.iteration) and (single or isinstance(self.cache, Watches | LeavesDecoded)):
             whose = DECODERS.called(self.decoder) if single else CACHES.called(self.cache)
             raise IncompatibleRecipe(
                 f"{ITERATIONS.called(self.iteration)} runs versions of the active blocks side by side, and "
                 f"{whose} can follow one alone. Use iteration=multi_block, or decoder=threshold with cache=dual, block "
                 "or none."
             )
-        if isinstance(self.decoder, Verifies) and (self.iteration.blocks > 1 or self.iteration.scores != "block"):
+        if isinstance(self.decoder, Verifies) and (self.iteration.blocks > 1 or scores_of(self.iteration) != "none"):
             raise IncompatibleRecipe(
                 f"{DECODERS.called(self.decoder)} verifies the draft of one block, fed as tokens and masks. Use "
                 "iteration=block_diffusion or blockwise."
             )
-        if isinstance(self.decoder, Verifies) and not self.cache.rewrites:
+        if isinstance(self.decoder, Verifies) and not isinstance(self.cache, RecomputesEveryKey):
             raise IncompatibleRecipe(
                 f"{DECODERS.called(self.decoder)} writes the keys of its draft, and {CACHES.called(self.cache)} may "
                 "keep them. Use cache=block or none."
@@ -131,23 +143,24 @@ class Recipe:
                 f"iteration.block={block} must be a multiple of the model's attention block, {attention}, or divide "
                 f"it. Use iteration.block={fitting}."
             )
-        if isinstance(self.decoder, Moves) and self.iteration.scores != "block":
+        if isinstance(self.decoder, Moves) and scores_of(self.iteration) != "none":
             raise IncompatibleRecipe(
                 f"{DECODERS.called(self.decoder)} moves tokens, and {ITERATIONS.called(self.iteration)} remembers what "
                 "it expects at each position. Use iteration=block_diffusion or multi_block."
             )
-        if self.iteration.reads_stability and not isinstance(self.decoder, Edits):
+        asks = isinstance(self.iteration, AsksStability) and self.iteration.reads_stability
+        if asks and not isinstance(self.decoder, Edits):
             raise IncompatibleRecipe(
                 f"{ITERATIONS.called(self.iteration)} asks how much of a block is predicted again, and "
                 f"{DECODERS.called(self.decoder)} never looks at decoded tokens. Use iteration.stable_at=0, or a "
                 "decoder that edits, such as joint_threshold."
             )
-        if spec.prompt_block and self.iteration.grain > 1:
+        if spec.prompt_block and isinstance(self.iteration, Aligned) and self.iteration.grain > 1:
             raise IncompatibleRecipe(
                 f"{ITERATIONS.called(self.iteration)} counts blocks from position 0, and this model counts its "
                 "attention blocks from the prompt's end. Use iteration=blockwise or multi_block with align=false."
             )
-        if self.iteration.stop == "cut" and isinstance(self.decoder, Edits):
+        if values_of(self.iteration).get("stop") == "cut" and isinstance(self.decoder, Edits):
             raise IncompatibleRecipe(
                 f"iteration.stop=cut ends a row while {DECODERS.called(self.decoder)} may still edit what it decoded. "
                 "Use iteration.stop=block."
@@ -174,18 +187,18 @@ class Recipe:
             raise IncompatibleRecipe(
                 "sampling.guidance masks the prompt in a second branch, and this model has no mask token. Leave it 0."
             )
-        if (isinstance(self.decoder, Verifies) or self.iteration.branches) and values.get("sampling.guidance", 0) > 0:
-            verifies = isinstance(self.decoder, Verifies)
+        verifies = isinstance(self.decoder, Verifies)
+        if (verifies or branches_of(self.iteration)) and values.get("sampling.guidance", 0) > 0:
             whose = DECODERS.called(self.decoder) if verifies else ITERATIONS.called(self.iteration)
             raise IncompatibleRecipe(
                 f"{whose} needs further lanes for one branch, and guidance takes two. Leave sampling.guidance at 0."
             )
-        if self.cache.follows and values.get("sampling.guidance", 0) > 0:
+        if isinstance(self.cache, Follows) and values.get("sampling.guidance", 0) > 0:
             raise IncompatibleRecipe(
                 f"{CACHES.called(self.cache)} follows the attention of one branch, and guidance takes two. Leave "
                 "sampling.guidance at 0, or use cache=dual."
             )
-        if self.iteration.scores != "block" and values.get("sampling.guidance", 0) > 0:
+        if scores_of(self.iteration) != "none" and values.get("sampling.guidance", 0) > 0:
             raise IncompatibleRecipe(
                 f"{ITERATIONS.called(self.iteration)} feeds what it expects at the masks, and a branch without the "
                 "prompt would expect other things. Leave sampling.guidance at 0, or use iteration=blockwise."
@@ -261,7 +274,10 @@ class Recipe:
     @property
     def grain(self) -> int:
         """Active blocks begin and end at multiples of this, counted from where attention blocks are counted from."""
-        return self.iteration.block if self.model.spec.prompt_block else self.iteration.grain
+        iteration = self.iteration
+        if self.model.spec.prompt_block:
+            return iteration.block
+        return iteration.grain if isinstance(iteration, Aligned) else 1
 
     @property
     def scores_open(self) -> bool:
@@ -270,8 +286,8 @@ class Recipe:
         A row for which there is no room repeats its step. A cache that watches values change must not see that.
         """
         decoder = self.decoder
-        reads = isinstance(decoder, Adjusts | Edits) or self.iteration.scores != "block"
-        return not reads and not self.cache.watches and not self.cache.follows
+        reads = isinstance(decoder, Adjusts | Edits) or scores_of(self.iteration) != "none"
+        return not reads and not isinstance(self.cache, Watches) and not isinstance(self.cache, Follows)
 
     @cached_property
     def request_options(self) -> tuple[RequestOption, ...]:

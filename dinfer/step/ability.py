@@ -18,7 +18,7 @@ from dinfer.step.contracts import Model, Moved, Parts, Proposal, State
 from dinfer.step.shape import Extra, StepShape
 from dinfer.step.state import BatchState, Entry
 from dinfer.step.stats import TokenStats
-from dinfer.step.window import Window
+from dinfer.step.window import KeepsNothing, Window
 
 Interval = tuple[Tensor, Tensor]  # each query sees the keys `[start, end)`. int64 [B, W] each
 Seen = tuple[Interval, Interval | None, Tensor | None]  # the last two: see `KVPool.attend`
@@ -114,6 +114,10 @@ class Ability:
         """
         return logits_RLV
 
+    def needs(self, step: "Step") -> tuple[str, ...]:
+        """Which further statistics it reads, see `Decoder.needs`."""
+        return ()
+
     def statistics(self, step: "Step", made: "Decision") -> TokenStats | None:
         """The statistics, if it takes them in another way than `dinfer.step.scores.scored`."""
         return None
@@ -163,7 +167,7 @@ class Step:
     @property
     def refreshes(self) -> bool:
         """It is a full pass whose keys are kept."""
-        return self.recipe.cache.reuses and self.shape.phase == Phase.FULL
+        return self.shape.phase == Phase.FULL and not isinstance(self.recipe.cache, KeepsNothing)
 
     def narrow(self, live_B: Tensor) -> None:
         """Takes all other rows out of the step."""

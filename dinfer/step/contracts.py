@@ -8,16 +8,16 @@ B * K rows of blocks, L block length, S canvas length, W query positions of one 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self
+from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from dinfer.parallel.ranks import Ranks
 from dinfer.parallel.split import Placement
-from dinfer.step.canvas import ACTIVE, BlockView, CanvasRows, Phase, RowCursors
+from dinfer.step.canvas import ACTIVE, BlockView, Phase, RowCursors
 from dinfer.step.model import Attend, Divided, Followed, Model, SelfConditioned
 from dinfer.step.plan import WindowPlan
 from dinfer.step.spec import ExpertLayout, ModelSpec
@@ -135,6 +135,10 @@ class Component(ABC):
 
     paper: ClassVar[str] = ""  # where the algorithm was published
 
+    def fitted(self, spec: ModelSpec) -> Self:
+        """The same for one model: options that it leaves open are filled in. Called before anything else."""
+        return self
+
     def incompatibility(self, spec: ModelSpec) -> str | None:
         """Why it cannot be used with a model, and what to use instead; None: it can. Called before any work."""
         return None
@@ -247,15 +251,6 @@ class Sampling(Component):
 class CachePolicy(Component):
     """Decides which positions to recompute, which keys to see, and when keys are out of date. Stores no keys."""
 
-    reuses: ClassVar[bool] = True  # keys and values outlive the step that computed them
-    scores_decoded: ClassVar[bool] = True  # windows hold the logits of decoded positions too, for decoders that edit
-    watches: ClassVar[bool] = False  # wants to `observe` how values change
-    follows: ClassVar[bool] = False  # wants to `follow` attention
-    leaves_masks: ClassVar[bool] = False  # windows may leave out masks of the active blocks, which are then not decoded
-    # A pass recomputes all keys that the one before it wrote, unless they are those of final tokens. So no later key
-    # depends on which steps had a forward of their own, and `runtime.speculate` changes no token.
-    rewrites: ClassVar[bool] = False
-
     def fresh_state(self, spec: ModelSpec, length: int) -> State:
         """State of a row that enters, for canvases of at most `length` positions; tensors without the leading B."""
         return {}
@@ -263,22 +258,6 @@ class CachePolicy(Component):
     @abstractmethod
     def plan(self, phase: Phase) -> WindowPlan:
         """Which positions a step of `phase` computes, as data: host and device read the same integers."""
-
-    def choose(self, lanes: RowCursors, rows: CanvasRows, spec: ModelSpec, phase: Phase, state: State) -> Tensor:
-        """Which positions to compute, of the window of a plan that says `chosen`. bool [B, S + 1]
-
-        Changes `state` in place. It is stored after every pass, also if that decodes nothing.
-        """
-        raise NotImplementedError(f"{type(self).__name__}.plan says `chosen`, so it must define `choose`")
-
-    def observe(self, pos_BW: Tensor, old_BWX: Tensor, new_BWX: Tensor, lanes: RowCursors, state: State) -> None:
-        """Sees the last layer's values at the window's positions before and after the forward; only if `watches`."""
-
-    def follow(
-        self, attend: Followed, logits: Callable[[], Tensor], pos_BW: Tensor, lanes: RowCursors, shift: int,
-        phase: Phase, state: State,
-    ) -> None:  # fmt: skip
-        """Sees the attention of a forward, and may ask for the logits of its window; only if `follows`."""
 
     @abstractmethod
     def stale(self, lanes: RowCursors, moved: Moved, phase: Phase, state: State) -> Tensor | bool:
@@ -293,63 +272,14 @@ class Iteration(Component):
 
     blocks: int = 1  # K
     block: int = 0  # L; 0: as long as the generation
-    branches: int = 0  # versions of the active blocks that run beside them, see `dinfer.abilities.branches.Branching`
-    stop: Literal["block", "cut", "off"] = "off"  # what a generated stop token does, see `dinfer.iterations._sweep`
-    scores: ClassVar[Literal["block", "window", "adjusted"]] = "block"  # which logits it needs, see `observe`
-    mixes: ClassVar[bool] = False  # feeds decoded tokens in mixtures, so no other request may have their keys
 
     def fresh_state(self, spec: ModelSpec, length: int) -> State:
         """State of a row that enters, for canvases of at most `length` positions; tensors without the leading B."""
         return {}
 
-    def fitted(self, spec: ModelSpec) -> Self:
-        """The same for one model, before anything else is asked."""
-        return self
-
-    def block_length(self, new_tokens: int) -> int:
-        """L for a request of `new_tokens`. Host side."""
-        return self.block
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        """Which further statistics it reads, see `Decoder.needs`."""
-        return ()
-
-    @property
-    def reads_stability(self) -> bool:
-        """Whether it asks which decoded tokens are predicted again, which only decoders that edit know."""
-        return False
-
-    @property
-    def grain(self) -> int:
-        """Active blocks begin and end at multiples of this, or where the canvas ends."""
-        return 1
-
-    def spare(self, new_tokens: int) -> int:
-        """Positions decoded behind the last of `new_tokens`, so that all blocks are whole. Host side."""
-        return 0
-
     @abstractmethod
     def first_region(self, prompt: int, length: int) -> tuple[int, int]:
         """The active region `[start, end)` a new request begins with. Host side."""
-
-    def embed(self, model: Model, tokens_BW: Tensor, pos_BW: Tensor, lanes: RowCursors, state: State) -> Tensor:
-        """What the model is fed. [B, W, D] Reads `state` and never changes it: a prefill does not store it."""
-        return model.embed(tokens_BW)
-
-    def observe(self, model: Model, logits_BWV: Tensor, pos_BW: Tensor, lanes: RowCursors, state: State) -> None:
-        """Sees logits, after the commits; not if `scores == "block"`. If it is "window", those of the whole window;
-        if "adjusted", those of the active blocks as the decoder has adjusted them, before any draw."""
-
-    def floor(self, lanes: RowCursors) -> Tensor | None:
-        """Least confidence that a commit must have at this step. float32 or float64 [B]; None: any will do"""
-        return None
-
-    def must_progress(self, lanes: RowCursors, open_BKL: Tensor) -> Tensor | None:
-        """Which active blocks must commit a token at every step. bool [B, K]; None: all
-
-        `open_BKL`: what is still to be decoded. The first block with open positions must be among them."""
-        return None
 
     @abstractmethod
     def advance(self, lanes: RowCursors, after: BlockAfter, state: State) -> Moved:

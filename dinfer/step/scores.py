@@ -73,7 +73,8 @@ def statistics(
     step: Step, logits_RLV: Tensor, wanted_RL: Tensor, draw: Draw | None = None, drawn_RL: Tensor | None = None
 ) -> TokenStats:
     """What the decoder needs to know of the logits. `drawn_RL`: where tokens are drawn; None: wherever any are."""
-    decoder, needs = step.recipe.decoder, (*step.recipe.decoder.needs, *step.recipe.iteration.needs)
+    decoder, needs = step.recipe.decoder, {*step.recipe.decoder.needs}
+    needs.update(*(ability.needs(step) for ability in step.abilities))
     return token_stats(
         logits_RLV, step.recipe.model.spec.mask_id, decoder.softmax_dtype, entropy="entropy" in needs,
         margin="margin" in needs, best="best" in needs, draw=draw, wanted_RL=wanted_RL, columns=own_columns(step),

@@ -15,7 +15,7 @@ from dinfer.memory.kv import KVPool
 from dinfer.step.canvas import Canvas, Cursors, Phase
 from dinfer.step.contracts import Large, Parts, State
 from dinfer.step.shape import Extra, StepShape
-from dinfer.step.window import first_phase, prefilled, widest
+from dinfer.step.window import block_length, first_phase, prefilled, widest
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ class BatchState:
         spec, iteration, n = recipe.model.spec, recipe.iteration, slots + 1
         # Empty slots and the scratch slot hold the defaults: 0 may be no value of an option at all.
         defaults_O = torch.tensor([float(o.default) for o in recipe.request_options], dtype=torch.float64)
-        block = min(block or iteration.block_length(length), length)
+        block = min(block or block_length(iteration, length), length)
         block_state = recipe.decoder.fresh_state(spec, block)
         canvas = Canvas.alloc(slots, length, iteration.blocks, spec.stop_ids, device)
         return cls(

@@ -1,5 +1,6 @@
 """The window of a step, made from the plan of the cache policy."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 from dinfer.kernels.canvas import span, window_positions
 from dinfer.kernels.selection import compact
 from dinfer.step.canvas import Canvas, CanvasRows, Cursors, Phase, RowCursors
-from dinfer.step.contracts import CachePolicy, ModelSpec, Parts, State
+from dinfer.step.contracts import CachePolicy, Iteration, ModelSpec, Parts, State
 from dinfer.step.plan import Frame
 from dinfer.step.shape import KeysOnly, StepShape
 
@@ -24,6 +25,21 @@ class Window:
     kept_B: Tensor | None = None  # int64, `lanes.kept_B` once the forward has run; None: it stays what it was
     settled_B: Tensor | None = None  # int64, `kept_B` after a pass that decodes nothing; -1: it decodes; None: all do
     stop_B: Tensor | None = None  # int64, the first place that nobody sees; None: as the cache says
+
+
+class Chooses(ABC):
+    """A cache whose plan says `chosen`: it computes some positions of its window."""
+
+    @abstractmethod
+    def choose(self, lanes: RowCursors, rows: CanvasRows, spec: ModelSpec, phase: Phase, state: State) -> Tensor:
+        """Which positions to compute. bool [B, S + 1]
+
+        Changes `state` in place. It is stored after every pass, also if that decodes nothing.
+        """
+
+
+class KeepsNothing:
+    """A cache whose keys do not outlive the step that computed them."""
 
 
 def window(
@@ -42,6 +58,8 @@ def window(
             stop_B = plan.bounds(lanes.place_B, spec.frame)[1]
             pos_BW = torch.where(place_BW == stop_B[:, None] - 1, lanes.length_B[:, None] - 1, place_BW)
         return Window(pos_BW, place_BW, fits_B, logits_BX.view(-1, shape.block), kept_B, settled_B, stop_B)
+    if not isinstance(cache, Chooses):
+        raise TypeError(f"{type(cache).__name__}.plan says `chosen`, so it must derive from Chooses")
     flags_BS = cache.choose(lanes, CanvasRows(canvas, lanes.slot_B), spec, shape.phase, state)
     first_B, stop_B, _ = plan.bounds(lanes.place_B, spec.frame)
     pos_S = torch.arange(flags_BS.shape[1], device=flags_BS.device)
@@ -54,7 +72,7 @@ def window(
 
 def deciding(recipe: Parts) -> Phase:
     """The phase of the passes that decide, once all keys are there."""
-    return Phase.WINDOW if recipe.cache.reuses else Phase.FULL
+    return Phase.FULL if isinstance(recipe.cache, KeepsNothing) else Phase.WINDOW
 
 
 def widest(recipe: Parts, block: int, length: int) -> int:
@@ -73,7 +91,7 @@ def exact(cache: CachePolicy, frame: Frame, grain: int) -> bool:
 
     `frame` says what the model is (`ModelSpec.frame`), `grain` where active blocks begin and end (`Recipe.grain`).
     """
-    return not cache.reuses or cache.plan(Phase.WINDOW).exact(frame, grain)
+    return isinstance(cache, KeepsNothing) or cache.plan(Phase.WINDOW).exact(frame, grain)
 
 
 def width_of(cache: CachePolicy, spec: ModelSpec, now: Cursors) -> int:
@@ -115,3 +133,8 @@ def first_phase(cache: CachePolicy, spec: ModelSpec, start: int) -> Phase:
     if not cache.plan(Phase.PREFILL).keeps:
         return Phase.FULL
     return Phase.PREFILL if prefilled(cache, spec, start) else Phase.WINDOW
+
+
+def block_length(iteration: Iteration, new_tokens: int) -> int:
+    """L for a request of `new_tokens`. Host side."""
+    return iteration.block or new_tokens

@@ -3,14 +3,13 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from dinfer.abilities.adjusting import Adjusts
 from dinfer.caches.vicinity import VicinityCache
-from dinfer.caches.window import NoCache
 from dinfer.decoders.credit import Credit
 from dinfer.decoders.dmax import DMax
 from dinfer.decoders.factor import Factor
@@ -27,8 +26,19 @@ from dinfer.recipe.recipe import Recipe
 from dinfer.recipe.registry import Registry
 from dinfer.step.ability import Ability, Seen, Step
 from dinfer.step.canvas import BlockView, CanvasRows, Phase, RowCursors
-from dinfer.step.contracts import BlockAfter, ModelSpec, Moved, Parts, Proposal, State, TokenStats, WindowPlan
+from dinfer.step.contracts import (
+    BlockAfter,
+    CachePolicy,
+    ModelSpec,
+    Moved,
+    Parts,
+    Proposal,
+    State,
+    TokenStats,
+    WindowPlan,
+)
 from dinfer.step.shape import StepShape
+from dinfer.step.window import Chooses
 
 
 class DinferRule:
@@ -107,11 +117,8 @@ class LopaThreshold(D2fThreshold, Adjusts):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LopaCache(NoCache):
+class LopaCache(CachePolicy, Chooses):
     """Keys before the active blocks stay as the pass after their block was finished left them, whatever they saw."""
-
-    reuses: ClassVar[bool] = True
-    rewrites: ClassVar[bool] = False
 
     def plan(self, phase: Phase) -> WindowPlan:
         return WindowPlan(None, 1, chosen=True)

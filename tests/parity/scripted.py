@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dinfer.abilities.pacing import Paces
 from dinfer.iterations.blockwise import Blockwise
 from dinfer.step.canvas import RowCursors
 from dinfer.step.contracts import Attend, ModelSpec
@@ -39,7 +40,7 @@ class ScriptedModel:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScriptedSweep(Blockwise):
+class ScriptedSweep(Blockwise, Paces):
     """One block that may stall: references that wait while the mask token is the most likely can be followed."""
 
     decay: float | None = None  # the least confidence is 1 - step * decay; None: there is none

@@ -7,7 +7,9 @@ from typing import Any, ClassVar
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dinfer.abilities.branches import BranchLanes, branches_of
 from dinfer.abilities.candidates import Candidates
+from dinfer.abilities.feeding import Feeds
 from dinfer.abilities.guidance import Guided
 from dinfer.abilities.open_positions import OpenOnly
 from dinfer.abilities.reports import Level, Reported, Reporting
@@ -70,7 +72,8 @@ def meta_steps(recipe: Recipe, level: Level = Level.NOTHING) -> None:
     iteration, cache = recipe.iteration, recipe.cache
     pages = -(-LENGTH // PAGE)
     able = refusal(recipe) is None
-    guessed = [deciding(recipe)] if able or iteration.branches else []  # phases that may have candidates
+    kind = BranchLanes if branches_of(iteration) else Candidates
+    guessed = [deciding(recipe)] if able or branches_of(iteration) else []  # phases that may have candidates
     state = BatchState.alloc(
         recipe, LANES, LENGTH, page=PAGE, pages=LANES * pages, dtype=recipe.model.dtype, device=torch.device("meta"),
         extras=(Candidates(int(able)),),
@@ -84,13 +87,11 @@ def meta_steps(recipe: Recipe, level: Level = Level.NOTHING) -> None:
         for more, candidates in [
             (False, 0),
             (True, 0),
-            *((False, iteration.branches or 1) for _ in guessed if phase in guessed),
+            *((False, branches_of(iteration) or 1) for _ in guessed if phase in guessed),
         ]:
-            guided = more and iteration.scores == "block" and recipe.model.spec.mask_id is not None
+            guided = more and not isinstance(iteration, Feeds) and recipe.model.spec.mask_id is not None
             extras: list[Extra] = [Sampled(8), KeysOnly()] if more else []
-            extras += (
-                [Guided()] * guided + [Candidates(candidates)] * (candidates > 0) + [Reported(level)] * (level > 0)
-            )
+            extras += [Guided()] * guided + [kind(candidates)] * (candidates > 0) + [Reported(level)] * (level > 0)
             if recipe.scores_open and not any(extra.whole_logits for extra in extras):
                 extras.append(OpenOnly(7))
             shape = StepShape(phase, LANES, width, iteration.blocks, state.block, pages, extras_of(extras))

@@ -6,7 +6,7 @@ from random import Random
 
 import torch
 
-from dinfer.abilities.candidates import Candidates
+from dinfer.abilities.branches import BranchLanes, branches_of
 from dinfer.engine.request import Request
 from dinfer.memory.kv import RESERVED
 from dinfer.recipe.recipe import Recipe
@@ -60,8 +60,8 @@ class Host:
             pages or every,
         ).adding(*extras_of(extra for request in self.requests for extra in self.recipe.asks(request.options)))
         shape = shape.adding(*([KeysOnly()] if settles else []))
-        if branches and (count := self.recipe.iteration.branches):
-            shape = shape.adding(Candidates(count))
+        if branches and (count := branches_of(self.recipe.iteration)):
+            shape = shape.adding(BranchLanes(count))
         denoise_step(self.recipe, self.state, shape, torch.tensor(slots, device=self.recipe.model.device))
 
     def phases(self) -> list[int]:

@@ -21,6 +21,7 @@ from dinfer.pipeline import Pipeline
 from dinfer.recipe.recipe import Recipe
 from dinfer.recipe.registry import CACHES, DECODERS, ITERATIONS, SAMPLINGS, Registry, values_of
 from dinfer.step.contracts import Attend, BlockView, Decoder, Phase, Proposal, State, TokenStats
+from dinfer.step.window import KeepsNothing
 
 
 class Pieces:
@@ -258,7 +259,7 @@ def _step(
     return Step(
         forward=update.forwards,
         phase=update.phase.name.lower(),
-        refresh=recipe.cache.reuses and update.phase == Phase.FULL,
+        refresh=update.phase == Phase.FULL and not isinstance(recipe.cache, KeepsNothing),
         block=(last.block + entered) if last else 0,
         region=update.region,
         computed=computed,

@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from math import ceil
 from typing import NamedTuple
 
+from dinfer.abilities.branches import BranchLanes, branches_of
 from dinfer.abilities.candidates import Candidates
 from dinfer.abilities.guidance import Guided
 from dinfer.abilities.open_positions import OpenOnly
@@ -44,7 +45,8 @@ class Scheduler:
         self._free = free_positions(recipe.model.spec)
         self.choice = CandidateChoice(self._free)
         self._prefills = PrefillBatching(self._free, runtime.positions)
-        self._tries = candidates_of(runtime) > 0 or recipe.iteration.branches > 0
+        self._branches = branches_of(recipe.iteration)
+        self._tries = candidates_of(runtime) > 0 or self._branches > 0
         keeps = recipe.cache.plan(Phase.WINDOW).keeps and recipe.iteration.blocks == 1
         # After a draft comes either its verification or another draft, and no step fits both.
         settles = runtime.throughput and keeps and not (self._tries or isinstance(recipe.decoder, Verifies))
@@ -124,7 +126,7 @@ class Scheduler:
         at = now[: self._deciding]
         if row.need_at == at:
             return
-        if self.recipe.iteration.branches:  # one may open a block that the present state does not
+        if self._branches:  # one may open a block that the present state does not
             most = now.start + self.recipe.iteration.blocks * self.block
             now = now._replace(end=max(min(now.end + self.block, most, now.length), now.end))
         row.need, row.need_at = self._need(now), at
@@ -137,7 +139,7 @@ class Scheduler:
 
     def _apart(self, phase: Phase, rows: list[Row]) -> list[list[Row]]:
         """The rows, apart from those that compute more than a branch has pages for. They have no branches yet."""
-        if not self.recipe.iteration.branches or phase != deciding(self.recipe):
+        if not self._branches or phase != deciding(self.recipe):
             return [rows]
         return [[row for row in rows if (row.need.width > self.widest) == wide] for wide in (False, True)]
 
@@ -167,7 +169,7 @@ class Scheduler:
         extras: list[Extra] = [*asked, *([KeysOnly()] if group.settles else [])]
         if self._tries:
             candidates = self._candidates(phase, group.width, rows)
-            extras.append(Candidates(candidates))
+            extras.append((BranchLanes if self._branches else Candidates)(candidates))
             for row in rows:
                 row.tried = candidates
         positions = len(rows) * blocks * self.block
@@ -179,7 +181,7 @@ class Scheduler:
 
     def _candidates(self, phase: Phase, width: int, rows: Sequence[Row]) -> int:
         """How many candidates, or branches, of each row a step evaluates."""
-        most, branches = candidates_of(self.runtime), self.recipe.iteration.branches
+        most, branches = candidates_of(self.runtime), self._branches
         if branches:
             return branches * (phase == deciding(self.recipe) and width <= self.widest)
         if phase != deciding(self.recipe) or width > self.widest or not any(row.drafted for row in rows):

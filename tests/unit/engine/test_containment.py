@@ -8,7 +8,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -376,11 +375,9 @@ def test_a_network_that_is_called_directly_runs_on_its_own_device(monkeypatch: p
 
 def test_one_failing_request_of_a_list_ends_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dinfer.engine.row.STALL_LIMIT", 9)
-    monkeypatch.setattr("dinfer.engine.scheduler.scheduler.width_of", lambda *given: width_of(*given) - 1)
-    recipe = recipe_of(DualCache())
-    engine = engine_for(recipe)
-    with pytest.raises(StalledRow):
+    engine = engine_for(recipe_of(DualCache()))
+    with monkeypatch.context() as narrow, pytest.raises(StalledRow):
+        narrow.setattr("dinfer.engine.scheduler.scheduler.width_of", lambda *given: width_of(*given) - 1)
         completions(engine, GOOD)
     assert not engine.busy
-    engine = engine_for(replace(recipe, cache=DualCache()))
     assert [outcome(c) for c in completions(engine, GOOD)] == wanted()

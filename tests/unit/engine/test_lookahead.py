@@ -35,9 +35,9 @@ from dinfer.engine.scheduler import scheduler
 from dinfer.engine.scheduler.lookahead import MISS, Lookahead, stays_open
 from dinfer.engine.worker import Worker
 from dinfer.recipe.recipe import Recipe, compose
-from dinfer.step import window
 from dinfer.step.canvas import Canvas, Cursors, Phase
 from dinfer.step.contracts import CachePolicy, WindowPlan
+from dinfer.step.window import width_of
 
 BLOCK = 8
 
@@ -191,11 +191,11 @@ def test_the_host_looks_at_a_step_while_the_device_is_at_the_next(monkeypatch: p
 
 
 def test_a_row_is_planned_when_it_has_moved(monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe, width, planned = recipe_of(name="fixed", steps=BLOCK), window.width_of, list[tuple[int, ...]]()
+    recipe, planned = recipe_of(name="fixed", steps=BLOCK), list[tuple[int, ...]]()
 
     def noted(cache: CachePolicy, spec: Any, now: Cursors) -> int:
         planned.append((now.phase, *now.place))
-        return width(cache, spec, now)
+        return width_of(cache, spec, now)
 
     monkeypatch.setattr(scheduler, "width_of", noted)
     run(launched_ahead(engine_for(recipe)), [Request([5, 6], 4 * BLOCK - 2, recipe.resolve({}))])

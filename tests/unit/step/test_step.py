@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +13,9 @@ from support.matrix import completions, engine_for, launched_ahead
 from support.models import EOS, MASK, VOCAB, tiny_model
 from support.scripted import Scripted
 
+from dinfer.abilities.feeding import Feeds
 from dinfer.abilities.pacing import Edits
+from dinfer.abilities.watching import Watches
 from dinfer.caches.block import BlockCache
 from dinfer.decoders.fixed import Fixed
 from dinfer.engine.request import Request, StalledRow, Wants
@@ -185,10 +187,8 @@ def test_decoder_state_is_fresh_in_every_block_and_request() -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Counting(BlockCache):
+class Counting(BlockCache, Watches):
     """Counts the passes that it sees."""
-
-    watches: ClassVar[bool] = True
 
     def fresh_state(self, spec: Any, length: int) -> State:
         return {"passes": torch.zeros((), dtype=torch.int64)}
@@ -215,7 +215,7 @@ def test_passes_that_decode_nothing_keep_the_state_of_the_cache() -> None:
     assert host.state.cache.rows["passes"][host.slots].tolist() == host.forwards()
 
 
-@pytest.mark.parametrize("name", ITERATIONS.names())
+@pytest.mark.parametrize("name", [name for name in ITERATIONS.names() if issubclass(ITERATIONS.get(name), Feeds)])
 def test_what_a_model_is_fed_leaves_the_state_of_the_iteration_alone(name: str) -> None:
     """A pass that decodes nothing embeds too, and does not store that state."""
     models = {"self_conditioned": "uniform", "block_diffusion": "block_causal"}
