@@ -221,7 +221,11 @@ class Constraints(Ability):
         view, proposal, stats = made.view, made.proposal, made.stats
         sweeps, line, live_B = self._line(step, view)
         by_lane, by_row = (step.shape.lanes, -1), view.pos_RL.shape
-        token_RL = stats.token_RL if proposal.token_RL is None else proposal.token_RL
+        token_RL = (
+            stats.token_RL
+            if proposal.token_RL is None
+            else offered_tokens(proposal.token_RL, made, step.recipe.model.spec.mask_id)
+        )
         writable_RL = ~view.given_RL if view.edits else view.masked_RL
         commit_RL = with_progress(proposal.commit_RL & writable_RL, made)
         commit_BX = commit_RL.view(by_lane) & ~line.outside_BX
@@ -297,6 +301,18 @@ def refusal(recipe: Parts) -> str | None:
     if recipe.ranks.size > 1:
         return "constraints need a model on one device for now: leave runtime.tensor_parallel at 1"
     return None
+
+
+def offered_tokens(token_RL: Tensor, made: Decision, mask_id: int | None) -> Tensor:
+    """The tokens, and the most likely allowed ones in place of the mask and of what the logits rule out.
+
+    A decoder may take its tokens of logits that were not yet masked.
+    """
+    index_RL1 = token_RL.clamp(0, made.adjusted_RLV.shape[-1] - 1)[..., None]
+    ruled_out_RL = made.adjusted_RLV.gather(2, index_RL1)[..., 0] == float("-inf")
+    if mask_id is not None:
+        ruled_out_RL = ruled_out_RL | (token_RL == mask_id)
+    return torch.where(ruled_out_RL, made.stats.token_RL, token_RL)
 
 
 def with_progress(commit_RL: Tensor, made: Decision) -> Tensor:
