@@ -22,7 +22,7 @@ class VicinityCache(CachePolicy, RecomputesEveryKey):
 
     paper = "dInfer, arXiv:2510.08666"
     back: int = option(16, "positions recomputed before the block")
-    ahead: int = option(16, "positions recomputed behind the block")
+    ahead: int = option(16, "positions recomputed to the right of the block")
     warmup: int = option(4, "full passes before keys are kept")
     interval: int = option(0, "passes after which keys are refreshed too, from the second block on; 0: never")
 

@@ -39,7 +39,7 @@ class NoCache(CachePolicy, RecomputesEveryKey, KeepsNothing):
 class RefreshedCache(CachePolicy, RecomputesEveryKey):
     """A window whose surroundings are refreshed on entering a block, and every so many sweeps."""
 
-    ahead: ClassVar[int | None] = 0  # positions recomputed behind the active region; None: all
+    ahead: ClassVar[int | None] = 0  # positions recomputed to the right of the active region; None: all
 
     interval: int = option(0, "window passes of a request after which keys are refreshed too; 0: never")
 
@@ -65,18 +65,18 @@ class RefreshedCache(CachePolicy, RecomputesEveryKey):
 @CACHES.register("prefix")
 @dataclass(frozen=True, kw_only=True)
 class PrefixCache(RefreshedCache):
-    """Keeps the keys and values before the active block; recomputes the block and all behind it.
+    """Keeps the keys and values before the active block; recomputes the block and all to its right.
 
-    With `suffix` the model sees so many positions behind the block, and the last one of the canvas, which says how long
-    the answer may be (Streaming-dLLM). Refreshes and window passes compute no other masks. So the cost of a step does
-    not depend on max_new_tokens. This is for bidirectional models. The more masks it leaves out, the more the logits
-    change.
+    With `suffix` the model sees so many positions to the right of the block, and the last one of the canvas. That says
+    how long the answer may be (Streaming-dLLM). Refreshes and window passes compute no other masks. So the cost of a
+    step does not depend on max_new_tokens. This is for bidirectional models. The more masks it leaves out, the more the
+    logits change.
     """
 
     paper = "Fast-dLLM, arXiv:2505.22618; Streaming-dLLM"
     ahead: ClassVar[int | None] = None
 
-    suffix: int | None = option(None, "positions behind the block that the model sees, and the last one; null: all")
+    suffix: int | None = option(None, "positions right of the block that the model sees, and the last one; null: all")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -100,6 +100,6 @@ class PrefixCache(RefreshedCache):
 @CACHES.register("dual")
 @dataclass(frozen=True, kw_only=True)
 class DualCache(RefreshedCache):
-    """Keeps the keys and values before and behind the active block; recomputes the block alone."""
+    """Keeps the keys and values left and right of the active block; recomputes the block alone."""
 
     paper = "Fast-dLLM, arXiv:2505.22618"

@@ -25,7 +25,7 @@ class Calibrated(Decoder):
     """Commits s_i >= threshold, and in any case the `least` best, where s_i is a calibrated confidence.
 
     With `sigma` above 0, s_i = c_i * d_i, where d_i is the share of decoded positions around i, weighted by a Gaussian
-    of that standard deviation. Positions before the block count as decoded, and those behind it do not. With
+    of that standard deviation. Positions before the block count as decoded, and those to its right do not. With
     `frequencies`, c_i = min(-p_i ln f(token), clip): a frequent token needs a higher probability p_i than a rare one.
     """
 

@@ -32,7 +32,7 @@ class Daedal(Decoder, Grows):
     paper = "DAEDAL, arXiv:2508.00819"
 
     initial: int = option(64, "masks at first", per_request=True)
-    window: int = option(32, "positions that are decoded before those behind them", per_request=True)
+    window: int = option(32, "positions that are decoded before those to their right", per_request=True)
     threshold: float = option(0.9, "commit every token more probable than this", per_request=True)
     low_threshold: float = option(0.1, "add masks at a position less sure than this; 0: never", per_request=True)
     expansion: int = option(8, "masks in place of one", per_request=True)

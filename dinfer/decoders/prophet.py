@@ -32,10 +32,10 @@ class Prophet(Decoder, Adjusts):
 
     steps: int = option(32, "steps for the whole block, unless the answer is sure before", per_request=True)
     sub_block: int = option(
-        0, "positions that are decoded before those behind them; 0: no such order", per_request=True
+        0, "positions that are decoded before those to their right; 0: no such order", per_request=True
     )
     answer: int = option(
-        -1, "where the answer begins, in tokens behind the prompt; -1: all that is masked", per_request=True
+        -1, "where the answer begins, in tokens right of the prompt; -1: all that is masked", per_request=True
     )
     early: float = option(7.5, "mean lead that ends the first third of the steps, in logits", per_request=True)
     mid: float = option(5.0, "mean lead that ends the second third", per_request=True)

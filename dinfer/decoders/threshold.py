@@ -25,7 +25,7 @@ class Threshold(Decoder):
     threshold: float = option(0.9, "least probability of a commit", per_request=True)
     least: int = option(1, "commit at least so many tokens a step", per_request=True)
     relax: float = option(0.0, "by which part the threshold falls as the block fills up")
-    horizon: int = option(0, "with relax: positions behind the block that count as masks of it")
+    horizon: int = option(0, "with relax: positions right of the block that count as masks of it")
     precision: Literal["float32", "float64"] = option("float32", "of the softmax")
 
     def __post_init__(self) -> None:
@@ -42,7 +42,7 @@ class Threshold(Decoder):
         return Proposal(confident(stats, view.masked_RL, bar_R1, least=least_R1))
 
     def left(self, view: BlockView) -> Tensor:
-        """The share of masks in the block and the `horizon` positions behind it, where there are as many. [R, 1]"""
+        """The share of masks in the block and the `horizon` positions to its right, where there are as many. [R, 1]"""
         size_R1 = (view.pos_RL >= 0).sum(-1, keepdim=True)
         behind_R1 = view.length_R[:, None] - view.pos_RL[:, :1] - size_R1
         ahead_R1 = behind_R1.clamp_max(self.horizon)

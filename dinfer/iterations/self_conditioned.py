@@ -23,9 +23,9 @@ class SelfConditionedSweep(AlignedSweep, Feeds, Pads):
     """Finishes a canvas of `block` positions before it begins the next; tells the model what it expected one step ago.
 
     The model is fed softmax(l) E, with the logits l as the decoder adjusted them (`renoise` divides them by its
-    temperature), and nothing at the first step of a canvas. Canvases begin behind the prompt. The last one is decoded
-    whole, and tokens beyond max_new_tokens are left out. `block` is the length that the model was trained with. This is
-    for models trained so; they also decode without it (`blockwise`), but not as published.
+    temperature), and nothing at the first step of a canvas. The first canvas begins where the prompt ends. The last one
+    is decoded whole, and tokens beyond max_new_tokens are left out. `block` is the length that the model was trained
+    with. This is for models trained so; they also decode without it (`blockwise`), but not as published.
     """
 
     paper = "Analog Bits, arXiv:2208.04202"

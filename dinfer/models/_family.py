@@ -285,7 +285,7 @@ class PromptBlockFamily(HubFamily):
     """A family of bidirectional models that adapters may make block-causal."""
 
     block: int | None = option(
-        None, "length of the attention blocks behind the prompt, for adapters trained so (D2F); null: bidirectional"
+        None, "length of the attention blocks right of the prompt, for adapters trained so (D2F); null: bidirectional"
     )
 
     def __post_init__(self) -> None:
