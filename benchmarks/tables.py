@@ -737,7 +737,7 @@ def two_cards() -> list[Report]:
 
 def sampled() -> str:
     """Accuracy and tokens per forward of decoders by how tokens are drawn."""
-    reports = there(("sampled-tiny-cpu", "sampled-tiny-llada2-cpu"), RESULTS)
+    reports = there(("sampled-tiny-cpu", "sampled-tiny-llada2-cpu", "sampled-tiny-llada2-more-cpu"), RESULTS)
     about = "; ".join(f"`{command(report)}`, commit {report['commit']}" for report in reports)
     first, rows = reports[0], [row for report in reports for row in report["rows"]]
     names = [*rows[0]["settings"]]
