@@ -6,6 +6,7 @@ import torch
 
 from dinfer.abilities.feeding import scores_of
 from dinfer.abilities.following import Follows
+from dinfer.abilities.holding import LeavesMasks
 from dinfer.step.ability import Ability, Forward, Step
 from dinfer.step.canvas import Phase
 from dinfer.step.contracts import Parts
@@ -42,4 +43,5 @@ class ReadPositions(Ability):
         if run.decodes and run.read_BX is not None and h_BWD.shape[1] == run.read_BX.shape[1]:  # it left out the others
             place_X = torch.arange(h_BWD.shape[1], device=h_BWD.device)
             place_RL = place_X.view(-1, shape.block).repeat(shape.lanes, 1)
-            run.logits_RL = torch.where(run.logits_RL < 0, -1, place_RL)
+            leaves = isinstance(step.recipe.cache, LeavesMasks)
+            run.logits_RL = torch.where(run.logits_RL < 0, -1, place_RL) if leaves else place_RL

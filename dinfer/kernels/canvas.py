@@ -54,7 +54,9 @@ def window_positions(
         fits_B = decodes_B | (piece_B > first_B)
     pos_BX = span(start_B, end_B, active)
     query_BX = (pos_BX - shift).clamp_min(0)
-    computed_BX = (pos_BX >= 0) & (query_BX >= first_B[:, None]) & (query_BX < stop_B[:, None])
+    computed_BX = pos_BX >= 0
+    if plan.front:  # others compute the whole region
+        computed_BX = computed_BX & (query_BX >= first_B[:, None]) & (query_BX < stop_B[:, None])
     logits_BX = torch.where(computed_BX, query_BX - first_B[:, None], -1)
     final_B = None
     if plan.keeps:  # the step computes once more what was finished when it began

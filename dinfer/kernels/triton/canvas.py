@@ -237,7 +237,10 @@ def _window_positions(
     tl.store(pos_ptr + lane * width + at, tl.where(pos < stop, pos, -1), mask=at < width)
     wanted = start + at
     query = tl.maximum(wanted - SHIFT, 0)
-    place = tl.where((wanted < end) & (query >= first) & (query < stop), query - first, -1)
+    computed = wanted < end
+    if FRONT > 0:  # others compute the whole region
+        computed = computed & (query >= first) & (query < stop)
+    place = tl.where(computed, query - first, -1)
     tl.store(logits_ptr + lane * active + at, tl.minimum(place, width - 1), mask=at < active)
     once = tl.program_id(1) == 0
     tl.store(fits_ptr + lane, fits, mask=once)

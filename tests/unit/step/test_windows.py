@@ -54,7 +54,7 @@ def caches(draw: st.DrawFn) -> CachePolicy:
     given = dict(draw(st.sampled_from(SETTINGS)))
     for info in options_of(CACHES.get(given["name"])):
         if type(info.default) is int and draw(st.booleans()):
-            given[info.name] = draw(st.integers(int(info.name == "delay"), 9))
+            given[info.name] = draw(st.integers(int(info.name in ("delay", "ahead")), 9))
         if type(info.default) is float:
             given[info.name] = draw(st.floats(0, 1))
     return CACHES.build(given)
