@@ -13,7 +13,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-CONTRACTS = ("dinfer.step.contracts", "dinfer.step.window", "dinfer.abilities")  # modules of what components derive from
+# Modules of what components derive from.
+CONTRACTS = ("dinfer.step.contracts", "dinfer.step.window", "dinfer.abilities")
+    "dinfer.step.contracts",
+    "dinfer.step.window",
+    "dinfer.abilities",
+)  # modules of what components derive from
 
 
 class Unreadable(Exception):

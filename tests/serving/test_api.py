@@ -205,7 +205,7 @@ def test_bad_input_names_the_field(client: Client, fields: dict[str, Any], param
 def test_what_cannot_be_honoured_is_refused_by_name(client: Client, field: str) -> None:
     neutral, _ = NOT_SUPPORTED[field]
     response = chat(client, **{field: {"something": "else"}})
-    assert response.status_code == 400 and response.json()["error"]["param"] == field
+    assert response.status_code == 400 and response.json()["error"]["param"].startswith(field)
     for value in (None, *neutral[:1]):
         assert chat(client, max_tokens=1, **{field: value}).status_code == 200
 
