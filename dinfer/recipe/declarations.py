@@ -15,10 +15,6 @@ from typing import Any
 
 # Modules of what components derive from.
 CONTRACTS = ("dinfer.step.contracts", "dinfer.step.window", "dinfer.abilities")
-    "dinfer.step.contracts",
-    "dinfer.step.window",
-    "dinfer.abilities",
-)  # modules of what components derive from
 
 
 class Unreadable(Exception):
