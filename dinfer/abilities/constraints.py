@@ -23,6 +23,7 @@ from dinfer.kernels.upload import uploaded
 from dinfer.recipe.registry import DECODERS, ITERATIONS
 from dinfer.step.ability import Ability, Decision, Step
 from dinfer.step.canvas import BlockView, Canvas, Phase
+from dinfer.step.commits import with_progress
 from dinfer.step.contracts import Parts
 from dinfer.step.scores import own_columns
 from dinfer.step.shape import Extra, StepShape, power_of_2
@@ -227,7 +228,7 @@ class Constraints(Ability):
             else offered_tokens(proposal.token_RL, made, step.recipe.model.spec.mask_id)
         )
         writable_RL = ~view.given_RL if view.edits else view.masked_RL
-        commit_RL = with_progress(proposal.commit_RL & writable_RL, made)
+        commit_RL = with_progress(proposal.commit_RL & writable_RL, stats, view)
         commit_BX = commit_RL.view(by_lane) & ~line.outside_BX
         token_BX, open_BX = token_RL.view(by_lane), line.open_BX
         confidence_BX = stats.confidence_RL.view(by_lane)
@@ -272,7 +273,9 @@ class Constraints(Ability):
         rows = step.kept(Constraints)
         row_B4 = rows.row_N4.index_select(0, step.lanes.slot_B)
         place_B, state_B, first_B, until_B = row_B4.unbind(1)
-        sweeps = Sweeps(rows.languages, place_B.clamp_min(0), self.extra.states, self.extra.pairs, self.extra.edges)
+        if (sweeps := step.notes.get(Constraints)) is None:  # a step's rows stay in their languages
+            most = self.extra.states, self.extra.pairs, self.extra.edges
+            sweeps = step.notes[Constraints] = Sweeps(rows.languages, place_B.clamp_min(0), *most)
         by_lane = (step.shape.lanes, -1)
         pos_BX = view.pos_RL.view(by_lane)
         end_B = pos_BX.amax(1) + 1
@@ -313,14 +316,3 @@ def offered_tokens(token_RL: Tensor, made: Decision, mask_id: int | None) -> Ten
     if mask_id is not None:
         ruled_out_RL = ruled_out_RL | (token_RL == mask_id)
     return torch.where(ruled_out_RL, made.stats.token_RL, token_RL)
-
-
-def with_progress(commit_RL: Tensor, made: Decision) -> Tensor:
-    """The commits, and the surest open position of blocks that must commit something and would not."""
-    view, stats = made.view, made.stats
-    score_RL = (stats.confidence_RL - 2.0 * stats.declined_RL).masked_fill(~view.masked_RL, -4.0)
-    best_RL = torch.arange(score_RL.shape[1], device=score_RL.device) == score_RL.argmax(-1, keepdim=True)
-    stuck_R = view.masked_RL.any(-1) & ~(commit_RL & view.masked_RL).any(-1)
-    if view.must_progress_R is not None:
-        stuck_R = stuck_R & view.must_progress_R
-    return commit_RL | (best_RL & stuck_R[:, None])

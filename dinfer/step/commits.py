@@ -103,12 +103,17 @@ def allowed_commits(
         commit_RL, token_RL = commit_RL & valid_RL, torch.where(valid_RL, wanted_RL, token_RL)
     if proposal.draft_RL is not None or (proposal.source_RL is not None and edits):
         return commit_RL, token_RL
+    return with_progress(commit_RL, stats, view), token_RL
+
+
+def with_progress(commit_RL: Tensor, stats: TokenStats, view: BlockView) -> Tensor:
+    """The commits, and the surest open position of each block that must commit something and would not. bool [R, L]"""
     score_RL = (stats.confidence_RL - 2.0 * stats.declined_RL).masked_fill(~view.masked_RL, -4.0)
     best_RL = torch.arange(score_RL.shape[1], device=score_RL.device) == score_RL.argmax(-1, keepdim=True)
     stuck_R = view.masked_RL.any(-1) & ~(commit_RL & view.masked_RL).any(-1)
     if view.must_progress_R is not None:
         stuck_R = stuck_R & view.must_progress_R
-    return commit_RL | (best_RL & stuck_R[:, None]), token_RL
+    return commit_RL | (best_RL & stuck_R[:, None])
 
 
 def allowed_remasks(proposal: Proposal, commit_RL: Tensor, view: BlockView, edits: bool) -> Tensor:
