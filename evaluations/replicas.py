@@ -69,7 +69,7 @@ def on_ray(
     from ray.train import RunConfig, ScalingConfig, WorkerGroupError
     from ray.train.torch import TorchConfig, TorchTrainer
 
-    from dinfer.serving.cluster import connect, device_of, placed, usual
+    from dinfer.serving.ray.cluster import connect, device_of, placed, usual
 
     connect(address, logs=True)
     where = device_of(device)
