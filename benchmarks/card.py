@@ -2,7 +2,7 @@
 
     python -m benchmarks.card graph_kernels step_times --out $OUT/new.json         # ten shapes; goes on with a file
     python benchmarks/card.py --root OLD graph_kernels step_times --out $OUT/old.json   # an older one
-    python -m benchmarks.card --compare $OUT/old.json $OUT/new.json
+    python -m benchmarks.card --compare $OUT/old.json $OUT/new.json --out FILE
     python -m benchmarks.card parity --goldens shared/goldens shared/goldens-next --out $OUT/parity.json
     python -m benchmarks.card gpu_tests --slice 1/4 --out $OUT/tests-1.json
     python -m benchmarks.card graph_kernels step_times parity gpu_tests --tiny --device cpu --out /tmp/dry.json
@@ -12,7 +12,7 @@
 `graph_kernels`: names and order of the kernels of each captured graph; on a CPU operators. `step_times`: medians of a
 step in three runs, and their spread. `parity`: the recorded runs on the card, several processes at a time. `gpu_tests`:
 a slice of `pytest -m gpu` in several processes. All stop before `--seconds` are over and say what they left out.
-Results are written as they come: OUT and, for the last two parts, the output of each process in OUT's folder.
+Results are written as they come to OUT, and the output of the last two parts' processes to an archive beside it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import shutil
 import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -155,7 +157,7 @@ def processes(given: argparse.Namespace, commands: dict[str, list[str]]) -> dict
     while waiting or running:
         while waiting and len(running) < given.workers and time.monotonic() < given.end:
             name, command = waiting.pop(0)
-            log = given.out.with_name(f"{given.out.stem}-{name.replace('/', '-')}.log")
+            log = given.logs / f"{name.replace('/', '-')}.log"
             began = time.monotonic()
             child = subprocess.Popen([sys.executable, *command], stdout=log.open("w"), stderr=subprocess.STDOUT)
             running[name] = child, began, log
@@ -202,7 +204,7 @@ def gpu_tests(given: argparse.Namespace, report: dict[str, Any], save: Callable[
     own = ids[at - 1 :: of][: 4 if given.tiny else None]
     commands = {}
     for worker in range(min(given.workers, len(own))):
-        file = given.out.with_name(f"{given.out.stem}-ids-{worker}.txt")
+        file = given.logs / f"ids-{worker}.txt"
         file.write_text("\n".join(own[worker :: given.workers]) + "\n")
         commands[f"tests-{worker}"] = [*base, "-v", "--tb=short", f"@{file}"]
     report["gpu_tests"] = {"in all": len(ids), "in this slice": len(own)} | processes(given, commands)
@@ -211,20 +213,40 @@ def gpu_tests(given: argparse.Namespace, report: dict[str, Any], save: Callable[
     save()
 
 
-def compared(old: dict[str, Any], new: dict[str, Any]) -> Iterator[str]:
-    """A line for each step of two files of `graph_kernels` and `step_times`."""
-    for case in old["cases"].keys() & new["cases"].keys():
+def compared(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """Each step in two files of `graph_kernels` and `step_times`: kernels that only one of them has, and times.
+
+    `order`: the same kernels begin in the same order.
+    """
+    about = {which: {name: report[name] for name in report if name != "cases"} for which, report in
+             (("old", old), ("new", new))}  # fmt: skip
+    steps: dict[str, Any] = {}
+    for case in (case for case in new["cases"] if case in old["cases"]):
         before, after = old["cases"][case], new["cases"][case]
-        lists = before.get("kernels", {}), after.get("kernels", {})
-        for words in sorted(lists[0].keys() | lists[1].keys()):
-            a, b = (one.get(words, []) for one in lists)
-            at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-            differ = "the same" if a == b else f"others from {at} on: {a[at : at + 2]} and {b[at : at + 2]}"
-            yield f"{case} {words}: {len(a)} and {len(b)} kernels, {differ}"
-        for words in before.get("step_ms", {}).keys() & after.get("step_ms", {}).keys():
-            then, now = before["step_ms"][words], after["step_ms"][words]
-            change = f"{now['median'] / then['median'] - 1:+.1%}, spread {then['spread']:.1%} and {now['spread']:.1%}"
-            yield f"{case} {words}: {then['median']:.3f} -> {now['median']:.3f} ms ({change})"
+        for name, a in before.get("kernels", {}).items():
+            b = after.get("kernels", {}).get(name)
+            if b is None:
+                continue
+            gone, more = Counter(a) - Counter(b), Counter(b) - Counter(a)
+            steps[f"{case} {name}"] = {"kernels": [len(a), len(b)], "order": a == b, "gone": gone, "more": more}
+        for name, then in before.get("step_ms", {}).items():
+            if now := after.get("step_ms", {}).get(name):
+                steps.setdefault(f"{case} {name}", {})["step_ms"] = {"old": then, "new": now}
+    return about | {"steps": steps}
+
+
+def told(name: str, found: dict[str, Any]) -> str:
+    """A line about one step."""
+    words = [name + ":"]
+    if "kernels" in found:
+        same = "in the same order" if found["order"] else "in another order"
+        differ = f"without {[*found['gone']]} and with {[*found['more']]}"
+        words.append(f"{found['kernels'][1]} kernels, " + (differ if found["gone"] or found["more"] else same))
+    if times := found.get("step_ms"):
+        then, now = times["old"], times["new"]
+        words.append(f"{then['median']:.3f} -> {now['median']:.3f} ms ({now['median'] / then['median'] - 1:+.1%}, "
+                     f"spread {then['spread']:.1%} and {now['spread']:.1%})")  # fmt: skip
+    return " ".join(words)
 
 
 def main(args: list[str] | None = None) -> None:
@@ -242,7 +264,10 @@ def main(args: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path)
     given = parser.parse_args(args)
     if given.compare:
-        print("\n".join(compared(*(json.loads(path.read_text()) for path in given.compare))))
+        found = compared(*(json.loads(path.read_text()) for path in given.compare))
+        print("\n".join(told(name, step) for name, step in found["steps"].items()))
+        if given.out:
+            given.out.write_text(json.dumps(found, indent=1) + "\n")
         return
     known = ("graph_kernels", "step_times", "parity", "gpu_tests")
     if not given.parts or given.out is None or {*given.parts} - {*known}:
@@ -262,8 +287,13 @@ def main(args: list[str] | None = None) -> None:
 
     if {"graph_kernels", "step_times"} & set(given.parts):
         shapes(given, report, save)
+    given.logs = given.out.with_suffix("")
     for part in (part for part in (parity, gpu_tests) if part.__name__ in given.parts):
+        given.logs.mkdir(exist_ok=True)
         part(given, report, save)
+    if given.logs.is_dir():  # as one file, since a lent machine sends back few
+        shutil.make_archive(str(given.logs), "gztar", given.logs)
+        shutil.rmtree(given.logs)
 
 
 if __name__ == "__main__":

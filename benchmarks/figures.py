@@ -88,9 +88,27 @@ def curve(results: Path = RESULTS) -> Figure:
     return figure
 
 
+def rival() -> Figure:
+    """Tokens a second of an autoregressive model and of block diffusion, over the requests in flight."""
+    report, (figure, (axes,)) = load("rival-sdar-8b-h200"), panels(1)
+    lines = {"autoregressive": [(int(at), run["tokens_per_s"]) for at, run in report["causal"].items()]}
+    for block, commits in (("8", 2), ("8", 4), ("32", 4)):
+        if runs := report["blocks"].get(block):
+            places = [(int(at), run[f"commits_{commits}"]["tokens_per_s"]) for at, run in runs.items()]
+            lines[f"blocks of {block}, {commits} tokens a step"] = places
+    for title, places in lines.items():
+        axes.plot(*zip(*places, strict=True), marker="o", ms=4, label=title, color=None if "blocks" in title else "0.3")
+    axes.set(xlabel="requests in flight", ylabel="tokens a second", xscale="log", yscale="log")
+    counts = [int(at) for at in report["causal"]]
+    axes.set_xticks(counts, [str(count) for count in counts])
+    axes.minorticks_off()
+    axes.legend(frameon=False)
+    return figure
+
+
 def main() -> None:
     rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "dinfer", "font.family": "sans-serif"})
-    for draw in (speed, accuracy, curve):
+    for draw in (speed, accuracy, curve, rival):
         draw().savefig(IMAGES / f"{draw.__name__}.svg", metadata={"Date": None})
 
 

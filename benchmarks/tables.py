@@ -475,10 +475,9 @@ PEERS = {  # a row's title, and its run
     "dInfer, torch.compile, dual cache": "peer-dual",
     "ours, dual cache": "ours-dual",
     "ours, dual cache, fp8": "ours-fp8",
+    "ours, dual cache, int4": "ours-int4",
     "dInfer, torch.compile, vicinity 16/16": "peer-vicinity",
-    "ours, vicinity 16/16": "ours-vicinity",
     "dInfer, torch.compile, no cache": "peer-none",
-    "ours, no cache": "ours-none",
     "dInfer, torch.compile, dual cache, batch 8": "peer-batch8",
     "ours, dual cache, batch 8": "ours-batch8",
 }
@@ -486,14 +485,15 @@ PEERS = {  # a row's title, and its run
 
 def beside() -> Report:
     """All runs of the published dInfer and ours, and what they ran on."""
-    return load("peers-h200-5453251")
+    return load("peers-h200-09863cab")
 
 
 def peers() -> str:
     """The published dInfer and ours on the same work: generations beside generations, steps beside steps."""
     report = beside()
     runs, some = report["runs"], report["runs"]["ours-dual"]
-    together = [name for name in PEERS.values() if runs[name].get("together_with")]
+    _, _, beside_each_other = report["command"].partition("--together ")
+    together = [name for name in PEERS.values() if name in beside_each_other.split()]
     rows = []
     for title, name in PEERS.items():
         widths = {int(key.split()[-1]): found["median_ms"] for key, found in runs[name]["by_width"].items()}
@@ -512,14 +512,80 @@ def peers() -> str:
     }
     return (
         f"LLaDA-8B's shape with random bfloat16 weights, prompt {some['prompt']}, {some['new']} new tokens, blocks of "
-        f"{some['block']}, {some['tokens_per_forward']:.0f} tokens a step on both sides: each computes its threshold "
-        "rule and commits the leftmost masks. dInfer at commit "
+        f"{some['block']}, {some['new'] / some['forwards']:.0f} tokens a step on both sides: each computes its "
+        "threshold rule and commits the leftmost masks. dInfer at commit "
         f"{report['peer_commit']}, ours at {report['commit']}, one {machine(report)}, "
         f"transformers {report['transformers']}. A generation is the median of {len(some['all_s'])}, over its "
         "forwards. A window step is one forward of a block, a full pass one of the whole canvas. The first call "
         f"compiles. {len(together)} runs of dInfer compiled beside each other (marked *), so their first calls "
         f"are longer than alone; they were timed one at a time.\n\n{table(columns, rows)}"
     )
+
+
+def rival() -> str:
+    """An autoregressive model of the same shape beside block diffusion: tokens a second by requests in flight."""
+    report = load("rival-sdar-8b-h200")
+    causal, blocks, setting = report["causal"], report["blocks"], report["setting"]
+    lines = {"one token a step, autoregressive": {at: (run["tokens_per_s"], 1) for at, run in causal.items()}}
+    for block, runs in blocks.items():
+        for commits in (1, 2, 4, 8):
+            lines[f"blocks of {block}, {commits} token{'s' * (commits > 1)} a step"] = {
+                at: (run[f"commits_{commits}"]["tokens_per_s"], run[f"commits_{commits}"]["positions_per_token"])
+                for at, run in runs.items()
+            }
+    columns: dict[str, Cell] = {"model": lambda name: name}
+    columns["positions a token"] = lambda name: f"{next(iter(lines[name].values()))[1]:g}"
+    for at in causal:
+        columns[f"{at} in flight"] = lambda name, at=at: f"{lines[name][at][0]:,.0f}" if at in lines[name] else "-"
+    steps = ", ".join(f"{run['ms']:.2f} ({run['limit']['limit_ms']:.2f})" for run in causal.values())
+    return (
+        f"SDAR-8B's shape, random bfloat16 weights, prompts of {setting['prompt']}, one {machine(report)}, commit "
+        f"{report['commit']}. Tokens a second, from the medians of three runs. -: not measured. A step of the "
+        f"autoregressive model takes, with {', '.join(causal)} in flight, {steps} ms; in brackets the least that its "
+        f"bytes or multiply-adds allow.\n\n{table(columns, lines)}"
+    )
+
+
+NARROW = {  # title, and file
+    "`block`, bf16": "throughput-llada2-mini-block-h200",
+    "`narrow_block`, bf16": "throughput-llada2-mini-narrow-h200",
+    "`narrow_block`, fp8": "throughput-llada2-mini-fp8-narrow-h200",
+}
+
+
+def narrow() -> str:
+    """Throughput with whole blocks and with the narrow window."""
+    reports = {title: load(name) for title, name in NARROW.items()}
+    rows = [
+        {"title": title, **run, "busy": run["device_share"], "least": run["limit"]["tokens_per_s"]}
+        for title, report in reports.items() for run in reversed(report["runs"])
+    ]  # fmt: skip
+    columns: dict[str, Cell] = {
+        "cache": "{title}", "in flight": "{in_flight}", "tokens/s, steady": "{steady_tokens_per_s:,.0f}",
+        "limit of its steps": "{least:,.0f}", "GPU busy": "{busy:.0%}",
+    }  # fmt: skip
+    some = next(iter(reports.values()))
+    return (
+        f"LLaDA2-mini, 512 tokens in and out, one {machine(some)}, commit {some['commit']}.\n\n{table(columns, rows)}"
+    )
+
+
+def sides() -> str:
+    """Kernels and times of steps at two commits on one card."""
+    report = load("side-by-side-09863cab-h200")
+    rows = []
+    for name, step in report["steps"].items():
+        times, more = step["step_ms"], sum(step["more"].values())
+        then, now = times["old"], times["new"]
+        order = "same order" if step["order"] else f"other: {more}" if more else "same, another order"
+        rows.append({"name": name, "count": " and ".join(map(str, dict.fromkeys(step["kernels"]))), "order": order,
+                     "then": then, "now": now, "change": now["median"] / then["median"] - 1})  # fmt: skip
+    columns: dict[str, Cell] = {
+        "step": "{name}", "kernels": "{count}", "names and order": "{order}",
+        report["old"]["commit"]: "{then[median]:.3f} ms", report["new"]["commit"]: "{now[median]:.3f} ms",
+        "change": "{change:+.1%}", "spread of three runs": "{then[spread]:.1%}, {now[spread]:.1%}",
+    }  # fmt: skip
+    return f"One {machine(report['new'])}, both in one session.\n\n{table(columns, rows)}"
 
 
 BLOCKS = {"llada": "LLaDA-8B, blocks of 32", "sdar-4b": "SDAR-4B, blocks of 4", "sdar-8b": "SDAR-8B, blocks of 4"}
@@ -757,7 +823,8 @@ def sampled() -> str:
 SECTIONS: dict[str, Callable[[], str]] = {
     "families": families, "summary": summary, "box": box, "further": further,
     "everything": everything, "short": short, "steps": steps, "step-runs": step_runs, "parts": step_parts,
-    "peers": peers, "diffulex": diffulex, "llama-cpp": llama_cpp, "quantized": quantized, "goals": goals,
+    "peers": peers, "rival": rival, "narrow-card": narrow,
+    "sides": sides, "diffulex": diffulex, "llama-cpp": llama_cpp, "quantized": quantized, "goals": goals,
     "long-prompts": long_prompts, "curve": curve, "startup": startup, "throughput": throughput, "ablation": ablation,
     "open-blocks": open_blocks, "experts": experts, "sampled": sampled,
     "checked": lambda: checked(load("scaling-check-h200")["runs"]),
