@@ -236,4 +236,4 @@ def test_a_session_on_a_card_goes_on_with_its_file_and_is_compared(
     (tmp_path / "other.json").write_text(json.dumps(other))
     card.main(["--compare", str(out), str(tmp_path / "other.json")])
     told = capsys.readouterr().out
-    assert "llada-8b FULL 1x104" in told and "kernels, the same" in told and "others from 1 on" in told
+    assert "llada-8b FULL 1x104" in told and "kernels, in the same order" in told and "and with ['new']" in told
