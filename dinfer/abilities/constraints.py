@@ -33,6 +33,8 @@ from dinfer.structure.language import Language
 LEAST = 64  # the number of states, and of pairs and edges, is rounded up to a power of two from here on
 FREE = -1  # the language of a row without one
 ENTRIES = 2**18  # of the table of next states, for each slot; a large schema has as many
+ROOM = 2**23  # entries of it at least, so that a language of `MOST_STATES` and `MOST_CLASSES` fits alone
+PAIRS, EDGES = 16, 4  # so many entries of it are there for each pair of neighbouring states, and for each edge
 MOST_STATES, MOST_CLASSES = 8192, 1024
 
 
@@ -96,7 +98,11 @@ class Rows:
             self._alloc()
         place = self.used.index(0)
         self.placed = {key: (other, at) for key, (other, at) in self.placed.items() if at != place}
-        self._write(place, language)
+        try:
+            self._write(place, language)
+        except MemoryError:  # languages that no slot is in any more make room
+            self.placed = {key: (other, at) for key, (other, at) in self.placed.items() if self.used[at]}
+            self._write(place, language)
         self.placed[id(language)] = language, place
         return place
 
@@ -107,15 +113,15 @@ class Rows:
             return torch.empty(size, dtype=dtype, device=device)
 
         self.used = [0] * slots
-        entries = slots * ENTRIES
+        entries = max(slots * ENTRIES, ROOM)
         self.languages = Languages(
             class_GV=empty(slots, self.vocab),
             size_GC=empty(slots, MOST_CLASSES, dtype=torch.int32),
             token_GC=empty(slots, MOST_CLASSES, dtype=torch.int32),
             distance_GQ=empty(slots, MOST_STATES, dtype=torch.int32),
             next_Y=empty(entries),
-            pair_Y2=empty(entries // 16, 2),
-            edge_Y3=empty(entries // 4, 3),
+            pair_Y2=empty(entries // PAIRS, 2),
+            edge_Y3=empty(entries // EDGES, 3),
             meta_G8=torch.zeros(slots, 8, dtype=torch.int64, device=device),
         )
 
@@ -158,7 +164,7 @@ class Rows:
                 return first
             first = max(first, begin + count)
         if room - first < length:
-            raise ValueError("the constraints of the requests in flight are too large together: ask again later")
+            raise MemoryError("the constraints of the requests in flight are too large together: ask again later")
         return first
 
 
@@ -190,7 +196,7 @@ class Constraints(Ability):
             return None
         if (room := brought.until - brought.first) < brought.language.shortest:
             return f"the shortest answer that the constraint allows has {brought.language.shortest} tokens, not {room}"
-        return refusal(recipe)
+        return too_large(brought.language) or refusal(recipe)
 
     @classmethod
     def alloc(cls, recipe: Parts, canvas: Canvas, block: int, extras: Sequence[Extra]) -> Any:
@@ -287,6 +293,17 @@ class Constraints(Ability):
             room_B=(until_B - torch.maximum(end_B, first_B)).clamp_min(0),
         )
         return sweeps, line, place_B >= 0
+
+
+def too_large(language: Language) -> str | None:
+    """Why a language has no room on a device, even alone; None: it has."""
+    for what, count, most in (
+        ("classes of tokens", language.classes, MOST_CLASSES), ("states", language.states, MOST_STATES),
+        ("pairs of states", len(language.pairs_P2), ROOM // PAIRS), ("edges", len(language.edges_E3), ROOM // EDGES),
+    ):  # fmt: skip
+        if count > most:
+            return f"the constraint has {count:,} {what}; at most {most:,} are possible: make it simpler"
+    return None
 
 
 def refusal(recipe: Parts) -> str | None:

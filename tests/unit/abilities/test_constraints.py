@@ -17,14 +17,15 @@ from support.matrix import completions, engine_for, settings_of
 from support.models import EOS, MASK, VOCAB, fitted
 from support.scripted import Scripted, scripted_spec
 
+from dinfer.abilities import constraints
 from dinfer.abilities.constraints import InLanguage, refusal
 from dinfer.abilities.verification import Verifies
-from dinfer.engine.request import Request
+from dinfer.engine.request import Request, Update
 from dinfer.kernels.languages import Line
 from dinfer.recipe.recipe import IncompatibleRecipe, Recipe, compose
 from dinfer.recipe.registry import CACHES, DECODERS, ITERATIONS
 from dinfer.structure.compiler import compile_automaton
-from dinfer.structure.constraint import regex
+from dinfer.structure.constraint import choice, regex
 from dinfer.structure.language import Language, language
 from dinfer.structure.reference import Row
 from dinfer.structure.tokens import Vocabulary
@@ -189,6 +190,36 @@ def test_a_canvas_that_is_too_short_is_refused_with_the_shortest_answer() -> Non
     recipe = compose(Scripted(adversarial("random", 0)), iteration="blockwise", decoder="threshold", cache="none")
     with pytest.raises(ValueError, match="has 3 tokens"):
         engine_for(recipe).check(bound(Request([1], 2), language_of("abcdx|cdabx")))
+
+
+def test_a_language_without_room_beside_others_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    large, other, third = (language_of(pattern) for pattern in ("[a-j]{3,6}", "[a-j]{2,6}", "[a-j]{1,6}"))
+    monkeypatch.setattr(constraints, "ROOM", large.states * large.classes + 10)
+    monkeypatch.setattr(constraints, "ENTRIES", 0)
+    monkeypatch.setattr(constraints, "PAIRS", 1)
+    monkeypatch.setattr(constraints, "EDGES", 1)
+    recipe = compose(
+        Scripted(adversarial("random", 2)), iteration={"name": "blockwise", "block": 4}, decoder="threshold",
+        cache="none",
+    )  # fmt: skip
+    engine, ended = engine_for(recipe, rows=3), dict[int, Update]()
+    asked = [engine.add(bound(Request([1], 8), found)) for found in (large, other)] + [engine.add(Request([1], 8))]
+    while engine.busy:
+        ended |= {update.index: update for update in engine.step() if update.completion or update.error}
+    first, second, free = (ended[index] for index in asked)
+    assert first.completion is not None and accepted(large, first.completion.canvas[1:])
+    assert isinstance(second.error, MemoryError) and "too large together" in str(second.error)
+    assert free.completion is not None
+    (later,) = completions(engine, [bound(Request([1], 8), third)])  # nobody is in the first any more
+    assert accepted(third, later.canvas[1:])
+
+
+def test_a_language_that_no_device_holds_is_refused_with_what_is_too_much() -> None:
+    words = Vocabulary([*BYTES, *(f"w{i}".encode() for i in range(1100)), None], frozenset({EOS}), frozenset({EOS}))
+    many = language(compile_automaton(choice([f"w{i}{chr(97 + i % 10)}{i}" for i in range(1100)]))[0], words)
+    recipe = compose(Scripted(adversarial("random", 0)), iteration="blockwise", decoder="threshold", cache="none")
+    with pytest.raises(ValueError, match=r"classes of tokens; at most 1,024 are possible"):
+        engine_for(recipe).check(bound(Request([1], 60), many))
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
