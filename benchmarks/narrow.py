@@ -8,7 +8,7 @@ Positions are those that steps computed for a request, prompts included, over it
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,27 +17,29 @@ import torch
 import dinfer
 from benchmarks.provenance import begun, save
 from dinfer.demo.problems import generate, is_correct
+from dinfer.recipe.registry import CACHES
 
-DECODER = {"name": "threshold", "threshold": 0.9}
-MODELS = {"tiny-llada2": ("block_diffusion", "block"), "tiny": ("blockwise", "dual")}
-WINDOWS: list[dict[str, int]] = [{}, {"back": 8}]  # {}: ahead=8, back=4
+DECODER = {"name": "threshold", "threshold": 0.9}  # presets may edit, which a narrow window does not allow
+MODELS = ("tiny-llada2", "tiny", "tiny-d2f", "tiny-llada2-multi-block")
+WINDOWS = ("8,4", "8,8")  # ahead, back
 
 
-def recipes(cache: str) -> Iterator[tuple[Any, dict[str, int]]]:
+def recipes(cache: str, windows: Sequence[str], limits: Sequence[int]) -> Iterator[tuple[Any, dict[str, int]]]:
     """A cache and the options of the requests."""
     yield cache, {}
-    for window in WINDOWS:
-        yield {"name": f"narrow_{cache}", **window}, {}
-    for leftmost in (8, 11):
+    for window in windows:
+        ahead, back = map(int, window.split(","))
+        yield {"name": f"narrow_{cache}", "ahead": ahead, "back": back}, {}
+    for leftmost in limits:
         yield cache, {"leftmost": leftmost}
 
 
-def measured(base: dinfer.Pipeline, iteration: str, cache: Any, options: dict[str, int], count: int) -> dict[str, Any]:
-    """The figures of one recipe."""
+def measured(base: dinfer.Pipeline, cache: Any, options: dict[str, int], count: int) -> dict[str, Any]:
+    """The figures of the model's preset with this cache and `DECODER`."""
+    sampling = {"name": "standard", **options}
     recipe = dinfer.compose(
-        base.model, iteration={"name": iteration, "block": 32}, decoder=DECODER, cache=cache,
-        sampling={"name": "standard", **options},
-    )  # fmt: skip
+        base.model, iteration=base.recipe.iteration, decoder=DECODER, cache=cache, sampling=sampling
+    )
     pipe, problems = dinfer.Pipeline(recipe, base.tokenizer, base.engine.runtime), generate("heldout", count, 0)
     results = pipe.generate([problem.question for problem in problems], max_new_tokens=96)
     counts = [result.counts for result in results]
@@ -53,17 +55,19 @@ def measured(base: dinfer.Pipeline, iteration: str, cache: Any, options: dict[st
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=MODELS)
+    parser.add_argument("--windows", nargs="*", default=WINDOWS, metavar="AHEAD,BACK")
+    parser.add_argument("--limits", nargs="*", type=int, default=(8, 11), help="settings of sampling.leftmost")
     parser.add_argument("--count", type=int, default=500, help="held-out problems")
     parser.add_argument("--rows", type=int, default=32, help="requests in flight")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     report = begun(given, torch.device(given.device)) | {"runs": []}
-    for model, (iteration, cache) in MODELS.items():
-        runtime = dinfer.Runtime(rows=given.rows)
-        base = dinfer.load(model, device=given.device, dtype="float32", runtime=runtime)
-        for setting, options in recipes(cache):
-            run = {"model": model} | measured(base, iteration, setting, options, given.count)
+    for model in given.models:
+        base = dinfer.load(model, device=given.device, dtype="float32", runtime=dinfer.Runtime(rows=given.rows))
+        for setting, options in recipes(CACHES.name_of(base.recipe.cache), given.windows, given.limits):
+            run = {"model": model} | measured(base, setting, options, given.count)
             print(run, flush=True)
             report["runs"].append(run)
             save(report, given.out)
