@@ -4,7 +4,7 @@ import os
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, Self
 
@@ -323,8 +323,7 @@ class DinferLM(TemplateLM):
         for update in self.pipe.engine.run(requests):
             if (done := update.completion) is not None:
                 text, kept, found = cut(self.tokenizer, done.output, asked[update.index].until)
-                counts = done.counts
-                sample = Sample(counts.forwards, counts.refreshes, kept, counts.seconds, done.stopped or found)
+                sample = Sample.of(replace(done.counts, tokens=kept), done.stopped or found)
                 yield jobs[update.index], text, sample
 
     def _infilled(self, jobs: list[Job], asked: list[GenKwargs]) -> Iterator[tuple[Job, str, Sample]]:
@@ -339,11 +338,11 @@ class DinferLM(TemplateLM):
             except ValueError as error:
                 raise ValueError(f"{part[0].where} to {part[-1].where}: {error}") from error
             for job, kwargs, result in zip(part, own, filled, strict=True):
-                ids, counts = result.gaps[0], result.counts
+                ids = result.gaps[0]
                 end = next((i for i, token in enumerate(ids) if token in spec.stop_ids), len(ids))
                 text, kept, found = cut(self.tokenizer, ids[:end], kwargs.until)
                 stopped = found or end < len(ids)
-                yield job, text, Sample(counts.forwards, counts.refreshes, kept, counts.seconds, stopped)
+                yield job, text, Sample.of(replace(result.counts, tokens=kept), stopped)
 
     def _canvas(self, job: Job, asked: GenKwargs) -> list[int]:
         """Token ids of the request's text, a gap, and the document's text behind it."""

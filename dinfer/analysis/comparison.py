@@ -28,6 +28,7 @@ def compare(
             "correct": f"{figures.correct:.0f}/{figures.problems}",
             "NFE": f"{figures.nfe:.1f}",
             "TPF": f"{figures.tpf:.2f}",
+            "positions": f"{figures.positions_per_committed:.1f}",
             "tokens/s": f"{figures.tps:.0f}",
             "seconds": f"{figures.seconds:.1f}",
         })  # fmt: skip

@@ -28,16 +28,19 @@ class Sample:
     seconds: float  # from admission to the last step
     stopped: bool  # at a stop token or stop string; else the length ran out
     score: float | None = None  # 0 to 1, as the task judges it; None: not judged
+    positions: int = 0  # computed, those of the prompt included
+    committed: int = 0  # masked positions decoded; 0: not known
 
     def __post_init__(self) -> None:
         check_range("sample", self, "forwards", least=1)
-        check_range("sample", self, "refreshes", "tokens", "seconds", least=0)
+        check_range("sample", self, "refreshes", "tokens", "seconds", "positions", "committed", least=0)
         check_range("sample", self, "score", least=0, most=1)
 
     @classmethod
     def of(cls, counts: Counts, stopped: bool, score: float | None = None) -> Self:
         """The sample of a `Result` or a `Completion`."""
-        return cls(counts.forwards, counts.refreshes, counts.tokens, counts.seconds, stopped, score)
+        cost = counts.forwards, counts.refreshes, counts.tokens, counts.seconds
+        return cls(*cost, stopped, score, counts.positions, counts.committed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,7 @@ class Metrics:
     nfe: float  # forwards a request
     refreshes: float  # a request
     tpf: float  # all tokens / all forwards
+    positions_per_committed: float | None  # all computed positions / all decoded ones; None: not known
     tps: float  # all tokens / wall time of the run
     tokens: float  # a request
     stopped: float  # percent of the requests that ended at a stop token or stop string
@@ -82,6 +86,7 @@ def measure(samples: Sequence[Sample], seconds: float) -> Metrics:
         raise ValueError(f"{len(scores)} of {len(samples)} samples have a score: judge all of them, or none")
     count, tokens = len(samples), sum(sample.tokens for sample in samples)
     forwards = sum(sample.forwards for sample in samples)
+    known, committed = all(sample.committed for sample in samples), sum(sample.committed for sample in samples)
     correct = sum(scores) if scores else None
     low, high = (None, None) if correct is None else wilson(correct, count)
     ended = [sample.tokens for sample in samples if sample.stopped]
@@ -96,6 +101,7 @@ def measure(samples: Sequence[Sample], seconds: float) -> Metrics:
         nfe=forwards / count,
         refreshes=sum(sample.refreshes for sample in samples) / count,
         tpf=tokens / forwards,
+        positions_per_committed=sum(sample.positions for sample in samples) / committed if known else None,
         tps=tokens / seconds,
         tokens=tokens / count,
         stopped=100 * len(ended) / count,

@@ -240,7 +240,7 @@ def summary(counts: Counts) -> str:
     """One line about what an answer cost."""
     return (
         f"{counts.tokens} tokens, {counts.forwards} forwards, {counts.tpf:.2f} tokens per forward (TPF), "
-        f"{counts.seconds:.2f} s"
+        f"{counts.positions_per_committed:.1f} positions per token, {counts.seconds:.2f} s"
     )
 
 

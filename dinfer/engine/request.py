@@ -136,6 +136,11 @@ class Counts:
         """Tokens per forward."""
         return self.tokens / self.forwards
 
+    @property
+    def positions_per_committed(self) -> float:
+        """Computed positions, those of the prompt included, per decoded one."""
+        return self.positions / max(self.committed, 1)
+
 
 @dataclass(frozen=True, slots=True)
 class Completion:
@@ -164,6 +169,8 @@ class Update:
     active: list[int] | None = None  # with drafts: tokens of `region`, ~token where it is open
     offers: list[int] | None = None  # with drafts: tokens proposed or written there, see `Update.drafts`
     cached: int = 0  # tokens of the prompt whose keys were shared when the request began
+    positions: int = 0  # computed so far
+    committed: int = 0  # masked positions decoded so far
     error: Exception | None = None  # why the request ended without a completion: NonFiniteLogits, StalledRow, any
 
     @property

@@ -150,7 +150,10 @@ class Row:
                 logprobs = [self.heard[at] for at in self._output_positions(self.output, len(new))]
             self.output += len(new)
         active, offers = (self.active, self.offers) if self.wants.drafts else (None, None)
-        return Update(*where, tokens, masked, done, now.block, new, logprobs, active, offers, cached=self.cached)
+        return Update(
+            *where, tokens, masked, done, now.block, new, logprobs, active, offers, cached=self.cached,
+            positions=self.positions, committed=now.committed,
+        )  # fmt: skip
 
     def _output_positions(self, first: int, count: int) -> list[int]:
         """The positions of tokens of the output."""

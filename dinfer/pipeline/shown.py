@@ -18,7 +18,10 @@ def short(text: str, most: int = 60) -> str:
 
 
 def figures(counts: Counts) -> str:
-    return f"{counts.tokens} tokens, {counts.forwards} forwards, {counts.tpf:.2f} TPF, {counts.seconds:.2f} s"
+    return (
+        f"{counts.tokens} tokens, {counts.forwards} forwards, {counts.tpf:.2f} TPF, "
+        f"{counts.positions_per_committed:.1f} positions per token, {counts.seconds:.2f} s"
+    )
 
 
 def as_html(

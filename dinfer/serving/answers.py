@@ -10,12 +10,24 @@ from starlette.types import Receive, Scope, Send
 
 from dinfer.abilities.reports import TokenLogprob
 from dinfer.analysis.trace.record import Pieces
+from dinfer.engine.request import Counts
 from dinfer.serving.rows import Event
 from dinfer.structure import Language
 
 # What the log-probabilities of an echoed prompt are.
 ECHO = "left to right, others masked: one of the orders that the likelihood bound averages"
 LEAST = -9999.0  # stands for minus infinity, which JSON lacks
+
+
+def spent(counts: Sequence[Counts], tokens: int) -> dict[str, float]:
+    """What the rows of an answer of so many tokens cost: forwards (NFE) and positions, and both for each token."""
+    forwards, positions, committed = (
+        sum(getattr(one, name) for one in counts) for name in ("forwards", "positions", "committed")
+    )
+    return {
+        "forwards": forwards, "tpf": tokens / max(forwards, 1), "positions": positions,
+        "positions_per_committed": positions / max(committed, 1),
+    }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +123,10 @@ class Answer:
             choice.last = event
 
     def usage(self) -> dict[str, Any]:
-        """OpenAI's counts, and under `dinfer` the forwards (NFE) of all rows and the tokens per forward."""
+        """OpenAI's counts, and under `dinfer` what `spent` says."""
         told = [choice.last for choice in self.choices if choice.last is not None]
         tokens, counts = sum(last.tokens for last in told), [last.counts for last in told if last.counts is not None]
-        prompts, forwards = sum(map(len, self.prompts)), sum(count.forwards for count in counts)
+        prompts = sum(map(len, self.prompts))
         held = self.language
         form = {} if held is None else {"states": held.states, "depth": held.depth, "exact": held.exact}
         return {
@@ -122,8 +134,7 @@ class Answer:
             "completion_tokens": tokens,
             "total_tokens": prompts + tokens,
             "prompt_tokens_details": {"cached_tokens": sum(c.last.cached for c in self.choices[:: self.n] if c.last)},
-            "dinfer": {"forwards": forwards, "tpf": tokens / forwards if forwards else 0.0}
-            | ({"structure": form} if form else {}),
+            "dinfer": spent(counts, tokens) | ({"structure": form} if form else {}),
         }
 
     def whole(self) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from dinfer.analysis.trace.record import document, record_request
 from dinfer.engine.request import Counts
 from dinfer.pipeline.inputs import escaped
 from dinfer.serving import page
-from dinfer.serving.answers import Answer, Logprobs, Style
+from dinfer.serving.answers import Answer, Logprobs, Style, spent
 from dinfer.serving.errors import ApiError, invalid, named, refused
 from dinfer.serving.guard import Guard
 from dinfer.serving.protocol import (
@@ -282,13 +282,13 @@ def add_infill(app: FastAPI, server: Server) -> None:
             async with aclosing(server.events(job)) as events:
                 (done,) = [event.completion async for event in events if event.completion is not None]
         found = served.pipe.infilled(request, done)
-        tokens, forwards = sum(map(len, found.gaps)), found.counts.forwards
+        tokens = sum(map(len, found.gaps))
         return {
             "id": f"infill-{uuid.uuid4().hex}", "object": "infill", "created": int(time.time()), "model": served.name,
             "text": escaped(found.text), "gaps": found.gap_texts,
             "usage": {
                 "prompt_tokens": len(found.ids) - tokens, "completion_tokens": tokens, "total_tokens": len(found.ids),
-                "dinfer": {"forwards": forwards, "tpf": tokens / forwards},
+                "dinfer": spent([found.counts], tokens),
             },
         }  # fmt: skip
 

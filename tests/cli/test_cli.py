@@ -17,7 +17,8 @@ from dinfer.cli.arguments import divided
 from dinfer.cli.commands import generate
 from dinfer.pipeline import Pipeline, load
 
-SUMMARY = re.compile(r"^(\d+) tokens, (\d+) forwards, \d+\.\d\d tokens per forward \(TPF\), \d+\.\d\d s$", re.MULTILINE)
+COST = r"\d+\.\d\d tokens per forward \(TPF\), \d+\.\d positions per token, \d+\.\d\d s$"
+SUMMARY = re.compile(rf"^(\d+) tokens, (\d+) forwards, {COST}", re.MULTILINE)
 ESCAPE = "\x1b"
 
 NASTY = [

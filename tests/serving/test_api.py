@@ -37,7 +37,9 @@ def test_an_answer_is_the_librarys(client: Client) -> None:
     assert answer["choices"][0]["message"]["content"] == want.text
     assert answer["usage"]["completion_tokens"] == want.counts.tokens
     assert answer["usage"]["prompt_tokens"] == len(want.prompt_ids)
-    assert answer["usage"]["dinfer"]["forwards"] == want.counts.forwards
+    assert answer["usage"]["dinfer"] == {
+        name: getattr(want.counts, name) for name in ("forwards", "tpf", "positions", "positions_per_committed")
+    }
     assert answer["choices"][0]["finish_reason"] == ("stop" if want.stopped else "length")
 
 
@@ -110,6 +112,7 @@ def test_a_stop_string_ends_the_answer(client: Client) -> None:
     assert answer["choices"][0]["message"]["content"] == whole[: whole.find(stop)]
     assert answer["choices"][0]["finish_reason"] == "stop"
     assert answer["usage"]["completion_tokens"] < 64
+    assert answer["usage"]["dinfer"]["positions"] > answer["usage"]["dinfer"]["positions_per_committed"] > 1
 
 
 def test_text_may_come_in_parts(client: Client) -> None:

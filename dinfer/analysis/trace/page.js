@@ -52,7 +52,7 @@ class Run {
     const { counts, recipe } = this.run;
     const list = make("p", { class: "facts" });
     const facts = [["tokens", counts.tokens], ["forwards (NFE)", counts.forwards], ["TPF", counts.tpf.toFixed(2)],
-      ["refreshes", counts.refreshes]];
+      ["positions per token", counts.positions_per_committed.toFixed(1)], ["refreshes", counts.refreshes]];
     for (const [name, value] of facts) list.append(make("span", {}, make("b", {}, String(value)), ` ${name}`));
     const told = Object.entries(recipe).map(([kind, part]) => typeof part === "string" ? `${kind} ${part}` :
       `${kind} ${Object.entries(part).map(([key, value]) => key === "name" ? value : `${key}=${JSON.stringify(value)}`).join(" ")}`);

@@ -177,6 +177,7 @@ def record_request(
         text="" if pipe.tokenizer is None else pipe.decode(completion.output),
         counts={
             "tokens": counts.tokens, "forwards": counts.forwards, "tpf": counts.tpf, "refreshes": counts.refreshes,
+            "positions": counts.positions, "positions_per_committed": counts.positions_per_committed,
         },
         pieces=_pieces(pipe, {*request.prompt, *completion.canvas, *offered, *committed}),
     )  # fmt: skip

@@ -2,9 +2,9 @@
 
 usage: dinfer eval [tasks=NAME] [overrides ...]
 
-Prints the score of each task, forwards per request (NFE), tokens per forward (TPF), tokens per second (TPS) and
-latency. Writes one JSON file for each run to the folder `out`, and runs.csv with a line for each task of each run
-there. If a run is killed or interrupted, call the command again to continue; a finished run is shown. The table goes
+Prints the score of each task, forwards per request (NFE), tokens per forward (TPF), tokens per second (TPS),
+computed positions per decoded one, and latency. Writes one JSON file for each run to the folder `out`, and runs.csv
+with a line for each task of each run there. If a run is killed or interrupted, call the command again to continue; a finished run is shown. The table goes
 to stdout, progress to stderr. Needs lm-eval: pip install 'dinfer[eval]'.
 
 On several cards: torchrun --nproc-per-node 8 -m dinfer eval ... puts a model on each card, and
@@ -32,8 +32,8 @@ from dinfer.recipe.registry import typed
 
 # The column of each figure: its name in the results, and how many decimals are shown.
 FIGURES = {
-    "NFE": ("nfe", 1), "TPF": ("tpf", 2), "TPS": ("tps", 0), "p50": ("latency_p50", 2), "p95": ("latency_p95", 2),
-    "seconds": ("seconds", 1),
+    "NFE": ("nfe", 1), "TPF": ("tpf", 2), "positions": ("positions_per_committed", 1), "TPS": ("tps", 0),
+    "p50": ("latency_p50", 2), "p95": ("latency_p95", 2), "seconds": ("seconds", 1),
 }  # fmt: skip
 
 
@@ -140,14 +140,16 @@ def figures(document: dict[str, Any]) -> RenderableType:
         shown = f"{score:.4f}" if isinstance(score, float) else str(score)
         row = {"task": task, "score": shown, "documents": str(line["documents"])} | dict.fromkeys(FIGURES, "")
         if line["metrics"] is not None:
-            row |= {name: f"{line['metrics'][key]:.{digits}f}" for name, (key, digits) in FIGURES.items()}
+            known = {name: (line["metrics"].get(key), digits) for name, (key, digits) in FIGURES.items()}
+            row |= {name: "-" if figure is None else f"{figure:.{digits}f}" for name, (figure, digits) in known.items()}
         elif line["likelihood"] is not None:
             row["seconds"] = f"{line['likelihood']['seconds']:.1f}"
         rows.append(row)
     metrics = sorted({line["metric"].removesuffix(",none") for line in document["tasks"].values()})
     caption = (
         f"Scores: {', '.join(metrics)}. NFE: forwards a request.\n"
-        "TPF, TPS: tokens per forward, per second. p50, p95: latency in seconds."
+        "TPF, TPS: tokens per forward, per second. positions: computed for each decoded one.\n"
+        "p50, p95: latency in seconds."
     )
     if (sessions := document.get("sessions", 1)) > 1:
         caption += f"\nThe run was resumed: its seconds, and so TPS, are those of {sessions} sessions together."

@@ -96,7 +96,10 @@ def trace(config: dict[str, Any], question: str | None, *, changes: list[str]) -
     found = document(prompt, traces)
     for one in traces:
         counts = one.counts
-        say(f"{one.name}: {counts['tokens']} tokens, {counts['forwards']} forwards, {counts['tpf']:.2f} TPF")
+        say(
+            f"{one.name}: {counts['tokens']} tokens, {counts['forwards']} forwards, {counts['tpf']:.2f} TPF, "
+            f"{counts['positions_per_committed']:.1f} positions per token"
+        )
     for path in paths:
         if path.suffix == ".svg":
             write(path, animation(traces[0], prompt))

@@ -99,7 +99,11 @@ def told(one: Tried, goal: str) -> str:
     names = " ".join(f"{kind}={words(kind, parts[kind])}" for kind in ("iteration", "decoder", "cache"))
     if one.drop is None or one.metrics is None:
         return f"{names}: refused: {one.refused}"
-    return f"{names}: {one.metrics['accuracy']:.1f}%, {one.drop.points:+.1f} points lost, {one.speed:.4g} {goal}"
+    positions = one.metrics["positions_per_committed"]
+    return (
+        f"{names}: {one.metrics['accuracy']:.1f}%, {one.drop.points:+.1f} points lost, {one.speed:.4g} {goal}, "
+        f"{'-' if positions is None else f'{positions:.1f}'} positions per token"
+    )
 
 
 def words(kind: str, part: dict[str, Any]) -> str:

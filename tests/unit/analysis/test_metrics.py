@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import dinfer
 from dinfer.analysis.metrics import Sample, measure, wilson
 
-HALF = [Sample(4, 1, 8, 1.0, True, 1.0), Sample(12, 3, 24, 3.0, False, 0.0)]
+HALF = [Sample(4, 1, 8, 1.0, True, 1.0, 30, 10), Sample(12, 3, 24, 3.0, False, 0.0, 90, 30)]
 
 
 def test_each_figure() -> None:
@@ -17,6 +17,7 @@ def test_each_figure() -> None:
     assert (found.problems, found.correct, found.accuracy) == (2, 1.0, 50.0)
     assert (found.nfe, found.refreshes, found.tpf, found.tps) == (8.0, 2.0, 2.0, 8.0)
     assert (found.tokens, found.stopped, found.tokens_to_eos) == (16.0, 50.0, 8.0)
+    assert found.positions_per_committed == 3.0
     assert (found.latency, found.latency_p50, found.latency_p90, found.seconds) == (2.0, 2.0, 2.8, 4.0)
     assert found.latency_p95 == pytest.approx(2.9) and found.latency_p99 == pytest.approx(2.98)
 
@@ -28,6 +29,7 @@ def test_the_ratio_is_of_sums() -> None:
 def test_nothing_judged_nothing_stopped() -> None:
     found = measure([Sample(1, 0, 0, 0.0, False)], 1.0)
     assert found.accuracy is found.accuracy_low is found.correct is found.tokens_to_eos is None
+    assert found.positions_per_committed is None  # as in reports of before
     assert found.row()["accuracy"] is None and found.row()["problems"] == 1
 
 

@@ -45,7 +45,8 @@ def test_scores_are_those_of_the_direct_measurement(pipe: Pipeline) -> None:
     line = run(pipe)["tasks"]["mini_gsm"]
     assert 0 < sum(right) < 12, "a recipe that gets all or nothing right would show little"
     assert line["scores"]["exact_match,none"] == line["score"] == sum(right) / 12
-    for name in ("problems", "correct", "accuracy", "nfe", "refreshes", "tpf", "tokens", "stopped", "tokens_to_eos"):
+    for name in ("problems", "correct", "accuracy", "nfe", "refreshes", "tpf", "tokens", "stopped", "tokens_to_eos",
+                 "positions_per_committed"):  # fmt: skip
         assert line["metrics"][name] == direct.row()[name], name
 
 
