@@ -4,8 +4,8 @@ usage: dinfer eval [tasks=NAME] [overrides ...]
 
 Prints the score of each task, forwards per request (NFE), tokens per forward (TPF), tokens per second (TPS),
 computed positions per decoded one, and latency. Writes one JSON file for each run to the folder `out`, and runs.csv
-with a line for each task of each run there. If a run is killed or interrupted, call the command again to continue; a finished run is shown. The table goes
-to stdout, progress to stderr. Needs lm-eval: pip install 'dinfer[eval]'.
+with a line for each task of each run there. If a run is killed or interrupted, call the command again to continue; a
+finished run is shown. The table goes to stdout, progress to stderr. Needs lm-eval: pip install 'dinfer[eval]'.
 
 On several cards: torchrun --nproc-per-node 8 -m dinfer eval ... puts a model on each card, and
 runtime.tensor_parallel=2 divides one model among two. On a Ray cluster: dinfer eval ray=auto replicas=8 ...

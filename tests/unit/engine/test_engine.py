@@ -155,7 +155,9 @@ def test_counts_add_up(stop: str) -> None:
         assert generated[len(generated) - left :] == [EOS] * left or stop == "cut"
         assert generated[counts.tokens :].count(EOS) >= left
         assert counts.tpf == counts.tokens / counts.forwards
-        assert counts.positions_per_committed == update.positions / update.committed == counts.positions / counts.committed
+        assert (
+            counts.positions_per_committed == update.positions / update.committed == counts.positions / counts.committed
+        )
         assert counts.seconds > 0
         found, stopped = found + 1, stopped + bool(left)
     assert found == len(requests)
