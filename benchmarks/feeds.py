@@ -15,7 +15,8 @@ from dinfer.layers.mlp import Experts
 from dinfer.parallel.divided_model import everywhere
 from dinfer.recipe.recipe import Recipe
 from dinfer.recipe.registry import values_of
-from dinfer.step.contracts import Attend, Iteration, Model, ModelSpec, RowCursors, State
+from dinfer.step.contracts import Iteration, ModelSpec, RowCursors, State
+from dinfer.step.model import Attend, Model
 
 STRIDE = 7919  # prime, and longer than most canvases, so that rows and forwards get other tokens
 ROWS = 64  # rows whose forwards get other tokens

@@ -6,7 +6,8 @@ from typing import Any
 
 from dinfer.loading.plan import family_of
 from dinfer.recipe.registry import MODELS
-from dinfer.step.contracts import ModelFamily, ModelSpec
+from dinfer.step.contracts import ModelSpec
+from dinfer.step.model import ModelFamily
 
 LLADA_8B: dict[str, Any] = {
     "model_type": "llada",

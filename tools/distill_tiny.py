@@ -35,7 +35,7 @@ from dinfer.layers.transformer import Transformer
 from dinfer.loading.checkpoint import load_network
 from dinfer.loading.hub import locate
 from dinfer.loading.plan import family_of, read_config
-from dinfer.step.contracts import ModelFamily
+from dinfer.step.model import ModelFamily
 from tools.low_rank import LowRank
 from tools.rollout import Rollout, answers
 from tools.states import States, blocks_of

@@ -16,7 +16,7 @@ from torch import Tensor
 from dinfer.layers.transformer import Transformer
 from dinfer.loading.lora import CONFIG, PREFIX
 from dinfer.parallel.split import Placement
-from dinfer.step.contracts import ModelFamily
+from dinfer.step.model import ModelFamily
 
 
 class LowRank:

@@ -31,7 +31,7 @@ import dinfer  # registers the families
 from dinfer.layers.transformer import Transformer
 from dinfer.loading.checkpoint import load_network, save_network
 from dinfer.loading.plan import family_of, read_config
-from dinfer.step.contracts import ModelFamily
+from dinfer.step.model import ModelFamily
 from tools.noise import Noise
 from tools.tiny_data import Shard, shards
 from tools.tiny_step import Step

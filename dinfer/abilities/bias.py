@@ -15,7 +15,7 @@ from torch import Tensor
 from dinfer.kernels.canvas import rows_of
 from dinfer.step.ability import Ability, Step
 from dinfer.step.canvas import BlockView, Canvas
-from dinfer.step.contracts import Parts
+from dinfer.step.parts import Parts
 from dinfer.step.scores import own_columns
 from dinfer.step.shape import Extra, StepShape
 from dinfer.step.state import Entry

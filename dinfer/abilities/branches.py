@@ -23,7 +23,8 @@ from dinfer.kernels.selection import descending_rank
 from dinfer.memory.kv import KVPool
 from dinfer.step.ability import Ability, Decision, Forward, Known, Step
 from dinfer.step.canvas import BlockView, Canvas, RowCursors, Status
-from dinfer.step.contracts import Iteration, Parts, Phase
+from dinfer.step.contracts import Iteration, Phase
+from dinfer.step.parts import Parts
 from dinfer.step.scores import proposed_tokens
 from dinfer.step.shape import Extra, StepShape
 from dinfer.step.state import Entry

@@ -21,7 +21,7 @@ from dinfer.kernels.canvas import rows_of, span, store_rows, take
 from dinfer.memory.kv import KVPool, PagedAttend
 from dinfer.step.ability import Ability, Decision, Forward, Known, Step
 from dinfer.step.canvas import Canvas, Phase, RowCursors
-from dinfer.step.contracts import Parts
+from dinfer.step.parts import Parts
 from dinfer.step.scores import read_logits
 from dinfer.step.shape import Extra, StepShape
 from dinfer.step.state import Entry

@@ -24,7 +24,7 @@ from dinfer.recipe.registry import DECODERS, ITERATIONS
 from dinfer.step.ability import Ability, Decision, Step
 from dinfer.step.canvas import BlockView, Canvas, Phase
 from dinfer.step.commits import with_progress
-from dinfer.step.contracts import Parts
+from dinfer.step.parts import Parts
 from dinfer.step.scores import own_columns
 from dinfer.step.shape import Extra, StepShape, power_of_2
 from dinfer.step.state import Entry

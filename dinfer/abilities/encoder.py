@@ -7,7 +7,7 @@ from torch import Tensor
 from dinfer.kernels.attention import encoder_intervals, local_interval
 from dinfer.step.ability import Ability, Seen, Step
 from dinfer.step.canvas import RowCursors
-from dinfer.step.contracts import Parts
+from dinfer.step.parts import Parts
 from dinfer.step.shape import StepShape
 
 

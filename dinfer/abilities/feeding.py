@@ -9,8 +9,9 @@ from torch import Tensor
 from dinfer.kernels.canvas import take
 from dinfer.step.ability import Ability, Decision, Forward, Step
 from dinfer.step.canvas import RowCursors
-from dinfer.step.contracts import Iteration, Parts, State
+from dinfer.step.contracts import Iteration, State
 from dinfer.step.model import Model
+from dinfer.step.parts import Parts
 from dinfer.step.scores import scored
 from dinfer.step.shape import StepShape
 from dinfer.step.stats import TokenStats

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from dinfer.step.ability import Ability, Forward, Step
 from dinfer.step.canvas import Phase, RowCursors
-from dinfer.step.contracts import Parts, State
+from dinfer.step.contracts import State
 from dinfer.step.model import Followed
+from dinfer.step.parts import Parts
 from dinfer.step.shape import StepShape
 
 

@@ -15,8 +15,9 @@ from torch import Tensor
 from dinfer.memory.kv import PagedAttend
 from dinfer.step.ability import Ability, Forward, Step
 from dinfer.step.canvas import Status
-from dinfer.step.contracts import ModelSpec, Parts
+from dinfer.step.contracts import ModelSpec
 from dinfer.step.model import Attend, Model, OwnLogits
+from dinfer.step.parts import Parts
 from dinfer.step.shape import Extra, StepShape
 
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from dinfer.step.ability import Ability, Decision, Step
-from dinfer.step.contracts import Parts, Proposal
+from dinfer.step.contracts import Proposal
+from dinfer.step.parts import Parts
 from dinfer.step.shape import Extra, StepShape
 from dinfer.step.stats import TokenStats
 

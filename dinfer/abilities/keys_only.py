@@ -7,7 +7,7 @@ import torch
 
 from dinfer.step.ability import Ability, Forward, Step
 from dinfer.step.canvas import Phase
-from dinfer.step.contracts import Parts
+from dinfer.step.parts import Parts
 from dinfer.step.shape import KeysOnly, StepShape
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from dinfer.abilities.pacing import Moves
 from dinfer.step.ability import Ability, Step
 from dinfer.step.canvas import BlockView
-from dinfer.step.contracts import Parts
+from dinfer.step.parts import Parts
 from dinfer.step.scores import own_columns
 from dinfer.step.shape import StepShape
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from dinfer.kernels.canvas import rows_of
 from dinfer.kernels.selection import compact
 from dinfer.step.ability import Ability, Decision, Step
-from dinfer.step.contracts import Parts
+from dinfer.step.parts import Parts
 from dinfer.step.scores import read_logits, statistics
 from dinfer.step.shape import Extra, StepShape
 from dinfer.step.stats import TokenStats

@@ -10,7 +10,7 @@ from torch import Tensor
 from dinfer.kernels.canvas import rows_of
 from dinfer.step.ability import Ability, Decision, Step
 from dinfer.step.canvas import BlockView, RowCursors
-from dinfer.step.contracts import Parts
+from dinfer.step.parts import Parts
 from dinfer.step.shape import StepShape
 from dinfer.step.state import Entry
 

@@ -9,7 +9,7 @@ from dinfer.abilities.following import Follows
 from dinfer.abilities.holding import LeavesMasks
 from dinfer.step.ability import Ability, Forward, Step
 from dinfer.step.canvas import Phase
-from dinfer.step.contracts import Parts
+from dinfer.step.parts import Parts
 from dinfer.step.shape import StepShape
 
 FEWEST = 64  # skip unread positions only if there are at least so many, since skipping adds a few kernels

@@ -17,7 +17,7 @@ from dinfer.abilities.branches import branches_of
 from dinfer.kernels.canvas import padded
 from dinfer.step.ability import Ability, Decision, Step
 from dinfer.step.canvas import BlockView, Canvas, Phase
-from dinfer.step.contracts import Parts
+from dinfer.step.parts import Parts
 from dinfer.step.shape import Extra, StepShape
 from dinfer.step.state import Entry
 

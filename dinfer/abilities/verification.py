@@ -17,7 +17,8 @@ from torch import Tensor
 from dinfer.kernels.canvas import span
 from dinfer.step.ability import Ability, Decision, Known, Step
 from dinfer.step.canvas import BlockView, Phase, Status
-from dinfer.step.contracts import Parts, Proposal, State
+from dinfer.step.contracts import Proposal, State
+from dinfer.step.parts import Parts
 from dinfer.step.shape import Extra, StepShape
 
 

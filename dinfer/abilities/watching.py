@@ -7,7 +7,8 @@ from torch import Tensor
 
 from dinfer.step.ability import Ability, Forward, Step
 from dinfer.step.canvas import RowCursors
-from dinfer.step.contracts import Parts, State
+from dinfer.step.contracts import State
+from dinfer.step.parts import Parts
 from dinfer.step.shape import StepShape
 
 

@@ -28,7 +28,8 @@ from dinfer.kernels.attention import attention_interval, interval_mask
 from dinfer.kernels.dispatch import on_own_device
 from dinfer.kernels.random import uniform
 from dinfer.layers.transformer import WholeAttend
-from dinfer.step.contracts import Model, ModelSpec
+from dinfer.step.contracts import ModelSpec
+from dinfer.step.model import Model
 
 Pair = tuple[Sequence[int], Sequence[int]]  # prompt and answer
 

@@ -18,10 +18,9 @@ from torch import Tensor
 from dinfer.abilities.watching import Watches
 from dinfer.kernels.canvas import padded
 from dinfer.recipe.registry import CACHES, check_range, option
-from dinfer.step.canvas import CanvasRows
 from dinfer.step.contracts import CachePolicy, ModelSpec, Moved, Phase, RowCursors, State, WindowPlan
 from dinfer.step.plan import SHARES
-from dinfer.step.window import Chooses
+from dinfer.step.window import CanvasRows, Chooses
 
 FARTHEST = 2.0  # the largest cosine distance
 GRAIN = 2.0**20  # distances are told apart down to one part in this

@@ -17,10 +17,10 @@ from dinfer.abilities.pacing import LeavesDecoded
 from dinfer.kernels.canvas import padded
 from dinfer.kernels.selection import density, descending_rank
 from dinfer.recipe.registry import CACHES, check_range, option
-from dinfer.step.canvas import CanvasRows
-from dinfer.step.contracts import CachePolicy, Followed, ModelSpec, Moved, Phase, RowCursors, State, WindowPlan
+from dinfer.step.contracts import CachePolicy, ModelSpec, Moved, Phase, RowCursors, State, WindowPlan
+from dinfer.step.model import Followed
 from dinfer.step.plan import SHARES
-from dinfer.step.window import Chooses
+from dinfer.step.window import CanvasRows, Chooses
 
 FAR = 2**40  # behind every position
 GRAIN = 2**22

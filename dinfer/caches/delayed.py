@@ -14,9 +14,8 @@ from torch import Tensor
 
 from dinfer.abilities.pacing import LeavesDecoded
 from dinfer.recipe.registry import CACHES, check_range, option
-from dinfer.step.canvas import CanvasRows
 from dinfer.step.contracts import CachePolicy, ModelSpec, Moved, Phase, RowCursors, State, WindowPlan
-from dinfer.step.window import Chooses
+from dinfer.step.window import CanvasRows, Chooses
 
 
 @CACHES.register("delayed")

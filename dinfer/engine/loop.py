@@ -212,7 +212,7 @@ class Loop:
         unread = [row for row in rows if not row.wants.canvas]
         try:
             with self.worker.aside():
-                canvases = self.batch.state.canvas.rows([row.slot for row in unread if row.slot is not None])
+                canvases = self.batch.reader.canvases([row.slot for row in unread if row.slot is not None])
         except Exception as error:
             self._blame(rows, error)
             return

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from dinfer.abilities.reports import Reports
 from dinfer.engine.worker import Worker
-from dinfer.step.canvas import CURSORS, Canvas, Cursors
+from dinfer.kernels.canvas import active_rows
+from dinfer.step.canvas import CURSORS, Canvas, Cursors, Status
 
 
 class Seen(NamedTuple):
@@ -57,7 +58,7 @@ class CanvasReader:
         copy = self._spare.pop() if self._spare else self._room()
         copy.cursors_NC.copy_(self._canvas.cursors_NC, non_blocking=True)
         if blocks:
-            copy.active_NX.copy_(self._canvas.active(self._before_CN, self._block), non_blocking=True)
+            copy.active_NX.copy_(self._active(), non_blocking=True)
         if drafts:
             start_N = self._before_CN[CURSORS.index("start_B")]
             drafts_NX = self._reports.active(start_N, copy.drafts_NX.shape[1])
@@ -74,9 +75,32 @@ class CanvasReader:
         cursors_BC = copy.cursors_NC[slots, : len(CURSORS)].tolist()
         return Seen(dict(zip(slots, map(Cursors._make, cursors_BC), strict=True)), copy.active_NX, copy.drafts_NX)
 
+    def canvases(self, slots: list[int]) -> Tensor:
+        """The tokens of some slots, ~token where it is open, on the host. Waits for the device. int64 [B, S]"""
+        slot_B = torch.tensor(slots, dtype=torch.int64).to(self._canvas.tokens_NS.device)
+        tokens_BS = self._canvas.tokens_NS.index_select(0, slot_B)
+        open_BS = self._canvas.status_NS.index_select(0, slot_B) == int(Status.OPEN)
+        return torch.where(open_BS, ~tokens_BS, tokens_BS).cpu()
+
     def free(self, asked: Asked) -> None:
         """Lets another request have the memory of a copy."""
         self._spare.append(asked.copy)
+
+    def _active(self) -> Tensor:
+        """The tokens of every slot's active blocks and what is behind them, ~token where it is open. int64 [N, K * L]
+
+        Values behind the end of a row are undefined.
+        """
+        blocks = (self._before_CN.shape[0] - len(CURSORS)) // 2
+        cursors_CN, step_KN, quota_KN = self._before_CN.split((len(CURSORS), blocks, blocks))
+        slot_N = torch.arange(self._before_CN.shape[1], device=self._before_CN.device)
+        start_N, *ends = (cursors_CN[CURSORS.index(name)] for name in ("start_B", "end_B", "length_B"))
+        end_N = torch.maximum(*ends)  # rows that grow are shorter than their block
+        _, tokens_RL, masked_RL, _, _ = active_rows(
+            self._canvas.tokens_NS, self._canvas.status_NS, slot_N, start_N, end_N, step_KN.T, quota_KN.T,
+            block=self._block, open_status=int(Status.OPEN), given_status=int(Status.GIVEN),
+        )  # fmt: skip
+        return torch.where(masked_RL, ~tokens_RL, tokens_RL).view(len(slot_N), -1)
 
     def _room(self) -> _Copy:
         """The target of one more copy."""

@@ -10,7 +10,8 @@ from dinfer.abilities.feeding import Feeds
 from dinfer.iterations.multi_block import MultiBlock
 from dinfer.kernels.canvas import padded, span
 from dinfer.recipe.registry import ITERATIONS, check_range, option
-from dinfer.step.contracts import BlockAfter, Model, ModelSpec, Moved, RowCursors, State
+from dinfer.step.contracts import BlockAfter, ModelSpec, Moved, RowCursors, State
+from dinfer.step.model import Model
 
 
 @ITERATIONS.register("dmax")

@@ -14,7 +14,8 @@ from dinfer.abilities.pacing import Pads
 from dinfer.iterations._sweep import AlignedSweep
 from dinfer.kernels.advance import Grid
 from dinfer.recipe.registry import ITERATIONS, option
-from dinfer.step.contracts import Model, ModelSpec, RowCursors, SelfConditioned, State
+from dinfer.step.contracts import ModelSpec, RowCursors, State
+from dinfer.step.model import Model, SelfConditioned
 
 
 @ITERATIONS.register("self_conditioned")

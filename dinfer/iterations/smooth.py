@@ -11,7 +11,8 @@ from dinfer.abilities.pacing import Paces
 from dinfer.iterations._sweep import BlockSweep
 from dinfer.kernels.canvas import padded
 from dinfer.recipe.registry import ITERATIONS, check_range, option
-from dinfer.step.contracts import Model, ModelSpec, RowCursors, State
+from dinfer.step.contracts import ModelSpec, RowCursors, State
+from dinfer.step.model import Model
 
 
 @ITERATIONS.register("smooth")

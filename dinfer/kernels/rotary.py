@@ -53,7 +53,7 @@ def rotate(x_BWXE: Tensor, table: Table) -> Tensor:
 def projections(
     qkv_BWX: Deferred, size: int, heads: int, table: Table, norm: HeadNorm | None = None, takes: Inputs = "plain"
 ) -> Projections:  # fmt: skip
-    """Projections for `dinfer.step.contracts.Attend`: heads of `size` entries, the first `heads` of them queries."""
+    """Projections for `dinfer.step.model.Attend`: heads of `size` entries, the first `heads` of them queries."""
     return Projections(to_add(qkv_BWX).unflatten(-1, (-1, size)), heads, table, norm, takes)
 
 

@@ -24,7 +24,8 @@ from dinfer.layers.linear import Formatted, Linear
 from dinfer.layers.mlp import GatedMLP, dealt_to
 from dinfer.layers.transformer import WholeAttend, checked_ids, embed, mix, whole
 from dinfer.parallel.ranks import ALONE, Ranks
-from dinfer.step.contracts import Attend, ModelSpec
+from dinfer.step.contracts import ModelSpec
+from dinfer.step.model import Attend
 from dinfer.step.spec import LocalAttention
 
 

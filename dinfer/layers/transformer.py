@@ -23,7 +23,8 @@ from dinfer.kernels.types import Deferred, Grouped, HeadNorm, Projections, Table
 from dinfer.layers.linear import Embedding, Linear
 from dinfer.layers.mlp import Experts, GatedMLP
 from dinfer.parallel.ranks import ALONE, Ranks
-from dinfer.step.contracts import Attend, ModelSpec
+from dinfer.step.contracts import ModelSpec
+from dinfer.step.model import Attend
 
 
 def embed(tokens_BW: Tensor, rows: Callable[[Tensor], Tensor], ranks: Ranks, vocab: int) -> Tensor:

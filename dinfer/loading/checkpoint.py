@@ -21,7 +21,7 @@ from dinfer.loading.plan import TABLE, LoadPlan
 from dinfer.loading.quantized import scale_at
 from dinfer.loading.safetensors_io import Slices, read_slices
 from dinfer.parallel.split import WHOLE, Placement, Rank, Split
-from dinfer.step.contracts import ModelFamily
+from dinfer.step.model import ModelFamily
 from dinfer.step.spec import ExpertLayout, ModelSpec
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from dinfer.loading.safetensors_io import FLOATS, INDEX, SINGLE, Stored, refuse_
 from dinfer.loading.token_ids import CONFIG, PUBLISHED, TOKENIZER, TokenIds, named_roles, token_ids, vocabularies
 from dinfer.parallel.split import Placement
 from dinfer.recipe.registry import MODELS
-from dinfer.step.contracts import ModelFamily
+from dinfer.step.model import ModelFamily
 from dinfer.step.spec import ModelSpec
 
 CHAT = (

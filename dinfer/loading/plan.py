@@ -21,7 +21,7 @@ from dinfer.loading.safetensors_io import FLOATS, Stored, mismatches, read, stor
 from dinfer.loading.token_ids import CONFIG, token_ids
 from dinfer.parallel.split import WHOLE, Placement, Rank
 from dinfer.recipe.registry import MODELS
-from dinfer.step.contracts import ModelFamily
+from dinfer.step.model import ModelFamily
 from dinfer.step.spec import ExpertLayout, ModelSpec
 
 TABLE = "embedding.weight"  # the embedding of every network

@@ -152,7 +152,7 @@ class KVPool:
         """Attention of the queries at `pos_BW` over the first `pages` pages of their rows.
 
         `place_BW`: where their keys are kept, if not at these positions; `interval_BW` is one of places, too.
-        `local_BW`: the interval in layers with local attention. `context_BW`: see `dinfer.step.contracts.Attend`.
+        `local_BW`: the interval in layers with local attention. `context_BW`: see `dinfer.step.model.Attend`.
         `table_NP`: the pages of each slot, if not those of requests. The keys of the last `alone` queries are kept
         beside the canvas: each is seen by its own query and by no other.
         """

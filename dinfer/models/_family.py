@@ -10,7 +10,7 @@ from dinfer.layers.transformer import Transformer
 from dinfer.loading.token_ids import PUBLISHED, listed
 from dinfer.parallel.split import Placement, Section, Split
 from dinfer.recipe.registry import option
-from dinfer.step.contracts import ModelFamily
+from dinfer.step.model import ModelFamily
 from dinfer.step.spec import ExpertLayout, ExpertSpec, ModelSpec
 
 LARGEST, EXPERTS = 2**31, 2**20  # of one field; of all layers: no checkpoint comes near, and their names fill memory

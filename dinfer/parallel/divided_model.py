@@ -33,7 +33,8 @@ from dinfer.parallel.leader_worker import entries_of, model_number, read, shape_
 from dinfer.parallel.ranks import ALONE, Ranks
 from dinfer.parallel.split import Rank
 from dinfer.recipe.recipe import Recipe
-from dinfer.step.contracts import ModelFamily, ModelSpec
+from dinfer.step.contracts import ModelSpec
+from dinfer.step.model import ModelFamily
 
 PLACE = "dinfer/path"  # in torchrun's store: where rank 0 listens
 HERE = "127.0.0.1"

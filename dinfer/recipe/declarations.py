@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-# Modules of what components derive from.
-CONTRACTS = ("dinfer.step.contracts", "dinfer.step.window", "dinfer.abilities")
+# Packages of what components derive from.
+CONTRACTS = ("dinfer.step", "dinfer.abilities")
 
 
 class Unreadable(Exception):

@@ -30,19 +30,10 @@ from dinfer.recipe.registry import (
     values_of,
 )
 from dinfer.step.ability import Ability
-from dinfer.step.contracts import (
-    ACTIVE,
-    CachePolicy,
-    Component,
-    Decoder,
-    Divided,
-    Iteration,
-    Large,
-    Model,
-    Phase,
-    RequestOption,
-    Sampling,
-)  # fmt: skip
+from dinfer.step.canvas import ACTIVE
+from dinfer.step.contracts import CachePolicy, Component, Decoder, Iteration, Large, Phase
+from dinfer.step.model import Divided, Model
+from dinfer.step.parts import RequestOption, Sampling
 from dinfer.step.shape import Extra, Sampled, extras_of
 from dinfer.step.window import Chooses
 

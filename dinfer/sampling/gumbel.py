@@ -16,7 +16,9 @@ from torch import Tensor
 
 from dinfer.kernels.random import noise, nucleus
 from dinfer.recipe.registry import SAMPLINGS, check_range, option
-from dinfer.step.contracts import BlockView, Columns, Draw, ModelSpec, Options, Sampling
+from dinfer.step.contracts import BlockView, ModelSpec, Options
+from dinfer.step.parts import Sampling
+from dinfer.step.stats import Columns, Draw
 
 LEAST, MOST = 1e-3, 1e3  # of numbers that logits are divided by or multiplied with, which then stay finite
 CUTS: dict[str, float] = {"temperature": 0, "top_k": 0, "top_p": 1, "min_p": 0}  # which leave the distribution as it is

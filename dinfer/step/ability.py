@@ -14,7 +14,9 @@ from torch import Tensor
 from dinfer.memory.kv import PagedAttend
 from dinfer.step.canvas import BlockView, Canvas, Phase, RowCursors
 from dinfer.step.commits import Commits
-from dinfer.step.contracts import Model, Moved, Parts, Proposal, State
+from dinfer.step.contracts import Moved, Proposal, State
+from dinfer.step.model import Model
+from dinfer.step.parts import Parts
 from dinfer.step.shape import Extra, StepShape
 from dinfer.step.state import BatchState, Entry
 from dinfer.step.stats import TokenStats

@@ -16,8 +16,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from dinfer.kernels.canvas import active_rows, canvas_values, lane_columns, padded, span, store_rows, window_values
-from dinfer.kernels.dispatch import use_triton
+from dinfer.kernels.canvas import canvas_values, lane_columns, padded, span, store_rows, window_values
 from dinfer.kernels.upload import host_rows, uploaded
 
 
@@ -182,29 +181,6 @@ class Canvas:
         ):  # fmt: skip
             rows.index_copy_(0, slot_A, uploaded(values, rows.device))
 
-    def rows(self, slots: list[int]) -> Tensor:
-        """The tokens of some slots, ~token where it is open, on the host. Waits for the device. int64 [B, S]"""
-        slot_B = torch.tensor(slots, dtype=torch.int64).to(self.tokens_NS.device)
-        tokens_BS = self.tokens_NS.index_select(0, slot_B)
-        open_BS = self.status_NS.index_select(0, slot_B) == int(Status.OPEN)
-        return torch.where(open_BS, ~tokens_BS, tokens_BS).cpu()
-
-    def active(self, columns_CN: Tensor, block: int) -> Tensor:
-        """The tokens of every slot's active blocks and what is behind them, ~token where it is open. int64 [N, K * L]
-
-        `columns_CN`: which blocks these are, as columns of `cursors_NC`. Values behind the end of a row are undefined.
-        """
-        blocks = (columns_CN.shape[0] - len(CURSORS)) // 2
-        cursors_CN, step_KN, quota_KN = columns_CN.split((len(CURSORS), blocks, blocks))
-        slot_N = torch.arange(columns_CN.shape[1], device=columns_CN.device)
-        start_N, *ends = (cursors_CN[CURSORS.index(name)] for name in ("start_B", "end_B", "length_B"))
-        end_N = torch.maximum(*ends)  # rows that grow are shorter than their block
-        _, tokens_RL, masked_RL, _, _ = active_rows(
-            self.tokens_NS, self.status_NS, slot_N, start_N, end_N, step_KN.T, quota_KN.T,
-            block=block, open_status=int(Status.OPEN), given_status=int(Status.GIVEN),
-        )  # fmt: skip
-        return torch.where(masked_RL, ~tokens_RL, tokens_RL).view(len(slot_N), -1)
-
     def lanes(self, slot_B: Tensor, phase: Phase) -> RowCursors:
         columns_CB, live_B = lane_columns(self.cursors_NC, slot_B, int(phase))
         blocks = (columns_CB.shape[0] - len(CURSORS)) // 2
@@ -217,47 +193,6 @@ class Canvas:
         blocks = *lanes.step_BK.unbind(1), *lanes.quota_BK.unbind(1)
         columns_BC = torch.stack([*(getattr(lanes, name) for name in CURSORS), *blocks], 1)
         store_rows(self.cursors_NC, lanes.slot_B, lanes.live_B, columns_BC)
-
-    def finish(
-        self, lanes: RowCursors, *, gained_B: Tensor, entered_BK: Tensor, left_B: Tensor | None, done_B: Tensor,
-        broken_B: Tensor, stale_B: Tensor | bool, refreshed: bool, hit: bool,
-    ) -> None:  # fmt: skip
-        """Counts the step in live lanes, says what they need next, and writes their cursors back.
-
-        Rows that are `broken` are stopped; others that are not `done` go on with a FULL pass where `stale`. Blocks that
-        `entered` begin their count of steps; those behind the `left_B` first ones move to the front with theirs.
-        `refreshed`: this one was a FULL pass whose keys are kept. `hit`: it had no forward of its own.
-        """
-        if use_triton(self.cursors_NC, "advance"):
-            from dinfer.kernels.triton.advance import finish as kernel
-
-            columns = {name: column for column, name in enumerate(Cursors._fields)}
-            moved = lanes.start_B, lanes.end_B, lanes.block_B, lanes.kept_B, lanes.seen_B
-            phases = {p.name: int(p) for p in (Phase.IDLE, Phase.FULL, Phase.WINDOW, Phase.FAULT)}
-            return kernel(
-                self.cursors_NC, lanes.slot_B, lanes.live_B, *moved, lanes.quota_BK, gained_B, entered_BK, left_B,
-                done_B, broken_B, stale_B, refreshed=refreshed, hit=hit, columns=columns, phases=phases,
-            )  # fmt: skip
-        step_BK, quota_BK = lanes.step_BK + 1, lanes.quota_BK
-        if left_B is not None:
-            last = step_BK.shape[1] - 1
-            from_BK = (torch.arange(last + 1, device=left_B.device) + left_B[:, None]).clamp_max(last)
-            step_BK, quota_BK = step_BK.gather(1, from_BK), quota_BK.gather(1, from_BK)
-        stale_B = torch.full_like(done_B, stale_B) if isinstance(stale_B, bool) else stale_B
-        phase_B = torch.where(stale_B, int(Phase.FULL), int(Phase.WINDOW)).masked_fill(done_B, int(Phase.IDLE))
-        self.store(
-            replace(
-                lanes,
-                phase_B=phase_B.masked_fill(broken_B, int(Phase.FAULT)),
-                forwards_B=lanes.forwards_B + (not hit),
-                steps_B=lanes.steps_B + 1,
-                refreshes_B=lanes.refreshes_B + refreshed,
-                committed_B=lanes.committed_B + gained_B,
-                hits_B=lanes.hits_B + hit,
-                step_BK=step_BK.masked_fill(entered_BK, 0),
-                quota_BK=quota_BK,
-            )
-        )
 
     def resize(self, lanes: RowCursors, length_B: Tensor) -> RowCursors:
         """Gives live rows another length."""
@@ -289,35 +224,5 @@ class Canvas:
         status_BW = torch.where(open_BW, int(Status.OPEN), int(Status.DONE)).to(torch.uint8)
         self.status_NS.index_put_(index, status_BW)
 
-    def counts(self, slot_B: Tensor, vocab: int, mask_id: int | None) -> Tensor:
-        """How often each lane's canvas holds each token, given or decoded; 0 of the mask token. int32 [B, vocab]"""
-        column_S = torch.arange(self.tokens_NS.shape[1], device=self.tokens_NS.device)
-        length_B = self.cursors_NC[:, CURSORS.index("length_B")].index_select(0, slot_B)
-        known_BS = self.status_NS.index_select(0, slot_B) != int(Status.OPEN)
-        known_BS = known_BS & (column_S < length_B[:, None])
-        token_BS = torch.where(known_BS, self.tokens_NS.index_select(0, slot_B), vocab)
-        count_BX = torch.zeros(slot_B.shape[0], vocab + 1, dtype=torch.int32, device=slot_B.device)
-        count_BX.scatter_add_(1, token_BS, known_BS.to(torch.int32))
-        if mask_id is not None:
-            count_BX[:, mask_id].fill_(0)
-        return count_BX[:, :vocab]
-
     def is_stop(self, tokens: Tensor) -> Tensor:
         return (tokens[..., None] == self.stop_X).any(-1)
-
-
-class CanvasRows(NamedTuple):
-    """The canvases of the lanes of a step, as a cache sees them. The last column is scratch."""
-
-    canvas: Canvas
-    slot_B: Tensor
-
-    @property
-    def tokens_BS(self) -> Tensor:
-        """int64 [B, S + 1]"""
-        return self.canvas.tokens_NS.index_select(0, self.slot_B)
-
-    @property
-    def open_BS(self) -> Tensor:
-        """Still to be decoded. bool [B, S + 1]"""
-        return self.canvas.status_NS.index_select(0, self.slot_B) == int(Status.OPEN)

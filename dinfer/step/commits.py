@@ -1,4 +1,4 @@
-"""What a step writes: the decoder's proposal without forbidden writes, and a commit where the row must progress.
+"""What a step writes: the decoder's proposal without forbidden writes, a commit where the row must progress, cursors.
 
 The rules hold for every decoder, so they are here and not in the decoders. `dinfer.step.step` says when they apply.
 """
@@ -10,8 +10,9 @@ from torch import Tensor
 
 from dinfer.kernels.canvas import moved
 from dinfer.kernels.dispatch import use_triton
-from dinfer.step.canvas import BlockView, Canvas, RowCursors, Status
-from dinfer.step.contracts import ModelSpec, Parts, Proposal
+from dinfer.step.canvas import BlockView, Canvas, Cursors, Phase, RowCursors, Status
+from dinfer.step.contracts import ModelSpec, Moved, Proposal
+from dinfer.step.parts import Parts
 from dinfer.step.stats import TokenStats
 
 
@@ -151,3 +152,46 @@ def blanks(recipe: Parts, view: BlockView, proposal: Proposal) -> Tensor | int:
     noise_RL = recipe.sampling.noise(view.seed_R[:, None], view.pos_RL, view.forward_R[:, None] + 1, spec.vocab)
     draft_RL = noise_RL if proposal.draft_RL is None else proposal.draft_RL
     return torch.where((draft_RL >= 0) & (draft_RL < spec.vocab), draft_RL, noise_RL)
+
+
+def finish(
+    canvas: Canvas, lanes: RowCursors, commits: Commits, moves: Moved, *, gained_B: Tensor, stale_B: Tensor | bool,
+    refreshed: bool, hit: bool,
+) -> None:  # fmt: skip
+    """Counts the step in live lanes, says what they need next, and writes their cursors back.
+
+    Rows that are `broken` are stopped; others that are not `done` go on with a FULL pass where `stale`. Blocks that
+    `entered` begin their count of steps; those behind the `left` first ones move to the front with theirs.
+    `refreshed`: this one was a FULL pass whose keys are kept. `hit`: it had no forward of its own.
+    """
+    done_B, left_B, broken_B = moves.done_B, moves.left_B, commits.broken_B
+    if use_triton(canvas.cursors_NC, "advance"):
+        from dinfer.kernels.triton.advance import finish as kernel
+
+        columns = {name: column for column, name in enumerate(Cursors._fields)}
+        phases = {p.name: int(p) for p in (Phase.IDLE, Phase.FULL, Phase.WINDOW, Phase.FAULT)}
+        return kernel(
+            canvas.cursors_NC, lanes.slot_B, lanes.live_B, lanes.start_B, lanes.end_B, lanes.block_B, lanes.kept_B,
+            lanes.seen_B, lanes.quota_BK, gained_B, moves.entered_BK, left_B, done_B, broken_B, stale_B,
+            refreshed=refreshed, hit=hit, columns=columns, phases=phases,
+        )  # fmt: skip
+    step_BK, quota_BK = lanes.step_BK + 1, lanes.quota_BK
+    if left_B is not None:
+        last = step_BK.shape[1] - 1
+        from_BK = (torch.arange(last + 1, device=left_B.device) + left_B[:, None]).clamp_max(last)
+        step_BK, quota_BK = step_BK.gather(1, from_BK), quota_BK.gather(1, from_BK)
+    stale_B = torch.full_like(done_B, stale_B) if isinstance(stale_B, bool) else stale_B
+    phase_B = torch.where(stale_B, int(Phase.FULL), int(Phase.WINDOW)).masked_fill(done_B, int(Phase.IDLE))
+    canvas.store(
+        replace(
+            lanes,
+            phase_B=phase_B.masked_fill(broken_B, int(Phase.FAULT)),
+            forwards_B=lanes.forwards_B + (not hit),
+            steps_B=lanes.steps_B + 1,
+            refreshes_B=lanes.refreshes_B + refreshed,
+            committed_B=lanes.committed_B + gained_B,
+            hits_B=lanes.hits_B + hit,
+            step_BK=step_BK.masked_fill(moves.entered_BK, 0),
+            quota_BK=quota_BK,
+        )
+    )

@@ -1,4 +1,4 @@
-"""The contracts of the five swappable components and the data that passes between them.
+"""The contracts of iterations, decoders and caches, and the data that passes between them.
 
 Nothing here computes. Components depend on this module and on no other component: each returns a small piece of
 data (which positions, what to feed, what to commit), and `dinfer.step.step.denoise_step` puts the pieces together.
@@ -8,50 +8,17 @@ B * K rows of blocks, L block length, S canvas length, W query positions of one 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from dinfer.parallel.ranks import Ranks
-from dinfer.parallel.split import Placement
-from dinfer.step.canvas import ACTIVE, BlockView, Phase, RowCursors
-from dinfer.step.model import Attend, Divided, Followed, Model, SelfConditioned
+from dinfer.step.canvas import BlockView, Phase, RowCursors
 from dinfer.step.plan import WindowPlan
-from dinfer.step.spec import ExpertLayout, ModelSpec
-from dinfer.step.stats import Columns, Draw, TokenStats
-
-__all__ = [
-    "ACTIVE",
-    "Attend",
-    "BlockAfter",
-    "BlockView",
-    "CachePolicy",
-    "Columns",
-    "Component",
-    "Decoder",
-    "Divided",
-    "Draw",
-    "Followed",
-    "Iteration",
-    "Model",
-    "ModelFamily",
-    "ModelSpec",
-    "Moved",
-    "Options",
-    "Parts",
-    "Phase",
-    "Placement",
-    "Proposal",
-    "RowCursors",
-    "Sampling",
-    "SelfConditioned",
-    "State",
-    "TokenStats",
-    "WindowPlan",
-]  # fmt: skip
+from dinfer.step.spec import ModelSpec
+from dinfer.step.stats import TokenStats
 
 State = dict[str, Any]
 """Mutable state of a component: named tensors, one row a lane (decoder: a row of blocks), to be changed in place.
@@ -144,35 +111,6 @@ class Component(ABC):
         return None
 
 
-class ModelFamily(Component):
-    """What the checkpoints of one family mean. Options say which one; `dinfer.loading.checkpoint` loads it."""
-
-    unused: ClassVar[tuple[str, ...]] = ()  # beginnings of the names of tensors that the network has no use for
-    adapter: str | None = None  # hub name or folder of a LoRA adapter to merge
-    tokenizer: ClassVar[str | None] = None  # transformers class for checkpoints whose own tokenizer is remote code
-
-    @classmethod
-    @abstractmethod
-    def matches(cls, config: dict[str, Any]) -> bool:
-        """Whether a checkpoint's config.json belongs to this family."""
-
-    @abstractmethod
-    def spec(self, config: dict[str, Any]) -> ModelSpec:
-        """Reads config.json; raises ValueError for what is missing or not supported."""
-
-    @abstractmethod
-    def network(self, spec: ModelSpec) -> Any:
-        """The network, a `Model`; on whatever device is torch's default."""
-
-    @abstractmethod
-    def weights(self, spec: ModelSpec, experts: ExpertLayout = "separate") -> dict[str, Placement]:
-        """Every tensor the checkpoint must have, and where it goes."""
-
-    def copies(self, spec: ModelSpec) -> dict[str, str]:
-        """Names of tied weights that some programs also save, and for each the name in `weights` that it repeats."""
-        return {}
-
-
 class Decoder(Component):
     """Decides which positions of the active blocks to commit, and to what."""
 
@@ -204,48 +142,6 @@ class Decoder(Component):
         Statistics are 0 where the decoder may not write: where nothing is masked, or, if it edits, at given tokens.
         Tokens are drawn at masks alone. At decoded positions the proposed token is the model's most likely one.
         """
-
-
-class Sampling(Component):
-    """Decides which token each position is offered, in steps where some row does not take the most likely one.
-
-    For models without a mask token it also decides what open positions hold.
-    """
-
-    neutral: ClassVar[Mapping[str, float]] = {}  # the values of options at which they change nothing
-    by_parts: ClassVar[bool] = False  # `adjust` and `draw` do with a rank's part of the vocabulary (`columns`)
-    suppress: tuple[int, ...] = ()
-
-    def asks(self, options: Mapping[str, float]) -> bool:
-        """Whether a request with these options needs steps with `StepShape.sampled`. Host side."""
-        return bool(self.suppress) or any(options.get(name, value) != value for name, value in self.neutral.items())
-
-    def top_candidates(self, options: Mapping[str, float], vocab: int) -> int:
-        """Size of the top-k candidate set of a request with these options; 0 means unrestricted. Host side.
-
-        The step then sorts so many tokens and not the whole vocabulary.
-        """
-        return 0
-
-    @abstractmethod
-    def adjust(
-        self, logits_RLV: Tensor, view: BlockView, options: Options, spec: ModelSpec, columns: Columns
-    ) -> Tensor:
-        """Logits for the decoder to adjust, without tokens that may not be offered; never changed in place."""
-
-    @abstractmethod
-    def draw(
-        self, logits_RLV: Tensor, count_RV: Tensor, view: BlockView, options: Options, spec: ModelSpec, top: int,
-        columns: Columns,
-    ) -> Draw:  # fmt: skip
-        """Draws a token for each position. A row whose options are neutral must come out as without sampling.
-
-        `count_RV`: how often the canvas holds each token. `top`: the largest `top_candidates` of the rows, or more.
-        """
-
-    @abstractmethod
-    def noise(self, seed: Tensor, pos: Tensor, step: Tensor, vocab: int) -> Tensor:
-        """Uniform random tokens, which open positions hold after `step` denoise steps of the request. int64"""
 
 
 class CachePolicy(Component):
@@ -284,37 +180,3 @@ class Iteration(Component):
     @abstractmethod
     def advance(self, lanes: RowCursors, after: BlockAfter, state: State) -> Moved:
         """Where the rows go from here. Changes `state` in place."""
-
-
-@dataclass(frozen=True, slots=True)
-class RequestOption:
-    """An option that every request may set for itself."""
-
-    kind: str  # of the component: decoder or sampling
-    name: str
-    default: int | float
-
-
-class Parts(Protocol):
-    """A model and four choices, as the step takes them: a `dinfer.recipe.recipe.Recipe`."""
-
-    @property
-    def model(self) -> Model: ...
-    @property
-    def iteration(self) -> Iteration: ...
-    @property
-    def decoder(self) -> Decoder: ...
-    @property
-    def cache(self) -> CachePolicy: ...
-    @property
-    def sampling(self) -> Sampling: ...
-    @property
-    def ranks(self) -> Ranks: ...
-    @property
-    def request_options(self) -> Sequence[RequestOption]: ...
-    @property
-    def abilities(self) -> tuple[type[Any], ...]: ...  # `dinfer.step.ability.Ability`, in the order of their hooks
-
-    def sampling_of(self, options: Sequence[float]) -> dict[str, float]:
-        """The sampling's options of a request."""
-        ...

@@ -1,12 +1,15 @@
 """What the step needs of a network, and a network of the step. Shape suffixes as in `dinfer.step.contracts`."""
 
-from typing import Any, Protocol, runtime_checkable
+from abc import abstractmethod
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from dinfer.parallel.ranks import Ranks
-from dinfer.step.spec import ModelSpec
+from dinfer.parallel.split import Placement
+from dinfer.step.contracts import Component
+from dinfer.step.spec import ExpertLayout, ModelSpec
 
 
 class Attend(Protocol):
@@ -88,3 +91,32 @@ class Divided(OwnLogits, Protocol):
     def join(self, ranks: Ranks) -> None:
         """Makes a network that holds the share of one rank compute with the others. Once, before anything else."""
         ...
+
+
+class ModelFamily(Component):
+    """What the checkpoints of one family mean. Options say which one; `dinfer.loading.checkpoint` loads it."""
+
+    unused: ClassVar[tuple[str, ...]] = ()  # beginnings of the names of tensors that the network has no use for
+    adapter: str | None = None  # hub name or folder of a LoRA adapter to merge
+    tokenizer: ClassVar[str | None] = None  # transformers class for checkpoints whose own tokenizer is remote code
+
+    @classmethod
+    @abstractmethod
+    def matches(cls, config: dict[str, Any]) -> bool:
+        """Whether a checkpoint's config.json belongs to this family."""
+
+    @abstractmethod
+    def spec(self, config: dict[str, Any]) -> ModelSpec:
+        """Reads config.json; raises ValueError for what is missing or not supported."""
+
+    @abstractmethod
+    def network(self, spec: ModelSpec) -> Any:
+        """The network, a `Model`; on whatever device is torch's default."""
+
+    @abstractmethod
+    def weights(self, spec: ModelSpec, experts: ExpertLayout = "separate") -> dict[str, Placement]:
+        """Every tensor the checkpoint must have, and where it goes."""
+
+    def copies(self, spec: ModelSpec) -> dict[str, str]:
+        """Names of tied weights that some programs also save, and for each the name in `weights` that it repeats."""
+        return {}

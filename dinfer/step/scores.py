@@ -1,12 +1,13 @@
 """From hidden states to what a decoder knows: logits, what is offered, draws and statistics."""
 
+import torch
 from torch import Tensor
 
 from dinfer.kernels.canvas import rows_of, take
 from dinfer.kernels.token_stats import token_stats
 from dinfer.step.ability import Decision, Known, Step
-from dinfer.step.canvas import BlockView, RowCursors
-from dinfer.step.contracts import State
+from dinfer.step.canvas import CURSORS, BlockView, Canvas, RowCursors, Status
+from dinfer.step.contracts import ModelSpec, State
 from dinfer.step.model import Model, OwnLogits
 from dinfer.step.shape import Sampled
 from dinfer.step.stats import Columns, Draw, TokenStats
@@ -63,10 +64,24 @@ def proposed_tokens(
     for ability in step.abilities:
         logits_RLV = ability.allow(step, view, logits_RLV)
     if sampled is not None:
-        count_BV = columns.part(step.state.canvas.counts(lanes.slot_B, spec.vocab, spec.mask_id))
+        count_BV = columns.part(token_counts(step.state.canvas, lanes.slot_B, spec))
         draw = sampling.draw(logits_RLV, rows_of(count_BV, shape.blocks), view, options, spec, sampled.top, columns)
     wanted_RL, drawn_RL = (~view.given_RL, view.masked_RL) if view.edits else (view.masked_RL, None)
     return statistics(step, logits_RLV, wanted_RL, draw, drawn_RL), logits_RLV
+
+
+def token_counts(canvas: Canvas, slot_B: Tensor, spec: ModelSpec) -> Tensor:
+    """How often each lane's canvas holds each token, given or decoded; 0 of the mask token. int32 [B, vocab]"""
+    column_S = torch.arange(canvas.tokens_NS.shape[1], device=slot_B.device)
+    length_B = canvas.cursors_NC[:, CURSORS.index("length_B")].index_select(0, slot_B)
+    known_BS = canvas.status_NS.index_select(0, slot_B) != int(Status.OPEN)
+    known_BS = known_BS & (column_S < length_B[:, None])
+    token_BS = torch.where(known_BS, canvas.tokens_NS.index_select(0, slot_B), spec.vocab)
+    count_BX = torch.zeros(slot_B.shape[0], spec.vocab + 1, dtype=torch.int32, device=slot_B.device)
+    count_BX.scatter_add_(1, token_BS, known_BS.to(torch.int32))
+    if spec.mask_id is not None:
+        count_BX[:, spec.mask_id].fill_(0)
+    return count_BX[:, : spec.vocab]
 
 
 def statistics(

@@ -13,7 +13,8 @@ from dinfer.kernels.canvas import Rows, option_columns, store_rows
 from dinfer.kernels.upload import host_rows, uploaded
 from dinfer.memory.kv import KVPool
 from dinfer.step.canvas import Canvas, Cursors, Phase
-from dinfer.step.contracts import Large, Parts, State
+from dinfer.step.contracts import Large, Moved, State
+from dinfer.step.parts import Parts
 from dinfer.step.shape import Extra, StepShape
 from dinfer.step.window import block_length, first_phase, prefilled, widest
 
@@ -181,6 +182,17 @@ class BatchState:
             return slot_B
         place_BK = (block_B[:, None] + torch.arange(blocks, device=slot_B.device)) % blocks
         return (slot_B[:, None] * blocks + place_BK).flatten()
+
+    def enter_blocks(self, decoder_state: State, moved: Moved) -> None:
+        """Gives the blocks that rows enter fresh decoder state, see `block_rows`."""
+        entered_BK, left_B = moved.entered_BK, moved.left_B
+        if not decoder_state:
+            return
+        if left_B is not None:
+            blocks = entered_BK.shape[1]
+            block_BK = (torch.arange(blocks, device=left_B.device) - left_B[:, None]) % blocks
+            entered_BK = entered_BK.gather(1, block_BK)
+        self.decoder.refresh(decoder_state, entered_BK.flatten())
 
     def options(self, recipe: Parts, slot_B: Tensor, kind: str, repeat: int = 1) -> dict[str, Tensor]:
         """Per-request options of one component: [B * repeat, 1] each, float64 (exactly as given) or int64."""

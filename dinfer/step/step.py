@@ -15,8 +15,9 @@ from dinfer.kernels.attention import attention_interval
 from dinfer.kernels.canvas import active_rows, rows_of
 from dinfer.step.ability import Decision, Forward, Known, Seen, Step
 from dinfer.step.canvas import BlockView, RowCursors, Status
-from dinfer.step.commits import blanks, commit
-from dinfer.step.contracts import BlockAfter, Moved, Parts
+from dinfer.step.commits import blanks, commit, finish
+from dinfer.step.contracts import BlockAfter
+from dinfer.step.parts import Parts
 from dinfer.step.scores import logits_of, scored
 from dinfer.step.shape import StepShape
 from dinfer.step.state import BatchState
@@ -125,16 +126,15 @@ def move_on(step: Step, made: Decision) -> None:
     recipe, state, commits = step.recipe, step.state, made.commits
     step.lanes = replace(step.lanes, quota_BK=made.view.quota_R.view(step.shape.lanes, -1))
     moved = made.moved = recipe.iteration.advance(step.lanes, block_after(step, made), step.iteration_state)
-    if made.decoder_state:
-        state.decoder.refresh(made.decoder_state, fresh_rows(moved))
+    state.enter_blocks(made.decoder_state, moved)
     seen_B = step.lanes.end_B  # a step that decides has computed all keys of the region, or found them computed
     step.lanes = replace(step.lanes, start_B=moved.start_B, end_B=moved.end_B, block_B=moved.block_B, seen_B=seen_B)
     for ability in step.abilities:
         ability.moved(step, made)
     lanes, gained_B = step.lanes, made.known.gained_B
-    state.canvas.finish(
-        lanes, gained_B=commits.gained_B if gained_B is None else commits.gained_B + gained_B,
-        entered_BK=moved.entered_BK, left_B=moved.left_B, done_B=moved.done_B, broken_B=commits.broken_B,
+    finish(
+        state.canvas, lanes, commits, moved,
+        gained_B=commits.gained_B if gained_B is None else commits.gained_B + gained_B,
         stale_B=recipe.cache.stale(lanes, moved, step.shape.phase, step.cache_state), refreshed=step.refreshes,
         hit=made.known.hit,
     )  # fmt: skip
@@ -179,12 +179,3 @@ def block_after(step: Step, made: Decision) -> BlockAfter:
         finished_BK=(commits.finished_R if busy_R is None else commits.finished_R & ~busy_R).view(by_block),
         next_B=commits.next_B,
     )
-
-
-def fresh_rows(moved: Moved) -> Tensor:
-    """The rows of decoder state that belong to a new block from now on, see `BatchState.block_rows`. bool [R]"""
-    if moved.left_B is None:
-        return moved.entered_BK.flatten()
-    blocks = moved.entered_BK.shape[1]
-    block_BK = (torch.arange(blocks, device=moved.left_B.device) - moved.left_B[:, None]) % blocks
-    return moved.entered_BK.gather(1, block_BK).flatten()

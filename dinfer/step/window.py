@@ -2,14 +2,16 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dinfer.kernels.canvas import span, window_positions
 from dinfer.kernels.selection import compact
-from dinfer.step.canvas import Canvas, CanvasRows, Cursors, Phase, RowCursors
-from dinfer.step.contracts import CachePolicy, Iteration, ModelSpec, Parts, State
+from dinfer.step.canvas import Canvas, Cursors, Phase, RowCursors, Status
+from dinfer.step.contracts import CachePolicy, Iteration, ModelSpec, State
+from dinfer.step.parts import Parts
 from dinfer.step.plan import Frame
 from dinfer.step.shape import KeysOnly, StepShape
 
@@ -25,6 +27,23 @@ class Window:
     kept_B: Tensor | None = None  # int64, `lanes.kept_B` once the forward has run; None: it stays what it was
     settled_B: Tensor | None = None  # int64, `kept_B` after a pass that decodes nothing; -1: it decodes; None: all do
     stop_B: Tensor | None = None  # int64, the first place that nobody sees; None: as the cache says
+
+
+class CanvasRows(NamedTuple):
+    """The canvases of the lanes of a step, as a cache sees them. The last column is scratch."""
+
+    canvas: Canvas
+    slot_B: Tensor
+
+    @property
+    def tokens_BS(self) -> Tensor:
+        """int64 [B, S + 1]"""
+        return self.canvas.tokens_NS.index_select(0, self.slot_B)
+
+    @property
+    def open_BS(self) -> Tensor:
+        """Still to be decoded. bool [B, S + 1]"""
+        return self.canvas.status_NS.index_select(0, self.slot_B) == int(Status.OPEN)
 
 
 class Chooses(ABC):

@@ -25,20 +25,11 @@ from dinfer.kernels.selection import confident, descending_rank
 from dinfer.recipe.recipe import Recipe
 from dinfer.recipe.registry import Registry
 from dinfer.step.ability import Ability, Seen, Step
-from dinfer.step.canvas import BlockView, CanvasRows, Phase, RowCursors
-from dinfer.step.contracts import (
-    BlockAfter,
-    CachePolicy,
-    ModelSpec,
-    Moved,
-    Parts,
-    Proposal,
-    State,
-    TokenStats,
-    WindowPlan,
-)
+from dinfer.step.canvas import BlockView, Phase, RowCursors
+from dinfer.step.contracts import BlockAfter, CachePolicy, ModelSpec, Moved, Proposal, State, TokenStats, WindowPlan
+from dinfer.step.parts import Parts
 from dinfer.step.shape import StepShape
-from dinfer.step.window import Chooses
+from dinfer.step.window import CanvasRows, Chooses
 
 
 class DinferRule:

@@ -9,7 +9,8 @@ from torch import Tensor
 from dinfer.abilities.pacing import Paces
 from dinfer.iterations.blockwise import Blockwise
 from dinfer.step.canvas import RowCursors
-from dinfer.step.contracts import Attend, ModelSpec
+from dinfer.step.contracts import ModelSpec
+from dinfer.step.model import Attend
 
 
 class ScriptedModel:

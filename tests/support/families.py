@@ -13,7 +13,7 @@ from dinfer.layers.transformer import Transformer
 from dinfer.loading.checkpoint import random_network
 from dinfer.loading.plan import family_of
 from dinfer.recipe.registry import MODELS
-from dinfer.step.contracts import ModelFamily
+from dinfer.step.model import ModelFamily
 
 REAL = Path(__file__).parents[1] / "configs" / "real"
 NUMBERS = {

@@ -19,7 +19,7 @@ from dinfer import Pipeline, Runtime, compose
 from dinfer.loading.checkpoint import load_network, random_network, save_network
 from dinfer.models.diffusion_gemma import DiffusionGemma
 from dinfer.parallel.ranks import ALONE, Ranks
-from dinfer.step.contracts import ModelFamily
+from dinfer.step.model import ModelFamily
 
 os.environ["DINFER_CHECK_RANKS"] = "1"  # a rank that strays is found in the round in which it does
 

@@ -20,7 +20,8 @@ from dinfer.engine.runtime import Runtime
 from dinfer.pipeline import Pipeline
 from dinfer.recipe.recipe import Recipe
 from dinfer.recipe.registry import CACHES, DECODERS, ITERATIONS, SAMPLINGS, Registry, values_of
-from dinfer.step.contracts import Attend, BlockView, Decoder, Phase, Proposal, State, TokenStats
+from dinfer.step.contracts import BlockView, Decoder, Phase, Proposal, State, TokenStats
+from dinfer.step.model import Attend
 from dinfer.step.window import KeepsNothing
 
 

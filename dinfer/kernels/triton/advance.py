@@ -117,7 +117,7 @@ def finish(
     broken_B: Tensor, stale_B: Tensor | bool, *, refreshed: bool, hit: bool, columns: dict[str, int],
     phases: dict[str, int],
 ) -> None:  # fmt: skip
-    """See `dinfer.step.canvas.Canvas.finish`. `columns`: each cursor's column; `phases`: each phase's number."""
+    """See `dinfer.step.commits.finish`. `columns`: each cursor's column; `phases`: each phase's number."""
     lanes, blocks = quota_BK.shape
     if isinstance(stale_B, bool):
         always = phases["FULL" if stale_B else "WINDOW"]

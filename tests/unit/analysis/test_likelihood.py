@@ -17,7 +17,8 @@ from dinfer.analysis.likelihood import Bound, estimator, greedy, layout, log_lik
 from dinfer.engine.runtime import Runtime
 from dinfer.pipeline import Pipeline
 from dinfer.recipe.recipe import compose
-from dinfer.step.contracts import Attend, ModelSpec
+from dinfer.step.contracts import ModelSpec
+from dinfer.step.model import Attend
 from dinfer.step.spec import ExpertSpec
 
 WORDS, LENGTH = 3, 4

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from dinfer.engine.request import Completion, Request, Wants
 from dinfer.recipe.recipe import IncompatibleRecipe, Recipe, compose
-from dinfer.step.contracts import Attend, Phase
+from dinfer.step.contracts import Phase
+from dinfer.step.model import Attend
 
 BLOCK, NEW = 16, 40
 CASES = [("block_causal", "block"), ("bidirectional", "dual"), ("shifted", "dual")]

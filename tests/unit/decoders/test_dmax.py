@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dinfer.engine.request import Request, Wants
 from dinfer.recipe.recipe import IncompatibleRecipe, compose
-from dinfer.step.contracts import Attend
+from dinfer.step.model import Attend
 
 
 class Spy:
