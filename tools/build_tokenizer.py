@@ -18,11 +18,18 @@ from dinfer.demo.problems import stream
 EOS, MASK, USER, ASSISTANT = "<|endoftext|>", "<|mdm_mask|>", "<|user|>", "<|assistant|>"
 
 # An assistant's turn ends with EOS, as the training texts do. These have no system messages, so none is written: many
-# clients always send one, and what the models were not trained on would only make answers worse.
+# clients always send one, and what the models were not trained on would only make answers worse. Nor are
+# definitions of tools written, but calls and their results are: they are what was said.
 CHAT_TEMPLATE = (
-    "{% for message in messages %}"
+    "{% set unwritten = tools %}{% for message in messages %}"
     "{% if message['role'] == 'user' %}{{ '" + USER + "' + message['content'] }}"
-    "{% elif message['role'] == 'assistant' %}{{ '" + ASSISTANT + "' + message['content'] + '" + EOS + "' }}"
+    "{% elif message['role'] == 'assistant' %}{{ '" + ASSISTANT + "' + message['content'] }}"
+    "{% for call in message['tool_calls'] %}{{ ('' if loop.first else '\n') + '<tool_call>\n{\"name\": ' + "
+    "call['function']['name'] | tojson + ', \"arguments\": ' + call['function']['arguments'] | tojson + "
+    "'}\n</tool_call>' }}{% endfor %}{{ '" + EOS + "' }}"
+    "{% elif message['role'] == 'tool' %}{{ '"
+    + USER
+    + "<tool_response>\n' + message['content'] + '\n</tool_response>' }}"
     "{% elif message['role'] == 'system' and not loop.last %}"
     "{% else %}{{ raise_exception('role ' + message['role'] + ' is not known to this model, or comes last: use user or "
     "assistant; a system message before them is left out') }}"

@@ -272,10 +272,11 @@ class Pipeline:
         return TextStream(self.engine.run(requests, Wants(deltas="commit")), self.decode)
 
     @user_errors
-    def encode(self, prompt: Any, *, chat: bool | None = None, **how: bool) -> list[int]:
+    def encode(self, prompt: Any, *, chat: bool | None = None, **how: Any) -> list[int]:
         """Token ids of a text or of a conversation. Messages are text, even where they spell a special token.
 
-        `how`: `add_special_tokens` for texts; `add_generation_prompt`, `continue_final_message` for conversations.
+        `how`: `add_special_tokens` for texts; `tools` as OpenAI's clients write them, `add_generation_prompt`,
+        `continue_final_message` for conversations.
         """
         tokenizer = self._need_tokenizer()
         if isinstance(prompt, str):

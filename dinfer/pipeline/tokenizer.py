@@ -9,7 +9,7 @@ import copy
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +61,10 @@ def _from_metadata(files: Folder) -> PreTrainedTokenizerBase | None:
     return PreTrainedTokenizerFast(tokenizer_object=whole, **settings)
 
 
+class NoTools(ValueError):
+    """The chat template would not show the model the tools, calls or results that it is given."""
+
+
 PRIVATE = range(0xE000, 0xF900)  # characters that mean nothing in Unicode, and are neither spaces nor letters
 
 
@@ -78,32 +82,44 @@ class ChatTemplate:
         longest_first = sorted(self._special, key=len, reverse=True)
         self._spelled = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
-    def encode(self, messages: Sequence[Mapping[str, Any]], **ending: bool) -> list[int]:
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the template shows definitions of tools, calls and their results."""
+        return re.search(r"\btools\b", str(self.tokenizer.chat_template)) is not None  # a template, or several by name
+
+    def encode(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None, **ending: bool
+    ) -> list[int]:
         """The token ids, up to where the answer begins. Raises ValueError for a message that cannot be read as text.
 
-        `ending`: `add_generation_prompt` and `continue_final_message` of `apply_chat_template`.
+        `tools`, and `ending`: `add_generation_prompt` and `continue_final_message`, are `apply_chat_template`'s.
         """
-        texts = [encodable(text) for message in messages for text in _texts(message)]
+        if not self.takes_tools and (tools or any(m["role"] == "tool" or m.get("tool_calls") for m in messages)):
+            raise NoTools("the checkpoint's chat template shows a model no tools, calls or results: leave them out")
+        texts = [encodable(text) for text in texts_in([messages, tools])]
         spelled = sorted({found for text in texts for found in self._spelled.findall(text)})
         if not spelled:
-            return list(self._applied(messages, tokenize=True, return_dict=False, **ending))
+            return list(self._applied(messages, tools, tokenize=True, return_dict=False, **ending))
         free = (chr(number) for number in PRIVATE if not any(chr(number) in text for text in texts))
         private = dict(zip(spelled, free, strict=False))
         public = str.maketrans({character: text for text, character in private.items()})
-        hidden = [_changed(m, lambda text: self._spelled.sub(lambda found: private[found[0]], text)) for m in messages]
-        ids, end, rendered = [], 0, self._applied(hidden, tokenize=False, **ending)
+        hide = partial(self._spelled.sub, lambda found: private[found[0]])
+        hidden = [_changed(message, hide) | {"role": message["role"]} for message in messages]
+        ids, end, rendered = [], 0, self._applied(hidden, _changed(tools, hide), tokenize=False, **ending)
         for own in self._spelled.finditer(rendered):
             ids += self._text(rendered[end : own.start()].translate(public))
             ids.append(self._special[own[0]])
             end = own.end()
         return ids + self._text(rendered[end:].translate(public))
 
-    def _applied(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **how: Any) -> Any:
+    def _applied(
+        self, messages: Sequence[Mapping[str, Any]], tools: Any, *, add_generation_prompt: bool = True, **how: Any
+    ) -> Any:
         from jinja2 import TemplateError  # by now transformers has imported it
 
         try:
             return self.tokenizer.apply_chat_template(
-                [*map(dict, messages)], add_generation_prompt=add_generation_prompt, **how
+                [*map(dict, messages)], tools=tools, add_generation_prompt=add_generation_prompt, **how
             )
         except TemplateError as error:
             raise ValueError(f"the checkpoint's chat template: {error}") from error
@@ -127,20 +143,20 @@ class ChatTemplate:
         return [number for part in parts for number in self._text(part)]
 
 
-def _texts(value: Any) -> Iterator[str]:
-    """All texts in a message."""
+def texts_in(value: Any) -> Iterator[str]:
+    """All texts in messages or tools, names of fields included."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        yield from (text for one in value.values() for text in _texts(one))
+        yield from (text for pair in value.items() for one in pair for text in texts_in(one))
     elif isinstance(value, Sequence):
-        yield from (text for one in value for text in _texts(one))
+        yield from (text for one in value for text in texts_in(one))
 
 
 def _changed(value: Any, change: Callable[[str], str]) -> Any:
-    """A message with all its texts changed but the role, which is the template's."""
+    """A message or a tool with all its texts changed."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        return {name: one if name == "role" else _changed(one, change) for name, one in value.items()}
+        return {change(name): _changed(one, change) for name, one in value.items()}
     return [_changed(one, change) for one in value] if isinstance(value, Sequence) else value

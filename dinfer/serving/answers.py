@@ -140,13 +140,31 @@ class Answer:
     def whole(self) -> dict[str, Any]:
         made, style = [], self.style
         for row, choice in enumerate(self.choices):
-            message = {"role": "assistant", "content": choice.text, "refusal": None}
+            message = {"role": "assistant", **self._message(row), "refusal": None}
             scores = None if style.logprobs is None else style.logprobs.of(choice.ids, choice.logprobs, 0)
-            one = {"index": row, **({"message": message} if style.chat else {"text": choice.text}), "logprobs": scores}
-            made.append(one | self._end(choice.last) | self._ids(choice.ids, row, first=True))
+            said = {"message": message} if style.chat else {"text": choice.text}
+            one = {"index": row, **said, "logprobs": scores}
+            made.append(one | self._end(row, choice.last) | self._ids(choice.ids, row, first=True))
         kind = "chat.completion" if style.chat else "text_completion"
         prompt = {"prompt_token_ids": self.prompts[0]} if style.ids and style.chat else {}
         return {**self._head(kind), "choices": made, "usage": self.usage(), **prompt}
+
+    def _message(self, row: int) -> dict[str, Any]:
+        """What the model says in a chat."""
+        return {"content": self.choices[row].text}
+
+    def _bodies(self, event: Event) -> list[dict[str, Any]]:
+        """What the text of an event adds to its choice."""
+        return [{"delta": {"content": event.text}} if self.style.chat else {"text": event.text}] if event.text else []
+
+    def _finish(self, row: int, last: Event) -> str | None:
+        """OpenAI's reason for the end of a choice."""
+        return last.finish
+
+    @property
+    def early(self) -> bool:
+        """Whether the first pieces of a stream are sent before the first step, since they tell of the answer."""
+        return False
 
     def opening(self) -> list[dict[str, Any]]:
         """The first pieces of a stream: the role in a chat, and what is echoed."""
@@ -160,16 +178,18 @@ class Answer:
         made, choice, chat = [], self.choices[event.row], self.style.chat
         offset, first = len(choice.text), not choice.ids
         self.take(event)
-        if event.text or event.ids or event.canvas is not None:
-            body: dict[str, Any] = {"delta": {"content": event.text}} if chat else {"text": event.text}
+        nothing: dict[str, Any] = {"delta": {}} if chat else {"text": ""}
+        bodies = self._bodies(event)
+        if bodies or event.ids or event.canvas is not None:
+            body, *more = bodies or [nothing]
             logprobs = self.style.logprobs if event.ids else None
             scores = logprobs.of(event.ids, event.logprobs, offset) if logprobs else None
             piece = self._piece(event.row, body | self._ids(event.ids, event.row, first=first), scores)
             made.append(piece if event.canvas is None else piece | {"dinfer": {"canvas": event.canvas}})
+            made += [self._piece(event.row, body) for body in more]
         if event.finish is not None:
-            body = {"delta": {}} if chat else {"text": ""}
             ids = self._ids([], event.row, first=first and not made)
-            made.append(self._piece(event.row, body | ids, last=event))
+            made.append(self._piece(event.row, nothing | ids, last=event))
         return made
 
     def closing(self) -> list[dict[str, Any]]:
@@ -187,14 +207,13 @@ class Answer:
     def _piece(
         self, row: int, body: dict[str, Any], logprobs: dict[str, Any] | None = None, last: Event | None = None
     ) -> dict[str, Any]:
-        choice = {"index": row, **body, "logprobs": logprobs, **self._end(last)}
+        choice = {"index": row, **body, "logprobs": logprobs, **self._end(row, last)}
         usage = {"usage": self.usage() if self.style.running_usage else None} if self.style.usage else {}
         return {**self._head(self._piece_kind), "choices": [choice], **usage}
 
-    @staticmethod
-    def _end(last: Event | None) -> dict[str, Any]:
+    def _end(self, row: int, last: Event | None) -> dict[str, Any]:
         """How a choice ended: OpenAI's field, and SGLang's."""
-        found = None if last is None else last.finish
+        found = None if last is None else self._finish(row, last)
         return {"finish_reason": found} | ({} if last is None else {"matched_stop": last.matched})
 
     def _ids(self, ids: list[int], row: int, *, first: bool) -> dict[str, Any]:

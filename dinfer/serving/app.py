@@ -23,8 +23,10 @@ from dinfer.analysis.trace.page import page as trace_page
 from dinfer.analysis.trace.record import document, record_request
 from dinfer.engine.request import Counts
 from dinfer.pipeline.inputs import escaped
+from dinfer.pipeline.tokenizer import NoTools
 from dinfer.serving import page
 from dinfer.serving.answers import Answer, Logprobs, Style, spent
+from dinfer.serving.calls import Calling
 from dinfer.serving.errors import ApiError, invalid, named, refused
 from dinfer.serving.guard import Guard
 from dinfer.serving.protocol import (
@@ -171,7 +173,7 @@ def add_generation(app: FastAPI, server: Server) -> None:
     async def chat(body: ChatRequest) -> Response:
         """Answers a conversation, whole or as server-sent events, like OpenAI's API."""
         served = server.catalogue.find(body.model, body.dinfer.decoder)
-        prompt = await encoded(server, served, body.conversation, "messages", **body.ending)
+        prompt = await encoded(server, served, body.conversation, "messages", tools=body.tools, **body.ending)
         return await generated(server, served, body, [prompt], body.top_logprobs or 0 if body.logprobs else None)
 
     @app.post("/v1/completions")
@@ -238,7 +240,8 @@ async def generated(
     stream = bool(body.stream)
     job = server.job(served, rows, body.dinfer, wanted, stream=stream)
     name = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
-    answer = Answer(name, int(time.time()), served.name, prompts, style, body.choices, echoes, language)
+    shape = partial(Calling, asked=body) if isinstance(body, ChatRequest) and body.tools else Answer
+    answer = shape(name, int(time.time()), served.name, prompts, style, body.choices, echoes, language)
     return await server.answer(job, answer, stream=stream)
 
 
@@ -324,7 +327,7 @@ def add_tokens(app: FastAPI, server: Server) -> None:
 
 
 async def encoded(
-    server: Server, served: Served, prompt: str | list[dict[str, str]], field: str, **how: bool
+    server: Server, served: Served, prompt: str | list[dict[str, Any]], field: str, **how: Any
 ) -> list[int]:
     """Token ids. Conversations go through the chat template, texts do not."""
     encode = partial(served.pipe.encode, prompt, chat=False if isinstance(prompt, str) else None, **how)
@@ -332,5 +335,7 @@ async def encoded(
         if served.check_size(prompt, field) < LONG:
             return encode()
         return await asyncio.get_running_loop().run_in_executor(server.encoding, encode)
+    except NoTools as error:
+        raise refused("tools", how.get("tools", []), f"cannot be shown: {error}") from error
     except ValueError as error:
         raise ApiError(400, f"{field}: {error}", field, "invalid_value") from error

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-PROMPTS = {"prompt", "messages", "content", "text", "suffix", "prediction", "input", "body"}
+PROMPTS = {"prompt", "messages", "content", "text", "suffix", "prediction", "input", "body", "arguments"}
 SHOWN = 80  # characters of a client's names and values in an answer
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 

@@ -11,19 +11,21 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validat
 from dinfer.pipeline.inputs import encodable
 from dinfer.serving.errors import invalid, refused
 from dinfer.serving.structured import HeldFields
+from dinfer.serving.tools import ToolCall, ToolFields
 
 SEEDS = 2**53  # others are taken modulo this, so that a float64 holds them
 MAX_CHOICES, MAX_STOPS, MAX_STOP_LENGTH, MAX_TOP_LOGPROBS, MAX_BIASES = 128, 4, 256, 20, 1024
 
 # Fields that this server cannot honour: the values that ask for nothing, and why it refuses others.
-NO_FUNCTIONS = "is not supported: this server calls no functions."
+NO_FUNCTIONS = "is not supported: use tools and tool_choice in a chat."
 PLAIN = "is not supported here: it is for chats and completions."
+CHATS = "is not supported here: it is for chats."
 NOT_SUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "tools": (([],), NO_FUNCTIONS),
-    "tool_choice": (("none", "auto"), NO_FUNCTIONS),
+    "tools": (([],), CHATS),
+    "tool_choice": (("none", "auto"), CHATS),
+    "parallel_tool_calls": ((True,), CHATS),
     "functions": (([],), NO_FUNCTIONS),
     "function_call": (("none", "auto"), NO_FUNCTIONS),
-    "parallel_tool_calls": ((True, False), NO_FUNCTIONS),
     "response_format": (({"type": "text"},), PLAIN),
     "structured_outputs": ((), PLAIN),
     "regex": ((), PLAIN),
@@ -200,13 +202,14 @@ class TextPart(Strict):
 
 
 class ChatMessage(BaseModel):
-    """One message. Further fields that hold text, such as `reasoning_content`, go to the chat template."""
+    """One message. Further fields that hold text, such as `tool_call_id`, go to the chat template."""
 
     model_config = ConfigDict(extra="allow", strict=True)
     __pydantic_extra__: dict[str, Text]
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | Annotated[list[TextPart], Field(min_length=1)]
+    tool_calls: list[ToolCall] | None = None  # of the assistant
 
     @model_validator(mode="before")
     @classmethod
@@ -214,16 +217,19 @@ class ChatMessage(BaseModel):
         """Drops empty fields, since clients send an assistant's message back as they got it."""
         if not isinstance(data, dict):
             return data
-        for field in ("tool_calls", "function_call", "tool_call_id", "audio"):
+        for field, reason in (("function_call", NO_FUNCTIONS), ("audio", "is not text.")):
             if data.get(field):
-                raise refused(f"messages.{field}", data[field], NO_FUNCTIONS if field != "audio" else "is not text.")
+                raise refused(f"messages.{field}", data[field], reason)
+        if data.get("tool_calls") and data.get("role") != "assistant":
+            raise invalid("messages.tool_calls", " are the assistant's: another role calls nothing")
         empty = {"content": ""} if data.get("role") == "assistant" else {}
         return empty | {key: value for key, value in data.items() if value or (key in cls.model_fields and value == "")}
 
-    def plain(self) -> dict[str, str]:
+    def plain(self) -> dict[str, Any]:
         content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         role = "system" if self.role == "developer" else self.role
-        return (self.model_extra or {}) | {"role": role, "content": content}
+        calls = {"tool_calls": [call.plain() for call in self.tool_calls]} if self.tool_calls else {}
+        return (self.model_extra or {}) | {"role": role, "content": content} | calls
 
 
 class Conversation(Strict):
@@ -234,7 +240,7 @@ class Conversation(Strict):
     continue_final_message: bool = False
 
     @property
-    def conversation(self) -> list[dict[str, str]]:
+    def conversation(self) -> list[dict[str, Any]]:
         return [message.plain() for message in self.messages]
 
     @property
@@ -247,7 +253,7 @@ class Conversation(Strict):
         return {"add_generation_prompt": begins, "continue_final_message": self.continue_final_message}
 
 
-class ChatRequest(Conversation, Generation):
+class ChatRequest(Conversation, ToolFields, Generation):
     source = "messages"
 
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -278,7 +284,8 @@ class TraceRequest(ChatRequest):
     @model_validator(mode="after")
     def _one_answer(self) -> Self:
         usual = TraceRequest.model_construct()
-        for field in Generation.model_fields.keys() - Sampled.model_fields.keys() - {"max_tokens"} | {"logprobs"}:
+        shown = Sampled.model_fields.keys() | {"max_tokens"}
+        for field in (Generation.model_fields.keys() | ToolFields.model_fields.keys() | {"logprobs"}) - shown:
             value = getattr(self, field)
             if value and value != getattr(usual, field) and (field, value) != ("n", 1):
                 raise refused(field, value, "is not supported here: a trace shows the whole denoising of one answer.")

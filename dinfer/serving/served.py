@@ -10,6 +10,7 @@ from dinfer.analysis.trace.record import Pieces
 from dinfer.engine.async_engine import AsyncEngine, EngineThread
 from dinfer.engine.request import Request
 from dinfer.pipeline import Pipeline
+from dinfer.pipeline.tokenizer import texts_in
 from dinfer.recipe.recipe import Recipe
 from dinfer.recipe.registry import DECODERS, options_of
 from dinfer.serving.errors import SHOWN, ApiError, invalid, refused
@@ -47,10 +48,9 @@ class Served:
         """Bytes of the longest token."""
         return max(len(token.encode()) for token in self.pipe.tokenizer.get_vocab())  # type: ignore[union-attr]
 
-    def check_size(self, prompt: str | Sequence[Mapping[str, str]], field: str) -> int:
+    def check_size(self, prompt: str | Sequence[Mapping[str, Any]], field: str) -> int:
         """The bytes of a prompt. Raises ApiError for more than its tokens can have, before anything encodes them."""
-        texts = [prompt] if isinstance(prompt, str) else [text for message in prompt for text in message.values()]
-        if (size := sum(len(text.encode()) for text in texts)) > self.max_length * self._longest:
+        if (size := sum(len(text.encode()) for text in texts_in(prompt))) > self.max_length * self._longest:
             raise self._too_long(field, f" has {size} bytes, and a token at most {self._longest}")
         return size
 

@@ -129,6 +129,9 @@ class Server:
 
     async def _pieces(self, events: AsyncGenerator[Event], answer: Answer) -> AsyncGenerator[bytes]:
         opening = answer.opening()  # sent with the first piece: until then another replica could answer
+        if answer.early:
+            yield sse(opening)
+            opening = []
         try:
             async for event in events:
                 if made := answer.pieces(event):

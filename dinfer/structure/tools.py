@@ -58,6 +58,11 @@ def tools(
         raise ConstraintError(f"the functions cannot be written as JSON: {error}") from error
 
 
+def head(name: str) -> str:
+    """A call up to its arguments."""
+    return f'{OPEN}\n{{"name": {literal(name).decode()}, "arguments": '
+
+
 def compile_tools(constraint: Constraint, budget: Budget) -> tuple[Automaton, bool, int | None]:
     """The automaton of an answer, whether it is exact, and how deep recursion was unrolled."""
     told = json.loads(constraint.text)
@@ -67,9 +72,8 @@ def compile_tools(constraint: Constraint, budget: Budget) -> tuple[Automaton, bo
     for name in [choice] if choice in functions else functions:
         parameters = NO_PARAMETERS if functions[name] is None else functions[name]
         utf8_text(name)
-        head, middle = f'{OPEN}\n{{"name": '.encode(), b', "arguments": '
         arguments = parts.automaton(parameters, f"{name}.parameters")
-        calls.append(cat(head, literal(name), middle, arguments, f"}}\n{CLOSE}".encode()))
+        calls.append(cat(head(name).encode(), arguments, f"}}\n{CLOSE}".encode()))
     one = build(alt(calls), budget)
     several = cat(one, repeat(cat(b"\n", one))) if told["parallel"] and choice not in functions else one
     if choice != "auto":
@@ -150,7 +154,7 @@ def functions_of(definitions: Sequence[Mapping[str, Any]]) -> dict[str, dict[str
         if not isinstance(name, str) or not name:
             raise ConstraintError("a name is needed", f"{i}.function.name")
         if name in found or name in ("auto", "required", "none"):
-            raise ConstraintError(f"the name {name!r} is taken", f"{i}.function.name")
+            raise ConstraintError(f"the name {name!r} is taken: each function needs its own", f"{i}.function.name")
         if parameters is not None and not isinstance(parameters, dict):
             raise ConstraintError("a JSON Schema is needed", f"{i}.function.parameters")
         found[name] = parameters

@@ -181,7 +181,7 @@ def test_gaps_are_filled(client: Client) -> None:
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": 10**9}, "max_tokens"),
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
+        ({"messages": [{"role": "oracle", "content": "x"}]}, "messages.0.role"),
         ({"messages": [{"role": "system", "content": "x"}]}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}, "messages.0.content"),
         ({"stop": [""]}, "stop"),

@@ -55,8 +55,8 @@ def test_a_message_comes_back_as_it_was_sent(client: Client) -> None:
     said = {"role": "assistant", "content": "9", "reasoning_content": None, "tool_calls": [], "annotations": None}
     turns = [*ASK["messages"], said, {"role": "user", "content": "And what is 2 + 3?", "name": "Tom"}]
     assert chat(client, messages=turns).status_code == 200
-    called = chat(client, messages=[*ASK["messages"], {"role": "assistant", "tool_calls": [{"id": "1"}]}])
-    assert called.status_code == 400 and "tool_calls" in called.json()["error"]["message"]
+    called = chat(client, messages=[*ASK["messages"], {"role": "assistant", "function_call": {"name": "f"}}])
+    assert called.status_code == 400 and "function_call" in called.json()["error"]["message"]
 
 
 def test_a_message_may_be_continued(client: Client) -> None:

@@ -66,6 +66,29 @@ def test_a_special_token_in_a_message_is_text(tokenizer: Any) -> None:
         assert tokenizer.decode(ids, skip_special_tokens=False) == rendered
 
 
+def test_a_special_token_in_a_tool_is_text_and_tools_without_a_place_are_refused(tokenizer: Any) -> None:
+    chat = ChatTemplate(tokenizer)
+    own = next(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+
+    def told(word: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        schema = {"type": "object", "properties": {word: {"type": "string"}, "role": {"description": word}}}
+        call = {"type": "function", "function": {"name": "f", "arguments": {word: word}}}
+        talk = [*conversation("x"), {"role": "assistant", "content": "", "tool_calls": [call]}]
+        tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+        return [*talk, {"role": "tool", "content": word}], tools
+
+    if not chat.takes_tools:
+        for messages, tools in ((told("x")[0], None), (conversation("x"), told("x")[1])):
+            with pytest.raises(ValueError, match="shows a model no tools"):
+                chat.encode(messages, tools)
+        return
+    plain, ids = (chat.encode(*told(word)) for word in ("x", own))
+    assert special(tokenizer, ids) == special(tokenizer, plain)
+    messages, tools = told(own)
+    rendered = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
+    assert tokenizer.decode(ids, skip_special_tokens=False) == rendered
+
+
 def test_what_the_template_does_to_a_message_it_still_does(tmp_path: Path) -> None:
     save_tokenizer(tmp_path)
     tokenizer = read(tmp_path)
