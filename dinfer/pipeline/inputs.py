@@ -38,6 +38,20 @@ def encodable(text: str) -> str:
     return text
 
 
+class NoTools(ValueError):
+    """The chat template would not show the model the tools, calls or results that it is given."""
+
+
+def texts_in(value: Any) -> Iterator[str]:
+    """All texts in messages or tools, names of fields included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from (text for pair in value.items() for one in pair for text in texts_in(one))
+    elif isinstance(value, Sequence):
+        yield from (text for one in value for text in texts_in(one))
+
+
 def listed(value: Any, name: str) -> list[Any]:
     """The items of a list, tuple, array or tensor."""
     if (items := _items(value)) is None:

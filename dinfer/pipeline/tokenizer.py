@@ -8,14 +8,14 @@ from __future__ import annotations
 import copy
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dinfer.loading.files import Folder, read_object
 from dinfer.loading.plan import small_files
-from dinfer.pipeline.inputs import encodable
+from dinfer.pipeline.inputs import NoTools, encodable, texts_in
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -59,10 +59,6 @@ def _from_metadata(files: Folder) -> PreTrainedTokenizerBase | None:
     settings = read_object(files / "tokenizer_config.json")
     whole = Tokenizer.from_str((files / "tokenizer.json").read_text())
     return PreTrainedTokenizerFast(tokenizer_object=whole, **settings)
-
-
-class NoTools(ValueError):
-    """The chat template would not show the model the tools, calls or results that it is given."""
 
 
 PRIVATE = range(0xE000, 0xF900)  # characters that mean nothing in Unicode, and are neither spaces nor letters
@@ -141,16 +137,6 @@ class ChatTemplate:
         if text in parts:
             raise ValueError(f"{text!r:.80} in a message can only be read as a special token of this tokenizer")
         return [number for part in parts for number in self._text(part)]
-
-
-def texts_in(value: Any) -> Iterator[str]:
-    """All texts in messages or tools, names of fields included."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from (text for pair in value.items() for one in pair for text in texts_in(one))
-    elif isinstance(value, Sequence):
-        yield from (text for one in value for text in texts_in(one))
 
 
 def _changed(value: Any, change: Callable[[str], str]) -> Any:

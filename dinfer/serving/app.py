@@ -22,8 +22,7 @@ from dinfer.analysis.likelihood import left_to_right
 from dinfer.analysis.trace.page import page as trace_page
 from dinfer.analysis.trace.record import document, record_request
 from dinfer.engine.request import Counts
-from dinfer.pipeline.inputs import escaped
-from dinfer.pipeline.tokenizer import NoTools
+from dinfer.pipeline.inputs import NoTools, escaped
 from dinfer.serving import page
 from dinfer.serving.answers import Answer, Logprobs, Style, spent
 from dinfer.serving.calls import Calling

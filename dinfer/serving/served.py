@@ -10,7 +10,7 @@ from dinfer.analysis.trace.record import Pieces
 from dinfer.engine.async_engine import AsyncEngine, EngineThread
 from dinfer.engine.request import Request
 from dinfer.pipeline import Pipeline
-from dinfer.pipeline.tokenizer import texts_in
+from dinfer.pipeline.inputs import texts_in
 from dinfer.recipe.recipe import Recipe
 from dinfer.recipe.registry import DECODERS, options_of
 from dinfer.serving.errors import SHOWN, ApiError, invalid, refused
