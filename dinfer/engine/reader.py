@@ -58,7 +58,7 @@ class CanvasReader:
         copy = self._spare.pop() if self._spare else self._room()
         copy.cursors_NC.copy_(self._canvas.cursors_NC, non_blocking=True)
         if blocks:
-            copy.active_NX.copy_(self._active(), non_blocking=True)
+            copy.active_NX.copy_(self.active(), non_blocking=True)
         if drafts:
             start_N = self._before_CN[CURSORS.index("start_B")]
             drafts_NX = self._reports.active(start_N, copy.drafts_NX.shape[1])
@@ -75,18 +75,7 @@ class CanvasReader:
         cursors_BC = copy.cursors_NC[slots, : len(CURSORS)].tolist()
         return Seen(dict(zip(slots, map(Cursors._make, cursors_BC), strict=True)), copy.active_NX, copy.drafts_NX)
 
-    def canvases(self, slots: list[int]) -> Tensor:
-        """The tokens of some slots, ~token where it is open, on the host. Waits for the device. int64 [B, S]"""
-        slot_B = torch.tensor(slots, dtype=torch.int64).to(self._canvas.tokens_NS.device)
-        tokens_BS = self._canvas.tokens_NS.index_select(0, slot_B)
-        open_BS = self._canvas.status_NS.index_select(0, slot_B) == int(Status.OPEN)
-        return torch.where(open_BS, ~tokens_BS, tokens_BS).cpu()
-
-    def free(self, asked: Asked) -> None:
-        """Lets another request have the memory of a copy."""
-        self._spare.append(asked.copy)
-
-    def _active(self) -> Tensor:
+    def active(self) -> Tensor:
         """The tokens of every slot's active blocks and what is behind them, ~token where it is open. int64 [N, K * L]
 
         Values behind the end of a row are undefined.
@@ -101,6 +90,17 @@ class CanvasReader:
             block=self._block, open_status=int(Status.OPEN), given_status=int(Status.GIVEN),
         )  # fmt: skip
         return torch.where(masked_RL, ~tokens_RL, tokens_RL).view(len(slot_N), -1)
+
+    def canvases(self, slots: list[int]) -> Tensor:
+        """The tokens of some slots, ~token where it is open, on the host. Waits for the device. int64 [B, S]"""
+        slot_B = torch.tensor(slots, dtype=torch.int64).to(self._canvas.tokens_NS.device)
+        tokens_BS = self._canvas.tokens_NS.index_select(0, slot_B)
+        open_BS = self._canvas.status_NS.index_select(0, slot_B) == int(Status.OPEN)
+        return torch.where(open_BS, ~tokens_BS, tokens_BS).cpu()
+
+    def free(self, asked: Asked) -> None:
+        """Lets another request have the memory of a copy."""
+        self._spare.append(asked.copy)
 
     def _room(self) -> _Copy:
         """The target of one more copy."""

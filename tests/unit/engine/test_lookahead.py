@@ -35,7 +35,7 @@ from dinfer.engine.scheduler import scheduler
 from dinfer.engine.scheduler.lookahead import MISS, Lookahead, stays_open
 from dinfer.engine.worker import Worker
 from dinfer.recipe.recipe import Recipe, compose
-from dinfer.step.canvas import Canvas, Cursors, Phase
+from dinfer.step.canvas import Cursors, Phase
 from dinfer.step.contracts import CachePolicy, WindowPlan
 from dinfer.step.window import width_of
 
@@ -168,13 +168,13 @@ def test_a_request_enters_while_the_device_is_busy(monkeypatch: pytest.MonkeyPat
 
 def test_the_host_looks_at_a_step_while_the_device_is_at_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows in two phases take two steps a round. Answers are read when the next round is under way."""
-    log, launch, rows = list[str](), Worker.launch, Canvas.rows
+    log, launch, rows = list[str](), Worker.launch, CanvasReader.canvases
 
     def logged(name: str, work: Any) -> Any:
         return lambda *given: (log.append(name), work(*given))[1]
 
     monkeypatch.setattr(Worker, "launch", logged("launch", launch))
-    monkeypatch.setattr(Canvas, "rows", logged("answer", rows))
+    monkeypatch.setattr(CanvasReader, "canvases", logged("answer", rows))
     recipe = compose(
         tiny_model(), iteration={"name": "blockwise", "block": BLOCK, "stop": "off"}, cache="dual",
         decoder={"name": "fixed", "steps": 4},
@@ -328,14 +328,14 @@ def test_an_interrupt_beside_the_device_spoils_no_other_request(
 def test_an_interrupt_while_answers_are_read_loses_none(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = recipe_of(name="fixed", steps=BLOCK)
     requests = [Request([5, 6, 7 + i], 2 * BLOCK - 3, recipe.resolve({})) for i in range(2)]
-    want, read, reads = run(engine_for(recipe, rows=2), requests), Canvas.rows, count()
+    want, read, reads = run(engine_for(recipe, rows=2), requests), CanvasReader.canvases, count()
 
-    def interrupted(canvas: Canvas, slots: list[int]) -> Tensor:
+    def interrupted(reader: CanvasReader, slots: list[int]) -> Tensor:
         if next(reads) == 0:
             raise KeyboardInterrupt
-        return read(canvas, slots)
+        return read(reader, slots)
 
-    monkeypatch.setattr(Canvas, "rows", interrupted)
+    monkeypatch.setattr(CanvasReader, "canvases", interrupted)
     engine, found = engine_for(recipe, rows=2), dict[int, tuple]()
     for request in requests:
         engine.add(request)

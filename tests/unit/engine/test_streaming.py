@@ -27,7 +27,7 @@ from dinfer.engine.request import Completion, Counts, Request, Update, Wants
 from dinfer.engine.runtime import Runtime
 from dinfer.pipeline import Pipeline, TextStream
 from dinfer.recipe.recipe import Recipe, compose
-from dinfer.step.canvas import Canvas, Status
+from dinfer.step.canvas import Status
 
 BLOCK = 8
 
@@ -115,14 +115,14 @@ def test_the_host_reads_nothing_but_the_copy_of_a_round(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("deltas", [None, "commit"])
 def test_blocks_are_copied_only_where_a_request_asks_for_them(deltas, monkeypatch: pytest.MonkeyPatch) -> None:
-    copies, active = 0, Canvas.active
+    copies, active = 0, CanvasReader.active
 
     def counted(*args: Any) -> torch.Tensor:
         nonlocal copies
         copies += 1
         return active(*args)
 
-    monkeypatch.setattr(Canvas, "active", counted)
+    monkeypatch.setattr(CanvasReader, "active", counted)
     *_, last = engine_for(recipe_of()).run([Request([1, 2, 3], 3 * BLOCK)], Wants(deltas=deltas))
     assert copies == (last.forwards if deltas else 0)
 
