@@ -18,7 +18,8 @@ from torch import Tensor
 from dinfer.abilities.branches import branches_of
 from dinfer.abilities.pacing import Moves
 from dinfer.kernels.canvas import rows_of
-from dinfer.kernels.languages import Languages, Line, Sweeps
+from dinfer.kernels.languages import Sweeps
+from dinfer.kernels.lines import Languages, Line
 from dinfer.kernels.upload import uploaded
 from dinfer.recipe.registry import DECODERS, ITERATIONS
 from dinfer.step.ability import Ability, Decision, Step
@@ -212,7 +213,7 @@ class Constraints(Ability):
 
     def allow(self, step: Step, view: BlockView, logits_RLV: Tensor) -> Tensor:
         sweeps, line, live_B = self._line(step, view)
-        allowed_BXC = sweeps.allowed(sweeps.forward(line), sweeps.backward(line))
+        allowed_BXC = sweeps.allowed(line)
         columns, blocks = own_columns(step), step.shape.blocks
         class_BV = columns.part(sweeps.class_BV).to(torch.int64)
         bound_BX = ~line.outside_BX & live_B[:, None]

@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 VARIABLE = "DINFER_KERNELS"
 Group = Literal[
     "linear", "packed", "experts", "router", "attention", "rotary", "norm", "gate", "canvas", "commit", "advance",
-    "draw", "token_stats",
+    "draw", "token_stats", "languages",
 ]  # fmt: skip
 """Kernels that are switched off together, to measure what they gain (`benchmarks.ablation`)."""
 GROUPS: tuple[str, ...] = get_args(Group)

@@ -10,35 +10,14 @@ G places for languages, Y entries of all languages one after the other, V vocabu
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True, slots=True)
-class Languages:
-    """The languages that rows are in, on the device. What is said of one language begins at its entry of `meta_G8`."""
-
-    class_GV: Tensor  # int16, the class of each token
-    size_GC: Tensor  # int32, the tokens of each class
-    token_GC: Tensor  # int32, the lowest token of each class
-    distance_GQ: Tensor  # int32, the least number of text tokens to an accepting state
-    next_Y: Tensor  # int16 [Q, C] of each language: the next state, -1: none
-    pair_Y2: Tensor  # int16, (state, next state)
-    edge_Y3: Tensor  # int16, (state, class, next state)
-    meta_G8: Tensor  # int64: states, classes, first entry of next, of pairs, how many, of edges, how many; 0
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """The active positions of each lane, as a language sees them."""
-
-    token_BX: Tensor  # int64
-    open_BX: Tensor  # bool: to be decoded
-    outside_BX: Tensor  # bool: not in the language, such as the prompt; the state stays as it is
-    state_B: Tensor  # int64, before the first position
-    room_B: Tensor  # int64, open positions of the answer behind the last position; an answer may end before
+from dinfer.kernels.dispatch import use_triton
+from dinfer.kernels.lines import Languages, Line
 
 
 class Sweeps:
@@ -49,17 +28,36 @@ class Sweeps:
     """
 
     def __init__(self, languages: Languages, language_B: Tensor, states: int, pairs: int, edges: int) -> None:
-        self.languages, self.language_B, self.states = languages, language_B, states
-        meta_B8 = languages.meta_G8.index_select(0, language_B)
-        self.classes_B1, self.next_B1 = meta_B8[:, 1, None], meta_B8[:, 2, None]
-        self.pair_BP2 = self._entries(languages.pair_Y2, meta_B8[:, 3, None], meta_B8[:, 4, None], pairs)
-        self.edge_BE3 = self._entries(languages.edge_Y3, meta_B8[:, 5, None], meta_B8[:, 6, None], edges)
-        self.class_BV = languages.class_GV.index_select(0, language_B)
-        state_Q = torch.arange(states, device=language_B.device)
-        self.state_BQ = torch.where(state_Q < meta_B8[:, :1], state_Q, 0)
-        self.distance_BQ = torch.where(
-            state_Q < meta_B8[:, :1], languages.distance_GQ[:, :states].index_select(0, language_B), 2**30
-        )
+        self.languages, self.language_B = languages, language_B
+        self.states, self.pairs, self.edges = states, pairs, edges
+
+    @cached_property
+    def meta_B8(self) -> Tensor:
+        return self.languages.meta_G8.index_select(0, self.language_B)
+
+    @cached_property
+    def class_BV(self) -> Tensor:
+        """The class of each token in each lane. int16"""
+        return self.languages.class_GV.index_select(0, self.language_B)
+
+    @cached_property
+    def pair_BP2(self) -> Tensor:
+        return self._entries(self.languages.pair_Y2, self.meta_B8[:, 3, None], self.meta_B8[:, 4, None], self.pairs)
+
+    @cached_property
+    def edge_BE3(self) -> Tensor:
+        return self._entries(self.languages.edge_Y3, self.meta_B8[:, 5, None], self.meta_B8[:, 6, None], self.edges)
+
+    @cached_property
+    def state_BQ(self) -> Tensor:
+        state_Q = torch.arange(self.states, device=self.language_B.device)
+        return torch.where(state_Q < self.meta_B8[:, :1], state_Q, 0)
+
+    @cached_property
+    def distance_BQ(self) -> Tensor:
+        state_Q = torch.arange(self.states, device=self.language_B.device)
+        distance_BQ = self.languages.distance_GQ[:, : self.states].index_select(0, self.language_B)
+        return torch.where(state_Q < self.meta_B8[:, :1], distance_BQ, 2**30)
 
     def _entries(self, flat_YN: Tensor, first_B1: Tensor, count_B1: Tensor, most: int) -> Tensor:
         """The entries of each lane's language; behind them some from the state `states`, in which no row ever is."""
@@ -71,7 +69,9 @@ class Sweeps:
 
     def next_of(self, class_B: Tensor) -> Tensor:
         """The state behind each state by a token of the class; `states`: nowhere. int64 [B, Q]"""
-        next_BQ = self.languages.next_Y[self.next_B1 + self.state_BQ * self.classes_B1 + class_B[:, None]]
+        next_BQ = self.languages.next_Y[
+            self.meta_B8[:, 2, None] + self.state_BQ * self.meta_B8[:, 1, None] + class_B[:, None]
+        ]
         return torch.where(next_BQ < 0, self.states, next_BQ.to(torch.int64).clamp_max(self.states))
 
     def classes_of(self, token_BX: Tensor) -> Tensor:
@@ -103,12 +103,16 @@ class Sweeps:
             found.append(ends_BQ)
         return found[::-1]
 
-    def allowed(self, forward: list[Tensor], backward: list[Tensor]) -> Tensor:
+    def allowed(self, line: Line) -> Tensor:
         """The classes of tokens that some completion has at each position, whatever it holds now. bool [B, X, C]"""
+        if use_triton(line.token_BX, "languages"):
+            from dinfer.kernels.triton.languages import allowed as kernel
+
+            return kernel(self.languages, self.language_B, self.states, line)
         from_BE, class_BE, to_BE = self.edge_BE3.unbind(-1)
         most = self.languages.size_GC.shape[1]
         found = []
-        for states_BQ, ends_BQ in zip(forward[:-1], backward[1:], strict=True):
+        for states_BQ, ends_BQ in zip(self.forward(line)[:-1], self.backward(line)[1:], strict=True):
             through_BE = states_BQ.gather(1, from_BE) & ends_BQ.gather(1, to_BE)
             allowed_BC = torch.zeros(len(from_BE), most + 1, dtype=torch.bool, device=from_BE.device)
             found.append(allowed_BC.scatter_(1, torch.where(through_BE, class_BE, most), True)[:, :-1])
@@ -120,6 +124,11 @@ class Sweeps:
 
         A commit may replace a decoded token.
         """
+        if use_triton(line.token_BX, "languages"):
+            from dinfer.kernels.triton.languages import admitted as kernel
+
+            order_BX = _order(commit_BX, confidence_BX)
+            return kernel(self.languages, self.language_B, self.states, line, commit_BX, token_BX, order_BX)
         chosen = replace(
             line,
             token_BX=torch.where(commit_BX, token_BX, line.token_BX),
@@ -153,12 +162,12 @@ class Sweeps:
 
         bool [B, X], int64 [B, X]
         """
-        allowed_BXC = self.allowed(self.forward(line), self.backward(line))
+        allowed_BXC = self.allowed(line)
         size_BC = self.languages.size_GC.index_select(0, self.language_B)
         first_BX1 = allowed_BXC.to(torch.uint8).argmax(-1, keepdim=True)
         count_BX = (allowed_BXC * size_BC[:, None]).sum(-1)
         class_C = torch.arange(allowed_BXC.shape[-1], device=first_BX1.device)
-        stop_B1 = self.classes_B1 - 2  # the last two classes are stop tokens and other tail tokens
+        stop_B1 = self.meta_B8[:, 1, None] - 2  # the last two classes are stop tokens and other tail tokens
         ends_BX = ~(allowed_BXC & (class_C < stop_B1)[:, None]).any(-1) & allowed_BXC.any(-1)
         token_BC = self.languages.token_GC.index_select(0, self.language_B).to(torch.int64)
         class_BX = torch.where(ends_BX, stop_B1, first_BX1[..., 0])
@@ -166,6 +175,10 @@ class Sweeps:
 
     def run(self, state_B: Tensor, token_BX: Tensor, passed_BX: Tensor) -> Tensor:
         """The state behind the tokens that are `passed`, which are all in the language. int64 [B]"""
+        if use_triton(token_BX, "languages"):
+            from dinfer.kernels.triton.languages import run as kernel
+
+            return kernel(self.languages, self.language_B, state_B, token_BX, passed_BX)
         class_BX = self.classes_of(token_BX)
         for x in range(token_BX.shape[1]):
             next_B = self.next_of(class_BX[:, x]).gather(1, state_B[:, None])[:, 0]

@@ -11,10 +11,15 @@ from dinfer.kernels.languages import Sweeps
 from dinfer.structure.language import Language
 
 
-def sweeps_of(languages: Sequence[Language]) -> Sweeps:
+def sweeps_of(languages: Sequence[Language], device: str = "cpu") -> Sweeps:
     """One lane for each language."""
-    rows = Rows(torch.zeros(len(languages) + 1, 4, dtype=torch.int64), max(len(found.class_V) for found in languages))
-    place_B = torch.tensor([rows.admit(slot, InLanguage(found, 0, 1))[0] for slot, found in enumerate(languages)])
+    rows = Rows(
+        torch.zeros(len(languages) + 1, 4, dtype=torch.int64, device=device),
+        max(len(found.class_V) for found in languages),
+    )
+    place_B = torch.tensor([rows.admit(slot, InLanguage(found, 0, 1))[0] for slot, found in enumerate(languages)]).to(
+        device
+    )
     assert rows.languages is not None
     most = [
         max(counts) for counts in zip(*((f.states, len(f.pairs_P2), len(f.edges_E3)) for f in languages), strict=True)

@@ -21,7 +21,7 @@ from dinfer.abilities import constraints
 from dinfer.abilities.constraints import InLanguage, refusal
 from dinfer.abilities.verification import Verifies
 from dinfer.engine.request import Request, Update
-from dinfer.kernels.languages import Line
+from dinfer.kernels.lines import Line
 from dinfer.recipe.recipe import IncompatibleRecipe, Recipe, compose
 from dinfer.recipe.registry import CACHES, DECODERS, ITERATIONS
 from dinfer.structure.compiler import compile_automaton
@@ -237,7 +237,7 @@ def test_sets_are_those_of_the_reference(pattern: str) -> None:
         forward, backward = sweeps.forward(line), sweeps.backward(line)
         assert torch.equal(torch.stack(forward, 1)[0, :, : end + 1], torch.from_numpy(row.forward_XQ))
         assert torch.equal(torch.stack(backward, 1)[0, :, : end + 1], torch.from_numpy(row.backward_XQ))
-        allowed_XC = sweeps.allowed(forward, backward)[0, :, : found.classes]
+        allowed_XC = sweeps.allowed(line)[0, :, : found.classes]
         assert torch.equal(allowed_XC, torch.from_numpy(np.stack([row.allowed_classes(i) for i in range(7)])))
         assert bool(sweeps.feasible(line)) == row.feasible
         tokens, confidence = torch.randint(0, VOCAB - 1, (1, 7)), torch.rand(1, 7, dtype=torch.float64)

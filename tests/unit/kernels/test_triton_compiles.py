@@ -12,9 +12,11 @@ from support.launches import failures, recorded_launches
 from support.matrix import LEGAL, SAMPLE, Combination
 from support.models import UNIFORM, tiny_model
 
+from dinfer.kernels.lines import Languages, Line
 from dinfer.kernels.types import FLOAT8, InGroups, Matrices, Plan, Rounded
 
 triton_linear = pytest.importorskip("dinfer.kernels.triton.linear")
+triton_languages = pytest.importorskip("dinfer.kernels.triton.languages")
 triton_moe = pytest.importorskip("dinfer.kernels.triton.moe")
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the kernels there")
@@ -139,3 +141,24 @@ def test_weights_in_4_bits_are_multiplied_before_ampere_too(monkeypatch: pytest.
         )
     assert ["_unpack" in launch for launch in launches if "packed" in launch] == [True]
     assert failures(launches, 75) == []
+
+
+@torch.inference_mode()
+def test_sets_of_states_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+
+    def empty(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    held = Languages(
+        class_GV=empty(4, 99, dtype=torch.int16), size_GC=empty(4, 9, dtype=torch.int32),
+        token_GC=empty(4, 9, dtype=torch.int32), distance_GQ=empty(4, 64, dtype=torch.int32),
+        next_Y=empty(999, dtype=torch.int16), pair_Y2=empty(99, 2, dtype=torch.int16),
+        edge_Y3=empty(99, 3, dtype=torch.int16), meta_G8=empty(4, 8),
+    )  # fmt: skip
+    flags_BX = empty(2, 7, dtype=torch.bool)
+    line = Line(empty(2, 7), flags_BX, flags_BX, empty(2), empty(2))
+    with recorded_launches(monkeypatch) as launches:
+        triton_languages.allowed(held, empty(2), 64, line)
+        triton_languages.admitted(held, empty(2), 64, line, flags_BX, empty(2, 7), empty(2, 7))
+        triton_languages.run(held, empty(2), empty(2), empty(2, 7), flags_BX)
+    assert len(launches) == 4 and failures(launches) == []

@@ -1,0 +1,97 @@
+"""The kernels of languages against their torch references, on rows of several languages at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.languages import sweeps_of
+from torch import Tensor
+
+CUDA = torch.cuda.is_available()
+pytest.importorskip("triton")
+pytestmark = [pytest.mark.gpu] if CUDA else []
+
+from dinfer.kernels import languages  # noqa: E402
+from dinfer.kernels.lines import Line  # noqa: E402
+from dinfer.structure.compiler import compile_automaton  # noqa: E402
+from dinfer.structure.constraint import regex  # noqa: E402
+from dinfer.structure.language import Language, language  # noqa: E402
+from dinfer.structure.tokens import Vocabulary  # noqa: E402
+
+PATTERNS = ("ab|cd", "[a-j]{3,6}", r'\{"(a|b)":\d{1,3}(,\d)*"\}', "(ab|é)*x?", "abc(12)+")
+TEXTS = [*"abcdefghijx012345{}:,", "ab", "cd", "abc", "12", "é", '{"', '":', '"}', '"', "1,"]
+WORDS = Vocabulary([*(text.encode() for text in TEXTS), None], frozenset({len(TEXTS)}), frozenset({len(TEXTS)}))
+ACTIVE, DEVICE = 7, "cuda" if CUDA else "cpu"
+
+
+def word_language(pattern: str) -> Language:
+    return language(compile_automaton(regex(pattern))[0], WORDS)
+
+
+@pytest.fixture
+def both(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], tuple[Any, Any]]:
+    def given(work: Callable[[], Any]) -> tuple[Any, Any]:
+        found = []
+        for use in (True, False):
+            monkeypatch.setattr(languages, "use_triton", lambda *_, use=use: use)
+            found.append(work())
+        return found[0], found[1]
+
+    return given
+
+
+def some_lines(sweeps: languages.Sweeps, seed: int) -> tuple[Line, dict[str, Tensor]]:
+    """A line of each lane, and a choice: tokens that a completion has there, and some that none has."""
+    device = sweeps.language_B.device
+    draw = torch.Generator().manual_seed(seed)
+    lanes = len(sweeps.language_B)
+
+    def number(high: int, *shape: int) -> Tensor:
+        return torch.randint(high, shape, generator=draw).to(device)
+
+    vocab = sweeps.languages.class_GV.shape[1]
+    line = Line(
+        token_BX=number(vocab, lanes, ACTIVE),
+        open_BX=number(4, lanes, ACTIVE) > 0,
+        outside_BX=number(8, lanes, ACTIVE) == 0,
+        state_B=number(2, lanes),
+        room_B=number(4, lanes),
+    )
+    likely_BXV = torch.rand(lanes, ACTIVE, vocab, generator=draw).to(device)
+    fits_BXV = sweeps.allowed(line).gather(2, sweeps.class_BV.long()[:, None].expand(-1, ACTIVE, -1))
+    token_BX = (likely_BXV + (number(4, lanes, ACTIVE) > 0)[..., None] * fits_BXV).argmax(-1)
+    choice = {
+        "commit_BX": number(3, lanes, ACTIVE) > 0,
+        "token_BX": token_BX,
+        "confidence_BX": number(4, lanes, ACTIVE) / 4,
+    }
+    return line, choice
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_kernels_find_the_sets_and_choices_of_the_reference(seed: int, both: Any) -> None:
+    sweeps = sweeps_of([word_language(pattern) for pattern in PATTERNS], DEVICE)
+    line, choice = some_lines(sweeps, seed)
+    choice["commit_BX"] &= ~line.outside_BX
+    for work in (
+        lambda: sweeps.allowed(line),
+        lambda: sweeps.admitted(line, **choice),
+        lambda: torch.stack([found.long() for found in sweeps.forced(line)]),
+        lambda: sweeps.run(line.state_B, line.token_BX, ~line.outside_BX),
+    ):
+        got, want = both(work)
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+def test_choices_are_taken_whole_in_part_and_not_at_all(both: Any) -> None:
+    """The cases above would mean little if all ended alike."""
+    sweeps, shares = sweeps_of([word_language(pattern) for pattern in PATTERNS], DEVICE), set()
+    for seed in range(12):
+        line, choice = some_lines(sweeps, seed)
+        choice["commit_BX"] &= ~line.outside_BX
+        taken_B, asked_B = sweeps.admitted(line, **choice).sum(1), choice["commit_BX"].sum(1)
+        shares |= {*torch.where(taken_B == asked_B, 2, (taken_B > 0).long()).tolist()}
+    assert shares == {0, 1, 2}
