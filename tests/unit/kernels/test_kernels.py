@@ -257,5 +257,5 @@ def test_groups_of_kernels_are_turned_off(choice: str, off: set[str]) -> None:
 )
 def test_a_group_that_is_not_known_is_named(choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DINFER_KERNELS", choice)
-    with pytest.raises(ValueError, match=rf"DINFER_KERNELS='{choice}' must be .* Groups: linear, .*, token_stats\."):
+    with pytest.raises(ValueError, match=rf"DINFER_KERNELS='{choice}' must be .* Groups: linear, .*, languages\."):
         add_rms_norm(torch.zeros(1, 2, 4), None, torch.ones(4), 1e-5)
