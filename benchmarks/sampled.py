@@ -69,7 +69,7 @@ def main(args: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=4, help="of the problem generator")
     parser.add_argument("--rows", type=int, default=200)
     parser.add_argument("--new", type=int, default=128)
-    parser.add_argument("--only", nargs="*", help="names of decoders; default: all")
+    parser.add_argument("--only", nargs="*", help="names of decoders or iterations; default: all")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args(args)
     report: dict[str, Any] = {**begun(given, torch.device("cpu")), "rows": []}
@@ -78,7 +78,7 @@ def main(args: list[str] | None = None) -> None:
     options = [asked | {"sampling.seed": i} for asked in SETTINGS.values() for i in range(given.count)]
     pipes: dict[str | None, dinfer.Pipeline] = {}
     for iteration, decoder, cache, adapter in recipes(given.model):
-        if given.only and decoder["name"] not in given.only:
+        if given.only and not {decoder["name"], iteration["name"]} & {*given.only}:
             continue
         if adapter not in pipes:
             block = 32 if adapter == "tiny-d2f" else 0
