@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validat
 
 from dinfer.pipeline.inputs import encodable
 from dinfer.serving.errors import invalid, refused
-from dinfer.serving.structured import HeldFields
+from dinfer.serving.structured import HeldFields, Strict
 from dinfer.serving.tools import ToolCall, ToolFields
 
 SEEDS = 2**53  # others are taken modulo this, so that a float64 holds them
@@ -61,12 +61,6 @@ Text = Annotated[str, AfterValidator(encodable)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 Token = Annotated[int, Field(ge=0)]
-
-
-class Strict(BaseModel):
-    """Takes only its own fields, and converts no value to another type."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
 
 class Own(Strict):

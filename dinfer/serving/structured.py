@@ -17,6 +17,8 @@ ANY_OBJECT = {"type": "object"}
 
 
 class Strict(BaseModel):
+    """Takes only its own fields, and converts no value to another type."""
+
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
