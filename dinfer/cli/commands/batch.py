@@ -62,21 +62,21 @@ def batch(config: dict[str, Any], _text: str | None, *, paths: list[str], line: 
     parts = {name: config[name] for name in ("name", "dtype", "quantize", "max_new_tokens", *GROUPS)}
     if target.is_file() or target.is_dir() or not target.exists():
         check_file(target)  # a named pipe, once it is closed, has no reader any more
-    with opened(source) as asked, Report() as progress:
+    with opened(source) as asked, Report() as report:
         if source != STANDARD and target.is_file() and target.samefile(source):
             raise ValueError(f"{source} is IN and OUT: give another OUT")
         check_text(asked, source)
-        progress.at("loading")
+        report.at("loading")
         from dinfer.parallel.leader import RankFailed
         from dinfer.serving.batch import Output, run, settings
         from dinfer.serving.run import EngineFailed
 
         limits = settings(setting(config, "round_timeout", float))
         answering = answering_of(config, partial(made, config | {"name": name_of(config)}, others, limits))
-        told = Told(progress)
+        progress = Progress(report)
         with Output(target, overwrite=overwrite) as output:
             try:
-                run(asked, parts | {"recipes": others}, output, answering, told)
+                run(asked, parts | {"recipes": others}, output, answering, progress)
             except (KeyboardInterrupt, OSError, EngineFailed, RankFailed) as error:
                 kept = f"{target} keeps {several(len(output.ids), 'answer')}. To go on: {shlex.join(line)}"
                 if isinstance(error, OSError):
@@ -84,7 +84,7 @@ def batch(config: dict[str, Any], _text: str | None, *, paths: list[str], line: 
                 if isinstance(error, EngineFailed | RankFailed):
                     fail(type(error)(f"{error}. {kept}"), FAILED)
                 raise Interrupted(f"interrupted; {kept}") from None
-    say(told.summary())
+    say(progress.summary())
 
 
 def answering_of(config: dict[str, Any], make: partial[Server]) -> Answering:
@@ -142,11 +142,11 @@ def check_text(asked: BinaryIO, source: str) -> None:
         )
 
 
-class Told:
+class Progress:
     """What is known of the answers so far."""
 
-    def __init__(self, progress: Report) -> None:
-        self._progress, self._began = progress, time.monotonic()
+    def __init__(self, report: Report) -> None:
+        self._report, self._began = report, time.monotonic()
         self._before = self._done = self._errors = self._tokens = self._forwards = 0
 
     def __call__(self, done: int, total: int, answer: dict[str, Any] | None) -> None:
@@ -160,7 +160,7 @@ class Told:
             self._tokens += usage["completion_tokens"]
             self._forwards += usage["dinfer"]["forwards"]
         detail = f"{self._errors} with an error" if self._errors else ""
-        self._progress.at("answering", done, total, detail)
+        self._report.at("answering", done, total, detail)
 
     def summary(self) -> str:
         tpf = self._tokens / self._forwards if self._forwards else 0.0
