@@ -451,8 +451,8 @@ def _tell_if_inexact(family: str, frame: tuple[int, int, bool], cache: CachePoli
     if frame[1] and not exact(cache, frame, grain):
         logging.getLogger(__name__).warning(
             "%s keeps keys that this model (%s) would compute anew, so answers may differ. Exact are cache=none, and "
-            "cache=block with iteration=block_diffusion, or with blocks that end where the model's attention blocks do",
-            CACHES.called(cache), family,
+            "cache=block with iteration=%s, or with blocks that end where the model's attention blocks do",
+            CACHES.called(cache), family, "multi_block" if frame[2] else "block_diffusion",
         )  # fmt: skip
 
 

@@ -54,6 +54,13 @@ def test_a_cache_that_is_not_exact_for_the_model_is_told_of(caplog: pytest.LogCa
     assert len(told) == 1 and "cache=dual" in told[0] and "cache=block" in told[0]
 
 
+def test_a_hint_names_an_iteration_that_the_model_takes(caplog: pytest.LogCaptureFixture) -> None:
+    """Blocks of D2F are counted from the prompt's end, and block_diffusion counts them from position 0."""
+    blocks = {"name": "blockwise", "block": 16}
+    dinfer.load("tiny-d2f", iteration=blocks, cache={"name": "dual", "interval": 78}, device="cpu")
+    assert "cache=block with iteration=multi_block" in caplog.text
+
+
 def test_slips_name_the_presets() -> None:
     with pytest.raises(ValueError, match=r"unknown preset 'tiny-d2'\. Did you mean 'tiny-d2f'"):
         dinfer.load(preset="tiny-d2")
