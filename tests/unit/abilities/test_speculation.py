@@ -30,7 +30,7 @@ from dinfer.engine.scheduler.candidates import CandidateChoice
 from dinfer.recipe.recipe import IncompatibleRecipe, Recipe, compose
 from dinfer.recipe.refusals import refusal
 from dinfer.recipe.registry import DECODERS
-from dinfer.step.canvas import RowCursors
+from dinfer.step.canvas import BlockView, RowCursors
 from dinfer.step.commits import Commits
 from dinfer.step.shape import StepShape
 
@@ -88,16 +88,17 @@ def test_candidates_change_nothing_but_forwards(combination: Combination) -> Non
 def states(
     recipe: Recipe, request: Request, patch: pytest.MonkeyPatch, **runtime: Any
 ) -> tuple[dict[int, Any], Completion]:
-    """The active blocks after each denoise step of a request."""
+    """The active blocks after each denoise step of a request. To the right of the canvas they hold scratch."""
     found: dict[int, Any] = {}
     real = dinfer.step.step.commit
 
-    def commit(canvas: Any, lanes: RowCursors, *rest: Any) -> Commits:
-        commits = real(canvas, lanes, *rest)
+    def commit(canvas: Any, lanes: RowCursors, view: BlockView, *rest: Any) -> Commits:
+        commits = real(canvas, lanes, view, *rest)
         if lanes.live_B[0]:
             step = int(lanes.steps_B[0])
             assert step not in found
-            found[step] = (int(lanes.start_B[0]), commits.tokens_RL.tolist(), commits.open_RL.tolist())
+            tokens_RL = commits.tokens_RL.masked_fill(view.pos_RL < 0, -1)
+            found[step] = (int(lanes.start_B[0]), tokens_RL.tolist(), commits.open_RL.tolist())
         return commits
 
     with patch.context() as inner:
