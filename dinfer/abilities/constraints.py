@@ -220,8 +220,10 @@ class Constraints(Ability):
         bound_RL, class_RV = bound_BX.view(view.pos_RL.shape), rows_of(class_BV, blocks)
         allowed_RLC = allowed_BXC.view(*view.pos_RL.shape, -1)
         allowed_RLV = allowed_RLC.gather(2, class_RV[:, None].expand(-1, view.pos_RL.shape[1], -1))
-        if (mask_id := step.recipe.model.spec.mask_id) is not None:  # a model may still rather wait
-            columns.fill(allowed_RLV, mask_id, value=True)
+        if (mask_id := step.recipe.model.spec.mask_id) is not None:
+            # A model may still rather wait. What is decoded it takes back only if it would do so without the language.
+            waits_RL = view.masked_RL | (logits_RLV[..., mask_id] >= logits_RLV.amax(-1))
+            allowed_RLV[..., mask_id] = waits_RL
         return logits_RLV.masked_fill(bound_RL[..., None] & ~allowed_RLV, float("-inf"))
 
     def proposed(self, step: Step, made: Decision) -> None:
@@ -245,18 +247,23 @@ class Constraints(Ability):
             token_BX=torch.where(admitted_BX, token_BX, line.token_BX),
             open_BX=open_BX & ~admitted_BX,
         )
-        forced_BX, forced_token_BX = sweeps.forced(after)
+        only_BX, only_token_BX = sweeps.forced(after)
+        forced_BX = only_BX & after.open_BX
         written_BX = admitted_BX | forced_BX | (line.outside_BX & commit_RL.view(by_lane))
-        token_BX = torch.where(forced_BX, forced_token_BX, token_BX)
+        token_BX = torch.where(forced_BX, only_token_BX, token_BX)
         bound_R1, written_RL = rows_of(live_B, step.shape.blocks)[:, None], written_BX.view(by_row)
-        busy_R = proposal.busy_R
-        if busy_R is not None:  # an edit that was refused would be refused again
-            refused_R = (proposal.commit_RL & ~written_RL).any(-1) & ~(written_RL & ~view.masked_RL).any(-1)
-            busy_R = busy_R & ~(refused_R & bound_R1[:, 0])
+        remask_RL, busy_R = proposal.remask_RL, proposal.busy_R
+        if remask_RL is not None:  # what can be nothing else is not decoded again
+            remask_RL = remask_RL & ~(only_BX.view(by_row) & bound_R1)
+        if busy_R is not None:  # a change that was refused would be refused again
+            changes_RL = written_RL & (view.masked_RL | (token_BX.view(by_row) != view.tokens_RL))
+            changes_R = (changes_RL if remask_RL is None else changes_RL | remask_RL).any(-1)
+            busy_R = busy_R & (changes_R | ~bound_R1[:, 0])
         made.proposal = replace(
             proposal,
             commit_RL=torch.where(bound_R1, written_RL, proposal.commit_RL),
             token_RL=torch.where(bound_R1, token_BX.view(by_row), token_RL),
+            remask_RL=remask_RL,
             busy_R=busy_R,
         )
         must_R = torch.ones_like(bound_R1[:, 0]) if view.must_progress_R is None else view.must_progress_R

@@ -158,7 +158,7 @@ class Sweeps:
         return (last_BQ & (self.distance_BQ <= line.room_B[:, None])).any(1)
 
     def forced(self, line: Line) -> tuple[Tensor, Tensor]:
-        """Which open positions have but one allowed token, or none but tokens behind the end, and that token.
+        """Which positions have but one allowed token, or none but tokens behind the end, and that token.
 
         bool [B, X], int64 [B, X]
         """
@@ -171,7 +171,7 @@ class Sweeps:
         ends_BX = ~(allowed_BXC & (class_C < stop_B1)[:, None]).any(-1) & allowed_BXC.any(-1)
         token_BC = self.languages.token_GC.index_select(0, self.language_B).to(torch.int64)
         class_BX = torch.where(ends_BX, stop_B1, first_BX1[..., 0])
-        return line.open_BX & ~line.outside_BX & ((count_BX == 1) | ends_BX), token_BC.gather(1, class_BX)
+        return ~line.outside_BX & ((count_BX == 1) | ends_BX), token_BC.gather(1, class_BX)
 
     def run(self, state_B: Tensor, token_BX: Tensor, passed_BX: Tensor) -> Tensor:
         """The state behind the tokens that are `passed`, which are all in the language. int64 [B]"""

@@ -22,6 +22,7 @@ from dinfer.abilities.constraints import InLanguage, refusal
 from dinfer.abilities.verification import Verifies
 from dinfer.engine.request import Request, Update
 from dinfer.kernels.lines import Line
+from dinfer.recipe.presets import component
 from dinfer.recipe.recipe import IncompatibleRecipe, Recipe, compose
 from dinfer.recipe.registry import CACHES, DECODERS, ITERATIONS
 from dinfer.structure.compiler import compile_automaton
@@ -220,6 +221,22 @@ def test_a_language_that_no_device_holds_is_refused_with_what_is_too_much() -> N
     recipe = compose(Scripted(adversarial("random", 0)), iteration="blockwise", decoder="threshold", cache="none")
     with pytest.raises(ValueError, match=r"classes of tokens; at most 1,024 are possible"):
         engine_for(recipe).check(bound(Request([1], 60), many))
+
+
+@pytest.mark.parametrize("decoder", ["joint_threshold", "joint_threshold_speed", "wino", "remasking", "dmax"])
+@pytest.mark.parametrize("kind", ["random", "wrong", "ties", "ends", "goes_on"])
+def test_editing_ends_where_nothing_changes_any_more(decoder: str, kind: str) -> None:
+    """The logits of each position stay the same, so an answer takes a forward for each position at most, and one more
+    for each block, in which nothing changes."""
+    recipe = compose(
+        Scripted(adversarial(kind, 4)[:1]), iteration={"name": "blockwise", "block": 8}, decoder=component("decoder", decoder),
+        cache="none",
+    )  # fmt: skip
+    for pattern in PATTERNS:
+        found = language_of(pattern)
+        (done,) = completions(engine_for(recipe), [bound(Request([1], found.shortest + 8), found)])
+        assert accepted(found, done.canvas[1:])
+        assert done.counts.forwards <= len(done.canvas) + 4, (pattern, done.counts)
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
