@@ -75,6 +75,7 @@ class Rows:
     """The languages that slots are in, and where each slot is in its own. Languages that are equal lie there once."""
 
     row_N4: Tensor  # int64: place of the language or FREE, state before the active region, first and last position
+    forced_N: Tensor  # int64: positions of the answer that got the one token that they could have
     vocab: int
     languages: Languages | None = None  # allocated for the first request that brings one
     placed: dict[int, tuple[Language, int]] = field(default_factory=dict)  # by the language's identity: its place
@@ -202,12 +203,20 @@ class Constraints(Ability):
     @classmethod
     def alloc(cls, recipe: Parts, canvas: Canvas, block: int, extras: Sequence[Extra]) -> Any:
         slots, device = canvas.tokens_NS.shape[0], canvas.tokens_NS.device
-        return Rows(torch.tensor([FREE, 0, 0, 0], device=device).repeat(slots, 1), recipe.model.spec.vocab)
+        row_N4 = torch.tensor([FREE, 0, 0, 0], device=device).repeat(slots, 1)
+        return Rows(row_N4, torch.zeros_like(row_N4[:, 0]), recipe.model.spec.vocab)
 
     @classmethod
     def admit(cls, kept: Rows, slot_A: Tensor, entries: Sequence[Entry]) -> None:
         rows = [kept.admit(entry.slot, entry.more.get("language")) for entry in entries]
         kept.row_N4.index_copy_(0, slot_A, uploaded(torch.tensor(rows), slot_A.device))
+        kept.forced_N.index_fill_(0, slot_A, 0)
+
+    @classmethod
+    def told(cls, kept: Rows, slots: Sequence[int]) -> dict[int, dict[str, int]]:
+        bound = [slot for slot in slots if slot in kept.of_slot]
+        counts = kept.forced_N[bound].tolist() if bound else []
+        return {slot: {"forced": count} for slot, count in zip(bound, counts, strict=True)}
 
     # The step.
 
@@ -266,6 +275,8 @@ class Constraints(Ability):
             remask_RL=remask_RL,
             busy_R=busy_R,
         )
+        rows, count_B = step.kept(Constraints), (forced_BX & ~step.state.canvas.is_stop(token_BX)).sum(-1)
+        rows.forced_N.index_add_(0, made.lanes.slot_B, count_B.masked_fill(~(live_B & made.lanes.live_B), 0))
         must_R = torch.ones_like(bound_R1[:, 0]) if view.must_progress_R is None else view.must_progress_R
         made.view = replace(view, must_progress_R=must_R & ~bound_R1[:, 0])
 

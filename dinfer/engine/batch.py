@@ -92,6 +92,13 @@ class Batch:
         for i in range(row.published, len(keys)):
             self.pages.publish(keys[i], row.pages[i])
 
+    def take_figures(self, rows: Sequence[Row]) -> None:
+        """Takes what abilities counted of finished rows."""
+        slots = [row.slot for row in rows if row.slot is not None]
+        for ability, kept in self.state.kept.items():
+            for slot, figures in ability.told(kept, slots).items():
+                self.rows[slot].figures = {**self.rows[slot].figures, **figures}
+
     def leave(self, row: Row) -> None:
         """Takes a finished row out of the batch. The host has its canvas."""
         self.publish_answer(row)

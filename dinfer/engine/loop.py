@@ -213,6 +213,7 @@ class Loop:
         try:
             with self.worker.aside():
                 canvases = self.batch.reader.canvases([row.slot for row in unread if row.slot is not None])
+                self.batch.take_figures(rows)
         except Exception as error:
             self._blame(rows, error)
             return

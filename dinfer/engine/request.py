@@ -1,6 +1,6 @@
 """The engine's input and output, in token ids. The engine knows nothing of text."""
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -130,6 +130,7 @@ class Counts:
     seconds: float  # wall time from admission to the last step
     positions: int = 0  # computed in all forwards, those of candidates and branches included
     hits: int = 0  # denoise steps without a forward, see `dinfer.abilities.candidates`
+    more: Mapping[str, int] = field(default_factory=dict)  # what abilities counted, such as forced commits
 
     @property
     def tpf(self) -> float:

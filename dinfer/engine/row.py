@@ -2,6 +2,7 @@
 
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,6 +71,7 @@ class Row:
     left: int = 0  # open positions of the active blocks
     fastest: int = 0  # the most positions that a step has committed
     positions: int = 0  # computed for it
+    figures: Mapping[str, int] = field(default_factory=dict)  # what abilities counted of it, known at the end
     need: StepWidth = field(default_factory=lambda: StepWidth(0))  # of the next step, cached
     need_at: tuple[int, ...] = ()  # the cursors for which `need` is valid
 
@@ -181,6 +183,14 @@ class Row:
         now, seconds = self.cursors, time.perf_counter() - self.began
         prefills = now.forwards + now.hits - now.steps
         counts = Counts(
-            now.forwards, prefills, now.refreshes, now.committed, len(output), seconds, self.positions, now.hits
+            now.forwards,
+            prefills,
+            now.refreshes,
+            now.committed,
+            len(output),
+            seconds,
+            self.positions,
+            now.hits,
+            self.figures,
         )
         return Completion(tokens, output, stopped, counts)

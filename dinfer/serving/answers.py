@@ -127,8 +127,7 @@ class Answer:
         told = [choice.last for choice in self.choices if choice.last is not None]
         tokens, counts = sum(last.tokens for last in told), [last.counts for last in told if last.counts is not None]
         prompts = sum(map(len, self.prompts))
-        held = self.language
-        form = {} if held is None else {"states": held.states, "depth": held.depth, "exact": held.exact}
+        form = {} if self.language is None else self._form(self.language)
         return {
             "prompt_tokens": prompts,
             "completion_tokens": tokens,
@@ -136,6 +135,17 @@ class Answer:
             "prompt_tokens_details": {"cached_tokens": sum(c.last.cached for c in self.choices[:: self.n] if c.last)},
             "dinfer": spent(counts, tokens) | ({"structure": form} if form else {}),
         }
+
+    def _form(self, language: Language) -> dict[str, Any]:
+        """What `usage` tells of a constraint. `forced`: tokens that nothing else could stand for. `slack`: positions
+        behind the longest answer; 0: the canvas may have cut it short."""
+        forced, slack = 0, list[int]()
+        for row, choice in enumerate(self.choices):
+            if choice.last is not None and (done := choice.last.completion) is not None:
+                forced += done.counts.more["forced"]
+                slack.append(len(done.canvas) - len(self.prompts[row // self.n]) - len(done.output))
+        told = {"forced": forced, "slack": min(slack)} if slack else {}
+        return {"states": language.states, "depth": language.depth, "exact": language.exact} | told
 
     def whole(self) -> dict[str, Any]:
         made, style = [], self.style

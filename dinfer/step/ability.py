@@ -70,6 +70,11 @@ class Ability:
     def admit(cls, kept: Any, slot_A: Tensor, entries: Sequence[Entry]) -> None:
         """Takes requests into free slots; `Entry.more` has what they bring. Only if it keeps something."""
 
+    @classmethod
+    def told(cls, kept: Any, slots: Sequence[int]) -> Mapping[int, Mapping[str, int]]:
+        """By slot, what it counted of requests that end, for `Counts.more`. It may wait for the device. Host side."""
+        return {}
+
     # The forward.
 
     def begin(self, step: "Step") -> None:

@@ -47,7 +47,8 @@ def test_a_schema_is_met_whoever_s_field_has_it(client: Client, fields: Any) -> 
     body = client.ask(CHAT, ASK | fields).json()
     assert isinstance(json.loads(body["choices"][0]["message"]["content"])["n"], int)
     assert body["choices"][0]["finish_reason"] == "stop"
-    assert body["usage"]["dinfer"]["structure"]["exact"] is True
+    told, tokens = body["usage"]["dinfer"]["structure"], body["usage"]["completion_tokens"]
+    assert told["exact"] is True and 0 < told["forced"] <= tokens and told["slack"] == ASK["max_tokens"] - tokens
 
 
 @pytest.mark.parametrize(

@@ -162,6 +162,7 @@ def test_forced_text_takes_no_forward() -> None:
     (done,) = completions(engine_for(recipe), [bound(Request([1], 32), language_of("abc(12){1}x"))])
     assert done.counts.forwards <= 2
     assert b"".join(BYTES[token] for token in done.output) == b"abc12x"
+    assert 0 < done.counts.more["forced"] <= done.counts.tokens
 
 
 def test_candidates_change_no_token() -> None:
@@ -229,8 +230,8 @@ def test_editing_ends_where_nothing_changes_any_more(decoder: str, kind: str) ->
     """The logits of each position stay the same, so an answer takes a forward for each position at most, and one more
     for each block, in which nothing changes."""
     recipe = compose(
-        Scripted(adversarial(kind, 4)[:1]), iteration={"name": "blockwise", "block": 8}, decoder=component("decoder", decoder),
-        cache="none",
+        Scripted(adversarial(kind, 4)[:1]), iteration={"name": "blockwise", "block": 8},
+        decoder=component("decoder", decoder), cache="none",
     )  # fmt: skip
     for pattern in PATTERNS:
         found = language_of(pattern)
