@@ -15,13 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dinfer.abilities.branches import branches_of
-from dinfer.abilities.pacing import Moves
 from dinfer.kernels.canvas import rows_of
 from dinfer.kernels.languages import Sweeps
 from dinfer.kernels.lines import Languages, Line
 from dinfer.kernels.upload import uploaded
-from dinfer.recipe.registry import DECODERS, ITERATIONS
 from dinfer.step.ability import Ability, Decision, Step
 from dinfer.step.canvas import BlockView, Canvas, Phase
 from dinfer.step.commits import with_progress
@@ -198,7 +195,7 @@ class Constraints(Ability):
             return None
         if (room := brought.until - brought.first) < brought.language.shortest:
             return f"the shortest answer that the constraint allows has {brought.language.shortest} tokens, not {room}"
-        return too_large(brought.language) or refusal(recipe)
+        return too_large(brought.language)
 
     @classmethod
     def alloc(cls, recipe: Parts, canvas: Canvas, block: int, extras: Sequence[Extra]) -> Any:
@@ -322,23 +319,6 @@ def too_large(language: Language) -> str | None:
     ):  # fmt: skip
         if count > most:
             return f"the constraint has {count:,} {what}; at most {most:,} are possible: make it simpler"
-    return None
-
-
-def refusal(recipe: Parts) -> str | None:
-    """Why no answer of a recipe can be held to a language; None: it can."""
-    if isinstance(recipe.decoder, Moves):
-        return (
-            f"{DECODERS.called(recipe.decoder)} moves tokens or lengthens the canvas, so what it leaves could have no "
-            "accepted answer. Use another decoder, or no constraint."
-        )
-    if branches_of(recipe.iteration):
-        return (
-            f"{ITERATIONS.called(recipe.iteration)} adds tokens to branches without a step that checks them. Use "
-            "another iteration, or no constraint."
-        )
-    if recipe.ranks.size > 1:
-        return "constraints need a model on one device for now: leave runtime.tensor_parallel at 1"
     return None
 
 

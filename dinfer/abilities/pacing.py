@@ -31,14 +31,6 @@ class LeavesDecoded:
     """A cache whose windows may lack decoded positions, so that these have no logits."""
 
 
-class AsksStability:
-    """An iteration that may ask which decoded tokens are predicted again, which only decoders that edit know."""
-
-    @property
-    def reads_stability(self) -> bool:
-        return True
-
-
 class Aligned(ABC):
     """An iteration whose active blocks begin and end at multiples of `grain`, or where the canvas ends."""
 

@@ -11,7 +11,6 @@ from collections.abc import Generator, Iterable, Sequence
 
 import torch
 
-from dinfer.abilities.pacing import Moves
 from dinfer.engine.batch_size import pages_of
 from dinfer.engine.loop import Loop
 from dinfer.engine.request import ONLY_COUNTS, Request, Update, Wants
@@ -23,7 +22,6 @@ from dinfer.kernels.dispatch import on_device
 from dinfer.parallel.leader import leader
 from dinfer.parallel.leader_worker import LeadingWorker
 from dinfer.recipe.recipe import IncompatibleRecipe, Recipe
-from dinfer.recipe.refusals import refusal
 
 
 class Engine:
@@ -54,7 +52,7 @@ class Engine:
                 f"runtime.expert_parallel={runtime.expert_parallel}, but the model was loaded with {dealt}: load it "
                 "with that runtime"
             )
-        if runtime.speculate and (reason := refusal(recipe)) is not None:
+        if (reason := recipe.refused(runtime=runtime)) is not None:
             raise IncompatibleRecipe(reason)
         if runtime.tensor_parallel == 1 or (ranks := leader()) is None:
             worker = Worker(recipe, runtime)
@@ -161,28 +159,12 @@ class Engine:
 
     def check(self, request: Request) -> None:
         """Raises ValueError for a request that can never run here."""
-        runtime, spec, decoder = self.runtime, self.recipe.model.spec, self.recipe.decoder
+        runtime, spec = self.runtime, self.recipe.model.spec
         request.check(spec)
-        self.recipe.check(request.options)
+        self.recipe.check(request.options, runtime=runtime, request=request)
         for reason in (ability.refusal(self.recipe, request.more) for ability in self.recipe.abilities):
             if reason is not None:
                 raise ValueError(reason)
-        if True in (gaps := request.gaps or []) and not all(gaps[gaps.index(True) :]):  # text behind a gap
-            if spec.causal_block is not None:
-                raise ValueError(
-                    "there is text behind a gap, but this model reads from left to right: it would fill the gap "
-                    "without having seen that text. Only gaps at the end can be filled; use a bidirectional model."
-                )
-            if isinstance(decoder, Moves):
-                raise ValueError(
-                    f"there is text behind a gap, and {type(decoder).__name__} moves tokens behind the prompt: use a "
-                    "decoder that does not"
-                )
-        if runtime.speculate and self.recipe.guided(request.options):
-            raise ValueError(
-                "a request's sampling.guidance takes a second branch, which runtime.speculate has no candidates for: "
-                "leave guidance at 0, or use runtime.speculate=0"
-            )
         need = pages_of(request, self.recipe, runtime.page)
         if runtime.max_length is not None and request.length > runtime.max_length:
             raise ValueError(

@@ -64,6 +64,11 @@ class Request:
         """Which positions to decode."""
         return (self.gaps or [False] * len(self.prompt)) + [True] * (self.new_tokens + self.spare)
 
+    @property
+    def text_behind_a_gap(self) -> bool:
+        gaps = self.gaps or []
+        return True in gaps and not all(gaps[gaps.index(True) :])
+
     def check(self, spec: ModelSpec) -> None:
         """Raises a ValueError that names the field if the model cannot run the request."""
         each: type

@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from dinfer.abilities.pacing import Aligned
+from dinfer.abilities.pacing import Aligned, Edits
 from dinfer.kernels.advance import Grid, leave_blocks
+from dinfer.recipe.refusals import Refusal, Trait
 from dinfer.recipe.registry import option
 from dinfer.step.contracts import BlockAfter, Iteration, Moved, RowCursors, State
 
@@ -21,6 +22,15 @@ class AlignedSweep(Iteration, Aligned):
     """
 
     shortest: ClassVar[int] = 1  # block
+    refusals: ClassVar[tuple[Refusal, ...]] = (
+        Refusal(
+            "iteration.stop=cut ends a row while {decoder} may still edit what it decoded.",
+            iteration=Trait(
+                lambda iteration: iteration.stop == "cut", "`iteration.stop=cut`", instead="iteration.stop=block"
+            ),
+            decoder=Edits,
+        ),
+    )
 
     block: int = option(32, "block length, in tokens")
     stop: Literal["block", "cut", "off"] = option(

@@ -6,16 +6,17 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dinfer.abilities.pacing import AsksStability, Paces
+from dinfer.abilities.pacing import Edits, Paces
 from dinfer.iterations._sweep import BlockSweep
 from dinfer.kernels.advance import forced_blocks, slide_blocks
+from dinfer.recipe.refusals import Refusal, Trait
 from dinfer.recipe.registry import ITERATIONS, check_range, option
 from dinfer.step.contracts import BlockAfter, ModelSpec, Moved, RowCursors, State
 
 
 @ITERATIONS.register("multi_block")
 @dataclass(frozen=True, kw_only=True)
-class MultiBlock(BlockSweep, Paces, AsksStability):
+class MultiBlock(BlockSweep, Paces):
     """Decodes up to `blocks` neighbouring blocks in the same forwards. Finished blocks leave in order.
 
     The next block opens, one at a step, when the decoded share of the last one reaches `add_at`. With force=first and
@@ -29,6 +30,16 @@ class MultiBlock(BlockSweep, Paces, AsksStability):
     """
 
     paper = "D2F, arXiv:2508.09192"
+    refusals = (
+        *BlockSweep.refusals,
+        Refusal(
+            "{iteration} asks how much of a block is predicted again, and {decoder} never looks at decoded tokens.",
+            iteration=Trait(
+                lambda iteration: iteration.stable_at > 0, "`iteration.stable_at`", instead="iteration.stable_at=0"
+            ),
+            decoder=Trait(lambda decoder: not isinstance(decoder, Edits), "a decoder that does not edit"),
+        ),
+    )
 
     blocks: int = option(2, "blocks that are decoded at once, at most")
     add_at: float = option(0.1, "open the next block once this share of the last one is decoded")
@@ -50,10 +61,6 @@ class MultiBlock(BlockSweep, Paces, AsksStability):
             "iteration=multi_block finishes blocks one by one, and this model's encoder must read all of them at once. "
             "Use iteration=self_conditioned or blockwise."
         )
-
-    @property
-    def reads_stability(self) -> bool:
-        return self.stable_at > 0
 
     def first_region(self, prompt: int, length: int) -> tuple[int, int]:
         start, end = super().first_region(prompt, length)

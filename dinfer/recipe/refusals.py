@@ -1,46 +1,117 @@
-"""What components cannot do together."""
+"""What cannot go together: abilities say it as data, and the registries say what to use instead."""
 
-from dinfer.abilities.branches import branches_of
-from dinfer.abilities.candidates import RecomputesEveryKey
-from dinfer.abilities.feeding import Feeds
-from dinfer.abilities.pacing import Grows
-from dinfer.abilities.verification import Verifies
-from dinfer.recipe.recipe import Recipe
-from dinfer.recipe.registry import CACHES, DECODERS, ITERATIONS
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import chain
+from types import UnionType
+from typing import Any
+
+from dinfer.recipe.registry import REGISTRIES, Registry, options_of, values_of
+
+Parts = Mapping[str, Any]
+"""What is to go together: model, iteration, decoder, cache, sampling, and runtime and request where they are known."""
 
 
-def refusal(recipe: Recipe) -> str | None:
-    """Why candidates could change the tokens of a recipe, and what to use instead; None: they cannot."""
-    cache, iteration, spec = recipe.cache, recipe.iteration, recipe.model.spec
-    if not isinstance(cache, RecomputesEveryKey):
-        return (
-            f"runtime.speculate needs a cache that recomputes the whole window in every pass, which "
-            f"{CACHES.called(cache)} does not. Use cache=dual, vicinity, prefix, block or none, or runtime.speculate=0."
+@dataclass(frozen=True, slots=True)
+class Trait:
+    """What some parts of a kind have: a component as its options are, a model, a setting or a request."""
+
+    has: Callable[[Any], bool]
+    says: str = ""  # for the docs, where default options do not show which components have it
+    instead: str = ""  # the setting without it, as a message says it
+
+
+class Refusal:
+    """Parts that cannot go together. `why` is one sentence; `{decoder}` in it is the name of the decoder."""
+
+    def __init__(self, why: str, **sides: type | UnionType | Trait) -> None:
+        """`sides`: for each kind of part what is in the way, as a base class or a trait; `recipe`: of all the parts."""
+        self.why = why
+        self.sides = {kind: side if isinstance(side, Trait) else _derived(side) for kind, side in sides.items()}
+
+    def meets(self, parts: Parts) -> bool:
+        known = {**parts, "recipe": parts}
+        return all(kind in known and side.has(known[kind]) for kind, side in reversed(self.sides.items()))
+
+
+def _derived(base: type | UnionType) -> Trait:
+    return Trait(lambda part: isinstance(part, base))
+
+
+COMPONENTS: dict[str, Registry] = {registry.kind: registry for registry in REGISTRIES if registry.kind != "model"}
+
+
+def refused(table: Sequence[Refusal], parts: Parts) -> str | None:
+    """Why parts cannot go together, and what to use instead; None: they can."""
+    if (found := _first(table, parts)) is None:
+        return None
+    why = found.why.format(**{kind: registry.called(parts[kind]) for kind, registry in COMPONENTS.items()})
+    return why if " Use " in why else f"{why} Use {', or '.join(_remedies(table, found, parts))}."
+
+
+def _first(table: Sequence[Refusal], parts: Parts) -> Refusal | None:
+    """The first thing that stands in the way."""
+    own = (refusal for kind in COMPONENTS for refusal in parts[kind].refusals)
+    known = chain(_of_model(**parts), own, table, _declined(**parts))
+    return next((refusal for refusal in known if refusal.meets(parts)), None)
+
+
+def _of_model(model: Any, iteration: Any, **others: Any) -> Iterator[Refusal]:
+    """What components say of the model, and blocks that do not fit its attention."""
+    for kind, part in {"iteration": iteration, **others}.items():
+        if kind in COMPONENTS and (why := part.incompatibility(model.spec)) is not None:
+            yield Refusal(why, **{kind: Trait(lambda part: part.incompatibility(model.spec) is not None)})
+    block, attention = iteration.block, model.spec.causal_block
+    if attention and block and block % attention and attention % block:
+        below = block // attention * attention
+        fitting = " or ".join(str(fit) for fit in (below, below + attention) if fit)
+        yield Refusal(
+            f"iteration.block={block} must be a multiple of the model's attention block, {attention}, or divide it.",
+            iteration=Trait(lambda part: part.block == block, instead=f"iteration.block={fitting}"),
         )
-    if isinstance(iteration, Feeds):
-        return (
-            "runtime.speculate needs an iteration that feeds the model tokens alone. What "
-            f"{ITERATIONS.called(iteration)} feeds at masks depends on the logits of the step before. Use "
-            "iteration=blockwise, or runtime.speculate=0."
-        )
-    if branches_of(iteration):
-        return (
-            f"runtime.speculate and {ITERATIONS.called(iteration)} both fill a forward with further states. Use "
-            "iteration=multi_block, or runtime.speculate=0."
-        )
-    if isinstance(recipe.decoder, Verifies):
-        return (
-            f"runtime.speculate has no candidates for the second pass of {DECODERS.called(recipe.decoder)}. Use "
-            "runtime.speculate=0."
-        )
-    if isinstance(recipe.decoder, Grows):
-        return (
-            f"runtime.speculate needs rows whose length stays, and {DECODERS.called(recipe.decoder)} lengthens them. "
-            "Use another decoder, or runtime.speculate=0."
-        )
-    if spec.mask_id is None:
-        return (
-            "runtime.speculate needs a model with a mask token: what open positions of this one hold changes at every "
-            "step. Use runtime.speculate=0."
-        )
-    return None
+
+
+def _declined(decoder: Any, sampling: Any, **others: Any) -> Iterator[Refusal]:
+    """The options of the sampling that the decoder cannot honour."""
+    values = {name: (values_of(sampling).get(name), sampling.neutral.get(name)) for name in decoder.refuses}
+    return (_cannot_honour(name, *pair) for name, pair in values.items() if pair[0] != pair[1])
+
+
+def _cannot_honour(name: str, value: object, neutral: object) -> Refusal:
+    return Refusal(
+        f"{{decoder}} cannot honour sampling.{name}={value}.",
+        sampling=Trait(lambda sampling: True, instead=f"sampling.{name}={neutral}"),
+        decoder=Trait(lambda decoder: name in decoder.refuses),
+    )
+
+
+def _remedies(table: Sequence[Refusal], found: Refusal, parts: Parts) -> Iterator[str]:
+    """For each side of a refusal, the setting without it, or the components that go with the other parts.
+
+    If none goes with all of them, those that go with the model and do not meet this refusal.
+    """
+    fitting: dict[str, list[str]] = {}
+    going: dict[str, list[str]] = {}
+    for kind in [kind for kind, side in found.sides.items() if kind in COMPONENTS and not side.instead]:
+        for name, other in _others(COMPONENTS[kind], parts[kind], parts["model"].spec):
+            changed = {**parts, kind: other}
+            if _first(table, changed) is None:
+                going.setdefault(kind, []).append(name)
+            elif other.incompatibility(parts["model"].spec) is None and not found.meets(changed):
+                fitting.setdefault(kind, []).append(name)
+    for kind, side in found.sides.items():
+        if side.instead:
+            yield side.instead
+        elif names := (going or fitting).get(kind):
+            yield f"{kind}={' or '.join(part for part in (', '.join(names[:-1]), names[-1]) if part)}"
+
+
+def _others(registry: Registry, part: Any, spec: Any) -> Iterator[tuple[str, Any]]:
+    """The other components of a kind, at their defaults but for the block length."""
+    for cls in (registry.get(name) for name in registry.names()):
+        own = {"block"} & {info.name for info in options_of(cls)}
+        with suppress(TypeError, ValueError):  # it needs an option, or another block
+            other = cls(**{name: part.block for name in own if part.block}).fitted(spec)
+            if cls is not type(part):
+                yield registry.name_of(other), other

@@ -101,6 +101,7 @@ class Component(ABC):
     """What all components but models have in common."""
 
     paper: ClassVar[str] = ""  # where the algorithm was published
+    refusals: ClassVar[tuple[Any, ...]] = ()  # `dinfer.recipe.refusals.Refusal`: what it cannot go with
 
     def fitted(self, spec: ModelSpec) -> Self:
         """The same for one model: options that it leaves open are filled in. Called before anything else."""

@@ -17,7 +17,6 @@ LARGER = {  # functions above these limits, which are to be divided; nothing is 
     "dinfer/memory/kv.py:alloc",
     "dinfer/memory/kv.py:attend",
     "dinfer/step/plan.py:window_bounds",
-    "dinfer/recipe/recipe.py:__post_init__",
     "dinfer/step/state.py:alloc",
     "dinfer/demo/problems.py:sharing",
     "dinfer/loading/gguf_tokenizer.py:tokenizer_files",
@@ -32,7 +31,7 @@ LEVELLED = {
 CORE = {
     "kernels", "step.canvas", "step.contracts", "step.model", "step.parts", "step.plan", "step.spec", "step.stats",
 }  # fmt: skip
-COMPONENT = CORE | {"abilities", "recipe.registry"}
+COMPONENT = CORE | {"abilities", "recipe.refusals", "recipe.registry"}
 # What each unit may import of dinfer, beside itself: units, or all of a package with levels. Arrows point down only.
 MAY_IMPORT: dict[str, set[str]] = {
     "structure": set(),
@@ -44,6 +43,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "step.canvas": {"kernels"},
     "recipe.declarations": set(),
     "recipe.registry": {"recipe.declarations"},
+    "recipe.refusals": {"recipe.registry"},
     "recipe.presets": {"recipe.registry"},
     "demo": set(),
     "step.spec": set(),
@@ -60,7 +60,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "step.step": CORE | {
         "step.ability", "step.commits", "step.scores", "step.shape", "step.state", "step.window",
     },
-    "abilities": {"kernels", "memory.kv", "recipe.registry", "step", "structure"},
+    "abilities": {"kernels", "memory.kv", "recipe.refusals", "recipe.registry", "step", "structure"},
     "layers": {"step.contracts", "step.model", "parallel.ranks", "recipe.registry", "kernels", "step.spec"},
     "memory.kv": {"kernels", "parallel.ranks", "step.spec"},
     "decoders": COMPONENT,
@@ -69,9 +69,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "iterations": COMPONENT,
     "models": COMPONENT | {"layers", "loading.hub", "loading.token_ids", "parallel.split"},
     "recipe.recipe": CORE | {
-        "abilities", "parallel.ranks", "recipe.registry", "step.ability", "step.shape", "step.window",
+        "abilities", "parallel.ranks", "recipe.refusals", "recipe.registry", "step.ability", "step.shape",
+        "step.window",
     },
-    "recipe.refusals": {"abilities", "recipe.recipe", "recipe.registry", "step.contracts"},
     "loading.files": set(),
     "loading.safetensors_io": {"loading.files"},
     "loading.hub": {"loading.files", "recipe.registry"},
@@ -142,7 +142,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine.engine": {
         "abilities", "engine.batch_size", "engine.loop", "engine.request", "engine.row", "engine.runner",
         "engine.runtime", "engine.worker", "kernels", "parallel.leader", "parallel.leader_worker",
-        "recipe.recipe", "recipe.refusals",
+        "recipe.recipe",
     },
     "engine.async_engine": {"engine.engine", "engine.request"},
     "engine.batch_size": {"step.window", "engine.request", "engine.runtime", "recipe.recipe"},

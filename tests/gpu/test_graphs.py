@@ -15,6 +15,7 @@ from support.matrix import (
     completions,
     engine_for,
     every_recipe,
+    may_speculate,
     outcome,
     over_shared_model,
     requests_for,
@@ -27,7 +28,6 @@ from dinfer.engine.engine import Engine
 from dinfer.engine.request import Wants
 from dinfer.kernels.dispatch import VARIABLE
 from dinfer.recipe.recipe import compose
-from dinfer.recipe.refusals import refusal
 from dinfer.step.contracts import BlockView, Proposal, State, TokenStats
 
 compiles = torch._dynamo.utils.counters["stats"]
@@ -91,7 +91,7 @@ def test_graphs_tell_what_eager_steps_tell(combination: Combination) -> None:
     assert engine.runner.captured > 0 and engine.runner.refused == {}
 
 
-@pytest.mark.parametrize("combination", [c for c in SAMPLE if refusal(over_shared_model(c)) is None][::6], ids=str)
+@pytest.mark.parametrize("combination", [c for c in SAMPLE if may_speculate(over_shared_model(c))][::6], ids=str)
 def test_speculation_under_graphs_gives_the_tokens_of_plain_steps(combination: Combination) -> None:
     recipe = recipe_for(combination)
     requests = [r for r in requests_for(recipe) if not recipe.guided(r.options)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
+from support.matrix import may_speculate
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dinfer.abilities.branches import BranchLanes, branches_of
@@ -14,7 +15,6 @@ from dinfer.abilities.guidance import Guided
 from dinfer.abilities.open_positions import OpenOnly
 from dinfer.abilities.reports import Level, Reported, Reporting
 from dinfer.recipe.recipe import Recipe
-from dinfer.recipe.refusals import refusal
 from dinfer.step.canvas import Cursors
 from dinfer.step.shape import Extra, KeysOnly, Sampled, StepShape, extras_of
 from dinfer.step.state import BatchState
@@ -71,7 +71,7 @@ def meta_steps(recipe: Recipe, level: Level = Level.NOTHING) -> None:
     """Every phase of the recipe's step, on the meta device. `recipe.model` must be there."""
     iteration, cache = recipe.iteration, recipe.cache
     pages = -(-LENGTH // PAGE)
-    able = refusal(recipe) is None
+    able = may_speculate(recipe)
     kind = BranchLanes if branches_of(iteration) else Candidates
     guessed = [deciding(recipe)] if able or branches_of(iteration) else []  # phases that may have candidates
     state = BatchState.alloc(

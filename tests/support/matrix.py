@@ -138,6 +138,10 @@ def refusal(combination: Combination) -> str | None:
     return None
 
 
+def may_speculate(recipe: Recipe) -> bool:
+    return recipe.refused(runtime=Runtime(speculate=1)) is None
+
+
 def covering(points: list[Combination]) -> list[Combination]:
     """A part of `points` in which every pair of settings that occurs in `points` occurs, greedily chosen."""
 

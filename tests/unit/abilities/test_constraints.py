@@ -18,7 +18,7 @@ from support.models import EOS, MASK, VOCAB, fitted
 from support.scripted import Scripted, scripted_spec
 
 from dinfer.abilities import constraints
-from dinfer.abilities.constraints import InLanguage, refusal
+from dinfer.abilities.constraints import InLanguage
 from dinfer.abilities.verification import Verifies
 from dinfer.engine.request import Request, Update
 from dinfer.kernels.lines import Line
@@ -110,7 +110,7 @@ def recipes(draw: st.DrawFn, decoder: dict[str, Any]) -> Recipe:
         )
     except (IncompatibleRecipe, ValueError):
         recipe = compose(model, iteration={"name": "blockwise", "block": block}, decoder=decoder, cache="none")
-    if refusal(recipe) is not None:
+    if recipe.refused(request=Request([1], 1, more={"language": True})) is not None:
         recipe = compose(
             recipe.model, iteration={"name": "blockwise", "block": block}, decoder="threshold", cache="none"
         )

@@ -77,6 +77,6 @@ def test_tokens_come_from_where_the_decoder_says(blocks: int) -> None:
 
 def test_text_behind_a_gap_is_refused_where_tokens_move() -> None:
     made = recipe(Shuffling(want={}), name="blockwise", block=4)
-    with pytest.raises(ValueError, match=r"text behind a gap, and Shuffling moves tokens"):
+    with pytest.raises(ValueError, match=r"text behind a gap, and decoder=Shuffling moves tokens"):
         engine_for(made).check(Request([1, 2, 3], 0, gaps=[False, True, False]))
     engine_for(made).check(Request([1, 2, 3], 0, gaps=[False, True, True]))

@@ -176,5 +176,5 @@ def test_blocks_that_are_counted_from_the_prompts_end(cache: str, shift: int, it
 @pytest.mark.parametrize("iteration", [{"name": "block_diffusion"}, {"name": "multi_block", "align": True}])
 def test_sweeps_that_count_from_position_0_are_refused_for_them(iteration: dict[str, Any]) -> None:
     model = tiny_model("block_causal", causal_block=4, prompt_block=True)
-    with pytest.raises(IncompatibleRecipe, match=r"counts blocks from position 0, .* align=false"):
+    with pytest.raises(IncompatibleRecipe, match=r"counts blocks from position 0, as align=true does, .*blockwise"):
         compose(model, iteration=iteration | {"block": 4}, decoder="threshold", cache="block")
