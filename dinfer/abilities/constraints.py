@@ -16,14 +16,13 @@ import torch
 from torch import Tensor
 
 from dinfer.kernels.canvas import rows_of
-from dinfer.kernels.languages import Sweeps
+from dinfer.kernels.languages import Sweeps, masked
 from dinfer.kernels.lines import Languages, Line
 from dinfer.kernels.upload import uploaded
 from dinfer.step.ability import Ability, Decision, Step
 from dinfer.step.canvas import BlockView, Canvas, Phase
 from dinfer.step.commits import with_progress
 from dinfer.step.parts import Parts
-from dinfer.step.scores import own_columns
 from dinfer.step.shape import Extra, StepShape, power_of_2
 from dinfer.step.state import Entry
 from dinfer.structure.language import Language
@@ -220,17 +219,16 @@ class Constraints(Ability):
     def allow(self, step: Step, view: BlockView, logits_RLV: Tensor) -> Tensor:
         sweeps, line, live_B = self._line(step, view)
         allowed_BXC = sweeps.allowed(line)
-        columns, blocks = own_columns(step), step.shape.blocks
-        class_BV = columns.part(sweeps.class_BV).to(torch.int64)
-        bound_BX = ~line.outside_BX & live_B[:, None]
-        bound_RL, class_RV = bound_BX.view(view.pos_RL.shape), rows_of(class_BV, blocks)
-        allowed_RLC = allowed_BXC.view(*view.pos_RL.shape, -1)
-        allowed_RLV = allowed_RLC.gather(2, class_RV[:, None].expand(-1, view.pos_RL.shape[1], -1))
-        if (mask_id := step.recipe.model.spec.mask_id) is not None:
-            # A model may still rather wait. What is decoded it takes back only if it would do so without the language.
-            waits_RL = view.masked_RL | (logits_RLV[..., mask_id] >= logits_RLV.amax(-1))
-            allowed_RLV[..., mask_id] = waits_RL
-        return logits_RLV.masked_fill(bound_RL[..., None] & ~allowed_RLV, float("-inf"))
+        class_RV, bound_BX = rows_of(sweeps.class_BV, step.shape.blocks), ~line.outside_BX & live_B[:, None]
+        bound_RL, allowed_RLC = bound_BX.view(view.pos_RL.shape), allowed_BXC.view(*view.pos_RL.shape, -1)
+        if (mask_id := step.recipe.model.spec.mask_id) is None:
+            return masked(logits_RLV, class_RV, allowed_RLC, bound_RL, keep=-1)
+        # A model may still rather wait. What is decoded it takes back only if it would do so without the language.
+        stays_RL = ~view.masked_RL & (logits_RLV[..., mask_id] < logits_RLV.amax(-1)) if view.edits else None
+        logits_RLV = masked(logits_RLV, class_RV, allowed_RLC, bound_RL, keep=mask_id)
+        if stays_RL is not None:
+            logits_RLV[..., mask_id].masked_fill_(bound_RL & stays_RL, float("-inf"))
+        return logits_RLV
 
     def proposed(self, step: Step, made: Decision) -> None:
         """The projection of what the decoder chose, and forced commits."""

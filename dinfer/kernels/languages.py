@@ -207,6 +207,22 @@ class Sweeps:
             yield order_BX[:, x : x + 1]
 
 
+def masked(logits_RLV: Tensor, class_RV: Tensor, allowed_RLC: Tensor, bound_RL: Tensor, keep: int) -> Tensor:
+    """The logits, with -inf for tokens whose class is not allowed, at `bound` positions. Changes the given ones.
+
+    `class_RV`: of each token, int16. `keep`: a token that is never ruled out, -1: none.
+    """
+    if use_triton(logits_RLV, "languages"):
+        from dinfer.kernels.triton.languages import masked as kernel
+
+        return kernel(logits_RLV, class_RV, allowed_RLC, bound_RL, keep)
+    class_RLV = class_RV.to(torch.int64)[:, None].expand(logits_RLV.shape)
+    ruled_out_RLV = ~allowed_RLC.gather(2, class_RLV) & bound_RL[..., None]
+    if keep >= 0:
+        ruled_out_RLV[..., keep] = False
+    return logits_RLV.masked_fill_(ruled_out_RLV, float("-inf"))
+
+
 def _order(commit_BX: Tensor, confidence_BX: Tensor) -> Tensor:
     """Places by falling confidence, equal ones by position; those that are not committed come last. int64 [B, X]"""
     return confidence_BX.double().masked_fill(~commit_BX, -1.0).argsort(dim=1, descending=True, stable=True)

@@ -216,6 +216,15 @@ def _run(state_ptr, token_ptr, passed_ptr, out_ptr, place_ptr, class_ptr, next_p
     tl.store(out_ptr + lane, state)
 
 
+@triton.jit
+def _masked(logits_ptr, class_ptr, allowed_ptr, bound_ptr, length, vocab, most, keep, PIECE: tl.constexpr):
+    place, token = tl.program_id(0).to(tl.int64), tl.program_id(1) * PIECE + tl.arange(0, PIECE)
+    if tl.load(bound_ptr + place) != 0:
+        own = tl.load(class_ptr + place // length * vocab + token, mask=token < vocab, other=0).to(tl.int32)
+        fits = tl.load(allowed_ptr + place * most + own, mask=token < vocab, other=0) != 0
+        tl.store(logits_ptr + place * vocab + token, float("-inf"), mask=(token < vocab) & ~fits & (token != keep))
+
+
 def _sets(languages: Languages, place_B: Tensor, states: int, line: Line, *chosen: Tensor) -> Tensor:
     """Forward and backward sets; with a choice (commits, tokens) also the forward sets once it is written.
 
@@ -273,3 +282,14 @@ def run(languages: Languages, place_B: Tensor, state_B: Tensor, token_BX: Tensor
     read = state_B, token_BX, passed_BX, out_B, place_B, languages.class_GV, languages.next_Y, languages.meta_G8
     _run[(len(state_B),)](*(t.contiguous() for t in read), token_BX.shape[1], languages.class_GV.shape[1], num_warps=1)
     return out_B
+
+
+def masked(logits_RLV: Tensor, class_RV: Tensor, allowed_RLC: Tensor, bound_RL: Tensor, keep: int) -> Tensor:
+    """See `dinfer.kernels.languages.masked`."""
+    (rows, length, vocab), piece = logits_RLV.shape, 1024
+    logits_RLV = logits_RLV.contiguous()
+    read = class_RV.contiguous(), allowed_RLC.contiguous().view(torch.int8), bound_RL.contiguous()
+    _masked[(rows * length, triton.cdiv(vocab, piece))](
+        logits_RLV, *read, length, vocab, allowed_RLC.shape[-1], keep, PIECE=piece, num_warps=WARPS
+    )
+    return logits_RLV

@@ -81,6 +81,13 @@ def test_kernels_find_the_sets_and_choices_of_the_reference(seed: int, both: Any
         lambda: sweeps.admitted(line, **choice),
         lambda: torch.stack([found.long() for found in sweeps.forced(line)]),
         lambda: sweeps.run(line.state_B, line.token_BX, ~line.outside_BX),
+        lambda: languages.masked(
+            torch.zeros(*line.token_BX.shape, sweeps.class_BV.shape[1], device=DEVICE),
+            sweeps.class_BV,
+            sweeps.allowed(line),
+            ~line.outside_BX,
+            seed % 3 - 1,
+        ),
     ):
         got, want = both(work)
         torch.testing.assert_close(got, want, rtol=0, atol=0)
