@@ -291,6 +291,11 @@ class Pipeline:
             raise ValueError("the checkpoint's tokenizer has no chat template: give texts, with chat=None or False")
         return self._chat.encode(prompt, **how)
 
+    def written(self, messages: Sequence[Mapping[str, Any]], **how: Any) -> str:
+        """The text that the chat template makes of a conversation. Raises ValueError."""
+        self._need_tokenizer()
+        return self._chat.write(messages, **how)
+
     def requests(
         self,
         prompts: Sequence[Sequence[int]],

@@ -90,9 +90,7 @@ class ChatTemplate:
 
         `tools`, and `ending`: `add_generation_prompt` and `continue_final_message`, are `apply_chat_template`'s.
         """
-        if not self.takes_tools and (tools or any(m["role"] == "tool" or m.get("tool_calls") for m in messages)):
-            raise NoTools("the checkpoint's chat template shows a model no tools, calls or results: leave them out")
-        texts = [encodable(text) for text in texts_in([messages, tools])]
+        texts = self._readable(messages, tools)
         spelled = sorted({found for text in texts for found in self._spelled.findall(text)})
         if not spelled:
             return list(self._applied(messages, tools, tokenize=True, return_dict=False, **ending))
@@ -107,6 +105,19 @@ class ChatTemplate:
             ids.append(self._special[own[0]])
             end = own.end()
         return ids + self._text(rendered[end:].translate(public))
+
+    def write(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None, **ending: bool
+    ) -> str:
+        """What the template writes. Takes and raises what `encode` does."""
+        self._readable(messages, tools)
+        return self._applied(messages, tools, tokenize=False, **ending)
+
+    def _readable(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> list[str]:
+        """All texts in what the template is given. Raises ValueError."""
+        if not self.takes_tools and (tools or any(m["role"] == "tool" or m.get("tool_calls") for m in messages)):
+            raise NoTools("the checkpoint's chat template shows a model no tools, calls or results: leave them out")
+        return [encodable(text) for text in texts_in([messages, tools])]
 
     def _applied(
         self, messages: Sequence[Mapping[str, Any]], tools: Any, *, add_generation_prompt: bool = True, **how: Any

@@ -331,7 +331,7 @@ async def encoded(
     """Token ids. Conversations go through the chat template, texts do not."""
     encode = partial(served.pipe.encode, prompt, chat=False if isinstance(prompt, str) else None, **how)
     try:
-        if served.check_size(prompt, field) < LONG:
+        if served.check_size(prompt, field, **how) < LONG:
             return encode()
         return await asyncio.get_running_loop().run_in_executor(server.encoding, encode)
     except NoTools as error:

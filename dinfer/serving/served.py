@@ -48,9 +48,16 @@ class Served:
         """Bytes of the longest token."""
         return max(len(token.encode()) for token in self.pipe.tokenizer.get_vocab())  # type: ignore[union-attr]
 
-    def check_size(self, prompt: str | Sequence[Mapping[str, Any]], field: str) -> int:
-        """The bytes of a prompt. Raises ApiError for more than its tokens can have, before anything encodes them."""
-        if (size := sum(len(text.encode()) for text in texts_in(prompt))) > self.max_length * self._longest:
+    def check_size(self, prompt: str | Sequence[Mapping[str, Any]], field: str, **how: Any) -> int:
+        """The bytes of a prompt. Raises ApiError for more than its tokens can have, before anything encodes them.
+
+        `how`: as `Pipeline.encode` takes it. A chat template may leave messages out.
+        """
+        size = sum(len(text.encode()) for text in texts_in([prompt, how.get("tools")]))
+        most = self.max_length * self._longest
+        if size > most and not isinstance(prompt, str):
+            size = len(self.pipe.written(prompt, **how).encode())
+        if size > most:
             raise self._too_long(field, f" has {size} bytes, and a token at most {self._longest}")
         return size
 

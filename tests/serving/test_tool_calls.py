@@ -157,6 +157,16 @@ def test_calls_and_results_are_parts_of_a_conversation(client: Client) -> None:
     assert error["param"] == "messages.3.tool_calls.0.function.arguments" and "[1]" not in error["message"]
 
 
+def test_what_a_template_leaves_out_does_not_count(client: Client) -> None:
+    """Agents send long instructions, and the model in the box reads none."""
+    long = {"role": "system", "content": "Be helpful. " * 1000}
+    described = {"type": "function", "function": {"name": "now", "description": "x" * 10_000}}
+    fields = {"messages": [long, *ASK["messages"]], "tools": [described], "tool_choice": "required"}
+    assert chat(client, **fields)["message"]["tool_calls"][0]["function"]["name"] == "now"
+    over = client.ask(CHAT, ASK | {"messages": [{"role": "user", "content": "x" * 10_000}], "tools": [NOW]})
+    assert over.status_code == 400 and over.json()["error"]["code"] == "context_length_exceeded"
+
+
 def with_schema(schema: Any) -> dict[str, Any]:
     return {"tools": [{"type": "function", "function": {"name": "f", "parameters": schema}}]}
 
