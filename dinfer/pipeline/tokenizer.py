@@ -116,7 +116,10 @@ class ChatTemplate:
     def _readable(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> list[str]:
         """All texts in what the template is given. Raises ValueError."""
         if not self.takes_tools and (tools or any(m["role"] == "tool" or m.get("tool_calls") for m in messages)):
-            raise NoTools("the checkpoint's chat template shows a model no tools, calls or results: leave them out")
+            raise NoTools(
+                "the checkpoint's chat template shows its model no tools, calls or results: leave them out, or put a "
+                "chat_template.jinja that shows them beside the weights"
+            )
         return [encodable(text) for text in texts_in([messages, tools])]
 
     def _applied(

@@ -86,3 +86,16 @@ def test_an_answer_is_parsed_by_its_type(client: openai.OpenAI) -> None:
         model="tiny", messages=MESSAGES, max_tokens=48, response_format=Answer
     ) as stream:
         assert stream.get_final_completion().choices[0].message.parsed == parsed.choices[0].message.parsed
+
+
+def test_calls_are_parsed_by_their_types_whole_and_in_pieces(client: openai.OpenAI) -> None:
+    tools = [openai.pydantic_function_tool(Answer)]
+    ask = {"model": "tiny", "messages": MESSAGES, "max_tokens": 96, "tools": tools, "tool_choice": "required"}
+    (call,) = client.chat.completions.parse(**ask).choices[0].message.tool_calls
+    assert isinstance(call.function.parsed_arguments, Answer)
+    with client.chat.completions.stream(**ask) as stream:
+        kinds = {event.type for event in stream}
+        choice = stream.get_final_completion().choices[0]
+    assert "tool_calls.function.arguments.done" in kinds
+    assert (choice.message.content, choice.finish_reason) == (None, "tool_calls")
+    assert [one.function for one in choice.message.tool_calls] == [call.function]

@@ -79,7 +79,7 @@ def test_a_special_token_in_a_tool_is_text_and_tools_without_a_place_are_refused
 
     if not chat.takes_tools:
         for messages, tools in ((told("x")[0], None), (conversation("x"), told("x")[1])):
-            with pytest.raises(ValueError, match="shows a model no tools"):
+            with pytest.raises(ValueError, match="shows its model no tools"):
                 chat.encode(messages, tools)
         return
     plain, ids = (chat.encode(*told(word)) for word in ("x", own))
