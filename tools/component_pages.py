@@ -1,4 +1,5 @@
-"""Writes docs/components/*.md, one page for each registry, from the components' docstrings and options.
+"""Writes docs/components/*.md: one page for each registry, from the components' docstrings and options, and one of
+what cannot go together, from what abilities and components refuse.
 
     python -m tools.component_pages
 
@@ -14,7 +15,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+from dinfer.abilities.table import REFUSALS
 from dinfer.cli.commands.list import ROLES
+from dinfer.recipe.refusals import COMPONENTS, Trait
 from dinfer.recipe.registry import CACHES, DECODERS, REGISTRIES, OptionInfo, Registry, options_of
 from dinfer.step.window import exact as exact_with
 
@@ -208,8 +211,38 @@ def exactness(cache: Any) -> str:
     return f"Exact for {' and for '.join(exact)}." if exact else "An approximation for every model."
 
 
+def refusals() -> str:
+    """What cannot go together, as Markdown."""
+    classes = [registry.get(name) for registry in COMPONENTS.values() for name in registry.names()]
+    own = {refusal.why: refusal for cls in classes for refusal in cls.refusals}
+    lines = [
+        "# What cannot go together",
+        "",
+        "Such a combination is refused before any work. The error says why, and which components go with the rest. A "
+        "component also refuses models that it cannot work with, and decoders the options of the sampling that they "
+        "cannot honour.",
+        "",
+        "| this | not with | because |",
+        "| --- | --- | --- |",
+    ]
+    for refusal in (*REFUSALS, *own.values()):
+        one, *others = (found for found in (side(*item) for item in refusal.sides.items()) if found)
+        why = re.sub(r"{(\w+)}", r"the \1", refusal.why)
+        lines.append(f"| {one} | {', '.join(others)} | {re.sub('^the ', 'The ', why)} |")
+    return "\n".join(lines) + "\n"
+
+
+def side(kind: str, trait: Trait) -> str:
+    """One side of a refusal: in its own words, or the components that have it; none, where all have it."""
+    if trait.says:
+        return trait.says
+    names = [name for name in COMPONENTS[kind].names() if trait.has(COMPONENTS[kind].get(name)())]
+    return "" if names == COMPONENTS[kind].names() else f"{kind} {', '.join(f'`{name}`' for name in names)}"
+
+
 def pages() -> dict[Path, str]:
-    return {FOLDER / f"{registry.kind}.md": page(registry) for registry in REGISTRIES}
+    written = {FOLDER / f"{registry.kind}.md": page(registry) for registry in REGISTRIES}
+    return written | {FOLDER / "refusals.md": refusals()}
 
 
 def main() -> None:

@@ -52,11 +52,11 @@ IN_LANGUAGE = Trait(lambda request: request.more.get("language"), "a constraint"
 TEXT_BEHIND = Trait(lambda request: request.text_behind_a_gap, "text behind a gap", instead="gaps at the end alone")
 REMEMBERS = Trait(lambda iteration: scores_of(iteration) != "none")
 LOOKS_FURTHER = Trait(lambda iteration: iteration.blocks > 1 or scores_of(iteration) != "none")
-PART_OF_IT = Trait(lambda iteration: iteration.block > 0 or iteration.blocks > 1)
+PART_OF_IT = Trait(lambda iteration: iteration.block > 0 or iteration.blocks > 1, "an iteration in blocks")
 ALIGNED = Trait(lambda iteration: isinstance(iteration, Aligned) and iteration.grain > 1, "blocks with `align=true`")
 LARGE = Trait(
     lambda parts: any(isinstance(x, Large) for x in parts["decoder"].fresh_state(parts["model"].spec, 1).values()),
-    "a decoder with large state",
+    "a decoder that keeps large state, as over the vocabulary",
 )
 READS_ALL = Trait(lambda decoder: isinstance(decoder, Adjusts) or "entropy" in decoder.needs)
 SEES_MASKS = Trait(lambda cache: cache.plan(Phase.WINDOW).front > 0)

@@ -92,9 +92,9 @@ def component(kind: str, name: str) -> dict[str, Any]:
 
 
 def of_family(family: str) -> dict[str, str]:
-    """The published recipe of a family. One that this file does not know has LLaDA's, which suits every model."""
+    """The published recipe of a family, or what the file says of others."""
     families = _read("presets")["family"]
-    return {"sampling": "standard"} | families.get(family, families["llada"])
+    return families["other"] | families.get(family, {})
 
 
 def preset(name: str) -> Preset:

@@ -39,6 +39,7 @@ from dinfer.step.window import Chooses
 MIXINS: dict[str, tuple[type, ...]] = {
     "decoder": (Adjusts, Verifies), "cache": (Chooses, Watches, Follows), "iteration": (Feeds, Paces, Pads),
 }  # fmt: skip
+USUAL = "standard"  # the sampling of a recipe that names none
 EXACT = 2**53  # per-request options are columns of one float64 tensor, which holds integers up to here
 
 
@@ -54,7 +55,7 @@ class Recipe:
     iteration: Iteration
     decoder: Decoder
     cache: CachePolicy
-    sampling: Sampling = field(default_factory=lambda: SAMPLINGS.build("standard"))
+    sampling: Sampling = field(default_factory=lambda: SAMPLINGS.build(USUAL))
 
     def __post_init__(self) -> None:
         check_types("iteration", self.iteration)
@@ -215,7 +216,7 @@ def check_methods(kind: str, part: Component) -> None:
             )
 
 
-def compose(model: Model, *, iteration: Any, decoder: Any, cache: Any, sampling: Any = "standard") -> Recipe:
+def compose(model: Model, *, iteration: Any, decoder: Any, cache: Any, sampling: Any = USUAL) -> Recipe:
     """A recipe from components, registered or not, names, or mappings `{"name": ..., option: ...}`."""
     return Recipe(
         model,

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from dinfer.recipe.registry import REGISTRIES
 
 ROOT = Path(__file__).parents[2]
 LINES, PARAMETERS = 60, 10  # of a function; kernels spell out their arguments
@@ -363,6 +366,27 @@ def test_the_step_is_read_in_half_an_hour() -> None:
     assert sum(len(node.names) for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)) <= 25
     functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
     assert max((node.end_lineno or 0) - node.lineno + 1 for node in functions) <= 40
+
+
+CORE_FOLDERS = ("engine", "memory", "parallel", "recipe", "startup", "step")
+EVERYDAY = {"block", "none"}  # words of messages too: these count where they are written as choices, cache=none
+NAMED = {("dinfer/recipe/recipe.py", "standard")}  # who composes a recipe in Python need not name a sampling
+
+
+def test_core_names_no_component() -> None:
+    """It asks what components can do, and queries the registries for what a message offers."""
+    registered = {(registry.kind, name) for registry in REGISTRIES for name in registry.names()}
+    written = {f"{kind}={name}" for kind, name in registered}
+    words = {name for _, name in registered} - EVERYDAY
+    found = set()
+    for path in (path for path in FILES if path.parts[len(ROOT.parts) + 1] in CORE_FOLDERS):
+        tree = ast.parse(path.read_text())
+        docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
+                named = {*re.findall(r"\w+=\w+", node.value)} & written | {*re.findall(r"\w+", node.value)} & words
+                found |= {(relative(path), name) for name in named}
+    assert found == NAMED
 
 
 def test_no_module_gives_a_constant_twice() -> None:
