@@ -178,10 +178,9 @@ class Answer:
 
     def opening(self) -> list[dict[str, Any]]:
         """The first pieces of a stream: the role in a chat, and what is echoed."""
-        if self.style.chat:
-            role = {"delta": {"role": "assistant", "content": ""}}
-            return [self._piece(row, role) for row in range(len(self.choices))]
-        return [piece for echo in self.echoes for piece in self.pieces(echo)]
+        role = {"delta": {"role": "assistant", "content": ""}}
+        roles = [self._piece(row, role) for row in range(len(self.choices))] if self.style.chat else []
+        return [*roles, *(piece for echo in self.echoes for piece in self.pieces(echo))]
 
     def pieces(self, event: Event) -> list[dict[str, Any]]:
         """Adds an event to the answer, and returns its pieces of the stream."""
@@ -212,7 +211,7 @@ class Answer:
 
     def _head(self, kind: str) -> dict[str, Any]:
         head = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
-        return head | ({"dinfer": {"echo": ECHO}} if self.echoes and self.style.logprobs else {})
+        return head | ({"dinfer": {"echo": ECHO}} if any(echo.logprobs for echo in self.echoes) else {})
 
     def _piece(
         self, row: int, body: dict[str, Any], logprobs: dict[str, Any] | None = None, last: Event | None = None

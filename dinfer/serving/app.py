@@ -173,7 +173,9 @@ def add_generation(app: FastAPI, server: Server) -> None:
         """Answers a conversation, whole or as server-sent events, like OpenAI's API."""
         served = server.catalogue.find(body.model, body.dinfer.decoder)
         prompt = await encoded(server, served, body.conversation, "messages", tools=body.tools, **body.ending)
-        return await generated(server, served, body, [prompt], body.top_logprobs or 0 if body.logprobs else None)
+        top = body.top_logprobs or 0 if body.logprobs else None
+        echoes = [Event(row, body.echoed) for row in range(body.choices)] if body.echoed else []
+        return await generated(server, served, body, [prompt], top, echoes)
 
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest) -> Response:

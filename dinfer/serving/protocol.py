@@ -46,8 +46,8 @@ NOT_SUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "suffix": (("",), "is not supported here. Use /v1/infill for text with gaps."),
     "include_reasoning": ((True, False), "is not supported: answers are not divided."),
     "separate_reasoning": ((True, False), "is not supported: answers are not divided."),
-    "truncation_side": (("left",), "is not supported: the last tokens are kept."),
     "prompt_logprobs": ((), "is not supported. Use echo with logprobs at /v1/completions."),
+    "logprob_token_ids": (([],), "is not supported. Use top_logprobs in a chat, logprobs in a completion."),
     "skip_special_tokens": ((True,), "is not supported: a canvas ends at its first special token."),
     "spaces_between_special_tokens": ((True,), "is not supported: answers hold no special tokens."),
     "chat_template_kwargs": (({},), "is not supported: templates get messages alone."),
@@ -147,6 +147,8 @@ class Generation(Sampled, HeldFields):
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None  # vLLM's, for load generators: a stop token does not end the answer
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None  # -1: leave room for the answer
+    truncation_side: Literal["left", "right"] = "left"  # where tokens are taken away
+    echo: bool = False  # the answer begins with the prompt, in a chat with the assistant's last message
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False  # log-probabilities name tokens by number
 
@@ -171,7 +173,7 @@ class Generation(Sampled, HeldFields):
     def _whole(self) -> Self:
         """What would change an answer after it was held to a form is refused."""
         held = self.held
-        for field in ("ignore_eos", "stop_token_ids", "allowed_token_ids", "bad_words", "min_tokens"):
+        for field in ("ignore_eos", "stop_token_ids", "allowed_token_ids", "bad_words", "min_tokens", "echo"):
             if held is not None and (value := getattr(self, field)):
                 raise refused(field, value, f"contradicts {held.field}, to which the answer is held")
         return self
@@ -266,6 +268,12 @@ class ChatRequest(Conversation, ToolFields, Generation):
         return self
 
     @property
+    def echoed(self) -> str:
+        """What each answer begins with: the last message if it is the assistant's and `echo` asks for it."""
+        last = self.messages[-1].plain()
+        return last["content"] if self.echo and last["role"] == "assistant" else ""
+
+    @property
     def length(self) -> tuple[str, int | None]:
         if self.max_completion_tokens is None:
             return super().length
@@ -292,7 +300,6 @@ class CompletionRequest(Generation):
     prompt: Text | Annotated[list[Text], Field(min_length=1)] | list[int] | list[list[int]]
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
-    echo: bool = False  # the answer begins with the prompt
 
     @model_validator(mode="after")
     def _something(self) -> Self:

@@ -93,12 +93,12 @@ class Served:
             raise self._too_long(field, f" needs {tokens} tokens")
 
     def truncated(self, prompt: list[int], asked: Generation) -> list[int]:
-        """The last tokens of a prompt, if the request limits them."""
+        """The last or first tokens of a prompt, if the request limits them."""
         if (most := asked.truncate_prompt_tokens) is None:
             return prompt
         if most == -1:
             most = max(self.max_length - (asked.length[1] or self.max_new_tokens), 1)
-        return prompt[-most:] if most else []
+        return prompt[:most] if asked.truncation_side == "right" else prompt[max(len(prompt) - most, 0) :]
 
     def options(self, asked: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
         """Per-request options by full name, from OpenAI's fields (`asked`) and those under `dinfer` (`own`)."""

@@ -68,6 +68,21 @@ def test_a_message_may_be_continued(client: Client) -> None:
     assert both.json()["error"]["param"] == "continue_final_message"
 
 
+def test_a_chat_echoes_the_message_that_it_continues(client: Client) -> None:
+    said = {"role": "assistant", "content": "Tom has"}
+    ask: dict[str, Any] = {"messages": [*ASK["messages"], said], "continue_final_message": True, "n": 2}
+    plain, echoed = (chat(client, **ask, echo=echo, logprobs=True).json() for echo in (False, True))
+    for one, other in zip(plain["choices"], echoed["choices"], strict=True):
+        assert other["message"]["content"] == "Tom has" + one["message"]["content"]
+        assert other["logprobs"] == one["logprobs"]
+    told = [piece["choices"][0] for piece in pieces(chat(client, **ask, echo=True, stream=True))]
+    for row in range(2):
+        text = "".join(one["delta"].get("content", "") for one in told if one["index"] == row)
+        assert text == echoed["choices"][row]["message"]["content"]
+    assert chat(client, echo=True).json()["choices"] == chat(client).json()["choices"], "the last message is the user's"
+    assert chat(client, **ask, echo=True, regex="a+").json()["error"]["param"] == "echo"
+
+
 def test_stop_tokens_and_stop_strings_end_an_answer_and_say_so(client: Client) -> None:
     whole = chat(client, return_token_ids=True, max_tokens=64).json()["choices"][0]
     assert whole["matched_stop"] == client.pipe.model.spec.eos_id and whole["finish_reason"] == "stop"
@@ -178,12 +193,26 @@ def test_usage_stands_in_every_piece_or_in_none(client: Client) -> None:
     assert all(told(include_usage=True, continuous_usage_stats=True))
 
 
+def test_usage_counts_the_tokens_whose_keys_were_there() -> None:
+    """The next turn of a conversation begins with whole blocks of the last one, if runtime.share keeps them."""
+    pipe = dinfer.load("tiny-llada2", device="cpu", runtime=dinfer.Runtime(rows=4, share=True))
+    turns = [{"role": "user", "content": f"{QUESTION} {QUESTION}"}]
+    with served(pipe=pipe) as found:
+        first = chat(found, messages=turns).json()
+        turns += [first["choices"][0]["message"], {"role": "user", "content": "And how many books?"}]
+        second = chat(found, messages=turns).json()
+    cached, again = (one["usage"]["prompt_tokens_details"]["cached_tokens"] for one in (first, second))
+    assert cached == 0 < again <= first["usage"]["total_tokens"] and again % pipe.model.spec.attention_block == 0
+
+
 def test_a_prompt_may_be_cut(client: Client) -> None:
     ask = {"model": "tiny", "prompt": "2 + 3 " * 200, "max_tokens": 16, "return_token_ids": True}
     ids = client.ask("/tokenize", {"model": "tiny", "prompt": ask["prompt"]}).json()["tokens"]
     for most, want in ((5, 5), (-1, 256 - 16)):
         (choice,) = client.ask(TEXT, ask | {"truncate_prompt_tokens": most}).json()["choices"]
         assert choice["prompt_token_ids"] == ids[-want:]
+    (choice,) = client.ask(TEXT, ask | {"truncate_prompt_tokens": 5, "truncation_side": "right"}).json()["choices"]
+    assert choice["prompt_token_ids"] == ids[:5]
     error = client.ask(TEXT, ask).json()["error"]
     assert "This model's maximum context length is 256 tokens" in error["message"] and error["param"] == "prompt"
 
