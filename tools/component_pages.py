@@ -203,7 +203,7 @@ def exactness(cache: Any) -> str:
         "every model": (0, 0), "block-causal models": (BLOCK, 1), "block-causal models in whole blocks": (BLOCK, BLOCK),
         "causal models": (1, 1),
     }  # fmt: skip
-    exact = [kind for kind, (block, grain) in kinds.items() if exact_with(cache, (0, block, False), grain)]
+    exact = [kind for kind, (block, alignment) in kinds.items() if exact_with(cache, (0, block, False), alignment)]
     if exact[:1] == ["every model"]:
         exact = exact[:1]
     elif "block-causal models" in exact:

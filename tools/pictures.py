@@ -121,13 +121,13 @@ def step() -> str:
         ("decoder.select", "which positions are committed", "part"),
         ("commits", "written by the step, within its rules", "box"),
         ("iteration.advance", "where the row goes on", "part"),
-        ("cache.stale", "whether it needs a refresh next", "part"),
+        ("cache.needs_full_pass", "whether it needs a refresh next", "part"),
     )
     parts, width, height, gap = [], 430, 34, 14
     for number, (name, what, kind) in enumerate(boxes):
         y = MARGIN + number * (height + gap)
         parts.append(f'<rect x="{MARGIN}" y="{y}" width="{width}" height="{height}" rx="6" class="{kind}"/>')
-        parts += [words(MARGIN + 12, y + 22, name), words(MARGIN + 140, y + 22, what, "dim")]
+        parts += [words(MARGIN + 12, y + 22, name), words(MARGIN + 170, y + 22, what, "dim")]
         if number:
             x = MARGIN + width / 2
             parts.append(f'<path d="M{x} {y - gap} V{y - 2} m-4 -5 l4 5 l4 -5" class="arrow"/>')

@@ -29,12 +29,12 @@ class Whole:
     It repeats key heads, since the fast kernels with a mask need as many as query heads.
     """
 
-    read_BX = None
+    needed_BX = None
 
     def __init__(self, pos_BW: Tensor, seen_BWS: Tensor | None) -> None:
         self.pos_BW, self.seen_BWS = pos_BW, seen_BWS
 
-    def __call__(self, layer: int, qkv: Projections, read_BX: Tensor | None = None) -> Tensor:
+    def __call__(self, layer: int, qkv: Projections, needed_BX: Tensor | None = None) -> Tensor:
         q_BWHE, *kv = queries_keys_values(qkv)
         k_BWHE, v_BWHE = (part.repeat_interleave(qkv.heads // part.shape[2], 2) for part in kv)
         return interval_attention(q_BWHE, k_BWHE, v_BWHE, self.seen_BWS)

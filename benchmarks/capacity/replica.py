@@ -251,7 +251,7 @@ def window_groups(
     if not found:
         needs = {i: StepWidth(2 * block if i < wide else block, least) for i in rows}
         found = grouped(Phase.WINDOW, needs, free=free, limit=limit, unit=block)
-    return [(len(group.slots), group.width) for group in found], any(group.settles for group in found)
+    return [(len(group.slots), group.width) for group in found], any(group.keys_only for group in found)
 
 
 @lru_cache(maxsize=65536)

@@ -16,7 +16,7 @@ from dinfer.kernels.canvas import rows_of
 from dinfer.step.ability import Ability, Step
 from dinfer.step.canvas import BlockView, Canvas
 from dinfer.step.parts import Parts
-from dinfer.step.scores import own_columns
+from dinfer.step.scores import needed_vocabulary
 from dinfer.step.shape import Extra, StepShape
 from dinfer.step.state import Entry
 
@@ -78,5 +78,5 @@ class Bias(Ability):
 
     def allow(self, step: Step, view: BlockView, logits_RLV: Tensor) -> Tensor:
         bias_NV = step.kept(Bias).bias_NV
-        bias_BV = own_columns(step).part(bias_NV.index_select(0, step.lanes.slot_B))
+        bias_BV = needed_vocabulary(step).part(bias_NV.index_select(0, step.lanes.slot_B))
         return logits_RLV + rows_of(bias_BV, step.shape.blocks)[:, None].to(logits_RLV.dtype)

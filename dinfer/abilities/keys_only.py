@@ -19,15 +19,15 @@ class KeyPasses(Ability):
         return cls() if shape.phase == Phase.PREFILL or shape.extra(KeysOnly) else None
 
     def ran(self, step: Step, run: Forward) -> None:
-        settled_B, lanes, prefill = run.window.settled_B, step.lanes, step.shape.phase == Phase.PREFILL
-        if settled_B is None:  # the cache has none
+        final_until_B, lanes, prefill = run.window.final_until_B, step.lanes, step.shape.phase == Phase.PREFILL
+        if final_until_B is None:  # the cache has none
             return
         kept_B = lanes.kept_B if run.window.kept_B is None else run.window.kept_B
-        rest_B = (settled_B < kept_B) & prefill  # a prefill continues in the next step where keys are missing
+        rest_B = (final_until_B < kept_B) & prefill  # a prefill continues in the next step where keys are missing
         passed = replace(
             lanes,
-            live_B=lanes.live_B & (settled_B >= 0),
-            kept_B=settled_B,
+            live_B=lanes.live_B & (final_until_B >= 0),
+            kept_B=final_until_B,
             forwards_B=lanes.forwards_B + 1,
             phase_B=torch.where(rest_B, int(Phase.PREFILL), int(Phase.WINDOW)),
         )

@@ -9,7 +9,7 @@ from dinfer.abilities.pacing import Moves
 from dinfer.step.ability import Ability, Step
 from dinfer.step.canvas import BlockView
 from dinfer.step.parts import Parts
-from dinfer.step.scores import own_columns
+from dinfer.step.scores import needed_vocabulary
 from dinfer.step.shape import StepShape
 
 
@@ -27,5 +27,5 @@ class Offering(Ability):
         return cls(tokens) if tokens else None
 
     def allow(self, step: Step, view: BlockView, logits_RLV: Tensor) -> Tensor:
-        own_columns(step).fill(logits_RLV, *self.tokens)
+        needed_vocabulary(step).fill(logits_RLV, *self.tokens)
         return logits_RLV

@@ -32,18 +32,18 @@ class LeavesDecoded:
 
 
 class Aligned(ABC):
-    """An iteration whose active blocks begin and end at multiples of `grain`, or where the canvas ends."""
+    """An iteration whose active blocks begin and end at multiples of `alignment`, or where the canvas ends."""
 
     @property
     @abstractmethod
-    def grain(self) -> int: ...
+    def alignment(self) -> int: ...
 
 
 class Pads(ABC):
     """An iteration that decodes positions behind the last that is asked for, so that all blocks are whole."""
 
     @abstractmethod
-    def spare(self, new_tokens: int) -> int:
+    def padding(self, new_tokens: int) -> int:
         """Positions decoded behind the last of `new_tokens`. Host side."""
 
 

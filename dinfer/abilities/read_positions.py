@@ -33,14 +33,14 @@ class ReadPositions(Ability):
 
     def feed(self, step: Step, run: Forward) -> None:
         lanes, logits_RL = step.shape.lanes, run.logits_RL
-        if step.shape.phase == Phase.PREFILL and run.window.settled_B is not None:
-            run.read_BX = logits_RL.new_empty(lanes, 0)
+        if step.shape.phase == Phase.PREFILL and run.window.final_until_B is not None:
+            run.needed_BX = logits_RL.new_empty(lanes, 0)
         elif scores_of(step.recipe.iteration) != "window":
-            run.read_BX = logits_RL.clamp_min(0).view(lanes, -1)
+            run.needed_BX = logits_RL.clamp_min(0).view(lanes, -1)
 
     def ran(self, step: Step, run: Forward) -> None:
         h_BWD, shape = run.h_BWD, step.shape
-        if run.decodes and run.read_BX is not None and h_BWD.shape[1] == run.read_BX.shape[1]:  # it left out the others
+        if run.decodes and run.needed_BX is not None and h_BWD.shape[1] == run.needed_BX.shape[1]:  # no other is there
             place_X = torch.arange(h_BWD.shape[1], device=h_BWD.device)
             place_RL = place_X.view(-1, shape.block).repeat(shape.lanes, 1)
             leaves = isinstance(step.recipe.cache, LeavesMasks)

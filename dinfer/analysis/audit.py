@@ -116,7 +116,7 @@ def audit(pipe: Pipeline, prompts: Sequence[Sequence[int]], *, max_new_tokens: i
     parts = {"iteration": recipe.iteration, "decoder": recipe.decoder, "cache": recipe.cache}
     names = {kind: repr(part) for kind, part in parts.items()}
     spec = recipe.model.spec
-    faithful = exact(recipe.cache, spec.frame, recipe.grain)
+    faithful = exact(recipe.cache, spec.attention_layout, recipe.alignment)
     if kv != "model":
         names["cache"], faithful = f"{names['cache']} with runtime.kv={kv}", False
     return Audit({"model": recipe.model.spec.family, **names}, faithful, samples, same / max(total, 1))

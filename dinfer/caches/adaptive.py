@@ -90,5 +90,5 @@ class AdaptiveCache(CachePolicy, Chooses, Watches):
         state["rate"].scatter_(1, index_BW, (distance_BW / steps_BW).to(state["rate"].dtype))
         state["when"].scatter_(1, index_BW, lanes.forwards_B[:, None].expand_as(index_BW))
 
-    def stale(self, lanes: RowCursors, moved: Moved, phase: Phase, state: State) -> Tensor | bool:
+    def needs_full_pass(self, lanes: RowCursors, moved: Moved, phase: Phase, state: State) -> Tensor | bool:
         return (lanes.forwards_B + 1) % self.prompt_interval == 0 if self.prompt_interval else False

@@ -35,5 +35,5 @@ class BlockCache(CachePolicy, RecomputesEveryKey):
     def plan(self, phase: Phase) -> WindowPlan:
         return PLAN
 
-    def stale(self, lanes: RowCursors, moved: Moved, phase: Phase, state: State) -> bool:
+    def needs_full_pass(self, lanes: RowCursors, moved: Moved, phase: Phase, state: State) -> bool:
         return False

@@ -169,5 +169,5 @@ class D2Cache(CachePolicy, Chooses, Follows, LeavesDecoded, LeavesMasks):
             told_BW = padded(torch.where(there_BW, pos_BW + shift, -1), size - 1)
             state["sure"].scatter_(1, told_BW, sure_BW)
 
-    def stale(self, lanes: RowCursors, moved: Moved, phase: Phase, state: State) -> bool:
+    def needs_full_pass(self, lanes: RowCursors, moved: Moved, phase: Phase, state: State) -> bool:
         return False

@@ -68,7 +68,7 @@ class DelayedCache(CachePolicy, Chooses, LeavesDecoded):
             flags_BS = flags_BS | near_BS
         return torch.ones_like(flags_BS) if phase == Phase.FULL else flags_BS
 
-    def stale(self, lanes: RowCursors, moved: Moved, phase: Phase, state: State) -> Tensor:
+    def needs_full_pass(self, lanes: RowCursors, moved: Moved, phase: Phase, state: State) -> Tensor:
         if not self.interval:
             return moved.entered_B
         return moved.entered_B | ((lanes.step_BK.amax(-1) + 1) % self.interval == 0)

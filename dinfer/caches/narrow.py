@@ -61,7 +61,7 @@ class NarrowBlock(NarrowWindow):
         narrow = phase == Phase.WINDOW
         return WindowPlan(None, None, keeps=True, front=(self.ahead + self.back) * narrow, behind=self.back * narrow)
 
-    def stale(self, lanes: RowCursors, moved: Moved, phase: Phase, state: State) -> bool:
+    def needs_full_pass(self, lanes: RowCursors, moved: Moved, phase: Phase, state: State) -> bool:
         return False
 
 
@@ -75,5 +75,5 @@ class NarrowDual(NarrowWindow):
             return WindowPlan(None, None)
         return WindowPlan(0, 0, front=self.ahead + self.back, behind=self.back)
 
-    def stale(self, lanes: RowCursors, moved: Moved, phase: Phase, state: State) -> Tensor:
+    def needs_full_pass(self, lanes: RowCursors, moved: Moved, phase: Phase, state: State) -> Tensor:
         return moved.entered_B

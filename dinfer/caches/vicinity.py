@@ -35,7 +35,7 @@ class VicinityCache(CachePolicy, RecomputesEveryKey):
     def fresh_state(self, spec: ModelSpec, length: int) -> State:
         return {"passes": torch.zeros((), dtype=torch.int64)}
 
-    def stale(self, lanes: RowCursors, moved: Moved, phase: Phase, state: State) -> Tensor:
+    def needs_full_pass(self, lanes: RowCursors, moved: Moved, phase: Phase, state: State) -> Tensor:
         passes_B = state["passes"]
         if phase == Phase.FULL:
             warm_B = passes_B < self.warmup

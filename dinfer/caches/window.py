@@ -31,7 +31,7 @@ class NoCache(CachePolicy, RecomputesEveryKey, KeepsNothing):
     def plan(self, phase: Phase) -> WindowPlan:
         return WindowPlan(None, None)
 
-    def stale(self, lanes: RowCursors, moved: Moved, phase: Phase, state: State) -> bool:
+    def needs_full_pass(self, lanes: RowCursors, moved: Moved, phase: Phase, state: State) -> bool:
         return True
 
 
@@ -53,7 +53,7 @@ class RefreshedCache(CachePolicy, RecomputesEveryKey):
     def fresh_state(self, spec: ModelSpec, length: int) -> State:
         return {"sweeps": torch.zeros((), dtype=torch.int64)} if self.interval else {}
 
-    def stale(self, lanes: RowCursors, moved: Moved, phase: Phase, state: State) -> Tensor:
+    def needs_full_pass(self, lanes: RowCursors, moved: Moved, phase: Phase, state: State) -> Tensor:
         if not self.interval:
             return moved.entered_B
         # A refresh and the window pass that follows it count as one sweep, as in dInfer.

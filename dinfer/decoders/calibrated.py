@@ -68,7 +68,7 @@ class Calibrated(Decoder):
         return {} if self.frequencies is None else {"surprise": surprise(Path(self.frequencies), spec.vocab)}
 
     def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
-        score_RL = stats.of("margin") if self.score == "margin" else stats.top_RL
+        score_RL = stats.stat("margin") if self.score == "margin" else stats.top_RL
         if self.frequencies is not None:
             score_RL = torch.minimum(score_RL * state["surprise"].gather(1, stats.token_RL), view.options["clip"])
         if self.sigma:

@@ -51,7 +51,7 @@ class EntropyBound(Decoder):
         check_range("decoder", self, "bound", least=0)
 
     def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
-        entropy_RL = stats.of("entropy").masked_fill(~view.masked_RL, float("inf"))
+        entropy_RL = stats.stat("entropy").masked_fill(~view.masked_RL, float("inf"))
         score_RL = self.scores(stats).masked_fill(~view.masked_RL, float("-inf"))
         if self.limits == "each":
             fits_RL = (entropy_RL < view.options["bound"]) | (descending_rank(score_RL) < view.at_least(1))
@@ -67,5 +67,5 @@ class EntropyBound(Decoder):
     def scores(self, stats: TokenStats) -> Tensor:
         """The larger the better. [R, L]"""
         if self.score == "margin":
-            return stats.of("margin")
-        return -stats.of("entropy") if self.score == "entropy" else stats.top_RL
+            return stats.stat("margin")
+        return -stats.stat("entropy") if self.score == "entropy" else stats.top_RL

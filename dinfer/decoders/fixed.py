@@ -68,7 +68,7 @@ class Fixed(Decoder):
         if self.score == "random":
             return uniform(view.seed_R[:, None], view.pos_RL, view.forward_R[:, None])
         if self.score == "entropy":
-            return -stats.of("entropy")
+            return -stats.stat("entropy")
         if self.score == "margin":
-            return stats.of("margin")
+            return stats.stat("margin")
         return -view.pos_RL.to(torch.float64)

@@ -70,7 +70,7 @@ class Renoise(Decoder, Adjusts):
         return logits_RLV.to(wide) / (low_R1 + (high_R1 - low_R1) * left_R1 / steps_R1)[..., None]
 
     def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
-        entropy_RL, best_RL = stats.of("entropy"), stats.of("best")
+        entropy_RL, best_RL = stats.stat("entropy"), stats.stat("best")
         sorted_RL, order_RL = entropy_RL.masked_fill(~view.masked_RL, float("inf")).sort(dim=-1, stable=True)
         before_RL = sorted_RL.cumsum(-1) - sorted_RL
         fits_RL = (before_RL <= view.options["bound"]) & sorted_RL.isfinite()

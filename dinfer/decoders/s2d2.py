@@ -168,7 +168,7 @@ class S2D2(Decoder, Adjusts, Verifies):
         if self.route == "span":
             enough_R = sure_R >= view.masked_RL.sum(-1).clamp_max(self.min_span)
             return (length_R >= self.min_span) | (~enough_R if self.unsure else torch.zeros_like(enough_R))
-        entropy_RL = stats.of("entropy") / math.log(state["chance"].table_NX.shape[-1])
+        entropy_RL = stats.stat("entropy") / math.log(state["chance"].table_NX.shape[-1])
         if self.route == "bandit":
             return self.explored(entropy_RL, view, state, span_RL)
         run_RL = torch.where(span_RL, self.estimated(stats, entropy_RL, state), torch.ones_like(entropy_RL))
@@ -185,13 +185,13 @@ class S2D2(Decoder, Adjusts, Verifies):
         """The chance that each draft token is accepted, in [0, 1]. [R, L]"""
         match self.estimator:
             case "margin":
-                chance_RL = stats.of("margin") > self.scale
+                chance_RL = stats.stat("margin") > self.scale
             case "entropy":
                 chance_RL = entropy_RL < self.scale
             case "confidence":
                 chance_RL = stats.top_RL.pow(self.scale)
             case "soft_margin":
-                chance_RL = self.scale * stats.of("margin")
+                chance_RL = self.scale * stats.stat("margin")
             case "soft_entropy":
                 chance_RL = (-self.scale * entropy_RL).exp()
             case "renyi":

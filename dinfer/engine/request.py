@@ -47,22 +47,22 @@ class Request:
     options: list[float] = field(default_factory=list)  # from `Recipe.resolve`, without defaults at the end
     gaps: list[bool] | None = None  # which positions of `prompt` to fill in; None: none
     stops: bool = True  # a generated stop token ends it, if the iteration says so
-    spare: int = 0  # positions behind all these, which are decoded and left out of the answer
+    padding: int = 0  # positions behind all these, which are decoded and left out of the answer
     more: dict[str, Any] = field(default_factory=dict)  # what abilities need of it, in plain values
 
     @property
     def asked(self) -> int:
-        """Positions without the spare ones."""
+        """Positions without the padding ones."""
         return len(self.prompt) + self.new_tokens
 
     @property
     def length(self) -> int:
-        return self.asked + self.spare
+        return self.asked + self.padding
 
     @property
     def masked(self) -> list[bool]:
         """Which positions to decode."""
-        return (self.gaps or [False] * len(self.prompt)) + [True] * (self.new_tokens + self.spare)
+        return (self.gaps or [False] * len(self.prompt)) + [True] * (self.new_tokens + self.padding)
 
     @property
     def text_behind_a_gap(self) -> bool:
@@ -78,7 +78,7 @@ class Request:
             if type(value) is not list or not {*map(type, value)} <= {each}:
                 what = "token ids (integers)" if each is int else "true or false for each token of the prompt"
                 raise ValueError(f"a request's {name} must be a list of {what}, not {value!r:.80}")
-        for name, count in (("new_tokens", self.new_tokens), ("spare", self.spare)):
+        for name, count in (("new_tokens", self.new_tokens), ("padding", self.padding)):
             if type(count) is not int or count < 0:
                 raise ValueError(f"a request's {name}={count!r:.80} must be an integer, 0 or more")
         if type(self.stops) is not bool:
@@ -119,8 +119,8 @@ class Request:
 
 
 def whole(request: Request) -> Request:
-    """The request with its spare positions in the answer, for callers that look at the canvas."""
-    return replace(request, new_tokens=request.new_tokens + request.spare, spare=0)
+    """The request with its padding positions in the answer, for callers that look at the canvas."""
+    return replace(request, new_tokens=request.new_tokens + request.padding, padding=0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,7 @@ class AlignedSweep(Iteration, Aligned):
         return start, min(end, length)
 
     @property
-    def grain(self) -> int:
+    def alignment(self) -> int:
         return self.block if self.grid.align and not self.grid.lead else 1
 
     def advance(self, lanes: RowCursors, after: BlockAfter, state: State) -> Moved:

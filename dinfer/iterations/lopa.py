@@ -52,7 +52,7 @@ class Lopa(MultiBlock, Branches):
     def value(self, stats: TokenStats) -> Tensor:
         if self.by == "confidence":
             return stats.top_RL
-        return stats.of("margin") if self.by == "margin" else -stats.of("entropy")
+        return stats.stat("margin") if self.by == "margin" else -stats.stat("entropy")
 
     def worth(self, value_BX: Tensor, masked_BX: Tensor, token_B: Tensor) -> Tensor:
         sorted_BX = value_BX.double().masked_fill(~masked_BX, float("inf")).sort(-1).values

@@ -47,7 +47,7 @@ class SelfConditionedSweep(AlignedSweep, Feeds, Pads):
             "that. Use iteration=blockwise, or smooth, which adds it to the mask token."
         )
 
-    def spare(self, new_tokens: int) -> int:
+    def padding(self, new_tokens: int) -> int:
         return -new_tokens % self.block
 
     @property

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dinfer.kernels.dispatch import native, use_triton
-from dinfer.kernels.types import FLOAT8, Grouped, Inputs
+from dinfer.kernels.types import FLOAT8, Grouped, InputFormat
 
 PIECE = 128  # queries whose attention over all keys `attention_received` holds at once
 
@@ -79,11 +79,11 @@ def neighbours(pages_BP: Tensor) -> slice | None:
 
 def paged_attention(
     q_BWHE: Tensor, k_PTGE: Tensor, v_PTGE: Tensor, pages_BP: Tensor, interval_BW: tuple[Tensor, Tensor],
-    own_BW: Tensor | None = None, takes: Inputs = "plain",
+    self_key_BW: Tensor | None = None, input_format: InputFormat = "plain",
 ) -> Tensor | Grouped:  # fmt: skip
-    """Interval attention over keys in pages of T positions. [B, W, H, E]; [B, W, H * E] in groups, if it `takes` these.
+    """Interval attention over keys in pages of T positions. [B, W, H, E]; [B, W, H * E] if that is the `input_format`.
 
-    Key s of a row is in page `pages_BP[row, s // T]`. `own_BW` is the place in the pool of one more key, which the
+    Key s of a row is in page `pages_BP[row, s // T]`. `self_key_BW` is the place in the pool of one more key, which the
     query sees whatever its interval; -1: none. Every query must see a key. Keys outside a query's interval must be
     finite, unless no other row shares their page.
     On CUDA, launch it right after `rotate_and_store` or after a kernel that is not ours: it reads its intervals before
@@ -92,12 +92,14 @@ def paged_attention(
     if use_triton(q_BWHE, "attention", q_BWHE.shape[-1]):
         from dinfer.kernels.triton import attention, hopper_attention
 
-        if own_BW is None and hopper_attention.pays(q_BWHE, k_PTGE, pages_BP, takes):
+        if self_key_BW is None and hopper_attention.pays(q_BWHE, k_PTGE, pages_BP, input_format):
             return hopper_attention.paged_attention(q_BWHE, k_PTGE, v_PTGE, pages_BP, *interval_BW)
-        return attention.paged_attention(q_BWHE, k_PTGE, v_PTGE, pages_BP, *interval_BW, own_BW, takes=takes)
+        return attention.paged_attention(
+            q_BWHE, k_PTGE, v_PTGE, pages_BP, *interval_BW, self_key_BW, input_format=input_format
+        )
     size = q_BWHE.shape[-1]
     kernels = native("attention", q_BWHE, k_PTGE)
-    if kernels is not None and own_BW is None and size % kernels.TILE == 0 and size <= kernels.WIDEST:
+    if kernels is not None and self_key_BW is None and size % kernels.TILE == 0 and size <= kernels.WIDEST:
         return kernels.attention(q_BWHE, k_PTGE, v_PTGE, pages_BP, *interval_BW)
     lanes, found = pages_BP.shape[0], neighbours(pages_BP)
     k_BSGE, v_BSGE = (
@@ -105,11 +107,13 @@ def paged_attention(
         for pool in (k_PTGE, v_PTGE)
     )
     seen_BWS = interval_mask(*interval_BW, k_BSGE.shape[1])
-    if own_BW is not None:  # one key for each query follows the others
-        own_k, own_v = (taken(pool.flatten(0, 1), own_BW.clamp_min(0)).to(q_BWHE.dtype) for pool in (k_PTGE, v_PTGE))
+    if self_key_BW is not None:  # one key for each query follows the others
+        own_k, own_v = (
+            taken(pool.flatten(0, 1), self_key_BW.clamp_min(0)).to(q_BWHE.dtype) for pool in (k_PTGE, v_PTGE)
+        )
         k_BSGE, v_BSGE = torch.cat((k_BSGE, own_k), 1), torch.cat((v_BSGE, own_v), 1)
-        own_BWW = torch.diag_embed(own_BW >= 0)
-        seen_BWS = torch.cat((seen_BWS, own_BWW), -1)
+        self_key_BWW = torch.diag_embed(self_key_BW >= 0)
+        seen_BWS = torch.cat((seen_BWS, self_key_BWW), -1)
     return interval_attention(q_BWHE, k_BSGE, v_BSGE, seen_BWS)
 
 

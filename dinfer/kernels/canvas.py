@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dinfer.kernels.dispatch import use_triton
-from dinfer.step.plan import Frame, Place, WindowPlan
+from dinfer.step.plan import AttentionLayout, Place, WindowPlan
 
 
 def span(first_B: Tensor, end_B: Tensor, width: int) -> Tensor:
@@ -22,12 +22,12 @@ def span(first_B: Tensor, end_B: Tensor, width: int) -> Tensor:
 
 
 def window_positions(
-    plan: WindowPlan, place_B: Place[Tensor], frame: Frame, *, width: int, active: int, prefill: bool,
-    settles: bool,
+    plan: WindowPlan, place_B: Place[Tensor], layout: AttentionLayout, *, width: int, active: int, prefill: bool,
+    keys_only: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """The positions of each row's window, and what the step does with the row.
 
-    A `prefill` computes the positions before the attention block with the first logits. With `settles`, a row that
+    A `prefill` computes the positions before the attention block with the first logits. With `keys_only`, a row that
     needs more than `width` computes as many of these as fit, and decodes nothing.
 
     Returns
@@ -35,17 +35,17 @@ def window_positions(
         whether `width` is enough, bool [B];
         where in the window the logits of each active position are, int64 [B, active], -1 if they are not computed;
         if the plan `keeps`, the end of the final keys after the step, int64 [B];
-        with `prefill` or `settles`, the end of the keys of a row that decodes nothing, int64 [B], -1 for others.
+        with `prefill` or `keys_only`, the end of the keys of a row that decodes nothing, int64 [B], -1 for others.
     """
     if use_triton(place_B[0], "canvas"):
         from dinfer.kernels.triton.canvas import window_positions as kernel
 
-        return kernel(place_B, width, active, frame, plan.numbers(frame[0]), prefill, settles)
-    (start_B, end_B, *_), (shift, block, from_prompt) = place_B, frame
-    first_B, stop_B, settled_B = plan.bounds(place_B, frame)
+        return kernel(place_B, width, active, layout, plan.numbers(layout[0]), prefill, keys_only)
+    (start_B, end_B, *_), (shift, block, from_prompt) = place_B, layout
+    first_B, stop_B, settled_B = plan.bounds(place_B, layout)
     grain = block or 1
     fits_B, only_B = stop_B - first_B <= width, None
-    if prefill or settles:
+    if prefill or keys_only:
         decodes_B = fits_B & (not prefill)
         piece_B = torch.minimum(first_B + width // grain * grain, settled_B)
         if prefill and from_prompt:  # the prompt is one attention block

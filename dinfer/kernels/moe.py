@@ -18,13 +18,13 @@ from dinfer.kernels.deferred import close, held, rows, rows_of, to_add, widened
 from dinfer.kernels.dispatch import use_native, use_triton
 from dinfer.kernels.linear import few, linear, round_rows, rounded, scaled_linear
 from dinfer.kernels.norm import geglu, swiglu
-from dinfer.kernels.types import Dealt, Deferred, Inputs, Matrices, Part, Parts, Plan, Rounded
+from dinfer.kernels.types import Dealt, Deferred, InputFormat, Matrices, Part, Parts, Plan, Rounded
 
 TILE = 16
 DEFERRED = 8192  # tokens up to which the consumer adds up the outputs of their experts
 TOGETHER = 1024  # tokens up to which a shared expert is one more of the experts; for more, cuBLAS is faster
 PIECE = 128  # values between gate and down that share a scale where they are rounded to float8
-Gate = Callable[[Deferred, Inputs], Deferred]
+Gate = Callable[[Deferred, InputFormat], Deferred]
 GATES: dict[Gate, str] = {swiglu: "silu", geglu: "gelu"}  # their names in the kernels
 
 
@@ -115,7 +115,7 @@ class ExpertWeight(ABC):
         return True
 
     @property
-    def takes(self) -> Inputs:
+    def input_format(self) -> InputFormat:
         """How a gate should leave the inputs."""
         return "plain"
 

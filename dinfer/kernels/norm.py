@@ -7,7 +7,7 @@ from torch import Tensor
 from dinfer.kernels.deferred import close, held, to_add
 from dinfer.kernels.dispatch import native, use_triton
 from dinfer.kernels.linear import round_rows
-from dinfer.kernels.types import Deferred, InGroups, Inputs, Share
+from dinfer.kernels.types import Deferred, InGroups, InputFormat, Share
 from dinfer.parallel.symmetric import Exchange
 
 
@@ -38,7 +38,7 @@ def add(x_BWD: Tensor, delta_BWD: Deferred) -> Tensor:
 
 
 def add_rms_norm(
-    x_BWD: Tensor, delta_BWD: Deferred | None, weight_D: Tensor, eps: float, inputs: Inputs = "plain"
+    x_BWD: Tensor, delta_BWD: Deferred | None, weight_D: Tensor, eps: float, inputs: InputFormat = "plain"
 ) -> tuple[Tensor, Deferred]:
     """s = x + delta (None: 0), and `rms_norm` of s in the form that the next layer takes. [B, W, D] each"""
     if use_triton(x_BWD, "norm"):
@@ -65,7 +65,7 @@ def _swap(x_BWD: Tensor, delta_BWD: Deferred) -> tuple[Exchange | None, Deferred
     return None, delta_BWD
 
 
-def swiglu(gate_up_BWX: Deferred, inputs: Inputs = "plain") -> Deferred:
+def swiglu(gate_up_BWX: Deferred, inputs: InputFormat = "plain") -> Deferred:
     """silu(gate) * up of the halves of the last dimension, in the form that the next layer takes. [B, W, 2M -> M]"""
     if use_triton(held(gate_up_BWX), "gate"):
         from dinfer.kernels.triton.norm import swiglu as kernel
@@ -78,13 +78,13 @@ def swiglu(gate_up_BWX: Deferred, inputs: Inputs = "plain") -> Deferred:
     return _as(F.silu(gate) * up, inputs)
 
 
-def geglu(gate_up_BWX: Deferred, inputs: Inputs = "plain") -> Deferred:
+def geglu(gate_up_BWX: Deferred, inputs: InputFormat = "plain") -> Deferred:
     """As `swiglu`, with the tanh approximation of GELU."""
     gate, up = close(gate_up_BWX).chunk(2, -1)
     return _as(F.gelu(gate, approximate="tanh") * up, inputs)
 
 
-def _as(x: Tensor, inputs: Inputs) -> Deferred:
+def _as(x: Tensor, inputs: InputFormat) -> Deferred:
     if inputs == "plain" or isinstance(inputs, InGroups):  # there the product rounds its inputs itself
         return x
     return round_rows(x)._replace(wide=x if inputs == "both" else None)

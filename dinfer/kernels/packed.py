@@ -22,7 +22,7 @@ from torch import Tensor
 from dinfer.kernels.deferred import close, held
 from dinfer.kernels.dispatch import multiplies_integers, use_native, use_triton
 from dinfer.kernels.moe import ExpertWeight, Gate
-from dinfer.kernels.types import GROUPED_ROWS, TILE, Deferred, Grouped, InGroups, Inputs, Part, Parts, Plan
+from dinfer.kernels.types import GROUPED_ROWS, TILE, Deferred, Grouped, InGroups, InputFormat, Part, Parts, Plan
 
 GROUPS = (128, 64, 32)
 PIECE = 1 << 24  # values that are packed at a time, so that their float32 copies need little memory
@@ -147,14 +147,14 @@ class PackedExperts(ExpertWeight):
         from dinfer.kernels.triton.packed_moe import expert_linear
 
         both_PX = expert_linear(_normed(x_ND), self.each, self.scale, plan, self.shared, by_token=True)
-        return gated(both_PX, down.takes)
+        return gated(both_PX, down.input_format)
 
     @property
     def able(self) -> bool:
         return multiplies_integers(self.each)
 
     @property
-    def takes(self) -> Inputs:
+    def input_format(self) -> InputFormat:
         return InGroups(inputs_of_group(self.each, self.scale))
 
     def mixed_rows(self, x_PK: Deferred, plan: Plan) -> Tensor:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from dinfer.step.stats import Columns
+from dinfer.step.stats import VocabularySlice
 
 MIX = (-7046029254386353131, -4658895280553007687, -7723592293110705685)  # odd 64-bit constants of splitmix64
 
@@ -48,7 +48,7 @@ def _shift(bits: Tensor, by: int) -> Tensor:
 
 
 def nucleus(
-    logits_RLV: Tensor, options: Mapping[str, Tensor], mask_id: int | None, top: int, columns: Columns
+    logits_RLV: Tensor, options: Mapping[str, Tensor], mask_id: int | None, top: int, columns: VocabularySlice
 ) -> Tensor:
     """The logits, -inf outside the `top_k` most likely tokens (0: all) and outside the nucleus of mass `top_p`, and
     where a token is less than `min_p` times as likely as the most likely one.

@@ -11,7 +11,7 @@ from torch import Tensor
 from dinfer.kernels.deferred import close, held, to_add
 from dinfer.kernels.dispatch import native, use_triton
 from dinfer.kernels.norm import rms_norm
-from dinfer.kernels.types import FLOAT8, LARGEST, Deferred, HeadNorm, Inputs, Projections, Table
+from dinfer.kernels.types import FLOAT8, LARGEST, Deferred, HeadNorm, InputFormat, Projections, Table
 
 
 def rotary_table(pos_BW: Tensor, dim: int, theta: float, dtype: torch.dtype, pairs: int | None = None) -> Table:
@@ -51,10 +51,11 @@ def rotate(x_BWXE: Tensor, table: Table) -> Tensor:
 
 
 def projections(
-    qkv_BWX: Deferred, size: int, heads: int, table: Table, norm: HeadNorm | None = None, takes: Inputs = "plain"
+    qkv_BWX: Deferred, size: int, heads: int, table: Table, norm: HeadNorm | None = None,
+    input_format: InputFormat = "plain",
 ) -> Projections:  # fmt: skip
     """Projections for `dinfer.step.model.Attend`: heads of `size` entries, the first `heads` of them queries."""
-    return Projections(to_add(qkv_BWX).unflatten(-1, (-1, size)), heads, table, norm, takes)
+    return Projections(to_add(qkv_BWX).unflatten(-1, (-1, size)), heads, table, norm, input_format)
 
 
 def queries_keys_values(x: Projections) -> tuple[Tensor, Tensor, Tensor]:

@@ -8,13 +8,13 @@ from torch import Tensor
 
 from dinfer.kernels.dispatch import use_triton
 from dinfer.kernels.random import gumbel
-from dinfer.step.stats import Columns, Draw, TokenStats
+from dinfer.step.stats import Draw, TokenStats, VocabularySlice
 
 
 def token_stats(
     logits_RLV: Tensor, mask_id: int | None, dtype: torch.dtype, *, entropy: bool = False, margin: bool = False,
-    best: bool = False, draw: Draw | None = None, wanted_RL: Tensor | None = None, columns: Columns | None = None,
-    drawn_RL: Tensor | None = None,
+    best: bool = False, draw: Draw | None = None, wanted_RL: Tensor | None = None,
+    columns: VocabularySlice | None = None, drawn_RL: Tensor | None = None,
 ) -> TokenStats:  # fmt: skip
     """The statistics. The softmax is computed in `dtype` or the logits' own, whichever is wider.
 
@@ -74,7 +74,7 @@ def whole(
     return stats.where(drawn_RL, drawn)
 
 
-def own_numbers(logits_RLO: Tensor, mask_id: int | None, columns: Columns) -> Tensor:
+def own_numbers(logits_RLO: Tensor, mask_id: int | None, columns: VocabularySlice) -> Tensor:
     """What the statistics need of a part of the vocabulary. [R, L, 8]
 
     The largest logit m, or NaN if a logit is NaN or infinite; the sums of e^(x - m) and of (x - m) e^(x - m); the best
@@ -91,7 +91,7 @@ def own_numbers(logits_RLO: Tensor, mask_id: int | None, columns: Columns) -> Te
     return torch.stack((whole_RL, power_RLO.sum(-1), slope_RL, best_RL, top_RL, second_RL, mask_RL, token_RL), -1)
 
 
-def own_draw(draw: Draw, mask_id: int | None, columns: Columns) -> Tensor:
+def own_draw(draw: Draw, mask_id: int | None, columns: VocabularySlice) -> Tensor:
     """What a draw needs of a part of the vocabulary. float64 [R, L, 4]
 
     The best score, its token, that token's logit in the belief, and the mask token's score.
@@ -102,10 +102,10 @@ def own_draw(draw: Draw, mask_id: int | None, columns: Columns) -> Tensor:
     return torch.stack((best_RL, (index_RL + columns.first).to(torch.float64), belief_RL, mask_RL), -1)
 
 
-def _best(value_RLO: Tensor, mask_id: int | None, columns: Columns) -> tuple[Tensor, Tensor, Tensor]:
+def _best(value_RLO: Tensor, mask_id: int | None, columns: VocabularySlice) -> tuple[Tensor, Tensor, Tensor]:
     """The mask token's value (-inf if another rank has it), the largest of the others, and its column. [R, L] each"""
     masks, mask_RL = () if mask_id is None else (mask_id,), torch.full_like(value_RLO[..., 0], float("-inf"))
-    for own_RL in columns.of(value_RLO, *masks):
+    for own_RL in columns.at(value_RLO, *masks):
         mask_RL, value_RLO = own_RL, value_RLO.clone()
     columns.fill(value_RLO, *masks)
     index_RL = value_RLO.argmax(-1)

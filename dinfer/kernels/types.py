@@ -156,7 +156,7 @@ class InGroups(NamedTuple):
 
 
 GROUPED_ROWS = 512
-Inputs = Literal["plain", "rounded", "both"] | InGroups
+InputFormat = Literal["plain", "rounded", "both"] | InGroups
 """How a layer takes its input rows: as they are, rounded to float8, both, or in groups of 8-bit integers."""
 
 
@@ -179,4 +179,4 @@ class Projections(NamedTuple):
     heads: int  # query heads
     table: Table
     norm: HeadNorm | None = None
-    takes: Inputs = "plain"  # how the layer behind the attention takes its inputs
+    input_format: InputFormat = "plain"  # how the layer behind the attention takes its inputs

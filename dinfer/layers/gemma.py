@@ -60,15 +60,15 @@ class Attention(nn.Module):
         self.parts = [self.heads, *(ranks.heads(count) for count in kv_heads)]
         self.out.ranks = ranks
 
-    def forward(self, x_BWD: Tensor, table: Table, attend: Attend, read_BX: Tensor | None) -> Tensor:
-        """[B, W, D] -> [B, W, D], or of the places `read_BX` alone, [B, X, D]"""
+    def forward(self, x_BWD: Tensor, table: Table, attend: Attend, needed_BX: Tensor | None) -> Tensor:
+        """[B, W, D] -> [B, W, D], or of the places `needed_BX` alone, [B, X, D]"""
         q, k, *rest = self.qkv(x_BWD).unflatten(-1, (-1, self.head_dim)).split(self.parts, 2)
         v = wide_rms_norm(rest[0] if rest else k, None, self.eps)
         # `attend` divides by sqrt(E), and this model does not.
         weight_E = self.q_norm.weight.to(torch.promote_types(q.dtype, torch.float32)) * self.head_dim**0.5
         q = wide_rms_norm(q, weight_E, self.eps)
         qkv_BWXE = torch.cat((q, self.k_norm(k), v), 2)
-        seen_BXHE = attend(self.layer, Projections(qkv_BWXE, self.heads, table), read_BX)
+        seen_BXHE = attend(self.layer, Projections(qkv_BWXE, self.heads, table), needed_BX)
         return self.out(seen_BXHE.flatten(2)) if seen_BXHE.shape[1] else x_BWD[:, :0]
 
 
@@ -122,12 +122,12 @@ class Block(nn.Module):
         self.scale = nn.Parameter(torch.ones(2))  # of the encoder, of the decoder
 
     def forward(
-        self, x_BWD: Tensor, table: Table, attend: Attend, context_BW1: Tensor, read_BX: Tensor | None
+        self, x_BWD: Tensor, table: Table, attend: Attend, context_BW1: Tensor, needed_BX: Tensor | None
     ) -> Tensor:
-        """[B, W, D] -> [B, W, D], or of the places `read_BX` alone, [B, X, D]"""
-        seen_BWD = self.attention(self.attn_norm(x_BWD), table, attend, read_BX)
-        if read_BX is not None:
-            x_BWD, context_BW1 = at(x_BWD, read_BX), at(context_BW1, read_BX)
+        """[B, W, D] -> [B, W, D], or of the places `needed_BX` alone, [B, X, D]"""
+        seen_BWD = self.attention(self.attn_norm(x_BWD), table, attend, needed_BX)
+        if needed_BX is not None:
+            x_BWD, context_BW1 = at(x_BWD, needed_BX), at(context_BW1, needed_BX)
         if x_BWD.shape[1] == 0:
             return x_BWD
         x_BWD = x_BWD + self.attn_out_norm(seen_BWD)
@@ -204,8 +204,8 @@ class Gemma(nn.Module):
         if spec.local is not None:
             near = rotary_table(pos_BW, spec.local.head_dim, spec.local.rope_theta, x_BWD.dtype)
         for block in self.blocks:
-            read_BX = attend.read_BX if block is self.blocks[-1] else None
-            x_BWD = block(x_BWD, near if block.local else far, attend, context_BW1, read_BX)
+            needed_BX = attend.needed_BX if block is self.blocks[-1] else None
+            x_BWD = block(x_BWD, near if block.local else far, attend, context_BW1, needed_BX)
         return x_BWD
 
     def logits(self, h_BLD: Tensor) -> Tensor:

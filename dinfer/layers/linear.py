@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from dinfer.kernels.deferred import close, share
 from dinfer.kernels.dispatch import on_own_device
 from dinfer.kernels.moe import ExpertWeight
-from dinfer.kernels.types import Deferred, Inputs, Summing
+from dinfer.kernels.types import Deferred, InputFormat, Summing
 from dinfer.layers.formats.format import FORMATS, Format, Weight
 from dinfer.layers.formats.plain import PLAIN
 
@@ -46,9 +46,9 @@ class Linear(Formatted, nn.Linear):
         self.ranks: Summing | None = None
 
     @property
-    def takes(self) -> Inputs:
+    def input_format(self) -> InputFormat:
         """How whatever makes the inputs should leave them."""
-        return self.formats["weight"].takes(self.weight_of("weight"))
+        return self.formats["weight"].input_format(self.weight_of("weight"))
 
     def forward(self, x: Deferred) -> Tensor:
         return close(self.deferred(x, parts=False))

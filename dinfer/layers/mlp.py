@@ -7,7 +7,7 @@ from dinfer.kernels.deferred import close, share
 from dinfer.kernels.dispatch import untraced
 from dinfer.kernels.moe import Gate, Shared, block_experts, expert_mixture, route, wide_linear
 from dinfer.kernels.norm import swiglu
-from dinfer.kernels.types import Dealt, Deferred, InGroups, Inputs, Summing
+from dinfer.kernels.types import Dealt, Deferred, InGroups, InputFormat, Summing
 from dinfer.layers.formats.plain import PLAIN
 from dinfer.layers.linear import Formatted, Linear
 from dinfer.parallel.ranks import Ranks
@@ -24,9 +24,9 @@ class GatedMLP(nn.Module):
         self.down = Linear(width, hidden)
 
     @property
-    def takes(self) -> Inputs:
+    def input_format(self) -> InputFormat:
         """How whatever makes the inputs should leave them."""
-        return self.gate_up.takes
+        return self.gate_up.input_format
 
     def join(self, ranks: Ranks) -> None:
         """Each rank has a part of the width."""
@@ -34,7 +34,7 @@ class GatedMLP(nn.Module):
 
     def forward(self, x_BWD: Deferred, pos_BW: Tensor | None = None) -> Deferred:
         """[B, W, D] -> [B, W, D]"""
-        return self.down.deferred(self.gated(self.gate_up.deferred(x_BWD), self.down.takes))
+        return self.down.deferred(self.gated(self.gate_up.deferred(x_BWD), self.down.input_format))
 
 
 def dealt_to(ranks: Ranks, experts: int) -> Dealt | None:
@@ -68,9 +68,9 @@ class Experts(Formatted):
         self.ranks, self.dealt = ranks, dealt_to(ranks, self.experts.experts)
 
     @property
-    def takes(self) -> Inputs:
+    def input_format(self) -> InputFormat:
         """How whatever makes the inputs should leave them; the router takes them as they are."""
-        inputs = self.formats["gate_up"].takes(self.weight_of("gate_up"))
+        inputs = self.formats["gate_up"].input_format(self.weight_of("gate_up"))
         if isinstance(inputs, InGroups):
             return inputs._replace(both=True)
         return "both" if inputs == "rounded" else "plain"
@@ -81,7 +81,7 @@ class Experts(Formatted):
         chosen_NC, weights_NC = self.route(wide_linear(x_BWD, self.router.weight), pos_BW)
         shared, mlp = None, self.shared
         if mlp is not None:
-            as_made = mlp.takes == "rounded"  # then rows that come rounded are not rounded again
+            as_made = mlp.input_format == "rounded"  # then rows that come rounded are not rounded again
             own = mlp.gate_up.expert("weight"), mlp.down.expert("weight")
             shared = Shared(lambda x_ND: close(mlp(x_ND if as_made else close(x_ND))), *own)
         weights = self.expert("gate_up"), self.expert("down")

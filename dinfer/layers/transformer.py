@@ -81,34 +81,34 @@ class Block(nn.Module):
 
     def forward(
         self, x_BWD: Tensor, delta_BWD: Deferred | None, table: Table, attend: Attend, pieces: Pieces,
-        read_BX: Tensor | None,
+        needed_BX: Tensor | None,
     ) -> tuple[Tensor, Deferred | None]:  # fmt: skip
         """Takes and returns the residual stream as a sum of two, so that the add is part of the next norm.
 
-        `pieces` are `before` and `after`, compiled or not. `read_BX`: the places that it returns; None: all.
+        `pieces` are `before` and `after`, compiled or not. `needed_BX`: the places that it returns; None: all.
         """
         before, after = pieces
         norm = None if self.qk_norm is None else HeadNorm(self.qk_norm.weight, self.spec.norm_eps)
         x_BWD, qkv_BWX = before(self, x_BWD, delta_BWD)
-        takes = self.out.takes if after is Block.after else "plain"  # what is compiled takes tensors
+        takes = self.out.input_format if after is Block.after else "plain"  # what is compiled takes tensors
         qkv = projections(qkv_BWX, self.spec.head_dim, self.heads, table, norm, takes)
-        seen_BXHE = attend(self.layer, qkv, read_BX)
-        if read_BX is None:
+        seen_BXHE = attend(self.layer, qkv, needed_BX)
+        if needed_BX is None:
             return after(self, x_BWD, seen_BXHE, attend.pos_BW)
-        if read_BX.shape[1] == 0:
+        if needed_BX.shape[1] == 0:
             return x_BWD[:, :0], None
-        return after(self, at(x_BWD, read_BX), seen_BXHE, at(attend.pos_BW, read_BX))
+        return after(self, at(x_BWD, needed_BX), seen_BXHE, at(attend.pos_BW, needed_BX))
 
     def before(self, x_BWD: Tensor, delta_BWD: Deferred | None) -> tuple[Tensor, Deferred]:
         """The residual stream, and queries, keys and values. [B, W, D], [B, W, X]"""
-        x_BWD, h_BWD = add_rms_norm(x_BWD, delta_BWD, self.attn_norm.weight, self.spec.norm_eps, self.qkv.takes)
+        x_BWD, h_BWD = add_rms_norm(x_BWD, delta_BWD, self.attn_norm.weight, self.spec.norm_eps, self.qkv.input_format)
         return x_BWD, self.qkv.deferred(h_BWD)
 
     def after(self, x_BWD: Tensor, seen_BWHE: Tensor | Grouped, pos_BW: Tensor) -> tuple[Tensor, Deferred]:
         """Output projection of the attention, and MLP: the residual stream as a sum of two."""
         seen_BWX = seen_BWHE if isinstance(seen_BWHE, Grouped) else seen_BWHE.flatten(2)
         delta_BWD, eps = self.out.deferred(seen_BWX), self.spec.norm_eps
-        x_BWD, h_BWD = add_rms_norm(x_BWD, delta_BWD, self.mlp_norm.weight, eps, self.mlp.takes)
+        x_BWD, h_BWD = add_rms_norm(x_BWD, delta_BWD, self.mlp_norm.weight, eps, self.mlp.input_format)
         return x_BWD, self.mlp(h_BWD, pos_BW)
 
 
@@ -171,8 +171,8 @@ class Transformer(nn.Module):
         table = rotary_table(attend.pos_BW, rope_dim, self.spec.rope_theta, x_BWD.dtype)
         delta_BWD: Deferred | None = None
         for block in self.blocks:
-            read_BX = attend.read_BX if block is self.blocks[-1] else None
-            x_BWD, delta_BWD = block(x_BWD, delta_BWD, table, attend, self.pieces, read_BX)
+            needed_BX = attend.needed_BX if block is self.blocks[-1] else None
+            x_BWD, delta_BWD = block(x_BWD, delta_BWD, table, attend, self.pieces, needed_BX)
         return x_BWD if delta_BWD is None else add(x_BWD, delta_BWD)
 
     def logits(self, h_BLD: Tensor) -> Tensor:
@@ -181,7 +181,7 @@ class Transformer(nn.Module):
 
     def own_logits(self, h_BLD: Tensor) -> Tensor:
         """See `dinfer.step.model.Divided`."""
-        inputs = "plain" if self.head is None else self.head.takes
+        inputs = "plain" if self.head is None else self.head.input_format
         normed_BLD = add_rms_norm(h_BLD, None, self.norm.weight, self.spec.norm_eps, inputs)[1]
         return self.embedding.logits(normed_BLD) if self.head is None else self.head(normed_BLD)
 
@@ -232,7 +232,7 @@ class WholeAttend:
     context_BW: Tensor | None = None
     local: tuple[int, ...] = ()  # layers that see `near_BWS` instead
     near_BWS: Tensor | None = None
-    read_BX: None = None  # all hidden states are
+    needed_BX: None = None  # all hidden states are
 
-    def __call__(self, layer: int, qkv: Projections, read_BX: Tensor | None = None) -> Tensor:
+    def __call__(self, layer: int, qkv: Projections, needed_BX: Tensor | None = None) -> Tensor:
         return interval_attention(*queries_keys_values(qkv), self.near_BWS if layer in self.local else self.seen_BWS)

@@ -49,7 +49,7 @@ class KVPool:
     table_NP: Tensor  # int64, the pages of each slot in order of position; behind all slots, those of their twins
     local: KVPool | None  # the same pages for the layers with local attention, whose heads differ; J counts those alone
     layers: tuple[tuple[bool, int], ...]  # of each layer of the model: whether it is local, and which of its kind
-    candidates: int = 0  # page sets of each slot beside those of its request, for `forked` and `beside`; at the end
+    candidates: int = 0  # page sets of each slot beside its request's, for `forked` and `spare_places`; at the end
     fork: int = 0  # pages of such a set
     ranks: Ranks = ALONE  # each holds the key heads of its query heads
 
@@ -89,7 +89,7 @@ class KVPool:
         """The slot of a guided request's second branch. It has pages and nothing else."""
         return slot + self.table_NP.shape[0] // 2
 
-    def of(self, layer: int) -> tuple[Tensor, Tensor, bool]:
+    def layer(self, layer: int) -> tuple[Tensor, Tensor, bool]:
         """Keys and values of a layer, [P, T, G, E] each, and whether its attention is local."""
         near, index = self.layers[layer]
         pool = self.local if near and self.local is not None else self
@@ -147,13 +147,13 @@ class KVPool:
     def attend(
         self, slot_B: Tensor, pos_BW: Tensor, interval_BW: tuple[Tensor, Tensor], pages: int,
         *, place_BW: Tensor | None = None, local_BW: tuple[Tensor, Tensor] | None = None,
-        context_BW: Tensor | None = None, table_NP: Tensor | None = None, alone: int = 0,
+        context_BW: Tensor | None = None, table_NP: Tensor | None = None, self_keys: int = 0,
     ) -> PagedAttend:  # fmt: skip
         """Attention of the queries at `pos_BW` over the first `pages` pages of their rows.
 
         `place_BW`: where their keys are kept, if not at these positions; `interval_BW` is one of places, too.
         `local_BW`: the interval in layers with local attention. `context_BW`: see `dinfer.step.model.Attend`.
-        `table_NP`: the pages of each slot, if not those of requests. The keys of the last `alone` queries are kept
+        `table_NP`: the pages of each slot, if not those of requests. The keys of the last `self_keys` queries are kept
         beside the canvas: each is seen by its own query and by no other.
         """
         kept_BW = pos_BW if place_BW is None else place_BW
@@ -162,14 +162,15 @@ class KVPool:
             page=self.page, pages=pages, null=NULL, scratch=SCRATCH,
         )  # fmt: skip
         near_BW = None if local_BW is None else _contiguous(local_BW)
-        own_BW = None
-        if alone:
-            own_BW = torch.cat((torch.full_like(pos_BW[:, alone:], -1), self.beside(slot_B, alone)), 1)
-            write_X = torch.where(own_BW < 0, write_X.view_as(own_BW), own_BW).flatten()
+        self_key_BW = None
+        if self_keys:
+            none_BX = torch.full_like(pos_BW[:, self_keys:], -1)
+            self_key_BW = torch.cat((none_BX, self.spare_places(slot_B, self_keys)), 1)
+            write_X = torch.where(self_key_BW < 0, write_X.view_as(self_key_BW), self_key_BW).flatten()
         interval_BW = _contiguous(interval_BW)
-        return PagedAttend(self, pos_BW, write_X, pages_BP, interval_BW, near_BW, context_BW, own_BW=own_BW)
+        return PagedAttend(self, pos_BW, write_X, pages_BP, interval_BW, near_BW, context_BW, self_key_BW=self_key_BW)
 
-    def beside(self, slot_B: Tensor, count: int) -> Tensor:
+    def spare_places(self, slot_B: Tensor, count: int) -> Tensor:
         """Places in the pool that belong to the slots and to no position of their requests. int64 [B, count]"""
         place_X = torch.arange(count, device=slot_B.device)
         return (self._first_beside() + slot_B * self.candidates * self.fork)[:, None] * self.page + place_X
@@ -195,44 +196,46 @@ class PagedAttend:
     interval_BW: tuple[Tensor, Tensor]
     local_BW: tuple[Tensor, Tensor] | None = None  # the interval in layers with local attention
     context_BW: Tensor | None = None
-    own_BW: Tensor | None = None  # int64, place in the pool of the key that a query sees beside its interval; -1: none
+    self_key_BW: Tensor | None = None  # int64, place in the pool of a key that a query also sees; -1: none
     queries: list[Tensor] | None = None  # those of each layer, for a cache that `follows`; None: they are not kept
-    read_BX: Tensor | None = None  # int64, which of the W hidden states are read, see `dinfer.step.model.Model`
+    needed_BX: Tensor | None = None  # int64, which of the W hidden states are read, see `dinfer.step.model.Model`
 
     @property
     def layers(self) -> int:
         return len(self.queries or ())
 
-    def reading(self, read_BX: Tensor | None) -> PagedAttend:
+    def reading(self, needed_BX: Tensor | None) -> PagedAttend:
         """The same for a forward of which these hidden states are read, in all lanes that stand for one row."""
-        if read_BX is None:
+        if needed_BX is None:
             return self
-        return replace(self, read_BX=read_BX.repeat(self.pos_BW.shape[0] // read_BX.shape[0], 1))
+        return replace(self, needed_BX=needed_BX.repeat(self.pos_BW.shape[0] // needed_BX.shape[0], 1))
 
     def received(self, layer: int, weight_BW: Tensor) -> Tensor:
         """See `dinfer.step.model.Followed`; only with `queries`."""
         assert self.queries is not None
-        keys = self.pool.of(layer)[0]
+        keys = self.pool.layer(layer)[0]
         got_BS = attention_received(self.queries[layer], keys, self.pages_BP, self.interval_BW, weight_BW)
         return self.pool.ranks.all_reduce(got_BS) / self.pool.ranks.size
 
     def values(self) -> Tensor:
         """The last layer's values at the queries' positions, of all ranks; anything at padding. [B, W, G * E]"""
-        v_XGE = taken(self.pool.of(-1)[1].flatten(0, 1), self.write_X)
+        v_XGE = taken(self.pool.layer(-1)[1].flatten(0, 1), self.write_X)
         return self.pool.ranks.all_gather(v_XGE.view(*self.pos_BW.shape, -1)).movedim(0, -2).flatten(-2)
 
-    def __call__(self, layer: int, qkv: Any, read_BX: Tensor | None = None) -> Any:
-        k_PTGE, v_PTGE, near = self.pool.of(layer)
+    def __call__(self, layer: int, qkv: Any, needed_BX: Tensor | None = None) -> Any:
+        k_PTGE, v_PTGE, near = self.pool.layer(layer)
         interval_BW = self.local_BW if near and self.local_BW is not None else self.interval_BW
         pools = k_PTGE.flatten(0, 1), v_PTGE.flatten(0, 1)
         q_BWHE = rotate_and_store(qkv, *pools, self.write_X)
         if self.queries is not None:
             self.queries.append(q_BWHE)
-        if read_BX is None:
-            return paged_attention(q_BWHE, k_PTGE, v_PTGE, self.pages_BP, interval_BW, self.own_BW, qkv.takes)
-        if read_BX.shape[1] == 0:
+        if needed_BX is None:
+            return paged_attention(
+                q_BWHE, k_PTGE, v_PTGE, self.pages_BP, interval_BW, self.self_key_BW, qkv.input_format
+            )
+        if needed_BX.shape[1] == 0:
             return q_BWHE[:, :0]
-        start_BX, end_BX = (at(bound_BW, read_BX) for bound_BW in interval_BW)
-        own_BX = None if self.own_BW is None else at(self.own_BW, read_BX)
-        q_BXHE = at(q_BWHE, read_BX)  # the last of them: no interval may be written right before `paged_attention`
-        return paged_attention(q_BXHE, k_PTGE, v_PTGE, self.pages_BP, (start_BX, end_BX), own_BX, qkv.takes)
+        start_BX, end_BX = (at(bound_BW, needed_BX) for bound_BW in interval_BW)
+        self_key_BX = None if self.self_key_BW is None else at(self.self_key_BW, needed_BX)
+        q_BXHE = at(q_BWHE, needed_BX)  # the last of them: no interval may be written right before `paged_attention`
+        return paged_attention(q_BXHE, k_PTGE, v_PTGE, self.pages_BP, (start_BX, end_BX), self_key_BX, qkv.input_format)

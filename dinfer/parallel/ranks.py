@@ -20,7 +20,7 @@ except ImportError:  # its name before torch 2.12
 
 from dinfer.parallel.split import WHOLE, Rank, Section
 from dinfer.parallel.symmetric import Exchange, SymmetricSum
-from dinfer.step.stats import Columns
+from dinfer.step.stats import VocabularySlice
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +59,11 @@ class Ranks:
         """The tokens `[first, end)` whose rows of embedding and head this rank holds."""
         return Section("vocab", vocab).share(self.rank)
 
-    def columns(self, vocab: int) -> Columns:
+    def columns(self, vocab: int) -> VocabularySlice:
         """What this rank's own logits stand for."""
         first, end = self.vocabulary(vocab)
         gather = None if self.size == 1 else self.all_gather
-        return Columns(first, end - first, -(-vocab // self.size), gather, self.index)
+        return VocabularySlice(first, end - first, -(-vocab // self.size), gather, self.index)
 
     def vocabularies(self, vocab: int) -> list[int]:
         """How many tokens each rank holds."""

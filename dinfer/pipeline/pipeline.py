@@ -78,7 +78,7 @@ class Pipeline:
     def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None, runtime: Runtime) -> None:
         self.recipe, self.tokenizer = recipe, tokenizer
         spec = recipe.model.spec
-        _tell_if_inexact(spec.family, spec.frame, recipe.cache, recipe.grain)
+        _tell_if_inexact(spec.family, spec.attention_layout, recipe.cache, recipe.alignment)
         self.engine = Engine(recipe, runtime)
 
     @property
@@ -318,9 +318,9 @@ class Pipeline:
             raise ValueError(f"prompt {index}: max_new_tokens={new_tokens} must be at least 1")
         room = max(self.engine.max_length - len(ids) - new_tokens, 0)
         iteration = self.recipe.iteration
-        spare = min(iteration.spare(new_tokens) if isinstance(iteration, Pads) else 0, room)
+        padding = min(iteration.padding(new_tokens) if isinstance(iteration, Pads) else 0, room)
         more = {} if language is None else {"language": InLanguage(language, len(ids), len(ids) + new_tokens)}
-        return self._checked(f"prompt {index}", options, Request(ids, new_tokens, spare=spare, more=more))
+        return self._checked(f"prompt {index}", options, Request(ids, new_tokens, padding=padding, more=more))
 
     @staticmethod
     def _each(encode: Callable[[Any], list[int]], values: Any, what: str) -> list[list[int]]:
@@ -451,9 +451,9 @@ def _chosen(model: Any, preset: str | None) -> tuple[Any, dict[str, Any]]:
 
 
 @cache
-def _tell_if_inexact(family: str, frame: tuple[int, int, bool], cache: CachePolicy, grain: int) -> None:
+def _tell_if_inexact(family: str, layout: tuple[int, int, bool], cache: CachePolicy, alignment: int) -> None:
     """Warns, once, of a cache that changes what a model with an exact one sees."""
-    if frame[1] and not exact(cache, frame, grain):
+    if layout[1] and not exact(cache, layout, alignment):
         logging.getLogger(__name__).warning(
             "%s keeps keys that this model (%s) would compute anew, so answers may differ. Exact are cache=none, and "
             "cache=block with iteration=%s, or with blocks that end where the model's attention blocks do",

@@ -143,12 +143,12 @@ class Recipe:
         return self.model.ranks if isinstance(self.model, Divided) else ALONE
 
     @property
-    def grain(self) -> int:
+    def alignment(self) -> int:
         """Active blocks begin and end at multiples of this, counted from where attention blocks are counted from."""
         iteration = self.iteration
         if self.model.spec.prompt_block:
             return iteration.block
-        return iteration.grain if isinstance(iteration, Aligned) else 1
+        return iteration.alignment if isinstance(iteration, Aligned) else 1
 
     @property
     def scores_open(self) -> bool:

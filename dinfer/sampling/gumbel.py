@@ -18,7 +18,7 @@ from dinfer.kernels.random import noise, nucleus
 from dinfer.recipe.registry import SAMPLINGS, check_range, option
 from dinfer.step.contracts import BlockView, ModelSpec, Options
 from dinfer.step.parts import Sampling
-from dinfer.step.stats import Columns, Draw
+from dinfer.step.stats import Draw, VocabularySlice
 
 LEAST, MOST = 1e-3, 1e3  # of numbers that logits are divided by or multiplied with, which then stay finite
 CUTS: dict[str, float] = {"temperature": 0, "top_k": 0, "top_p": 1, "min_p": 0}  # which leave the distribution as it is
@@ -110,21 +110,21 @@ class StandardSampling(Sampling):
         return options["temperature"] == 0 or options["top_k"] == 1
 
     def adjust(
-        self, logits_RLV: Tensor, view: BlockView, options: Options, spec: ModelSpec, columns: Columns
+        self, logits_RLV: Tensor, view: BlockView, options: Options, spec: ModelSpec, columns: VocabularySlice
     ) -> Tensor:
         logits_RLV = logits_RLV.clone()
         columns.fill(logits_RLV, *self.suppress)
-        _rule_out(columns.of(logits_RLV, spec.eos_id), options["ban_eos"])
+        _rule_out(columns.at(logits_RLV, spec.eos_id), options["ban_eos"])
         early_RL = view.pos_RL < view.prompt_R[:, None] + options["min_tokens"]
-        _rule_out(columns.of(logits_RLV, *spec.stop_ids), early_RL)
+        _rule_out(columns.at(logits_RLV, *spec.stop_ids), early_RL)
         return logits_RLV
 
     def draw(
         self, logits_RLV: Tensor, count_RV: Tensor, view: BlockView, options: Options, spec: ModelSpec, top: int,
-        columns: Columns,
+        columns: VocabularySlice,
     ) -> Draw:  # fmt: skip
         belief_RLV = logits_RLV.clone()
-        _rule_out(columns.of(belief_RLV, *spec.stop_ids), options["eos_last"])
+        _rule_out(columns.at(belief_RLV, *spec.stop_ids), options["eos_last"])
         logits_RLV = logits_RLV.to(torch.promote_types(logits_RLV.dtype, torch.float32))
         penalty_R11 = options["repetition_penalty"][..., None].to(logits_RLV.dtype)
         lowered_RLV = torch.where(logits_RLV > 0, logits_RLV / penalty_R11, logits_RLV * penalty_R11)
@@ -164,11 +164,11 @@ class TemperedSampling(StandardSampling):
 
     def draw(
         self, logits_RLV: Tensor, count_RV: Tensor, view: BlockView, options: Options, spec: ModelSpec, top: int,
-        columns: Columns,
+        columns: VocabularySlice,
     ) -> Draw:  # fmt: skip
         draw = super().draw(logits_RLV, count_RV, view, options, spec, top, columns)
         belief_RLV = draw.logits_RLV.clone()
-        _rule_out(columns.of(belief_RLV, *spec.stop_ids), options["eos_last"])
+        _rule_out(columns.at(belief_RLV, *spec.stop_ids), options["eos_last"])
         return replace(draw, belief_RLV=belief_RLV)
 
 

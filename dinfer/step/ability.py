@@ -196,7 +196,7 @@ class Forward:
     attend: PagedAttend | None = None  # of the lanes; `prepare` may make it
     fed: PagedAttend | None = None  # what the model is given, if not `attend`
     x_BWD: Tensor | None = None  # what it is fed; None: the embedded tokens
-    read_BX: Tensor | None = None  # which of the hidden states are read; None: all
+    needed_BX: Tensor | None = None  # which of the hidden states are read; None: all
     decodes: bool = True  # False: it computes keys, and there is nothing to decide
     h_BWD: Tensor = field(init=False)
 

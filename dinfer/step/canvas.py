@@ -62,7 +62,7 @@ class Cursors(NamedTuple):
     stops: int = 0
 
     @property
-    def place(self) -> tuple[int, int, int, int, int, int, int]:
+    def region_and_length(self) -> tuple[int, int, int, int, int, int, int]:
         """What the width of a row's window depends on, see `dinfer.step.plan`. It is the same wherever masks are."""
         return self.start, self.end, self.length, self.kept, self.prompt, self.seen, self.start
 
@@ -99,7 +99,7 @@ class RowCursors:
     quota_BK: Tensor  # masks each active block began with
 
     @property
-    def place_B(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def region_and_length_B(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """What the width of a row's window depends on, see `dinfer.step.plan`. It is the same wherever masks are."""
         return self.start_B, self.end_B, self.length_B, self.kept_B, self.prompt_B, self.seen_B, self.start_B
 

@@ -155,12 +155,12 @@ def blanks(recipe: Parts, view: BlockView, proposal: Proposal) -> Tensor | int:
 
 
 def finish(
-    canvas: Canvas, lanes: RowCursors, commits: Commits, moves: Moved, *, gained_B: Tensor, stale_B: Tensor | bool,
+    canvas: Canvas, lanes: RowCursors, commits: Commits, moves: Moved, *, gained_B: Tensor, full_B: Tensor | bool,
     refreshed: bool, hit: bool,
 ) -> None:  # fmt: skip
     """Counts the step in live lanes, says what they need next, and writes their cursors back.
 
-    Rows that are `broken` are stopped; others that are not `done` go on with a FULL pass where `stale`. Blocks that
+    Rows that are `broken` are stopped; others that are not `done` go on with a FULL pass where `full`. Blocks that
     `entered` begin their count of steps; those behind the `left` first ones move to the front with theirs.
     `refreshed`: this one was a FULL pass whose keys are kept. `hit`: it had no forward of its own.
     """
@@ -172,7 +172,7 @@ def finish(
         phases = {p.name: int(p) for p in (Phase.IDLE, Phase.FULL, Phase.WINDOW, Phase.FAULT)}
         return kernel(
             canvas.cursors_NC, lanes.slot_B, lanes.live_B, lanes.start_B, lanes.end_B, lanes.block_B, lanes.kept_B,
-            lanes.seen_B, lanes.quota_BK, gained_B, moves.entered_BK, left_B, done_B, broken_B, stale_B,
+            lanes.seen_B, lanes.quota_BK, gained_B, moves.entered_BK, left_B, done_B, broken_B, full_B,
             refreshed=refreshed, hit=hit, columns=columns, phases=phases,
         )  # fmt: skip
     step_BK, quota_BK = lanes.step_BK + 1, lanes.quota_BK
@@ -180,8 +180,8 @@ def finish(
         last = step_BK.shape[1] - 1
         from_BK = (torch.arange(last + 1, device=left_B.device) + left_B[:, None]).clamp_max(last)
         step_BK, quota_BK = step_BK.gather(1, from_BK), quota_BK.gather(1, from_BK)
-    stale_B = torch.full_like(done_B, stale_B) if isinstance(stale_B, bool) else stale_B
-    phase_B = torch.where(stale_B, int(Phase.FULL), int(Phase.WINDOW)).masked_fill(done_B, int(Phase.IDLE))
+    full_B = torch.full_like(done_B, full_B) if isinstance(full_B, bool) else full_B
+    phase_B = torch.where(full_B, int(Phase.FULL), int(Phase.WINDOW)).masked_fill(done_B, int(Phase.IDLE))
     canvas.store(
         replace(
             lanes,

@@ -157,7 +157,7 @@ class CachePolicy(Component):
         """Which positions a step of `phase` computes, as data: host and device read the same integers."""
 
     @abstractmethod
-    def stale(self, lanes: RowCursors, moved: Moved, phase: Phase, state: State) -> Tensor | bool:
+    def needs_full_pass(self, lanes: RowCursors, moved: Moved, phase: Phase, state: State) -> Tensor | bool:
         """Which rows, if they are not done, need a FULL pass after a step of `phase`, and not a WINDOW pass.
 
         bool [B], or one for all. `lanes` counts this step not yet.

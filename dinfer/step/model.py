@@ -20,12 +20,12 @@ class Attend(Protocol):
     @property
     def context_BW(self) -> Tensor | None: ...  # bool, positions before the active region; only if `spec.encoder`
     @property
-    def read_BX(self) -> Tensor | None: ...  # int64, which of the W hidden states are read, see `Model.forward`
+    def needed_BX(self) -> Tensor | None: ...  # int64, which of the W hidden states are read, see `Model.forward`
 
-    def __call__(self, layer: int, qkv: Any, read_BX: Tensor | None = None) -> Any:
+    def __call__(self, layer: int, qkv: Any, needed_BX: Tensor | None = None) -> Any:
         """Norms and rotates queries and keys, keeps what is to be kept, and attends. [B, W, heads, E]
 
-        `read_BX`: only the queries at these of the W places attend. [B, X, heads, E]
+        `needed_BX`: only the queries at these of the W places attend. [B, X, heads, E]
         Where `qkv` says that the next layer takes groups, it may leave `dinfer.kernels.types.Grouped` instead.
         `qkv` is what `dinfer.kernels.rotary.projections` makes of a layer's projections; only kernels look inside.
         """
@@ -55,7 +55,7 @@ class Model(Protocol):
 
     def embed(self, tokens_BW: Tensor) -> Tensor: ...  # [B, W, D]
     def forward(self, x_BWD: Tensor, attend: Attend) -> Tensor:
-        """Hidden states before the final norm. [B, W, D], or of the places `attend.read_BX` alone, [B, X, D].
+        """Hidden states before the final norm. [B, W, D], or of the places `attend.needed_BX` alone, [B, X, D].
 
         Nobody reads the others. A network that makes use of that computes keys and values of all places in its last
         layer, and all else of the places that are read.

@@ -15,7 +15,7 @@ from dinfer.step.canvas import BlockView
 from dinfer.step.contracts import CachePolicy, Component, Decoder, Iteration, Options
 from dinfer.step.model import Model
 from dinfer.step.spec import ModelSpec
-from dinfer.step.stats import Columns, Draw
+from dinfer.step.stats import Draw, VocabularySlice
 
 
 class Sampling(Component):
@@ -41,14 +41,14 @@ class Sampling(Component):
 
     @abstractmethod
     def adjust(
-        self, logits_RLV: Tensor, view: BlockView, options: Options, spec: ModelSpec, columns: Columns
+        self, logits_RLV: Tensor, view: BlockView, options: Options, spec: ModelSpec, columns: VocabularySlice
     ) -> Tensor:
         """Logits for the decoder to adjust, without tokens that may not be offered; never changed in place."""
 
     @abstractmethod
     def draw(
         self, logits_RLV: Tensor, count_RV: Tensor, view: BlockView, options: Options, spec: ModelSpec, top: int,
-        columns: Columns,
+        columns: VocabularySlice,
     ) -> Draw:  # fmt: skip
         """Draws a token for each position. A row whose options are neutral must come out as without sampling.
 

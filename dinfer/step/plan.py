@@ -14,7 +14,7 @@ from torch import Tensor
 
 SHARES = 10**6  # `WindowPlan.share` is in parts of this
 Position = TypeVar("Position", int, Tensor)
-Frame = tuple[int, int, bool]  # see `ModelSpec.frame`
+AttentionLayout = tuple[int, int, bool]  # see `ModelSpec.attention_layout`
 # Cursors of a row: start, end, length, kept, prompt, seen. The last is its first open position, for `WindowPlan.front`.
 Place = tuple[Position, Position, Position, Position, Position, Position, Position]
 
@@ -25,8 +25,8 @@ def window_bounds(
 ):  # fmt: skip
     """The window `[first, stop)` of a row, and up to where its keys can be final: int, int64 [B], or in Triton.
 
-    `SHIFT`, `BLOCK`, `PROMPT`: `ModelSpec.frame`; the others are those of a `WindowPlan`, -1 for None. Python, torch
-    and Triton all run this source, so minima and maxima are products with comparisons.
+    `SHIFT`, `BLOCK`, `PROMPT`: `ModelSpec.attention_layout`; the others are those of a `WindowPlan`, -1 for None.
+    Python, torch and Triton all run this source, so minima and maxima are products with comparisons.
     """
     grain = BLOCK + (BLOCK == 0)
     query = (start - SHIFT) * (start > SHIFT)  # the first one that decodes a position of the region
@@ -68,7 +68,7 @@ class WindowPlan:
 
     Where logits predict the next token (`shift` 1), the window lies one position to the left: the last position of
     the region decodes nothing in it. Positions that no query of the region sees are left out.
-    `frame` of the methods: `ModelSpec.frame`.
+    `layout` of the methods: `ModelSpec.attention_layout`.
     """
 
     back: int | None = 0  # positions before the region; None: all
@@ -99,13 +99,13 @@ class WindowPlan:
         ahead = -1 if self.ahead is None else self.ahead
         return back, ahead, self.keeps, self.response, self.unseen, self.front, self.behind
 
-    def bounds(self, place: Place[Position], frame: Frame) -> tuple[Position, Position, Position]:
+    def bounds(self, place: Place[Position], layout: AttentionLayout) -> tuple[Position, Position, Position]:
         """What `window_bounds` returns."""
-        return window_bounds(*place, *frame, *self.numbers(frame[0]))
+        return window_bounds(*place, *layout, *self.numbers(layout[0]))
 
-    def width(self, place: Place[Position], forwards: Position, frame: Frame) -> Position:
+    def width(self, place: Place[Position], forwards: Position, layout: AttentionLayout) -> Position:
         """How many positions a step must have room for. int or int64 [B]"""
-        (first, stop, _), shift = self.bounds(place, frame), frame[0]
+        (first, stop, _), shift = self.bounds(place, layout), layout[0]
         width, (start, end, length, _, prompt, *_) = stop - first, place
         if self.share is not None:
             most = end - (start - shift) * (start > shift) + self.allowance(length - prompt, forwards)
@@ -117,20 +117,20 @@ class WindowPlan:
         count = response * (self.share or 0) // SHARES
         return count + (response - count) * (forwards % self.every == 0) if self.every else count
 
-    def exact(self, frame: Frame, grain: int) -> bool:
+    def exact(self, layout: AttentionLayout, alignment: int) -> bool:
         """Whether no key outside the window changes while the row stays in its region.
 
         So it is if the window reaches from the beginning of the attention block that the region begins in to the last
-        position that is seen. `grain`: regions begin and end at its multiples.
+        position that is seen. `alignment`: regions begin and end at its multiples.
         """
-        _, block, from_prompt = frame
+        _, block, from_prompt = layout
         if not block or self.chosen or self.front:
             return False
-        step = math.gcd(grain, block)
+        step = math.gcd(alignment, block)
         for start, size in product(range(block, 2 * block, step), range(step, block + 1, step)):
             place = start, start + size, 5 * block, start, block if from_prompt else start, start, start
-            first, stop, _ = self.bounds(place, frame)
-            _, seen, _ = WindowPlan(None, None).bounds(place, frame)
+            first, stop, _ = self.bounds(place, layout)
+            _, seen, _ = WindowPlan(None, None).bounds(place, layout)
             if first > start // block * block or stop < seen:
                 return False
         return True

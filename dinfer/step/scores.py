@@ -10,17 +10,17 @@ from dinfer.step.canvas import CURSORS, BlockView, Canvas, RowCursors, Status
 from dinfer.step.contracts import ModelSpec, State
 from dinfer.step.model import Model, OwnLogits
 from dinfer.step.shape import Sampled
-from dinfer.step.stats import Columns, Draw, TokenStats
+from dinfer.step.stats import Draw, TokenStats, VocabularySlice
 
 
-def own_columns(step: Step) -> Columns:
+def needed_vocabulary(step: Step) -> VocabularySlice:
     """Which tokens' logits a rank needs: all, or its own alone, where only statistics and a draw by parts read them."""
     recipe, vocab, sampled = step.recipe, step.recipe.model.spec.vocab, step.shape.extra(Sampled)
     own = recipe.ranks.columns(vocab)
     reads = any(ability.whole_logits for ability in step.abilities)
     # As many candidates as a rank has tokens are no fewer numbers than the logits.
     draws = sampled is not None and (not recipe.sampling.by_parts or sampled.top >= own.most)
-    return Columns(0, vocab, vocab) if reads or draws else own
+    return VocabularySlice(0, vocab, vocab) if reads or draws else own
 
 
 def logits_of(step: Step, known: Known) -> Tensor:
@@ -32,8 +32,8 @@ def logits_of(step: Step, known: Known) -> Tensor:
 
 
 def read_logits(step: Step, model: Model, h_RLD: Tensor) -> Tensor:
-    """The logits of `own_columns`. `model`: of this step. [R, L, V]"""
-    if own_columns(step).all_gather is None or not isinstance(model, OwnLogits):
+    """The logits of `needed_vocabulary`. `model`: of this step. [R, L, V]"""
+    if needed_vocabulary(step).all_gather is None or not isinstance(model, OwnLogits):
         return model.logits(h_RLD)
     return model.own_logits(h_RLD)
 
@@ -53,7 +53,7 @@ def proposed_tokens(
 
     And the logits, as they were adjusted. The given ones may be changed.
     """
-    recipe, shape, columns = step.recipe, step.shape, own_columns(step)
+    recipe, shape, columns = step.recipe, step.shape, needed_vocabulary(step)
     sampling, spec, sampled = recipe.sampling, recipe.model.spec, shape.extra(Sampled)
     draw, options = None, {}
     if sampled is not None:
@@ -92,6 +92,6 @@ def statistics(
     needs.update(*(ability.needs(step) for ability in step.abilities))
     return token_stats(
         logits_RLV, step.recipe.model.spec.mask_id, decoder.softmax_dtype, entropy="entropy" in needs,
-        margin="margin" in needs, best="best" in needs, draw=draw, wanted_RL=wanted_RL, columns=own_columns(step),
+        margin="margin" in needs, best="best" in needs, draw=draw, wanted_RL=wanted_RL, columns=needed_vocabulary(step),
         drawn_RL=drawn_RL,
     )  # fmt: skip

@@ -146,7 +146,7 @@ class ModelSpec:
         return 1 if self.encoder else self.causal_block or 0
 
     @property
-    def frame(self) -> tuple[int, int, bool]:
+    def attention_layout(self) -> tuple[int, int, bool]:
         """What the window of a row depends on: shift, `attention_block`, and whether the prompt is such a block."""
         return self.shift, self.attention_block, self.prompt_block
 

@@ -24,7 +24,7 @@ class TokenStats:
     best_RL: Tensor | None = None  # int64, the most likely token but the mask token, whatever was drawn; if asked for
     mask_drawn_RL: Tensor | None = None  # bool: the mask token was drawn; None: nothing was
 
-    def of(self, name: str) -> Tensor:
+    def stat(self, name: str) -> Tensor:
         """A further statistic, "entropy", "margin" or "best". Raises KeyError if the decoder's `needs` lack it."""
         value = {"entropy": self.entropy_RL, "margin": self.margin_RL, "best": self.best_RL}[name]
         if value is None:
@@ -68,7 +68,7 @@ class TokenStats:
 
 
 @dataclass(frozen=True, slots=True)
-class Columns:
+class VocabularySlice:
     """Which tokens the last dimension of logits stands for: all of them, or those of a rank of a divided model."""
 
     first: int
@@ -81,14 +81,14 @@ class Columns:
         """The entries of these tokens, of one for each token of the vocabulary. [..., V] -> [..., count]"""
         return x_V[..., self.first : self.first + self.count]
 
-    def of(self, logits: Tensor, *tokens: int) -> list[Tensor]:
+    def at(self, logits: Tensor, *tokens: int) -> list[Tensor]:
         """The logits of each of the tokens that is here, as views."""
         places = (token - self.first for token in tokens)
         return [logits[..., place] for place in places if 0 <= place < self.count]
 
     def fill(self, logits: Tensor, *tokens: int, value: float = float("-inf")) -> None:
         """Sets the logits of each of the tokens that is here, in place."""
-        for own in self.of(logits, *tokens):
+        for own in self.at(logits, *tokens):
             own.fill_(value)
 
 

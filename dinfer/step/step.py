@@ -68,7 +68,7 @@ def forward(step: Step) -> Forward:
     for ability in step.abilities:
         ability.feed(step, run)
     x_BWD = run.model.embed(run.tokens_BW) if run.x_BWD is None else run.x_BWD
-    run.h_BWD = run.model.forward(x_BWD, (run.fed or run.attend).reading(run.read_BX))
+    run.h_BWD = run.model.forward(x_BWD, (run.fed or run.attend).reading(run.needed_BX))
     for ability in step.abilities:
         ability.ran(step, run)
     if computed.kept_B is not None:
@@ -135,7 +135,7 @@ def move_on(step: Step, made: Decision) -> None:
     finish(
         state.canvas, lanes, commits, moved,
         gained_B=commits.gained_B if gained_B is None else commits.gained_B + gained_B,
-        stale_B=recipe.cache.stale(lanes, moved, step.shape.phase, step.cache_state), refreshed=step.refreshes,
+        full_B=recipe.cache.needs_full_pass(lanes, moved, step.shape.phase, step.cache_state), refreshed=step.refreshes,
         hit=made.known.hit,
     )  # fmt: skip
     state.iteration.store(lanes.slot_B, step.iteration_state, lanes.live_B)

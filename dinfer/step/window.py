@@ -12,7 +12,7 @@ from dinfer.kernels.selection import compact
 from dinfer.step.canvas import Canvas, Cursors, Phase, RowCursors, Status
 from dinfer.step.contracts import CachePolicy, Iteration, ModelSpec, State
 from dinfer.step.parts import Parts
-from dinfer.step.plan import Frame
+from dinfer.step.plan import AttentionLayout
 from dinfer.step.shape import KeysOnly, StepShape
 
 
@@ -25,7 +25,7 @@ class Window:
     fits_B: Tensor  # bool: W is enough for the row, which otherwise sits the step out
     logits_RL: Tensor  # int64, where in W the logits that decode each active position are; -1: padding only
     kept_B: Tensor | None = None  # int64, `lanes.kept_B` once the forward has run; None: it stays what it was
-    settled_B: Tensor | None = None  # int64, `kept_B` after a pass that decodes nothing; -1: it decodes; None: all do
+    final_until_B: Tensor | None = None  # int64, `kept_B` after a pass for keys alone; -1: it decodes; None: all do
     stop_B: Tensor | None = None  # int64, the first place that nobody sees; None: as the cache says
 
 
@@ -67,25 +67,27 @@ def window(
     """The positions that a step computes; changes the cache's `state` in place."""
     plan, active = cache.plan(shape.phase), shape.blocks * shape.block
     if not plan.chosen:
-        place_B = (*lanes.place_B[:-1], canvas.first_open(lanes, active)) if plan.front else lanes.place_B
-        pos_BW, fits_B, logits_BX, kept_B, settled_B = window_positions(
-            plan, place_B, spec.frame, width=shape.width, active=active, prefill=shape.phase == Phase.PREFILL,
-            settles=shape.extra(KeysOnly) is not None,
+        place_B = lanes.region_and_length_B
+        if plan.front:
+            place_B = (*place_B[:-1], canvas.first_open(lanes, active))
+        pos_BW, fits_B, logits_BX, kept_B, final_until_B = window_positions(
+            plan, place_B, spec.attention_layout, width=shape.width, active=active,
+            prefill=shape.phase == Phase.PREFILL, keys_only=shape.extra(KeysOnly) is not None,
         )  # fmt: skip
         place_BW, stop_B = pos_BW, None
         if plan.last:
-            stop_B = plan.bounds(lanes.place_B, spec.frame)[1]
+            stop_B = plan.bounds(lanes.region_and_length_B, spec.attention_layout)[1]
             pos_BW = torch.where(place_BW == stop_B[:, None] - 1, lanes.length_B[:, None] - 1, place_BW)
-        return Window(pos_BW, place_BW, fits_B, logits_BX.view(-1, shape.block), kept_B, settled_B, stop_B)
+        return Window(pos_BW, place_BW, fits_B, logits_BX.view(-1, shape.block), kept_B, final_until_B, stop_B)
     if not isinstance(cache, Chooses):
         raise TypeError(f"{type(cache).__name__}.plan says `chosen`, so it must derive from Chooses")
     flags_BS = cache.choose(lanes, CanvasRows(canvas, lanes.slot_B), spec, shape.phase, state)
-    first_B, stop_B, _ = plan.bounds(lanes.place_B, spec.frame)
+    first_B, stop_B, _ = plan.bounds(lanes.region_and_length_B, spec.attention_layout)
     pos_S = torch.arange(flags_BS.shape[1], device=flags_BS.device)
     pos_BW, place_BS = compact(flags_BS & (pos_S >= first_B[:, None]) & (pos_S < stop_B[:, None]), shape.width)
     pos_BX = span(lanes.start_B, lanes.end_B, active)
     logits_BX = torch.where(pos_BX >= 0, place_BS.gather(1, (pos_BX - spec.shift).clamp_min(0)), -1)
-    fits_B = plan.width(lanes.place_B, lanes.forwards_B, spec.frame) <= shape.width
+    fits_B = plan.width(lanes.region_and_length_B, lanes.forwards_B, spec.attention_layout) <= shape.width
     return Window(pos_BW, pos_BW, fits_B, logits_BX.clamp_max(shape.width - 1).view(-1, shape.block))
 
 
@@ -105,12 +107,12 @@ def widest(recipe: Parts, block: int, length: int) -> int:
     return min(region + plan.back + plan.ahead, length)
 
 
-def exact(cache: CachePolicy, frame: Frame, grain: int) -> bool:
+def exact(cache: CachePolicy, layout: AttentionLayout, alignment: int) -> bool:
     """Whether every step sees the keys and values that a pass without a cache would compute.
 
-    `frame` says what the model is (`ModelSpec.frame`), `grain` where active blocks begin and end (`Recipe.grain`).
+    `layout`: `ModelSpec.attention_layout`. `alignment`: where active blocks begin and end (`Recipe.alignment`).
     """
-    return isinstance(cache, KeepsNothing) or cache.plan(Phase.WINDOW).exact(frame, grain)
+    return isinstance(cache, KeepsNothing) or cache.plan(Phase.WINDOW).exact(layout, alignment)
 
 
 def width_of(cache: CachePolicy, spec: ModelSpec, now: Cursors) -> int:
@@ -122,9 +124,9 @@ def width_of(cache: CachePolicy, spec: ModelSpec, now: Cursors) -> int:
         return 2 * (now.end - now.start)
     plan = cache.plan(Phase(now.phase))
     if now.phase == Phase.PREFILL:
-        first, _, settled = plan.bounds(now.place, spec.frame)
+        first, _, settled = plan.bounds(now.region_and_length, spec.attention_layout)
         return settled - first
-    return plan.width(now.place, now.forwards, spec.frame)
+    return plan.width(now.region_and_length, now.forwards, spec.attention_layout)
 
 
 def narrow_width(cache: CachePolicy, spec: ModelSpec, now: Cursors) -> int | None:
@@ -134,7 +136,7 @@ def narrow_width(cache: CachePolicy, spec: ModelSpec, now: Cursors) -> int | Non
     """
     if not (plan := cache.plan(Phase.WINDOW)).keeps or plan.front:  # rows that stay would be as wide as they were
         return None
-    _, stop, settled = plan.bounds(now.place, spec.frame)
+    _, stop, settled = plan.bounds(now.region_and_length, spec.attention_layout)
     return max(stop - settled, spec.attention_block or 1)
 
 
@@ -144,7 +146,7 @@ def prefilled(cache: CachePolicy, spec: ModelSpec, start: int) -> int:
     These keys depend on the tokens before them alone, so requests whose prompts begin alike may share them.
     """
     plan, place = cache.plan(Phase.PREFILL), (start, start, start, 0, start, 0, start)
-    return plan.bounds(place, spec.frame)[2] if plan.keeps else 0
+    return plan.bounds(place, spec.attention_layout)[2] if plan.keeps else 0
 
 
 def first_phase(cache: CachePolicy, spec: ModelSpec, start: int) -> Phase:

@@ -52,7 +52,7 @@ def test_a_preset_is_a_legal_recipe_for_its_model_and_is_what_the_table_says(pre
     parts = presets.preset(preset).parts()
     recipe = compose(network, **{kind: config[kind] for kind in parts})
     assert recipe == compose(network, **parts)  # in Python as on the command line
-    assert spec.causal_block is None or exact(recipe.cache, spec.frame, recipe.grain)
+    assert spec.causal_block is None or exact(recipe.cache, spec.attention_layout, recipe.alignment)
 
 
 @pytest.mark.parametrize("preset", presets.presets())

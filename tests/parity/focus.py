@@ -51,7 +51,7 @@ class Attend:
     masks: list[int]
     target: int
     pos_BW: Tensor
-    read_BX: None = None
+    needed_BX: None = None
     context_BW: None = None
     layers: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # queries and keys before the boundary
     by: str = "all"
@@ -73,7 +73,7 @@ class Attend:
         self.kept = sorted({*masks, *self.places} - ({*self.masks} - {*masks}))
         self.sees = self.run.start + max(self.kept) + 1
 
-    def __call__(self, layer: int, qkv: Any, read_BX: None = None) -> Tensor:
+    def __call__(self, layer: int, qkv: Any, needed_BX: None = None) -> Tensor:
         run, boundary = self.run, self.run.boundary
         q_BWHE, k_BWGE, v_BWGE = queries_keys_values(qkv)
         sees = int(self.pos_BW.max()) + 1

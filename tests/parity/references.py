@@ -81,9 +81,9 @@ class D2fThreshold(Threshold):
     def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
         sure_RL = confident(stats, view.masked_RL, view.bar(view.options["threshold"]), least=0, above=True)
         if self.score == "neg_entropy":
-            score_RL = -stats.of("entropy")
+            score_RL = -stats.stat("entropy")
         else:
-            score_RL = stats.of("margin") if self.score == "margin_confidence" else stats.top_RL
+            score_RL = stats.stat("margin") if self.score == "margin_confidence" else stats.top_RL
         score_RL = score_RL.masked_fill(~view.masked_RL, -math.inf)
         needy_R1 = view.at_least(view.options["least"]) * ~sure_RL.any(-1, keepdim=True)
         return Proposal(sure_RL | (descending_rank(score_RL) < needy_R1) & view.masked_RL)
@@ -123,7 +123,7 @@ class LopaCache(CachePolicy, Chooses):
         state["kept"].copy_(lanes.start_B)
         return flags_BS
 
-    def stale(self, lanes: RowCursors, moved: Moved, phase: Phase, state: State) -> bool:
+    def needs_full_pass(self, lanes: RowCursors, moved: Moved, phase: Phase, state: State) -> bool:
         return False
 
 
@@ -305,18 +305,18 @@ class DinferVicinity(VicinityCache):
         no = torch.zeros((), dtype=torch.bool)
         return super().fresh_state(spec, length) | {"kept": no, "again": no}
 
-    def stale(self, lanes: RowCursors, moved: Moved, phase: Phase, state: State) -> Tensor:
+    def needs_full_pass(self, lanes: RowCursors, moved: Moved, phase: Phase, state: State) -> Tensor:
         kept_B, again_B = state["kept"], state["again"]
         keeps_B = state["passes"] >= self.warmup
-        stale_B = super().stale(lanes, moved, phase, state)
+        full_B = super().needs_full_pass(lanes, moved, phase, state)
         if phase != Phase.FULL:
-            stale_B = stale_B | again_B
+            full_B = full_B | again_B
             again_B.zero_()
-            return stale_B
+            return full_B
         later_B = lanes.block_B - moved.entered_B.long() > 0
         again_B.copy_(keeps_B & ~kept_B & later_B & ~moved.entered_B)
         kept_B |= keeps_B
-        return stale_B
+        return full_B
 
 
 # The name of a component and the reference whose rule it has.

@@ -21,7 +21,7 @@ class Group:
 
     slots: list[int]
     width: int
-    settles: bool = False
+    keys_only: bool = False
 
 
 def free_positions(spec: ModelSpec) -> int:
@@ -48,7 +48,7 @@ def grouped(phase: Phase, needs: Mapping[int, StepWidth], *, free: int, limit: i
     if all(need.narrow is not None for need in needs.values()):
         narrow = max(need.narrow or 0 for need in needs.values())
         if narrow < max(widths.values()) and settling_pays(list(widths.values()), narrow, free):
-            return cut(list(needs), narrow, limit, settles=True)
+            return cut(list(needs), narrow, limit, keys_only=True)
     return [group for width, slots in by_width(widths, free) for group in cut(slots, width, limit)]
 
 
@@ -92,11 +92,11 @@ def _prefill(needs: Mapping[int, StepWidth], limit: int) -> Group:
     return Group(slots, width)
 
 
-def cut(slots: list[int], width: int, limit: int, *, settles: bool = False) -> list[Group]:
+def cut(slots: list[int], width: int, limit: int, *, keys_only: bool = False) -> list[Group]:
     """Steps of at most `limit` positions and at least one row, of equal size."""
     steps = -(-len(slots) // max(limit // width, 1))
     rows = -(-len(slots) // steps)
-    return [Group(slots[i : i + rows], width, settles) for i in range(0, len(slots), rows)]
+    return [Group(slots[i : i + rows], width, keys_only) for i in range(0, len(slots), rows)]
 
 
 MEMORY = 64  # rounds over which the rate of arrivals is averaged

@@ -49,8 +49,8 @@ class Scheduler:
         self._tries = candidates_of(runtime) > 0 or self._branches > 0
         keeps = recipe.cache.plan(Phase.WINDOW).keeps and recipe.iteration.blocks == 1
         # After a draft comes either its verification or another draft, and no step fits both.
-        settles = runtime.throughput and keeps and not (self._tries or isinstance(recipe.decoder, Verifies))
-        self._settling = Settling(recipe, self._free, runtime.positions) if settles else None
+        keys_only = runtime.throughput and keeps and not (self._tries or isinstance(recipe.decoder, Verifies))
+        self._settling = Settling(recipe, self._free, runtime.positions) if keys_only else None
         self._arrived = 0  # prefills since the last plan
         self._steps: list[Step] = []  # of the last round
         self._repeatable = False  # the last call of `plan` expected the steps to be needed once more
@@ -166,7 +166,7 @@ class Scheduler:
         if phase == Phase.PREFILL:  # it draws and scores nothing, so one graph serves whatever the rows draw later
             prefill = shape.adding(*(extra for extra in asked if isinstance(extra, Guided)))
             return Step(prefill, group.slots)
-        extras: list[Extra] = [*asked, *([KeysOnly()] if group.settles else [])]
+        extras: list[Extra] = [*asked, *([KeysOnly()] if group.keys_only else [])]
         if self._tries:
             candidates = self._candidates(phase, group.width, rows)
             extras.append((BranchLanes if self._branches else Candidates)(candidates))

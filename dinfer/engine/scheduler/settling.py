@@ -125,8 +125,8 @@ class Settling:
         else:
             chances = {slot: guess.enters for slot, guess in found.items()}
             groups = settling(narrows, chances, free=self._free, limit=self._limit)
-        settles = any(group.settles for group in groups)  # a row that settles decodes nothing
-        opens = {slot: guess.left for slot, guess in found.items() if not settles or guess.enters < 0.5}
+        keys_only = any(group.keys_only for group in groups)  # a row that keys_only decodes nothing
+        opens = {slot: guess.left for slot, guess in found.items() if not keys_only or guess.enters < 0.5}
         return Prediction(phases, decoding, groups, opens) if groups else None
 
     def _alternating(self, narrows: Sequence[int | None]) -> int:
@@ -153,7 +153,7 @@ class Settling:
         """
         cache, spec, now, need = self._cache, self._spec, row.cursors, row.need
         narrow = need.narrow or narrow_width(cache, spec, now)  # None: its prompt is being computed
-        if step is None or step.width < need.width:  # it settles, or waits, or does not fit: nothing is committed
+        if step is None or step.width < need.width:  # it keys_only, or waits, or does not fit: nothing is committed
             width = narrow or 0 if step is not None and step.extra(KeysOnly) else need.width
             return Guess(narrow, width, float(narrow is not None and width > narrow), row.left)
         chance, last = self._ends.chance(row), now.end == now.length
@@ -179,7 +179,7 @@ def settling(narrows: Mapping[int, int | None], chances: Mapping[int, float], *,
     narrow, rows, wide = max(narrow or 0 for narrow in narrows.values()), len(narrows), round(sum(chances.values()))
     expected = max(wide, 1)  # one of them may enter unexpectedly
     if settling_pays([2 * narrow] * expected + [narrow] * (rows - expected), narrow, free):
-        return [] if 4 * wide > rows else cut([*narrows], narrow, limit, settles=True)
+        return [] if 4 * wide > rows else cut([*narrows], narrow, limit, keys_only=True)
     many = rows * narrow >= free and (rows - wide) * narrow <= free  # see `by_width`
     return cut([*narrows], 2 * narrow, limit) if wide and many else []
 

@@ -114,17 +114,17 @@ WRITTEN = ("phase", "start", "end", "block", "kept", "seen", "forwards", "steps"
 def finish(
     rows_NC: Tensor, slot_B: Tensor, live_B: Tensor, start_B: Tensor, end_B: Tensor, block_B: Tensor, kept_B: Tensor,
     seen_B: Tensor, quota_BK: Tensor, gained_B: Tensor, entered_BK: Tensor, left_B: Tensor | None, done_B: Tensor,
-    broken_B: Tensor, stale_B: Tensor | bool, *, refreshed: bool, hit: bool, columns: dict[str, int],
+    broken_B: Tensor, full_B: Tensor | bool, *, refreshed: bool, hit: bool, columns: dict[str, int],
     phases: dict[str, int],
 ) -> None:  # fmt: skip
     """See `dinfer.step.commits.finish`. `columns`: each cursor's column; `phases`: each phase's number."""
     lanes, blocks = quota_BK.shape
-    if isinstance(stale_B, bool):
-        always = phases["FULL" if stale_B else "WINDOW"]
-        stale_B, phases = done_B, phases | {"FULL": always, "WINDOW": always}
+    if isinstance(full_B, bool):
+        always = phases["FULL" if full_B else "WINDOW"]
+        full_B, phases = done_B, phases | {"FULL": always, "WINDOW": always}
     read = (
         slot_B, live_B, start_B, end_B, block_B, kept_B, seen_B, quota_BK, gained_B, entered_BK,
-        done_B if left_B is None else left_B, done_B, broken_B, stale_B,
+        done_B if left_B is None else left_B, done_B, broken_B, full_B,
     )  # fmt: skip
     _finish[(triton.cdiv(lanes, PIECE),)](
         rows_NC, *(t.contiguous() for t in read), lanes, rows_NC.shape[1], int(refreshed), int(hit),

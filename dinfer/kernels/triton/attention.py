@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dinfer.kernels.triton.launch import early, follow, stages
 from dinfer.kernels.triton.linear import empty_groups, in_groups, whole
-from dinfer.kernels.types import Grouped, Inputs
+from dinfer.kernels.types import Grouped, InputFormat
 
 LOG2_E = 1.4426950408889634  # the kernels use powers of 2, which are cheaper than powers of e
 
@@ -164,7 +164,7 @@ class Tiles(NamedTuple):
 
 def paged_attention(
     q_BWHE: Tensor, k_PTGE: Tensor, v_PTGE: Tensor, pages_BP: Tensor, start_BW: Tensor, end_BW: Tensor,
-    own_BW: Tensor | None = None, tiles: Tiles | None = None, takes: Inputs = "plain",
+    self_key_BW: Tensor | None = None, tiles: Tiles | None = None, input_format: InputFormat = "plain",
 ) -> Tensor | Grouped:  # fmt: skip
     """See `dinfer.kernels.attention.paged_attention`."""
     lanes, width, heads, size = q_BWHE.shape
@@ -173,7 +173,7 @@ def paged_attention(
     tile, keys, splits, warps, most = tiles or _tiles(lanes * groups, share, size, pages * page, q_BWHE.dtype.itemsize)
     made: Tensor | Grouped
     out = out_scale = made = torch.empty_like(q_BWHE, memory_format=torch.contiguous_format)
-    asked, room = in_groups(takes, lanes * width), 0
+    asked, room = in_groups(input_format, lanes * width), 0
     if grouped := asked is not None and asked.group == size:
         made = empty_groups(q_BWHE[..., 0], heads * size, size)
         out, out_scale, room = made.values_RK, made.scale_GR, len(made.values_RK)
@@ -183,9 +183,9 @@ def paged_attention(
         stat = q_BWHE.new_empty(lanes * width * heads * splits, 2, dtype=torch.float32)
     _attend[(lanes * groups, triton.cdiv(share, tile), splits)](
         q_BWHE.contiguous(), k_PTGE, v_PTGE, pages_BP.contiguous(), start_BW.contiguous(), end_BW.contiguous(),
-        start_BW if own_BW is None else own_BW.contiguous(), out, out_scale, part, stat, width, pages, room,
+        start_BW if self_key_BW is None else self_key_BW.contiguous(), out, out_scale, part, stat, width, pages, room,
         size**-0.5 * LOG2_E, H=heads, G=groups, E=size, T=page, TILE=tile, KEYS=keys, SPLITS=splits,
-        OWN=own_BW is not None, MANY=tile >= 64, GROUPED=grouped, num_warps=warps,
+        OWN=self_key_BW is not None, MANY=tile >= 64, GROUPED=grouped, num_warps=warps,
         num_stages=stages(q_BWHE.device, 2 * keys * size * k_PTGE.dtype.itemsize, most),
         **early(q_BWHE),
     )  # fmt: skip

@@ -251,22 +251,22 @@ def _window_positions(
 
 
 def window_positions(
-    read: tuple[Tensor, ...], width: int, active: int, frame: tuple[int, int, bool],
-    numbers: tuple[int, int, bool, bool, bool, int, int], prefill: bool, settles: bool,
+    read: tuple[Tensor, ...], width: int, active: int, layout: tuple[int, int, bool],
+    numbers: tuple[int, int, bool, bool, bool, int, int], prefill: bool, keys_only: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """`read`: the cursors that `window_bounds` takes; `numbers`: its last arguments."""
-    start_B, (shift, block, from_prompt) = read[0], frame
+    start_B, (shift, block, from_prompt) = read[0], layout
     back, ahead, keeps, response, unseen, front, behind = numbers
     lanes = start_B.shape[0]
     pos_BW, logits_BX = start_B.new_empty(lanes, width), start_B.new_empty(lanes, active)
     fits_B = start_B.new_empty(lanes, dtype=torch.bool)
     final_B = torch.empty_like(start_B) if keeps else None
-    only_B = torch.empty_like(start_B) if prefill or settles else None
+    only_B = torch.empty_like(start_B) if prefill or keys_only else None
     _window_positions[(lanes, triton.cdiv(max(width, active), PIECE))](
         *(t.contiguous() for t in read), pos_BW, fits_B, logits_BX,
         *(pos_BW if made is None else made for made in (final_B, only_B)), width, active,
         SHIFT=shift, BLOCK=block, PROMPT=from_prompt, BACK=back, AHEAD=ahead, KEEPS=keeps, RESPONSE=response,
-        UNSEEN=unseen, FRONT=front, BEHIND=behind, PREFILL=prefill, SETTLES=prefill or settles, PIECE=PIECE,
+        UNSEEN=unseen, FRONT=front, BEHIND=behind, PREFILL=prefill, SETTLES=prefill or keys_only, PIECE=PIECE,
         num_warps=WARPS, **early(start_B),
     )  # fmt: skip
     return pos_BW, fits_B, logits_BX, final_B, only_B

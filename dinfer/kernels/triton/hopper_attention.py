@@ -28,7 +28,7 @@ from dinfer.kernels.dispatch import card, multiplies_in_groups_of_warps
 from dinfer.kernels.triton.attention import LOG2_E, join
 from dinfer.kernels.triton.launch import early
 from dinfer.kernels.triton.linear import in_groups
-from dinfer.kernels.types import Inputs
+from dinfer.kernels.types import InputFormat
 
 ROWS = gl.constexpr(64)  # query heads of positions that a group of warps takes
 PIECE = gl.constexpr(64)  # entries of a key that one copy takes
@@ -354,11 +354,11 @@ def paged_attention(
     return out_BWHE
 
 
-def pays(q_BWHE: Tensor, k_PTGE: Tensor, pages_BP: Tensor, takes: Inputs) -> bool:
+def pays(q_BWHE: Tensor, k_PTGE: Tensor, pages_BP: Tensor, input_format: InputFormat) -> bool:
     """Whether this kernel takes these tensors, and is faster than `triton.attention`."""
     lanes, width, heads, size = q_BWHE.shape
     _, page, groups, _ = k_PTGE.shape
-    share, asked = heads // groups, in_groups(takes, lanes * width)
+    share, asked = heads // groups, in_groups(input_format, lanes * width)
     able = (
         multiplies_in_groups_of_warps(q_BWHE)
         and not triton.knobs.runtime.interpret

@@ -17,7 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dinfer.kernels.dispatch import on_hopper
 from dinfer.kernels.triton.launch import early, follow, let_next, stages, wait
-from dinfer.kernels.types import FLOAT8, GROUPED_ROWS, LARGEST, Grouped, InGroups, Inputs, Parts, Rounded
+from dinfer.kernels.types import FLOAT8, GROUPED_ROWS, LARGEST, Grouped, InGroups, InputFormat, Parts, Rounded
 
 
 @triton.jit
@@ -278,7 +278,7 @@ def _round_groups(
     store_groups(x, out_ptr, scale_ptr, row, first, width, room, GROUP, BLOCK)
 
 
-def in_groups(inputs: Inputs, rows: int) -> InGroups | None:
+def in_groups(inputs: InputFormat, rows: int) -> InGroups | None:
     """The groups in which a consumer takes so many rows; None: it takes them otherwise."""
     return inputs if isinstance(inputs, InGroups) and rows <= GROUPED_ROWS else None
 

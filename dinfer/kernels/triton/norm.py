@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dinfer.kernels.triton.launch import Addends, added, addends, early, follow, let_next, wait
 from dinfer.kernels.triton.linear import FEW, empty_groups, empty_rounded, in_groups, round_rows, scaled, store_groups
-from dinfer.kernels.types import FLOAT8, LARGEST, Grouped, Inputs, Parts, Rounded, Squares
+from dinfer.kernels.types import FLOAT8, LARGEST, Grouped, InputFormat, Parts, Rounded, Squares
 from dinfer.parallel.symmetric import EMPTY as SENT_NOTHING
 from dinfer.parallel.symmetric import Exchange
 
@@ -143,7 +143,7 @@ def _places(exchange: Exchange | None, x: Tensor) -> tuple[tuple[Tensor, ...], i
 
 
 def add_rms_norm(
-    x_BWD: Tensor, delta_BWD: Tensor | Parts | None, weight_D: Tensor, eps: float, inputs: Inputs = "plain",
+    x_BWD: Tensor, delta_BWD: Tensor | Parts | None, weight_D: Tensor, eps: float, inputs: InputFormat = "plain",
     exchange: Exchange | None = None,
 ) -> tuple[Tensor, Tensor | Rounded | Grouped]:  # fmt: skip
     """See `dinfer.kernels.norm.add_rms_norm`. With an `exchange`, `delta_BWD` is this rank's addend of two."""
@@ -203,7 +203,7 @@ def _swiglu(
     tl.store(out_ptr + row * width + column, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def swiglu(gate_up_BWX: Tensor | Parts, inputs: Inputs = "plain") -> Tensor | Rounded | Grouped:
+def swiglu(gate_up_BWX: Tensor | Parts, inputs: InputFormat = "plain") -> Tensor | Rounded | Grouped:
     """See `dinfer.kernels.norm.swiglu`."""
     (values, parts), (*lead, both) = addends(gate_up_BWX), gate_up_BWX.shape
     rows, width, room = math.prod(lead), both // 2, 0

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dinfer.kernels.random import MIX
 from dinfer.kernels.triton.launch import early, follow
-from dinfer.step.stats import Columns, Draw, TokenStats
+from dinfer.step.stats import Draw, TokenStats, VocabularySlice
 
 DRAW_PIECE = 1024  # logits that a program takes for a draw
 DRAW_NUMBERS = 4  # of a piece, see `dinfer.kernels.token_stats.own_draw`
@@ -100,7 +100,7 @@ def _draw_gather(
 
 def draw_tokens(
     draw: Draw, mask_id: int | None, norm_R2: Tensor, mask_confidence_RL: Tensor, wanted_RL: Tensor | None,
-    columns: Columns,
+    columns: VocabularySlice,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The drawn tokens, their probabilities, and whether the mask token was drawn instead. [R, L] each
 
@@ -292,12 +292,12 @@ def _gather(
 def token_stats(
     logits_RLV: Tensor, mask_id: int | None, dtype: torch.dtype, *, draw: Draw | None = None,
     wanted_RL: Tensor | None = None, entropy: bool = False, margin: bool = False, best: bool = False,
-    columns: Columns | None = None, drawn_RL: Tensor | None = None,
+    columns: VocabularySlice | None = None, drawn_RL: Tensor | None = None,
 ) -> TokenStats:  # fmt: skip
     """See `dinfer.kernels.token_stats.token_stats`."""
     logits_RLV = (logits_RLV if draw is None else draw.belief_RLV).contiguous()
     shape, vocab = logits_RLV.shape[:-1], logits_RLV.shape[-1]
-    columns = columns or Columns(0, vocab, vocab)
+    columns = columns or VocabularySlice(0, vocab, vocab)
     rows, own = shape.numel(), triton.cdiv(columns.most, PIECE * TURNS)
     wide = torch.promote_types(logits_RLV.dtype, dtype)
     wide = torch.promote_types(wide, torch.float32)

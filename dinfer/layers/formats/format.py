@@ -12,7 +12,7 @@ from torch import Tensor
 from dinfer.kernels.dispatch import untraced
 from dinfer.kernels.linear import round_rows, rounded, scaled_linear
 from dinfer.kernels.moe import ExpertWeight, ScaledExperts
-from dinfer.kernels.types import Deferred, Inputs, Matrices
+from dinfer.kernels.types import Deferred, InputFormat, Matrices
 from dinfer.recipe.registry import Registry
 
 FORMATS: Registry = Registry("format", "dinfer.layers.formats")
@@ -52,7 +52,7 @@ class Format(ABC):
     def experts(self, weight: Weight) -> ExpertWeight:
         """How tiles of rows are multiplied with the matrices of experts."""
 
-    def takes(self, weight: Weight) -> Inputs:
+    def input_format(self, weight: Weight) -> InputFormat:
         """How whatever makes the inputs of that weight should leave them."""
         return "plain"
 
@@ -109,5 +109,5 @@ class EightBits(Format):
     def experts(self, weight: Weight) -> ExpertWeight:
         return ScaledExperts(Matrices(*weight), rounds=self.rounds)
 
-    def takes(self, weight: Weight) -> Inputs:
+    def input_format(self, weight: Weight) -> InputFormat:
         return "rounded" if self.rounds else "plain"

@@ -6,7 +6,7 @@ from torch import Tensor
 from dinfer.kernels.dispatch import multiplies_integers, prepare_native, untraced
 from dinfer.kernels.moe import ExpertWeight
 from dinfer.kernels.packed import PackedExperts, group_of, halves, inputs_of_group, pack, packed_linear, tiled
-from dinfer.kernels.types import Deferred, InGroups, Inputs
+from dinfer.kernels.types import Deferred, InGroups, InputFormat
 from dinfer.layers.formats.format import FORMATS, Format, Weight
 
 
@@ -39,7 +39,7 @@ class Int4(Format):
         weight[0].detach()[(*at[:-1], slice(inputs.start // 2, inputs.stop // 2))].copy_(halves(values + 8, group))
         weight[1][(*at[:-1], slice(inputs.start // group, inputs.stop // group))].copy_(scale)
 
-    def takes(self, weight: Weight) -> Inputs:
+    def input_format(self, weight: Weight) -> InputFormat:
         return InGroups(inputs_of_group(*weight)) if multiplies_integers(weight[0]) else "plain"
 
     def settled(self, weight: Weight) -> Weight:

@@ -340,7 +340,7 @@ def test_rows_share_a_step_unless_padding_costs_more_than_another() -> None:
     assert wide == Group([0, 8], 64) and narrow.width == 32 and sorted(narrow.slots + wide.slots) == [*many]
     assert planned(dict.fromkeys(range(64), 32)) == [Group([*range(64)], 32)]
     assert planned({0: 10, 1: 500, 2: 2000}) == [Group([0, 1], 500), Group([2], 2000)]
-    assert planned(many, narrow=32) == [Group([*range(16)], 32, settles=True)]
+    assert planned(many, narrow=32) == [Group([*range(16)], 32, keys_only=True)]
     assert planned({0: 64, 1: 32}, narrow=32) == [Group([0, 1], 64)]
     assert planned(dict.fromkeys(range(16), 64), narrow=32) == [Group([*range(16)], 64)]  # all would lose a step
 
@@ -350,7 +350,7 @@ def test_steps_that_settle_are_planned_where_few_rows_enter_a_block() -> None:
         chances = dict(enumerate([1.0] * few + [0.0] * rest))
         return settling(dict.fromkeys(chances, 32), chances, free=FREE, limit=8192)
 
-    assert step(0, 64) == step(16, 48) == [Group([*range(64)], 32, settles=True)]
+    assert step(0, 64) == step(16, 48) == [Group([*range(64)], 32, keys_only=True)]
     assert step(17, 47) == step(0, 1) == step(0, 0) == []
     assert step(64, 0) == step(60, 4) == [Group([*range(64)], 64)], "nearly all enter"
     assert step(6, 0) == [], "few rows are not guessed about"

@@ -194,7 +194,7 @@ def test_a_row_is_planned_when_it_has_moved(monkeypatch: pytest.MonkeyPatch) -> 
     recipe, planned = recipe_of(name="fixed", steps=BLOCK), list[tuple[int, ...]]()
 
     def noted(cache: CachePolicy, spec: Any, now: Cursors) -> int:
-        planned.append((now.phase, *now.place))
+        planned.append((now.phase, *now.region_and_length))
         return width_of(cache, spec, now)
 
     monkeypatch.setattr(scheduler, "width_of", noted)

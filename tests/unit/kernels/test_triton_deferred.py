@@ -18,7 +18,7 @@ from dinfer.kernels.triton import moe as triton_moe  # noqa: E402
 from dinfer.kernels.triton import moe as triton_route  # noqa: E402
 from dinfer.kernels.triton import norm as triton_norm  # noqa: E402
 from dinfer.kernels.triton import rotary as triton_rotary  # noqa: E402
-from dinfer.kernels.types import HeadNorm, Inputs, Parts, Projections  # noqa: E402
+from dinfer.kernels.types import HeadNorm, InputFormat, Parts, Projections  # noqa: E402
 from dinfer.parallel.symmetric import EMPTY, Exchange  # noqa: E402
 
 
@@ -182,7 +182,7 @@ def test_a_router_adds_up_and_takes_the_first_of_equals(sigmoid: bool, groups: i
 
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("inputs", ["plain", "both"])
-def test_a_norm_adds_up_the_rows_of_two_cards(parts: int, inputs: Inputs) -> None:
+def test_a_norm_adds_up_the_rows_of_two_cards(parts: int, inputs: InputFormat) -> None:
     """The other card's rows have arrived, three times: a row has two places, and they are empty again afterwards."""
     x, weight_D = draw(1, 5, 64, dtype=SHORT), draw(64).to(SHORT)
     mine, theirs = (torch.zeros(2, 8, 96, dtype=torch.int16, device=DEVICE) for _ in range(2))

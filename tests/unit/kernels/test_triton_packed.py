@@ -134,7 +134,7 @@ def test_attention_leaves_rounded_rows(splits: int) -> None:
     read = q_BWHE, k_PTGE, v_PTGE, pages_BP, start_BW, start_BW + 90
     tiles = triton_attention.Tiles(16, 32, splits, 4, 1)
     plain = triton_attention.paged_attention(*read, tiles=tiles).flatten(2)
-    grouped = triton_attention.paged_attention(*read, tiles=tiles, takes=InGroups(size))
+    grouped = triton_attention.paged_attention(*read, tiles=tiles, input_format=InGroups(size))
     assert_rounded(grouped, plain, size)
 
 

@@ -95,7 +95,7 @@ def test_lanes_are_gathered_and_finished(monkeypatch: pytest.MonkeyPatch, blocks
     made = some_canvas(blocks)
     moved = [number(CAPACITY, 5) for _ in range(4)]
     gained_B, quota_BK = number(9, 5, low=-3), number(9, 5, blocks)
-    done_B, broken_B, stale_B = (chance(5) for _ in range(3))
+    done_B, broken_B, full_B = (chance(5) for _ in range(3))
     entered_BK, left_B = chance(5, blocks), number(blocks + 1, 5) if blocks > 1 else None
     slot_B = torch.tensor([4, 1, 2, SLOTS, 0], device=DEVICE)
 
@@ -108,7 +108,7 @@ def test_lanes_are_gathered_and_finished(monkeypatch: pytest.MonkeyPatch, blocks
         lanes = replace(lanes, live_B=live_B, quota_BK=quota_BK, **there)
         mine.finish(
             lanes, gained_B=gained_B, entered_BK=entered_BK, left_B=left_B, done_B=done_B, broken_B=broken_B,
-            stale_B=stale_B if stale is None else stale, refreshed=stale is True, hit=stale is None,
+            full_B=full_B if stale is None else stale, refreshed=stale is True, hit=stale is None,
         )  # fmt: skip
         return [*seen, mine.cursors_NC]
 
@@ -155,7 +155,7 @@ def test_window_positions(monkeypatch: pytest.MonkeyPatch, width: int, active: i
             continue
         work = partial(
             canvas.window_positions, plan, place_B, (shift, block, own), width=width, active=active,
-            prefill=prefill, settles=settles,
+            prefill=prefill, keys_only=settles,
         )  # fmt: skip
         got, want = both(monkeypatch, work)
         same([made for made in got if made is not None], [made for made in want if made is not None])

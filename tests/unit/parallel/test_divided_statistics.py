@@ -20,18 +20,18 @@ from dinfer.kernels.random import nucleus
 from dinfer.kernels.token_stats import token_stats
 from dinfer.kernels.triton import token_stats as triton_stats
 from dinfer.parallel.split import Rank, Section
-from dinfer.step.stats import Columns, Draw
+from dinfer.step.stats import Draw, VocabularySlice
 
 ALL: dict[str, Any] = {"entropy": True, "margin": True, "best": True}
 Result = TypeVar("Result")
 
 
-def divided(vocab: int, ranks: int, work: Callable[[Columns], Result]) -> tuple[list[Result], list[torch.Size]]:
+def divided(vocab: int, ranks: int, work: Callable[[VocabularySlice], Result]) -> tuple[list[Result], list[torch.Size]]:
     """What each rank finds once all have told the others what they know, and the shapes of what one has told."""
 
-    def columns(rank: int, gather: Callable[[torch.Tensor], torch.Tensor]) -> Columns:
+    def columns(rank: int, gather: Callable[[torch.Tensor], torch.Tensor]) -> VocabularySlice:
         first, end = Section("vocab", vocab).share(Rank(rank, ranks))
-        return Columns(first, end - first, -(-vocab // ranks), gather, rank)
+        return VocabularySlice(first, end - first, -(-vocab // ranks), gather, rank)
 
     told: list[list[torch.Tensor]] = [[] for _ in range(ranks)]
     for rank, own in enumerate(told):  # what a rank says does not depend on what it hears
@@ -76,7 +76,7 @@ def test_ranks_find_the_statistics_of_the_whole(
     if not drawn:
         draw = None
 
-    def stats_of(columns: Columns) -> Any:
+    def stats_of(columns: VocabularySlice) -> Any:
         part = draw
         if draw is not None:
             beliefs, logits = columns.part(draw.belief_RLV), columns.part(draw.logits_RLV)
@@ -96,7 +96,7 @@ def test_ranks_find_the_statistics_of_the_whole(
     for stats in found:
         assert torch.equal(stats.finite_RL, fine_RL)
         assert torch.equal(stats.token_RL[fine_RL], want.token_RL[fine_RL])
-        assert torch.equal(stats.of("best")[fine_RL], want.of("best")[fine_RL])
+        assert torch.equal(stats.stat("best")[fine_RL], want.stat("best")[fine_RL])
         if drawn:
             assert torch.equal(stats.mask_drawn_RL[fine_RL], want.mask_drawn_RL[fine_RL])
         for name in ("confidence_RL", "mask_confidence_RL", "entropy_RL", "margin_RL"):
@@ -117,7 +117,7 @@ def test_ranks_cut_where_one_does(
     logits_RLV, top = random_logits(seed, vocab, digits).double(), 3
     given = {"top_k": [top_k, 0], "top_p": [top_p, 1.0], "min_p": [min_p, 0]}
     options = {name: torch.tensor(values, dtype=torch.float64)[:, None] for name, values in given.items()}
-    whole = nucleus(logits_RLV, options, mask, top, Columns(0, vocab, vocab))
+    whole = nucleus(logits_RLV, options, mask, top, VocabularySlice(0, vocab, vocab))
     found, shapes = divided(
         vocab, ranks, lambda columns: nucleus(columns.part(logits_RLV), options, mask, top, columns)
     )

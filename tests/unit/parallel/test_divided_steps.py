@@ -18,7 +18,7 @@ from dinfer.loading.checkpoint import load_network
 from dinfer.parallel.ranks import ALONE, Ranks
 from dinfer.sampling.gumbel import StandardSampling
 from dinfer.step.contracts import BlockView, ModelSpec, Options
-from dinfer.step.stats import Columns
+from dinfer.step.stats import VocabularySlice
 
 BY_PARTS = ["draws", "top-k", "penalties", "last stop tokens", "guidance", "guided draws", "draws of candidates"]
 UNTIED = "llada, 6 key heads"
@@ -59,7 +59,7 @@ class Sorted(StandardSampling):
     by_parts = False
 
     def adjust(
-        self, logits_RLV: torch.Tensor, view: BlockView, options: Options, spec: ModelSpec, columns: Columns
+        self, logits_RLV: torch.Tensor, view: BlockView, options: Options, spec: ModelSpec, columns: VocabularySlice
     ) -> torch.Tensor:
         assert logits_RLV.shape[-1] == columns.count == spec.vocab == VOCAB
         return super().adjust(logits_RLV - logits_RLV.logsumexp(-1, keepdim=True), view, options, spec, columns)

@@ -40,7 +40,7 @@ def test_a_folder_has_its_own_blocks_and_the_exact_cache(tmp_path: Path, caplog:
         save_network(network, family, tmp_path / str(block), config)
         recipe = dinfer.load(tmp_path / str(block), device="cpu").recipe
         assert recipe.iteration.block == block
-        assert exact(recipe.cache, recipe.model.spec.frame, recipe.grain)
+        assert exact(recipe.cache, recipe.model.spec.attention_layout, recipe.alignment)
     assert "anew" not in caplog.text
 
 

@@ -20,7 +20,7 @@ from dinfer.kernels.random import nucleus, uniform
 from dinfer.recipe.recipe import IncompatibleRecipe, Recipe, compose
 from dinfer.recipe.registry import SAMPLINGS
 from dinfer.step.shape import Sampled
-from dinfer.step.stats import Columns
+from dinfer.step.stats import VocabularySlice
 
 PROMPT = [1, 2, 3, 4, 5]
 HOT: list[dict[str, Any]] = [
@@ -123,7 +123,7 @@ def test_the_nucleus_is_that_of_a_stable_sort(seed: int, top_k: int, top_p: floa
     options = {name: torch.full((3, 1), value, dtype=torch.float64) for name, value in given.items()}
     least = top_k or (12 if top_p < 1 else 0)
     for most in {least, max(least, 9), 12}:
-        got = nucleus(logits, options, mask_id, most, Columns(0, 12, 12))
+        got = nucleus(logits, options, mask_id, most, VocabularySlice(0, 12, 12))
         near = ((prob.cumsum(-1) - prob - top_p).abs() < 1e-12).any() and top_p < 1
         assert near or torch.equal(got, logits.masked_fill(~want, -torch.inf))
 
@@ -147,7 +147,7 @@ def test_the_nucleus_by_hand() -> None:
     logits = torch.tensor([0.5, 0.25, 0.125, 0.125, 9.0]).log().expand(5, 1, 5)  # the last one is the mask
     options = {"top_k": [0, 2, 0, 3, 0], "top_p": [1.0, 1.0, 0.7, 0.5, 1.0], "min_p": [0, 0, 0, 0, 0.4]}
     columns = {name: torch.tensor(values)[:, None] for name, values in options.items()}
-    kept = nucleus(logits, columns, 4, 5, Columns(0, 5, 5)).isfinite()[:, 0].tolist()
+    kept = nucleus(logits, columns, 4, 5, VocabularySlice(0, 5, 5)).isfinite()[:, 0].tolist()
     two = [True, True, False, False, True]
     assert kept == [[True] * 5, two, two, [True, False, False, False, True], two]
 
