@@ -53,7 +53,9 @@ TEXT_BEHIND = Trait(lambda request: request.text_behind_a_gap, "text behind a ga
 REMEMBERS = Trait(lambda iteration: scores_of(iteration) != "none")
 LOOKS_FURTHER = Trait(lambda iteration: iteration.blocks > 1 or scores_of(iteration) != "none")
 PART_OF_IT = Trait(lambda iteration: iteration.block > 0 or iteration.blocks > 1, "an iteration in blocks")
-ALIGNED = Trait(lambda iteration: isinstance(iteration, Aligned) and iteration.alignment > 1, "blocks with `align=true`")
+ALIGNED = Trait(
+    lambda iteration: isinstance(iteration, Aligned) and iteration.alignment > 1, "blocks with `align=true`"
+)
 LARGE = Trait(
     lambda parts: any(isinstance(x, Large) for x in parts["decoder"].fresh_state(parts["model"].spec, 1).values()),
     "a decoder that keeps large state, as over the vocabulary",

@@ -457,7 +457,7 @@ def _tell_if_inexact(family: str, layout: tuple[int, int, bool], cache: CachePol
         logging.getLogger(__name__).warning(
             "%s keeps keys that this model (%s) would compute anew, so answers may differ. Exact are cache=none, and "
             "cache=block with iteration=%s, or with blocks that end where the model's attention blocks do",
-            CACHES.called(cache), family, "multi_block" if frame[2] else "block_diffusion",
+            CACHES.called(cache), family, "multi_block" if layout[2] else "block_diffusion",
         )  # fmt: skip
 
 

@@ -155,7 +155,7 @@ def blanks(recipe: Parts, view: BlockView, proposal: Proposal) -> Tensor | int:
 
 
 def finish(
-    canvas: Canvas, lanes: RowCursors, commits: Commits, moves: Moved, *, gained_B: Tensor, full_B: Tensor | bool,
+    canvas: Canvas, lanes: RowCursors, moves: Moved, *, gained_B: Tensor, broken_B: Tensor, full_B: Tensor | bool,
     refreshed: bool, hit: bool,
 ) -> None:  # fmt: skip
     """Counts the step in live lanes, says what they need next, and writes their cursors back.
@@ -164,7 +164,7 @@ def finish(
     `entered` begin their count of steps; those behind the `left` first ones move to the front with theirs.
     `refreshed`: this one was a FULL pass whose keys are kept. `hit`: it had no forward of its own.
     """
-    done_B, left_B, broken_B = moves.done_B, moves.left_B, commits.broken_B
+    done_B, left_B = moves.done_B, moves.left_B
     if use_triton(canvas.cursors_NC, "advance"):
         from dinfer.kernels.triton.advance import finish as kernel
 

@@ -133,10 +133,9 @@ def move_on(step: Step, made: Decision) -> None:
         ability.moved(step, made)
     lanes, gained_B = step.lanes, made.known.gained_B
     finish(
-        state.canvas, lanes, commits, moved,
-        gained_B=commits.gained_B if gained_B is None else commits.gained_B + gained_B,
-        full_B=recipe.cache.needs_full_pass(lanes, moved, step.shape.phase, step.cache_state), refreshed=step.refreshes,
-        hit=made.known.hit,
+        state.canvas, lanes, moved, gained_B=commits.gained_B if gained_B is None else commits.gained_B + gained_B,
+        full_B=recipe.cache.needs_full_pass(lanes, moved, step.shape.phase, step.cache_state),
+        broken_B=commits.broken_B, refreshed=step.refreshes, hit=made.known.hit,
     )  # fmt: skip
     state.iteration.store(lanes.slot_B, step.iteration_state, lanes.live_B)
     state.decoder.store(made.row_R, made.decoder_state, rows_of(lanes.live_B, step.shape.blocks))

@@ -20,13 +20,12 @@ triton = pytest.importorskip("triton")
 pytestmark = [pytest.mark.gpu] if CUDA else []
 
 
-import dinfer.step.canvas as dinfer_canvas  # noqa: E402
 from dinfer.kernels import advance, attention, canvas, rotary, selection, token_stats  # noqa: E402
 from dinfer.kernels.timesteps import Quota  # noqa: E402
 from dinfer.kernels.triton import launch  # noqa: E402
 from dinfer.step import commits  # noqa: E402
 from dinfer.step.canvas import CURSORS, BlockView, Canvas, Phase, RowCursors, Status  # noqa: E402
-from dinfer.step.contracts import Proposal, TokenStats  # noqa: E402
+from dinfer.step.contracts import Moved, Proposal, TokenStats  # noqa: E402
 from dinfer.step.plan import WindowPlan  # noqa: E402
 
 DEVICE = "cuda" if CUDA else "cpu"
@@ -48,7 +47,7 @@ def both(monkeypatch: pytest.MonkeyPatch, work: Callable[[], Any]) -> tuple[Any,
     """What the kernels give, and what torch gives."""
     made = []
     for use in (True, False):
-        for module in (attention, canvas, commits, dinfer_canvas, rotary, selection, advance):
+        for module in (attention, canvas, commits, rotary, selection, advance):
             monkeypatch.setattr(module, "use_triton", lambda *given, use=use: use)
         made.append(work())
     return made[0], made[1]
@@ -90,8 +89,8 @@ def some_lanes(made: Canvas, length: int, blocks: int = 1) -> RowCursors:
 
 
 @pytest.mark.parametrize("blocks", [1, 3])
-@pytest.mark.parametrize("stale", [False, True, None])
-def test_lanes_are_gathered_and_finished(monkeypatch: pytest.MonkeyPatch, blocks: int, stale: bool | None) -> None:
+@pytest.mark.parametrize("full", [False, True, None])
+def test_lanes_are_gathered_and_finished(monkeypatch: pytest.MonkeyPatch, blocks: int, full: bool | None) -> None:
     made = some_canvas(blocks)
     moved = [number(CAPACITY, 5) for _ in range(4)]
     gained_B, quota_BK = number(9, 5, low=-3), number(9, 5, blocks)
@@ -106,9 +105,10 @@ def test_lanes_are_gathered_and_finished(monkeypatch: pytest.MonkeyPatch, blocks
         live_B = torch.tensor([True, False, True, False, True], device=DEVICE)
         there = dict(zip(("start_B", "end_B", "block_B", "kept_B"), moved, strict=True))
         lanes = replace(lanes, live_B=live_B, quota_BK=quota_BK, **there)
-        mine.finish(
-            lanes, gained_B=gained_B, entered_BK=entered_BK, left_B=left_B, done_B=done_B, broken_B=broken_B,
-            full_B=full_B if stale is None else stale, refreshed=stale is True, hit=stale is None,
+        commits.finish(
+            mine, lanes, Moved(lanes.start_B, lanes.end_B, lanes.block_B, entered_BK, done_B, left_B),
+            gained_B=gained_B, broken_B=broken_B, full_B=full_B if full is None else full, refreshed=full is True,
+            hit=full is None,
         )  # fmt: skip
         return [*seen, mine.cursors_NC]
 
@@ -333,7 +333,7 @@ def test_whole_generations_have_the_same_tokens(combination: Combination, monkey
     recipe = combination.recipe()
     requests = requests_for(recipe)[:2]
     want = [outcome(c) for c in completions(engine_for(recipe), requests)]
-    for module in (attention, canvas, commits, dinfer_canvas, rotary, selection, advance, token_stats):
+    for module in (attention, canvas, commits, rotary, selection, advance, token_stats):
         small = module is not token_stats
         monkeypatch.setattr(
             module, "use_triton", lambda tensor, *given, small=small: not (small and tensor.is_floating_point())

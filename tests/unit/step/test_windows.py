@@ -123,8 +123,8 @@ def test_a_prefill_ends_where_the_host_says(model: str, triton: bool, monkeypatc
             found = device_window(cache, spec, row._replace(kept=done), min(width, todo))
             assert bool(found.fits_B)
             assert [p for p in found.pos_BW[0].tolist() if p >= 0] == list(range(done, done + min(width, todo)))
-            assert found.settled_B is not None
-            done, todo = int(found.settled_B), todo - min(width, todo)
+            assert found.final_until_B is not None
+            done, todo = int(found.final_until_B), todo - min(width, todo)
         assert done == max(end, row.kept)
 
     check()
