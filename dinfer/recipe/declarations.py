@@ -1,37 +1,53 @@
-"""Reads names, options and docstrings of components without importing torch: it runs class statements, not methods.
+"""Reads names, options and docstrings of components without importing torch: from the literals in their source.
 
-So the source is the one place that states them. If the classes of a module need more than annotated fields, the module
-is imported instead.
+So the source is the one place that states them. If a module needs more than literals to say its options, it is imported
+instead.
 """
-
-from __future__ import annotations  # `compile` inherits it, so that no type of a class has to be there
 
 import ast
 import importlib.util
+import inspect
 import pkgutil
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import GenericAlias
+from typing import Any, Literal, cast
 
-# Packages of what components derive from.
-CONTRACTS = ("dinfer.step", "dinfer.abilities")
+CONTRACTS = ("dinfer.step.", "dinfer.abilities.")  # modules of what components derive from, which has no options
+TYPES: dict[str, Any] = {"int": int, "float": float, "bool": bool, "str": str}
+
+
+@dataclass(frozen=True, slots=True)
+class OptionInfo:
+    """One option as `dinfer list` shows it."""
+
+    name: str
+    default: Any
+    help: str
+    per_request: bool
+    hint: Any  # the declared type, such as `float` or `Literal["a", "b"] | None`
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """A component as `dinfer list` shows it."""
+
+    summary: str  # the first line of the docstring
+    paper: str
+    options: tuple[OptionInfo, ...]
 
 
 class Unreadable(Exception):
-    """The module registers something in another way than by a decorator of a class statement."""
+    """The module says something of a component in another way than by literals of a class statement."""
 
 
-class Contract:
-    """Stands for the contracts that components derive from. They have no options."""
-
-    paper = ""
+Classes = dict[str, Description]
 
 
-def declared(package: str, registry: str, scope: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, type] | None]]:
-    """The modules of a package, and the classes that each registers in `registry`; None for one to be imported.
-
-    `scope`: what class statements may name, beside each other.
-    """
+def declared(package: str, registry: str) -> Iterator[tuple[str, Classes | None]]:
+    """The modules of a package, and the classes that each registers in `registry`; None for one to be imported."""
     found = importlib.util.find_spec(package)
     assert found is not None and found.submodule_search_locations is not None
     trees: dict[str, ast.Module | None] = {}
@@ -40,73 +56,94 @@ def declared(package: str, registry: str, scope: Mapping[str, Any]) -> Iterator[
             source = Path(path, f"{module.name}.py")
             readable = source.is_file()
             trees[f"{package}.{module.name}"] = ast.parse(source.read_text(encoding="utf-8")) if readable else None
-    classes: dict[str, dict[str, type]] = {}
     for name, tree in trees.items():
         try:
-            yield name, None if tree is None else _registered(tree, registry, _classes(name, trees, scope, classes))
+            yield name, None if tree is None else _registered(tree, registry, _classes(name, trees))
         except Unreadable:
             yield name, None
 
 
-def _classes(
-    module: str, trees: Mapping[str, ast.Module | None], scope: Mapping[str, Any], done: dict[str, dict[str, type]]
-) -> dict[str, type]:
-    """The classes that a module has or imports from its package, as far as `scope` is all that they need."""
+def _classes(module: str, trees: Mapping[str, ast.Module | None]) -> Classes:
+    """The classes that a module has or imports from its package, as far as they can be read."""
+    found: Classes = {}
     tree = trees.get(module)
-    if module in done or tree is None:
-        return done.get(module, {})
-    found: dict[str, type] = {}
-    for node in tree.body:
+    for node in tree.body if tree is not None else ():
         if isinstance(node, ast.ImportFrom):
-            classes = _classes(node.module or "", trees, scope, done)
+            source = node.module or ""
+            known = _classes(source, trees)
             for name in (alias.name for alias in node.names):
-                if name in classes or (node.module or "").startswith(CONTRACTS):
-                    found[name] = classes.get(name) or type(name, (Contract,), {})
+                if name in known or source.startswith(CONTRACTS):
+                    found[name] = known.get(name, Description("", "", ()))
         elif isinstance(node, ast.ClassDef):
-            names = {**scope, **found}
-            try:
-                exec(compile(ast.Module([_fields(node)], []), "declaration", "exec"), names)
-                found[node.name] = names[node.name]
-            except NameError:
-                found.pop(node.name, None)
-        else:  # a class within a condition, say, is one that only running the module defines
-            for inner in ast.walk(node):
-                if isinstance(inner, ast.ClassDef):
-                    found.pop(inner.name, None)
-    done[module] = found
+            bases = found.copy()
+            found.pop(node.name, None)
+            with suppress(Unreadable):
+                found[node.name] = _described(node, bases)
     return found
 
 
-def _fields(node: ast.ClassDef) -> ast.ClassDef:
-    """The class with its docstring and its options alone."""
-    body: list[ast.stmt] = [ast.Expr(ast.Constant(ast.get_docstring(node, clean=False) or ""))]
+def _described(node: ast.ClassDef, known: Classes) -> Description:
+    """What a class says of itself, with the options of its bases. Raises Unreadable."""
+    paper = ""
+    options: dict[str, OptionInfo] = {}
+    for base in reversed(node.bases):
+        if not isinstance(base, ast.Name) or base.id not in known:
+            raise Unreadable
+        paper = known[base.id].paper or paper
+        options |= {info.name: info for info in known[base.id].options}
+    fields = any("dataclass" in ast.dump(each) for each in node.decorator_list)
     for statement in node.body:
         match statement:
-            case ast.Assign([ast.Name(name)]) if name == "paper":
-                body.append(statement)
-            case ast.AnnAssign(annotation=hint) if "ClassVar" not in ast.dump(hint):
-                body.append(statement)
-    kept = [one for one in node.decorator_list if "dataclass" in ast.dump(one)]
-    return ast.fix_missing_locations(ast.ClassDef(node.name, node.bases, node.keywords, body, kept))
+            case ast.Assign([ast.Name("paper")], value):
+                paper = _literal(value)
+            case ast.AnnAssign(ast.Name(name), hint, value) if fields and "ClassVar" not in ast.dump(hint):
+                options[name] = _option(name, _type(hint), value)
+    return Description(inspect.cleandoc(ast.get_docstring(node) or "").split("\n")[0], paper, tuple(options.values()))
 
 
-def _registered(tree: ast.Module, registry: str, classes: Mapping[str, type]) -> dict[str, type]:
+def _option(name: str, hint: Any, value: ast.expr | None) -> OptionInfo:
+    match value:
+        case ast.Call(ast.Name("option"), [default, text], keywords):
+            given = {each.arg: _literal(each.value) for each in keywords}
+            return OptionInfo(name, _literal(default), _literal(text), given.get("per_request", False), hint)
+        case None:
+            raise Unreadable
+    return OptionInfo(name, _literal(value), "", False, hint)
+
+
+def _literal(node: ast.expr) -> Any:
+    try:
+        return ast.literal_eval(node)
+    except ValueError as error:
+        raise Unreadable from error
+
+
+def _type(node: ast.expr) -> Any:
+    match node:
+        case ast.Name(name) if name in TYPES:
+            return TYPES[name]
+        case ast.Constant(None):
+            return None
+        case ast.BinOp(left, ast.BitOr(), right):
+            return _type(left) | _type(right)
+        case ast.Subscript(ast.Name("Literal"), values):
+            return cast(Any, Literal)[_literal(values)]
+        case ast.Subscript(ast.Name("tuple"), ast.Tuple([item, ast.Constant(kind)])) if kind is ...:
+            return GenericAlias(tuple, (_type(item), ...))
+    raise Unreadable
+
+
+def _registered(tree: ast.Module, registry: str, classes: Classes) -> Classes:
     """The classes by the names that their decorators give them. Raises Unreadable."""
-    found: dict[str, type] = {}
-    calls = {node for node in ast.walk(tree) if isinstance(node, ast.Call) and _registers(node)}
+    found: Classes = {}
     for node in tree.body:
-        for call in calls & {*node.decorator_list} if isinstance(node, ast.ClassDef) else ():
-            match call:
-                case ast.Call(ast.Attribute(ast.Name(owner)), [ast.Constant(str(key))]) if owner == registry:
+        for decorator in node.decorator_list if isinstance(node, ast.ClassDef) else ():
+            match decorator:
+                case ast.Call(ast.Attribute(ast.Name(owner), "register"), [name]) if owner == registry:
                     assert isinstance(node, ast.ClassDef)
                     if node.name not in classes:
                         raise Unreadable
-                    found[key] = classes[node.name]
-                    calls.remove(call)
-    if calls:
+                    found[_literal(name)] = classes[node.name]
+    if len(found) < sum(isinstance(node, ast.Attribute) and node.attr == "register" for node in ast.walk(tree)):
         raise Unreadable
     return found
-
-
-def _registers(node: ast.Call) -> bool:
-    return isinstance(node.func, ast.Attribute) and node.func.attr == "register"

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from functools import cache, cached_property
 from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from dinfer.recipe.declarations import declared
+from dinfer.recipe.declarations import Description, OptionInfo, declared
 
 T = TypeVar("T", bound=type)
 entry_points = cache(importlib.metadata.entry_points)
@@ -36,26 +36,6 @@ def option(default: Any, help: str, *, per_request: bool = False) -> Any:
     if per_request and type(default) not in (int, float):
         raise TypeError(f"a per-request option must default to an int or a float, not {default!r}")
     return dataclasses.field(default=default, metadata={"help": help, "per_request": per_request})
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class OptionInfo:
-    """One option as `dinfer list` shows it."""
-
-    name: str
-    default: Any
-    help: str
-    per_request: bool
-    hint: Any  # the declared type, such as `float` or `Literal["a", "b"] | None`
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Description:
-    """A component as `dinfer list` shows it."""
-
-    summary: str  # the first line of the docstring
-    paper: str
-    options: tuple[OptionInfo, ...]
 
 
 def options_of(component: Any) -> list[OptionInfo]:
@@ -189,14 +169,10 @@ class Registry(Generic[T]):
     def _written(self) -> dict[str, tuple[str, Description]]:
         """The module and the description of what can be read from the source. Imports the modules that cannot be."""
         found: dict[str, tuple[str, Description]] = {}
-        scope = {"dataclass": dataclasses.dataclass, "option": option, "__name__": __name__}
-        for module, registered in declared(self._package, f"{self.kind.upper()}S", scope):
-            try:
-                found |= {name: (module, description_of(cls)) for name, cls in (registered or {}).items()}
-            except NameError:  # in a type
-                registered = None
+        for module, registered in declared(self._package, f"{self.kind.upper()}S"):
             if registered is None:
                 importlib.import_module(module)
+            found |= {name: (module, description) for name, description in (registered or {}).items()}
         return found
 
     @cached_property

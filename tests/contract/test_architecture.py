@@ -368,6 +368,13 @@ def test_the_step_is_read_in_half_an_hour() -> None:
     assert max((node.end_lineno or 0) - node.lineno + 1 for node in functions) <= 40
 
 
+def test_no_text_is_run() -> None:
+    """No exec and no eval: what is not imported is only read."""
+    for path in FILES:
+        names = {node.id for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Name)}
+        assert not names & {"exec", "eval"}, relative(path)
+
+
 CORE_FOLDERS = ("engine", "memory", "parallel", "recipe", "startup", "step")
 EVERYDAY = {"block", "none"}  # words of messages too: these count where they are written as choices, cache=none
 NAMED = {("dinfer/recipe/recipe.py", "standard")}  # who composes a recipe in Python need not name a sampling

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import dinfer
-from dinfer.recipe.registry import REGISTRIES, Description, Registry, options_of
+from dinfer.recipe.declarations import Description
+from dinfer.recipe.registry import REGISTRIES, Registry, options_of
 
 HEAD = """
 from dataclasses import dataclass
@@ -84,18 +85,17 @@ def test_a_module_is_imported_when_a_component_of_it_is_built(tmp_path: Path, mo
 
 READ = [
     PLAIN,
-    PLAIN.replace("0.5", "1 / 2"),
-    PLAIN.replace('"of " "all"', '"of " + "all"'),
     PLAIN.replace("@DEC", "class Base(Base):\n    pass\n\n@DEC", 1),
     PLAIN + "class Net(nn.Module):\n    size: int = SIZE\n",
 ]
 RUN = [
+    PLAIN.replace("0.5", "1 / 2"),
+    PLAIN.replace('"of " "all"', '"of " + "all"'),
     PLAIN.replace("0.5", "SHARE").replace("@DEC", "SHARE = 0.5\n@DEC"),
     PLAIN.replace('"plain"', '"pla" + "in"'),
     PLAIN.replace("None = option", "NoneType = option").replace("@DEC", "from types import NoneType\n@DEC"),
     PLAIN.replace('@DECODERS.register("plain")\n', "") + 'DECODERS.register("plain")(Plain)\n',
     PLAIN.replace("(Base)", "(Base, Mixed)").replace("@DEC", "from abc import ABC as Mixed\n@DEC", 1),
-    PLAIN.replace("@DEC", "if True:\n    class Base(Base):\n        share: float = 1.0\n@DEC", 1),
 ]
 
 
