@@ -23,7 +23,7 @@ from dinfer.step.ability import Ability, Decision, Step
 from dinfer.step.canvas import BlockView, Canvas, Phase
 from dinfer.step.commits import with_progress
 from dinfer.step.parts import Parts
-from dinfer.step.shape import Extra, StepShape, power_of_2
+from dinfer.step.shape import Extra, Sampled, StepShape, power_of_2
 from dinfer.step.state import Entry
 from dinfer.structure.language import Language
 
@@ -189,11 +189,13 @@ class Constraints(Ability):
         return Constrained(own.states, len(own.pairs_P2), len(own.edges_E3))
 
     @classmethod
-    def refusal(cls, recipe: Parts, more: Mapping[str, Any]) -> str | None:
+    def refusal(cls, recipe: Parts, options: Sequence[float], more: Mapping[str, Any]) -> str | None:
         if (brought := more.get("language")) is None:
             return None
         if (room := brought.until - brought.first) < brought.language.shortest:
             return f"the shortest answer that the constraint allows has {brought.language.shortest} tokens, not {room}"
+        if least := recipe.sampling_of(options).get("min_tokens", 0):
+            return f"sampling.min_tokens={least:g} contradicts the constraint, which says where an answer may end"
         return too_large(brought.language)
 
     @classmethod
@@ -222,13 +224,21 @@ class Constraints(Ability):
         class_RV, bound_BX = rows_of(sweeps.class_BV, step.shape.blocks), ~line.outside_BX & live_B[:, None]
         bound_RL, allowed_RLC = bound_BX.view(view.pos_RL.shape), allowed_BXC.view(*view.pos_RL.shape, -1)
         if (mask_id := step.recipe.model.spec.mask_id) is None:
-            return masked(logits_RLV, class_RV, allowed_RLC, bound_RL, keep=-1)
-        # A model may still rather wait. What is decoded it takes back only if it would do so without the language.
-        stays_RL = ~view.masked_RL & (logits_RLV[..., mask_id] < logits_RLV.amax(-1)) if view.edits else None
-        logits_RLV = masked(logits_RLV, class_RV, allowed_RLC, bound_RL, keep=mask_id)
-        if stays_RL is not None:
-            logits_RLV[..., mask_id].masked_fill_(bound_RL & stays_RL, float("-inf"))
-        return logits_RLV
+            logits_RLV = masked(logits_RLV, class_RV, allowed_RLC, bound_RL, keep=-1)
+        else:
+            # A model may still rather wait. What is decoded it takes back only if it would do so without the language.
+            stays_RL = ~view.masked_RL & (logits_RLV[..., mask_id] < logits_RLV.amax(-1)) if view.edits else None
+            logits_RLV = masked(logits_RLV, class_RV, allowed_RLC, bound_RL, keep=mask_id)
+            if stays_RL is not None:
+                logits_RLV[..., mask_id].masked_fill_(bound_RL & stays_RL, float("-inf"))
+        if step.shape.extra(Sampled) is None:
+            return logits_RLV
+        # Where a request has ruled out all that is allowed, such as a stop token with ban_eos, the language decides.
+        none_RLV = logits_RLV == float("-inf")
+        if mask_id is not None:
+            none_RLV[..., mask_id] = True
+        allowed_RLV = allowed_RLC.gather(2, class_RV.to(torch.int64)[:, None].expand(logits_RLV.shape))
+        return logits_RLV.masked_fill(none_RLV.all(-1, keepdim=True) & bound_RL[..., None] & allowed_RLV, 0.0)
 
     def proposed(self, step: Step, made: Decision) -> None:
         """The projection of what the decoder chose, and forced commits."""

@@ -162,8 +162,8 @@ class Engine:
         runtime, spec = self.runtime, self.recipe.model.spec
         request.check(spec)
         self.recipe.check(request.options, runtime=runtime, request=request)
-        for reason in (ability.refusal(self.recipe, request.more) for ability in self.recipe.abilities):
-            if reason is not None:
+        for ability in self.recipe.abilities:
+            if (reason := ability.refusal(self.recipe, request.options, request.more)) is not None:
                 raise ValueError(reason)
         need = pages_of(request, self.recipe, runtime.page)
         if runtime.max_length is not None and request.length > runtime.max_length:

@@ -92,5 +92,6 @@ def compiler_of(recipe: Recipe, tokenizer: Any) -> Compiler:
     iteration, spec = recipe.iteration, recipe.model.spec
     if values_of(iteration).get("stop") == "off":
         raise ValueError("iteration.stop=off goes on behind the end of an answer: use iteration.stop=block")
-    never = (*spec.moving_ids, *(() if spec.mask_id is None else (spec.mask_id,)))
+    never = (*spec.moving_ids, *values_of(recipe.sampling).get("suppress", ()))
+    never += () if spec.mask_id is None else (spec.mask_id,)
     return Compiler(vocabulary_of(tokenizer, spec.vocab, stop=spec.stop_ids, tail=spec.stop_ids, never=never))

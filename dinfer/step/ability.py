@@ -50,7 +50,7 @@ class Ability:
         return len(entry.tokens)
 
     @classmethod
-    def refusal(cls, recipe: Parts, more: Mapping[str, Any]) -> str | None:
+    def refusal(cls, recipe: Parts, options: Sequence[float], more: Mapping[str, Any]) -> str | None:
         """Why a request cannot have what it asks of this ability, and what to ask instead; None: it can. Host side."""
         return None
 

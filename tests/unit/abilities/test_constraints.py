@@ -117,6 +117,20 @@ def recipes(draw: st.DrawFn, decoder: dict[str, Any]) -> Recipe:
     return recipe
 
 
+WISHES: list[dict[str, float]] = [
+    {}, {}, {"temperature": 1.3, "seed": 3}, {"temperature": 0.7, "top_p": 0.4, "top_k": 3}, {"ban_eos": 1},
+    {"repetition_penalty": 1.8}, {"frequency_penalty": 1.5, "presence_penalty": -1.0}, {"eos_last": 1}, {"leftmost": 1},
+]  # fmt: skip
+
+
+def wished(recipe: Recipe, wish: dict[str, float]) -> list[float]:
+    """The options of a request; none where the decoder has other ones or refuses these."""
+    try:
+        return recipe.resolve(wish)
+    except ValueError:
+        return []
+
+
 @pytest.mark.parametrize("name", [name for name in DECODERS.names() if name not in REFUSED])
 @examples(12)
 @given(st.data())
@@ -128,7 +142,10 @@ def test_every_answer_is_in_its_language(name: str, data: st.DataObject) -> None
         found = language_of(data.draw(st.sampled_from(PATTERNS)))
         count = data.draw(st.integers(found.shortest, found.shortest + 12))
         languages.append(found)
-        requests.append(bound(Request([1 + i] * data.draw(st.integers(1, 9)), max(count, 1)), found))
+        options = wished(recipe, data.draw(st.sampled_from(WISHES)))
+        asked = bound(Request([1 + i] * data.draw(st.integers(1, 9)), max(count, 1), options), found)
+        bias = data.draw(st.sampled_from([{}, {"add": {EOS: 100.0, 3: -100.0}}, {"add": {EOS: -100.0, 20: 100.0}}]))
+        requests.append(replace(asked, more=asked.more | {"bias": bias}))
     for request, found, done in zip(
         requests, languages, completions(engine_for(recipe, rows=2, page=4), requests), strict=True
     ):
@@ -186,6 +203,12 @@ def test_decoders_that_move_or_grow_are_refused_by_name(decoder: str) -> None:
     recipe = compose(model, iteration="full" if decoder == "daedal" else "blockwise", decoder=decoder, cache="none")
     with pytest.raises(ValueError, match=decoder):
         engine_for(recipe).check(bound(Request([1], 8), language_of("ab|cd")))
+
+
+def test_a_least_number_of_tokens_contradicts_a_constraint() -> None:
+    recipe = compose(Scripted(adversarial("random", 0)), iteration="blockwise", decoder="threshold", cache="none")
+    with pytest.raises(ValueError, match=r"sampling\.min_tokens=3 contradicts the constraint"):
+        engine_for(recipe).check(bound(Request([1], 8, recipe.resolve({"min_tokens": 3})), language_of("ab|cd")))
 
 
 def test_a_canvas_that_is_too_short_is_refused_with_the_shortest_answer() -> None:
