@@ -1,0 +1,123 @@
+"""What a constraint costs: steps whose rows are in a language, by its number of states, beside steps without one.
+
+    python -m benchmarks.constrained --out benchmarks/results/constrained-llada-8b-h200.json
+    python -m benchmarks.constrained --shape small --device cpu --states 64 --new 64 --prompt 40     # dry run
+
+Tokens of the random network are all bytes, and random words of two to six letters. The language is a list of random
+words, as long as it takes to have that many states. Steps are timed in turns with plain ones, three runs each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+from pathlib import Path
+
+import torch
+
+from benchmarks.clock import Clock
+from benchmarks.feeds import random_prompts
+from benchmarks.provenance import begun, save
+from benchmarks.shapes import SHAPES, shape
+from dinfer import Pipeline, Runtime, compose
+from dinfer.abilities.constraints import InLanguage
+from dinfer.engine.request import Request
+from dinfer.loading.checkpoint import random_network
+from dinfer.step.spec import ModelSpec
+from dinfer.structure.compiler import compile_automaton
+from dinfer.structure.constraint import regex
+from dinfer.structure.language import Language, language
+from dinfer.structure.tokens import Vocabulary
+
+RUNS = 3
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+def words(count: int, shortest: int, longest: int) -> list[str]:
+    draw = random.Random(0)
+    return ["".join(draw.choices(LETTERS, k=draw.randint(shortest, longest))) for _ in range(count)]
+
+
+def vocabulary(spec: ModelSpec) -> Vocabulary:
+    texts = [bytes([byte]) for byte in range(256)] + [word.encode() for word in words(spec.vocab - 256, 2, 6)]
+    silent = {spec.eos_id, *([] if spec.mask_id is None else [spec.mask_id])}
+    ends = frozenset({spec.eos_id})
+    return Vocabulary([None if i in silent else text for i, text in enumerate(texts)], ends, ends)
+
+
+def list_of_words(states: int, tokens: Vocabulary) -> Language:
+    """A list of words with at most so many states, and nearly as many."""
+    many = 1
+    found = None
+    for count in (max(states * share // 64, 1) for share in range(1, 65)):
+        automaton = compile_automaton(regex(f"(({'|'.join(words(count, 8, 12))}) )+"))[0]
+        if automaton.states + 1 > states:
+            break
+        many, found = count, automaton
+    if found is None:
+        raise ValueError(f"--states {states}: a list of {many} words has more")
+    return language(found, tokens)
+
+
+def times(pipe: Pipeline, requests: list[Request]) -> dict[str, float]:
+    """Milliseconds of a step by its shape, where all rows took part."""
+    with Clock(pipe.engine) as clock:
+        for _ in pipe.engine.run(requests):
+            pass
+    rows = [row for row in clock.table() if row["lanes"] == len(requests)]
+    return {f"{row['phase']} {row['lanes']}x{row['width']}": row["median_ms"] for row in rows}
+
+
+def main(args: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="llada-8b")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--batch", default="1,8")
+    parser.add_argument("--states", default="64,512,4096")
+    parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--new", type=int, default=256)
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args(args)
+    device = torch.device(given.device)
+    report = begun(given, device) | {"languages": {}, "batches": {}}
+    family, spec = shape(given.shape)
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    model = random_network(family, spec, dtype=dtype, device=device)
+    tokens = vocabulary(spec)
+    languages: dict[str, Language | None] = {"none": None}
+    languages |= {states: list_of_words(int(states), tokens) for states in given.states.split(",")}
+    for name, found in languages.items():
+        if found is not None:
+            sizes = {"states": found.states, "classes": found.classes, "edges": len(found.edges_E3)}
+            report["languages"][name] = sizes | {"pairs": len(found.pairs_P2)}
+    recipe = compose(
+        model, iteration={"name": "blockwise", "block": 32, "stop": "off"}, decoder="threshold", cache="dual"
+    )
+    for batch in map(int, given.batch.split(",")):
+        pipe = Pipeline(recipe, None, Runtime(rows=batch, graphs=device.type == "cuda"))
+        prompts = random_prompts(spec, batch, given.prompt)
+        rows: dict[str, dict[str, list[float]]] = {}
+        for run in range(RUNS + 2):  # the first two compile and capture
+            for name, found in languages.items():
+                more = {"language": InLanguage(found, given.prompt, given.prompt + given.new)} if found else {}
+                requests = [Request(list(prompt), given.new, more=more) for prompt in prompts]
+                for step, ms in times(pipe, requests).items():
+                    if run > 1:
+                        rows.setdefault(step, {}).setdefault(name, []).append(ms)
+        report["batches"][batch] = {
+            step: {
+                name: {"ms": statistics.median(own), "all_ms": own, "more": statistics.median(own) / plain - 1}
+                for name, own in found.items()
+            }
+            for step, found in rows.items() if (plain := statistics.median(found.get("none", [0.0])))
+        }  # fmt: skip
+        report["refused_graphs"] = [*pipe.engine.runner.refused.values()]
+        save(report, given.out)
+    print(json.dumps(report, indent=1, default=str))
+
+
+if __name__ == "__main__":
+    main()
