@@ -16,7 +16,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from dinfer.kernels.dispatch import use_triton
+from dinfer.kernels.dispatch import compiled, use_triton
 from dinfer.kernels.lines import Languages, Line
 
 
@@ -109,6 +109,10 @@ class Sweeps:
             from dinfer.kernels.triton.languages import allowed as kernel
 
             return kernel(self.languages, self.language_B, self.states, line)
+        if on_host(line.token_BX):
+            from dinfer.kernels.cpu import languages as in_c
+
+            return in_c.allowed(self.languages, self.language_B, line)
         from_BE, class_BE, to_BE = self.edge_BE3.unbind(-1)
         most = self.languages.size_GC.shape[1]
         found = []
@@ -129,6 +133,11 @@ class Sweeps:
 
             order_BX = _order(commit_BX, confidence_BX)
             return kernel(self.languages, self.language_B, self.states, line, commit_BX, token_BX, order_BX)
+        if on_host(line.token_BX):
+            from dinfer.kernels.cpu import languages as in_c
+
+            order_BX = _order(commit_BX, confidence_BX)
+            return in_c.admitted(self.languages, self.language_B, line, commit_BX, token_BX, order_BX)
         chosen = replace(
             line,
             token_BX=torch.where(commit_BX, token_BX, line.token_BX),
@@ -179,6 +188,10 @@ class Sweeps:
             from dinfer.kernels.triton.languages import run as kernel
 
             return kernel(self.languages, self.language_B, state_B, token_BX, passed_BX)
+        if on_host(token_BX):
+            from dinfer.kernels.cpu import languages as in_c
+
+            return in_c.run(self.languages, self.language_B, state_B, token_BX, passed_BX)
         class_BX = self.classes_of(token_BX)
         for x in range(token_BX.shape[1]):
             next_B = self.next_of(class_BX[:, x]).gather(1, state_B[:, None])[:, 0]
@@ -221,6 +234,11 @@ def masked(logits_RLV: Tensor, class_RV: Tensor, allowed_RLC: Tensor, bound_RL: 
     if keep >= 0:
         ruled_out_RLV[..., keep] = False
     return logits_RLV.masked_fill_(ruled_out_RLV, float("-inf"))
+
+
+def on_host(x: Tensor) -> bool:
+    """Whether the kernels in C take these tensors."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling() and compiled("languages")
 
 
 def _order(commit_BX: Tensor, confidence_BX: Tensor) -> Tensor:

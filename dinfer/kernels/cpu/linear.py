@@ -28,7 +28,8 @@ from torch import Tensor
 
 from dinfer.kernels.types import Part
 
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("linear.c", "float.c", "blocks.h", "vectors.h"))
+NAMES = "linear.c", "float.c", "languages.c", "blocks.h", "vectors.h"
+SOURCES = tuple(Path(__file__).with_name(name) for name in NAMES)
 FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC")
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
 KINDS = (

@@ -14,7 +14,7 @@ CUDA = torch.cuda.is_available()
 pytest.importorskip("triton")
 pytestmark = [pytest.mark.gpu] if CUDA else []
 
-from dinfer.kernels import languages  # noqa: E402
+from dinfer.kernels import dispatch, languages  # noqa: E402
 from dinfer.kernels.lines import Line  # noqa: E402
 from dinfer.structure.compiler import compile_automaton  # noqa: E402
 from dinfer.structure.constraint import regex  # noqa: E402
@@ -31,12 +31,17 @@ def word_language(pattern: str) -> Language:
     return language(compile_automaton(regex(pattern))[0], WORDS)
 
 
-@pytest.fixture
-def both(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], tuple[Any, Any]]:
+@pytest.fixture(params=["triton", "c"])
+def both(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, Any]]:
+    """What the kernels give, and what torch gives."""
+    if request.param == "c" and (CUDA or not dispatch.has_native()):
+        pytest.skip("no kernels in C here")
+
     def given(work: Callable[[], Any]) -> tuple[Any, Any]:
         found = []
-        for use in (True, False):
-            monkeypatch.setattr(languages, "use_triton", lambda *_, use=use: use)
+        for use in (request.param, "torch"):
+            monkeypatch.setattr(languages, "use_triton", lambda *_, use=use: use == "triton")
+            monkeypatch.setattr(languages, "on_host", lambda _, use=use: use == "c")
             found.append(work())
         return found[0], found[1]
 
@@ -93,7 +98,7 @@ def test_kernels_find_the_sets_and_choices_of_the_reference(seed: int, both: Any
         torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
-def test_choices_are_taken_whole_in_part_and_not_at_all(both: Any) -> None:
+def test_choices_are_taken_whole_in_part_and_not_at_all() -> None:
     """The cases above would mean little if all ended alike."""
     sweeps, shares = sweeps_of([word_language(pattern) for pattern in PATTERNS], DEVICE), set()
     for seed in range(12):
