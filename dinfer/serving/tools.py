@@ -70,11 +70,7 @@ class ToolFields(HeldFields):
     @property
     def choice(self) -> str:
         """auto, required, or the name of a function."""
-        return (
-            self.tool_choice.function.name
-            if isinstance(self.tool_choice, NamedFunction)
-            else self.tool_choice or "auto"
-        )
+        return self.tool_choice if isinstance(self.tool_choice, str) else self.named or "auto"
 
     @property
     def functions(self) -> Mapping[str, dict[str, Any] | None]:
@@ -100,7 +96,7 @@ class ToolFields(HeldFields):
         form, choice, functions = self.form, self.choice, self.functions
         if self.named is not None and self.named not in functions:
             known = ", ".join(functions) or "no tools"
-            raise invalid("tool_choice.function.name", f"={choice!r:.80} is none of the functions: {known:.80}")
+            raise invalid("tool_choice.function.name", f"={self.named!r:.80} is none of the functions: {known:.80}")
         if not functions:
             if self.tool_choice is not None:
                 raise refused("tool_choice", choice, "needs tools: say which functions there are")

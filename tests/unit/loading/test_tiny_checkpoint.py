@@ -68,7 +68,7 @@ def test_a_whole_conversation_ends_every_answer_with_eos() -> None:
 
 def test_an_unknown_role_is_refused() -> None:
     with pytest.raises(Exception, match="use user or assistant"):
-        TOKENIZER.apply_chat_template([{"role": "tool", "content": "x"}], tokenize=False)
+        TOKENIZER.apply_chat_template([{"role": "oracle", "content": "x"}], tokenize=False)
 
 
 def test_a_system_message_is_left_out() -> None:
