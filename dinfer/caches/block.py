@@ -29,7 +29,7 @@ class BlockCache(CachePolicy, RecomputesEveryKey):
             return None
         return (
             "cache=block keeps the keys of finished blocks for good, which is exact only under block-causal "
-            "attention, but this model is bidirectional. Use cache=dual or cache=prefix."
+            "attention, but this model is bidirectional."
         )
 
     def plan(self, phase: Phase) -> WindowPlan:

@@ -65,7 +65,7 @@ class D2Cache(CachePolicy, Chooses, Follows, LeavesDecoded, LeavesMasks):
             return None
         return (
             "cache=d2cache chooses among positions that all see each other, and this model's attention is causal "
-            "between blocks. Use cache=block."
+            "between blocks."
         )
 
     def fresh_state(self, spec: ModelSpec, length: int) -> State:

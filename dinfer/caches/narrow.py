@@ -39,8 +39,8 @@ class NarrowWindow(CachePolicy, LeavesDecoded, LeavesMasks):
         if spec.mask_id is not None:
             return None
         return (
-            f"{CACHES.called(self)} leaves masks as they are for some steps, and this model has no mask token: what "
-            "its open positions hold changes at every step. Use cache=block."
+            "{cache} leaves masks as they are for some steps, and this model has no mask token: what its open "
+            "positions hold changes at every step."
         )
 
 
@@ -53,7 +53,7 @@ class NarrowBlock(NarrowWindow):
         if not spec.attention_block:
             return (
                 "cache=narrow_block keeps the keys of finished blocks for good, which is exact only under block-causal "
-                "attention, but this model is bidirectional. Use cache=narrow_dual."
+                "attention, but this model is bidirectional."
             )
         return super().incompatibility(spec)
 

@@ -48,7 +48,7 @@ class Daedal(Decoder, Grows):
     def incompatibility(self, spec: ModelSpec) -> str | None:
         if spec.mask_id is not None:
             return None
-        return "decoder=daedal puts masks in, and this model has no mask token. Use decoder=renoise."
+        return "decoder=daedal puts masks in, and this model has no mask token."
 
     def fresh_state(self, spec: ModelSpec, block: int) -> State:
         return {

@@ -50,7 +50,7 @@ class InsertDelete(Decoder, Moves, Adjusts):
             return None
         return (
             "decoder=insert_delete needs a model that predicts a delete and a split token (LLaDA2.2), and this one's "
-            "config names none. Use decoder=joint_threshold."
+            "config names none."
         )
 
     def fresh_state(self, spec: ModelSpec, block: int) -> State:

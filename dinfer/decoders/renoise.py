@@ -49,7 +49,7 @@ class Renoise(Decoder, Adjusts):
             return None
         return (
             "decoder=renoise puts uniform noise where nothing is decoded, and this model was trained with a mask token "
-            "there. Use decoder=entropy_bound."
+            "there."
         )
 
     @property

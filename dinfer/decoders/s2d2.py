@@ -87,13 +87,10 @@ class S2D2(Decoder, Adjusts, Verifies):
 
     def incompatibility(self, spec: ModelSpec) -> str | None:
         if spec.encoder or not spec.causal_block or spec.mask_id is None:
-            return (
-                "decoder=s2d2 asks the model to write token by token, as block-causal models do with block size 1. Use "
-                "decoder=threshold with this one."
-            )
+            return "decoder=s2d2 asks the model to write token by token, as block-causal ones do with block size 1."
         if spec.shift or (spec.experts and spec.experts.capacity):
             why = "logits predict the next token" if spec.shift else "experts are those of a whole block"
-            return f"decoder=s2d2 verifies each position by its own mask, and this model's {why}. Use decoder=fixed."
+            return f"decoder=s2d2 verifies each position by its own mask, and this model's {why}."
         return None
 
     def fresh_state(self, spec: ModelSpec, block: int) -> State:

@@ -42,7 +42,7 @@ class BlockDiffusion(AlignedSweep):
         if spec.encoder:
             return (
                 "iteration=block_diffusion lets its first block overlap the prompt, which this model's encoder must "
-                "read as a whole. Use iteration=self_conditioned or blockwise."
+                "read as a whole."
             )
         if spec.causal_block is None:
             return (

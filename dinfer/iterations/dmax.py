@@ -41,7 +41,7 @@ class DMaxSweep(MultiBlock, Feeds):
 
     def incompatibility(self, spec: ModelSpec) -> str | None:
         if spec.mask_id is None:
-            return "iteration=dmax mixes tokens with the mask token, and this model has none. Use iteration=blockwise."
+            return "iteration=dmax mixes tokens with the mask token, and this model has none."
         return super().incompatibility(spec)
 
     def fresh_state(self, spec: ModelSpec, length: int) -> State:

@@ -46,7 +46,7 @@ class Lopa(MultiBlock, Branches):
 
     def incompatibility(self, spec: ModelSpec) -> str | None:
         if spec.mask_id is None:
-            return "iteration=lopa compares what is still masked, and this model has no mask token. Use blockwise."
+            return "iteration=lopa compares what is still masked, and this model has no mask token."
         return super().incompatibility(spec)
 
     def value(self, stats: TokenStats) -> Tensor:

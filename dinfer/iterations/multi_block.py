@@ -57,10 +57,7 @@ class MultiBlock(BlockSweep, Paces):
     def incompatibility(self, spec: ModelSpec) -> str | None:
         if not spec.encoder:
             return None
-        return (
-            "iteration=multi_block finishes blocks one by one, and this model's encoder must read all of them at once. "
-            "Use iteration=self_conditioned or blockwise."
-        )
+        return "{iteration} finishes blocks one by one, and this model's encoder must read all of them at once."
 
     def first_region(self, prompt: int, length: int) -> tuple[int, int]:
         start, end = super().first_region(prompt, length)

@@ -44,7 +44,7 @@ class SelfConditionedSweep(AlignedSweep, Feeds, Pads):
             return None
         return (
             "iteration=self_conditioned tells a model what it expected one step ago, and this one was not trained for "
-            "that. Use iteration=blockwise, or smooth, which adds it to the mask token."
+            "that."
         )
 
     def padding(self, new_tokens: int) -> int:

@@ -40,10 +40,7 @@ class Smooth(BlockSweep, Feeds, Paces):
     def incompatibility(self, spec: ModelSpec) -> str | None:
         if spec.mask_id is not None:
             return None
-        return (
-            "iteration=smooth adds what it expects to the mask token, and this model has none. Use "
-            f"iteration={'self_conditioned' if spec.self_conditioning else 'blockwise'}."
-        )
+        return "iteration=smooth adds what it expects to the mask token, and this model has none."
 
     def fresh_state(self, spec: ModelSpec, length: int) -> State:
         return {"expected": torch.zeros(()).expand(length + 1, spec.hidden)}  # the last row is scratch

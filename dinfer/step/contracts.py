@@ -108,7 +108,10 @@ class Component(ABC):
         return self
 
     def incompatibility(self, spec: ModelSpec) -> str | None:
-        """Why it cannot be used with a model, and what to use instead; None: it can. Called before any work."""
+        """Why it cannot be used with a model; None: it can. Called before any work.
+
+        An option's fix belongs to it ("Use cache.suffix=null."). Without one, the message offers other components.
+        """
         return None
 
 

@@ -117,7 +117,7 @@ def test_keys_of_finished_blocks_are_those_of_the_block_cache() -> None:
 @pytest.mark.parametrize(
     ("variant", "parts", "said"),
     [
-        ("bidirectional", {}, "Use cache=narrow_dual"),
+        ("bidirectional", {}, "Use cache=.*narrow_dual"),
         ("block_causal", {"decoder": "joint_threshold"}, "judges decoded tokens"),
         ("block_causal", {"decoder": "entropy_bound"}, "leaves masks out"),
         ("block_causal", {"iteration": {"name": "multi_block", "block": BLOCK}}, "first masks of one block"),

@@ -193,7 +193,7 @@ def test_stability_needs_a_decoder_that_edits() -> None:
 
 
 def test_a_model_with_an_encoder_is_refused() -> None:
-    with pytest.raises(IncompatibleRecipe, match=r"encoder must read.* Use iteration=self_conditioned"):
+    with pytest.raises(IncompatibleRecipe, match=r"encoder must read.* Use iteration=.*blockwise"):
         multi(tiny_model("uniform"), "entropy_bound")
 
 

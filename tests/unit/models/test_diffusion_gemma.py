@@ -257,7 +257,7 @@ def test_other_decoders_commit_over_noise(name: str) -> None:
 def test_what_does_not_fit_is_refused_with_the_reason() -> None:
     for given, reason in (
         ({"iteration": "smooth"}, "adds what it expects to the mask token, and this model has none"),
-        ({"iteration": "block_diffusion"}, "Use iteration=self_conditioned or blockwise"),
+        ({"iteration": "block_diffusion"}, "Use iteration=.*blockwise"),
         ({"iteration": SWEEP | {"block": 10**9}}, "block=1000000000 is decoded as a whole, but .* 256 positions"),
         ({"sampling": {"name": "standard", "guidance": 1.0}}, "this model has no mask token. Use sampling.guidance=0"),
         ({"model": tiny_model(), "decoder": "threshold"}, "this one was not trained for that"),
