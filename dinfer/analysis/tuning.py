@@ -160,13 +160,8 @@ def tune(
         return Tried(parts, row[goal], Difference.between(references[split].scores, measured.scores), row)
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        # By group: which options there are depends on the components.
-        sampler = optuna.samplers.TPESampler(
-            seed=seed, multivariate=True, group=True, n_startup_trials=min(10, max(trials // 3, 1))
-        )
-    study, anywhere = optuna.create_study(direction="maximize"), optuna.samplers.RandomSampler(seed)
+    sampler, anywhere = _sampler(trials, seed), optuna.samplers.RandomSampler(seed)
+    study = optuna.create_study(direction="maximize")
     again = False
     for _ in range(10 * trials):  # a small space may hold fewer recipes that run
         if sum(one.refused is None for one in seen.values()) == trials:
@@ -187,6 +182,16 @@ def tune(
             seen[key] = one
             yield one
     yield _verified(list(seen.values()), references, tried, objective, reference, max_drop, verify)
+
+
+def _sampler(trials: int, seed: int) -> Any:
+    import optuna
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        # By group: which options there are depends on the components.
+        startup = min(10, max(trials // 3, 1))
+        return optuna.samplers.TPESampler(seed=seed, multivariate=True, group=True, n_startup_trials=startup)
 
 
 def _verified(

@@ -303,7 +303,7 @@ def sharing(rng: Random) -> Draft:
     total = friends * share
     start = rng.randint(24, total - 11)
     lost = rng.randint(11, start - 11)
-    gift = total - start + lost
+    gift, rest, have = total - start + lost, start - lost, total + lost
     question = ask(
         rng,
         f"{name} has {start} {goods}, loses {lost} and gets {gift} from {giver}."
@@ -313,7 +313,6 @@ def sharing(rng: Random) -> Draft:
     )
 
     def solve(rng: Random) -> list[str]:
-        rest = start - lost
         both = commuting(rng, "+", rest, gift)
         if rng.random() < 0.5:
             first = [
@@ -331,7 +330,6 @@ def sharing(rng: Random) -> Draft:
                 ),
             ]
         else:
-            have = start + gift
             both = commuting(rng, "+", start, gift)
             first = [
                 choose(

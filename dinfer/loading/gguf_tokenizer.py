@@ -5,7 +5,7 @@ text into words. The patterns are those of the models' own tokenizer.json files.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +80,16 @@ def tokenizer_files(path: Path, fields: Mapping[str, Any]) -> dict[str, dict[str
     kinds = fields.get("tokenizer.ggml.token_type") or [1] * len(texts)
     if len(kinds) != len(texts):
         raise CheckpointError(f"{path}: {len(kinds)} tokenizer.ggml.token_type for {len(texts)} tokens")
+    begins = fields.get("tokenizer.ggml.add_bos_token", PATTERNS[pre] is LLAMA3)
+    first = roles["bos_token"] if begins else None
+    whole = _byte_pairs(texts, kinds, fields.get("tokenizer.ggml.merges") or [], PATTERNS[pre], first)
+    return {"tokenizer.json": whole, "tokenizer_config.json": named}
+
+
+def _byte_pairs(
+    texts: Sequence[str], kinds: Sequence[int], merges: Sequence[str], patterns: tuple[str, ...], first: int | None
+) -> dict[str, Any]:
+    """tokenizer.json of byte pairs. `patterns`: where texts are cut; `first`: the token that every text begins with."""
     added = [
         {
             "id": token, "content": texts[token], "single_word": False, "lstrip": False, "rstrip": False,
@@ -90,27 +100,24 @@ def tokenizer_files(path: Path, fields: Mapping[str, Any]) -> dict[str, dict[str
     ]  # fmt: skip
     cuts = [
         {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-        for pattern in PATTERNS[pre]
+        for pattern in patterns
     ]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    first = roles["bos_token"] if fields.get("tokenizer.ggml.add_bos_token", PATTERNS[pre] is LLAMA3) else None
     vocab = {text: token for token, text in enumerate(texts)}
-    merges = [pair for pair in fields.get("tokenizer.ggml.merges") or [] if pair.replace(" ", "", 1) in vocab]
-    whole = {
+    return {
         "version": "1.0",
         "added_tokens": added,
-        "normalizer": {"type": "NFC"} if PATTERNS[pre] is QWEN2 else None,
+        "normalizer": {"type": "NFC"} if patterns is QWEN2 else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*cuts, byte_level]},
         "post_processor": None if first is None else _begun(texts[first], first),
         "decoder": byte_level,
         "model": {
             "type": "BPE",
             "vocab": vocab,
-            "merges": merges,  # without those that make no token, which llama.cpp skips
-            "ignore_merges": PATTERNS[pre] is LLAMA3,
+            "merges": [pair for pair in merges if pair.replace(" ", "", 1) in vocab],  # llama.cpp skips others, too
+            "ignore_merges": patterns is LLAMA3,
         },
     }
-    return {"tokenizer.json": whole, "tokenizer_config.json": named}
 
 
 def _begun(text: str, token: int) -> dict[str, Any]:

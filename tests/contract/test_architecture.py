@@ -16,13 +16,10 @@ from dinfer.recipe.registry import REGISTRIES
 ROOT = Path(__file__).parents[2]
 LINES, PARAMETERS = 60, 10  # of a function; kernels spell out their arguments
 LARGER = {  # functions above these limits, which are to be divided; nothing is added here
-    "dinfer/analysis/tuning.py:tune",
     "dinfer/memory/kv.py:alloc",
     "dinfer/memory/kv.py:attend",
     "dinfer/step/plan.py:window_bounds",
     "dinfer/step/state.py:alloc",
-    "dinfer/demo/problems.py:sharing",
-    "dinfer/loading/gguf_tokenizer.py:tokenizer_files",
 }
 REFLECTIONS = 20  # calls of getattr and hasattr in all: each hides from the type checker what it reads
 
