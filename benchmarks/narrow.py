@@ -53,7 +53,7 @@ def pipeline(base: dinfer.Pipeline, cache: Any, options: dict[str, int]) -> dinf
 
 def timed(base: dinfer.Pipeline, settings: list[tuple[Any, dict[str, int]]], in_flight: int, repeats: int) -> Any:
     """Tokens a second of each setting, in turns: by the clock, and by the processor time of this process."""
-    problems, rates = generate("heldout", 3 * in_flight, 0), [list[tuple[float, float]]() for _ in settings]
+    problems, rates = generate("heldout", 2 * in_flight, 0), [list[tuple[float, float]]() for _ in settings]
     pipes = [pipeline(base, *setting) for setting in settings]
     asked = [pipe.requests([pipe.encode(p.question) for p in problems], NEW, None) for pipe in pipes]
     for turn in range(repeats + 1):
@@ -64,8 +64,9 @@ def timed(base: dinfer.Pipeline, settings: list[tuple[Any, dict[str, int]]], in_
     for (cache, options), own in zip(settings, rates, strict=True):
         by_clock, by_processor = (sorted(round(rate, 1) for rate in one) for one in zip(*own, strict=True))
         yield {
-            "cache": cache, **options, "in_flight": in_flight, "repeats": repeats, "tokens_per_s": by_clock,
-            "median": round(median(by_clock), 1), "per_processor_s": by_processor, "median_per_processor_s": round(median(by_processor), 1),
+            "cache": cache, **options, "in_flight": in_flight, "repeats": repeats,
+            "tokens_per_s": by_clock, "median": round(median(by_clock), 1),
+            "per_processor_s": by_processor, "median_per_processor_s": round(median(by_processor), 1),
         }  # fmt: skip
 
 

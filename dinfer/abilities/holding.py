@@ -47,6 +47,9 @@ class Holding(Ability):
             options = step.state.options(step.recipe, made.lanes.slot_B, "sampling", step.shape.blocks)
             masked_RL, most_R1 = made.view.masked_RL, options["leftmost"]
             free_RL = free_RL & (~masked_RL | (most_R1 == 0) | (masked_RL.cumsum(-1) <= most_R1))
+        if made.view.must_progress_R is not None:  # one of several blocks may have no mask that it could commit
+            must_R = made.view.must_progress_R & (made.view.masked_RL & free_RL).any(-1)
+            made.view = replace(made.view, must_progress_R=must_R)
         made.stats = held_back(made.stats, ~free_RL)
         proposal = step.recipe.decoder.select(made.stats, made.view, made.decoder_state)
         return replace(proposal, commit_RL=proposal.commit_RL & free_RL)

@@ -23,7 +23,8 @@ class NarrowWindow(CachePolicy, LeavesDecoded, LeavesMasks):
     """Computes `back` positions before the first mask of the block, and `ahead` from there on.
 
     Where so many do not fit before or behind it, the window takes more on the other side. Blocks that are no longer
-    than the window are computed whole.
+    than the window are computed whole. Of several blocks that are decoded at once, a step computes one window around
+    the first mask of all, beside it a block that has just opened, and once more a block that is finished.
     """
 
     paper = "Elastic-Cache, arXiv:2510.14973"

@@ -42,9 +42,12 @@ def window_positions(
 
         return kernel(place_B, width, active, layout, plan.numbers(layout[0]), prefill, keys_only)
     (start_B, end_B, *_), (shift, block, from_prompt) = place_B, layout
-    first_B, stop_B, settled_B = plan.bounds(place_B, layout)
+    first_B, stop_B, settled_B, gap_B, skip_B, second_B, skipped_B = plan.whole(place_B, layout)
     grain = block or 1
-    fits_B, only_B = stop_B - first_B <= width, None
+    size_B, only_B = stop_B - first_B, None
+    if plan.front:  # others leave nothing out
+        size_B = size_B - skip_B - skipped_B
+    fits_B = size_B <= width
     if prefill or keys_only:
         decodes_B = fits_B & (not prefill)
         piece_B = torch.minimum(first_B + width // grain * grain, settled_B)
@@ -52,16 +55,23 @@ def window_positions(
             piece_B = torch.where(first_B + width >= settled_B, settled_B, first_B)
         stop_B, only_B = torch.where(decodes_B, stop_B, piece_B), torch.where(decodes_B, -1, piece_B)
         fits_B = decodes_B | (piece_B > first_B)
-    pos_BX = span(start_B, end_B, active)
+    pos_BX, pos_BW = span(start_B, end_B, active), span(first_B, stop_B, width)
     query_BX = (pos_BX - shift).clamp_min(0)
-    computed_BX = pos_BX >= 0
-    if plan.front:  # others compute the whole region
-        computed_BX = computed_BX & (query_BX >= first_B[:, None]) & (query_BX < stop_B[:, None])
-    logits_BX = torch.where(computed_BX, query_BX - first_B[:, None], -1)
+    place_BX, computed_BX = query_BX - first_B[:, None], pos_BX >= 0
+    if plan.front:
+        pos_BW = first_B[:, None] + torch.arange(width, device=start_B.device)
+        for at_B, count_B in ((gap_B, skip_B), (second_B, skipped_B)):
+            pos_BW = pos_BW + count_B[:, None] * (pos_BW >= at_B[:, None])
+            behind_BX = query_BX >= (at_B + count_B)[:, None]
+            computed_BX = computed_BX & ((query_BX < at_B[:, None]) | behind_BX)
+            place_BX = place_BX - count_B[:, None] * behind_BX
+        pos_BW = torch.where(pos_BW < stop_B[:, None], pos_BW, -1)
+        computed_BX = computed_BX & (query_BX < stop_B[:, None])
+    logits_BX = torch.where(computed_BX, place_BX, -1)
     final_B = None
     if plan.keeps:  # the step computes once more what was finished when it began
         final_B = settled_B if prefill or from_prompt else start_B // grain * grain
-    return span(first_B, stop_B, width), fits_B, logits_BX.clamp_max(width - 1), final_B, only_B
+    return pos_BW, fits_B, logits_BX.clamp_max(width - 1), final_B, only_B
 
 
 def lane_columns(rows_NC: Tensor, slot_B: Tensor, first: int) -> tuple[Tensor, Tensor]:

@@ -25,8 +25,9 @@ def window_bounds(
 ):  # fmt: skip
     """The window `[first, stop)` of a row, and up to where its keys can be final: int, int64 [B], or in Triton.
 
-    `SHIFT`, `BLOCK`, `PROMPT`: `ModelSpec.attention_layout`; the others are those of a `WindowPlan`, -1 for None.
-    Python, torch and Triton all run this source, so minima and maxima are products with comparisons.
+    Behind these: `gap` and `skip`, a place in the window and how many positions it leaves out there, and two more for a
+    second gap. `SHIFT`, `BLOCK`, `PROMPT`: `ModelSpec.attention_layout`; the others are those of a `WindowPlan`, -1 for
+    None. Python, torch and Triton all run this source, so minima and maxima are products with comparisons.
     """
     grain = BLOCK + (BLOCK == 0)
     query = (start - SHIFT) * (start > SHIFT)  # the first one that decodes a position of the region
@@ -52,14 +53,27 @@ def window_bounds(
         first = (start - BACK) * (start > BACK)
     if RESPONSE:
         first = first + (prompt - first) * (prompt < first)
+    gap, skip, second, skipped = first, 0, stop, 0
     if FRONT > 0:
-        narrow, last = (seen >= end) & (stop - first > FRONT), stop - FRONT
+        final = kept
+        if KEEPS:
+            final = settled if PROMPT else start // grain * grain
+        left = kept < final  # a block before the region, whose keys the step makes final
+        some = (seen > start) & ((seen < end) | left)  # keys exist up to `seen` alone, or are to be made final
+        low, high = first + (query - first) * some, stop + (seen - SHIFT - stop) * some
+        count = high - low
+        if SHIFT == 0:
+            count = count + (FRONT - count) * (count > FRONT)
+        else:  # the first query of the region is in the block before
+            count = count + (FRONT - count) * ((count > FRONT) & (kept >= final))
         near = mask - SHIFT - BEHIND
-        near = near + (last - near) * (near > last)
-        near = near + (first - near) * (near < first)
-        first = first + (near - first) * narrow
-        stop = stop + (first + FRONT - stop) * narrow
-    return first, stop, settled
+        near = near + (high - count - near) * (near > high - count)
+        near = near + (low - near) * (near < low)
+        narrow = some | (seen >= end)
+        gap, second = first + (low - first) * (some & left), near + count
+        skip = (near - gap) * narrow
+        skipped = (stop + (high - stop) * (seen < end) - second) * narrow
+    return first, stop, settled, gap, skip, second, skipped
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +94,8 @@ class WindowPlan:
     last: bool = False  # the last of these places stands for the last position of the canvas, with keys of its own
     share: int | None = None  # choose at most so many millionths of the response, beside the region; None: any number
     every: int = 0  # in every n-th forward of a request, choose as many as there are; 0: never
-    # Of a region whose keys have all been computed, compute so many positions: `behind` before the first open one, and
-    # from there on. Near an end of the window they lie at that end, so their number is known. 0: all
+    # Of the part of a region whose keys have all been computed, compute so many positions: `behind` before the first
+    # open one, and from there on. Near an end of that part they lie at its end, so their number is known. 0: all
     front: int = 0
     behind: int = 0
 
@@ -99,14 +113,19 @@ class WindowPlan:
         ahead = -1 if self.ahead is None else self.ahead
         return back, ahead, self.keeps, self.response, self.unseen, self.front, self.behind
 
-    def bounds(self, place: Place[Position], layout: AttentionLayout) -> tuple[Position, Position, Position]:
+    def whole(self, place: Place[Position], layout: AttentionLayout) -> tuple[Position, ...]:
         """What `window_bounds` returns."""
         return window_bounds(*place, *layout, *self.numbers(layout[0]))
 
+    def bounds(self, place: Place[Position], layout: AttentionLayout) -> tuple[Position, Position, Position]:
+        """The same, without the gaps."""
+        first, stop, settled, *_ = self.whole(place, layout)
+        return first, stop, settled
+
     def width(self, place: Place[Position], forwards: Position, layout: AttentionLayout) -> Position:
         """How many positions a step must have room for. int or int64 [B]"""
-        (first, stop, _), shift = self.bounds(place, layout), layout[0]
-        width, (start, end, length, _, prompt, *_) = stop - first, place
+        (first, stop, _, _, skip, _, skipped), shift = self.whole(place, layout), layout[0]
+        width, (start, end, length, _, prompt, *_) = stop - first - skip - skipped, place
         if self.share is not None:
             most = end - (start - shift) * (start > shift) + self.allowance(length - prompt, forwards)
             width = width + (most - width) * (most < width)

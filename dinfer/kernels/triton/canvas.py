@@ -221,11 +221,11 @@ def _window_positions(
     start, end = tl.load(start_ptr + lane), tl.load(end_ptr + lane)
     length, kept, prompt = tl.load(length_ptr + lane), tl.load(kept_ptr + lane), tl.load(prompt_ptr + lane)
     seen, mask = tl.load(seen_ptr + lane), tl.load(mask_ptr + lane)
-    first, stop, settled = _bounds(
+    first, stop, settled, gap, skip, second, skipped = _bounds(
         start, end, length, kept, prompt, seen, mask,
         SHIFT, BLOCK, PROMPT, BACK, AHEAD, KEEPS, RESPONSE, UNSEEN, FRONT, BEHIND,
     )  # fmt: skip
-    fits = stop - first <= width
+    fits = stop - first - skip - skipped <= width
     if SETTLES:
         piece = tl.minimum(first + width // GRAIN * GRAIN, settled)
         if PREFILL and PROMPT:
@@ -233,14 +233,18 @@ def _window_positions(
         only = piece if PREFILL else tl.where(fits, -1, piece)
         stop = tl.where(only < 0, stop, piece)
         fits = (only < 0) | (piece > first)
-    pos = first + at
-    tl.store(pos_ptr + lane * width + at, tl.where(pos < stop, pos, -1), mask=at < width)
-    wanted = start + at
+    pos, wanted = first + at, start + at
     query = tl.maximum(wanted - SHIFT, 0)
-    computed = wanted < end
+    computed, place = wanted < end, query - first
     if FRONT > 0:  # others compute the whole region
-        computed = computed & (query >= first) & (query < stop)
-    place = tl.where(computed, query - first, -1)
+        pos += skip * (pos >= gap)
+        pos += skipped * (pos >= second)
+        inside = (query < gap) | (query >= gap + skip)
+        inside = inside & ((query < second) | (query >= second + skipped))
+        computed = computed & inside & (query < stop)
+        place -= skip * (query >= gap + skip) + skipped * (query >= second + skipped)
+    tl.store(pos_ptr + lane * width + at, tl.where(pos < stop, pos, -1), mask=at < width)
+    place = tl.where(computed, place, -1)
     tl.store(logits_ptr + lane * active + at, tl.minimum(place, width - 1), mask=at < active)
     once = tl.program_id(1) == 0
     tl.store(fits_ptr + lane, fits, mask=once)

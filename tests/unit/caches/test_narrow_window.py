@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from support.matrix import completions, engine_for, launched_ahead, outcome
-from support.models import VOCAB, tiny_model
+from support.models import EOS, MASK, VOCAB, tiny_model
 from support.scripted import Scripted
 from torch import Tensor
 
 from dinfer.engine.request import Completion, Request, Wants
 from dinfer.recipe.recipe import IncompatibleRecipe, Recipe, compose
+from dinfer.recipe.registry import ITERATIONS
 from dinfer.step.contracts import Phase
 from dinfer.step.model import Attend
 
@@ -99,10 +101,66 @@ def test_each_step_computes_and_decodes_around_the_first_mask(variant: str, cach
     assert narrow > 4
 
 
-def test_keys_of_finished_blocks_are_those_of_the_block_cache() -> None:
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("ahead", "back"), [(3, 2), (9, 0), (5, 4)])
+def test_of_several_blocks_a_step_computes_what_has_no_keys_what_became_final_and_the_window(
+    ahead: int, back: int, seed: int
+) -> None:
+    """A slow loop over lists: which positions each step computes, and what it commits."""
+    size, blocks, new, sure, add_at, force_at = 8, 3, 37, 0.5, 0.4, 0.8
+    table = 3 * torch.randn(5, 7, VOCAB, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    table[..., [EOS, MASK]] = -50.0
+    model, tops = Heard(table, causal_block=size), table.softmax(-1).amax(-1).tolist()
+    recipe = compose(
+        model, decoder={"name": "threshold", "threshold": sure},
+        cache={"name": "narrow_block", "ahead": ahead, "back": back},
+        iteration={
+            "name": "multi_block", "block": size, "blocks": blocks, "align": True, "add_at": add_at,
+            "force_at": force_at,
+        },
+    )  # fmt: skip
+    start, end, kept, seen, masked, holed = size, 2 * size, size, 0, {*range(size, size + new)}, 0
+
+    def open_in(first: int) -> list[int]:
+        return [at for at in range(first, min(first + size, size + new)) if at in masked]
+
+    def share(first: int) -> float:
+        return 1 - len(open_in(first)) / (min(first + size, size + new) - first)
+
+    for update in engine_for(recipe).run([Request([1] * size, new, recipe.resolve({}))], Wants(snapshots=True)):
+        if update.phase == Phase.PREFILL:
+            continue
+        assert update.region == (start, end)
+        computed, page = [*range(kept, end)], tops[len(model.fed) % 5 - 1]
+        if seen > start:
+            width = min(ahead + back, seen - start)
+            first = min(max(min(masked) - back, start), seen - width)
+            computed = [*range(kept, start), *range(first, first + width), *range(seen, end)]
+            holed += [*range(computed[0], computed[-1] + 1)] != computed
+        assert model.fed[-1] == computed
+        chosen: set[int] = set()
+        for first in range(start, end, size):
+            mine = [at for at in open_in(first) if at in computed]
+            certain = [at for at in mine if page[at % 7] >= sure]
+            forced = mine and (first == start or share(first - size) >= force_at)
+            chosen |= {*certain} or ({max(mine, key=lambda at: page[at % 7])} if forced else set())
+        kept, seen, masked = start, end, masked - chosen
+        assert {at for at, is_masked in enumerate(update.masked or []) if is_masked} == masked
+        last = start + (end - start - 1) // size * size
+        opens, room = share(last) >= add_at and end < size + new, (end - start - 1) // size + 1 < blocks
+        while start < end and not open_in(start):
+            start = min(start + size, end)
+        end = min(end + size, size + new) if start == end or (opens and room) else end
+    assert not masked and (holed or ahead + back > 6)
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_keys_of_finished_blocks_are_those_of_the_block_cache(blocks: int) -> None:
     """A second turn reads the keys of the first one's answer. It decodes as it does without them."""
     model = tiny_model("block_causal")
     recipe = recipe_of(model, {"name": "narrow_block", "ahead": 3, "back": 1})
+    if blocks > 1:
+        recipe = replace(recipe, iteration=ITERATIONS.build({"name": "multi_block", "block": BLOCK, "blocks": blocks}))
     first = Request([1 + 3 * i % 30 for i in range(BLOCK)], 3 * BLOCK, recipe.resolve({}))
     canvas = completions(engine_for(recipe), [first])[0].canvas
     turn = Request([*canvas, 7], BLOCK, recipe.resolve({}))
@@ -120,7 +178,8 @@ def test_keys_of_finished_blocks_are_those_of_the_block_cache() -> None:
         ("bidirectional", {}, "Use cache=.*narrow_dual"),
         ("block_causal", {"decoder": "joint_threshold"}, "judges decoded tokens"),
         ("block_causal", {"decoder": "entropy_bound"}, "leaves masks out"),
-        ("block_causal", {"iteration": {"name": "multi_block", "block": BLOCK}}, "first masks of one block"),
+        ("block_causal", {"iteration": {"name": "smooth", "block": BLOCK}}, "computes the first masks"),
+        ("block_causal", {"iteration": {"name": "lopa", "block": BLOCK}}, "versions of the active blocks"),
         ("block_causal", {"cache": {"name": "narrow_block", "ahead": 0}}, "cache.ahead=0"),
     ],
 )

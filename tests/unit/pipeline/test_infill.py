@@ -64,7 +64,7 @@ def test_a_text_is_filled(words: Any) -> None:
     assert many[0].ids == result.ids and len(many[1].gaps[0]) == 30
 
 
-PLAIN = ("blockwise", "full")  # one block, fed as tokens and masks
+PLAIN = ("blockwise", "full", "multi_block")  # fed as tokens and masks
 FOLLOW = ("adaptive", "d2cache", "delayed")  # one version of the blocks, and lopa runs several
 
 

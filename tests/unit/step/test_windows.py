@@ -44,7 +44,7 @@ def rows(draw: st.DrawFn, phases: tuple[Phase, ...] = (Phase.FULL, Phase.WINDOW)
     return Cursors(
         phase=int(draw(st.sampled_from(phases))), start=start, end=end, length=end + draw(st.integers(0, 15)),
         prompt=draw(st.integers(0, end - 1)), kept=draw(st.integers(0, start)), forwards=draw(st.integers(0, 30)),
-        seen=draw(st.sampled_from((start, end))),
+        seen=draw(st.integers(start, end)),
     )  # fmt: skip
 
 
