@@ -145,7 +145,7 @@ class Replica:
             self._fresh.append(job)
         if self.times.kind == "dual":
             self._full.append(job)
-        elif first:
+        elif first and self.times.narrow == self.times.block:
             self._decode(job, 0)
         else:
             self._wide.append(job)
@@ -170,14 +170,15 @@ class Replica:
             for job in prefilled:
                 job.left -= min(job.left, group.width)
         full, wide, fresh = self._full, self._wide, self._fresh
+        whole = len(fresh) if self.times.narrow < self.times.block else 0  # of the wide ones: no block is before theirs
         if full:
             for group in self._groups(
                 Phase.FULL, {i: StepWidth(j.asked.prompt + j.asked.new) for i, j in enumerate(full)}
             ):
                 spent += self._time("FULL", len(group.slots), group.width)
         windows, settles = window_groups(
-            len(wide), self._narrow, self.times.block, self.times.settle, self.free, self.setting.positions,
-            self.times.ahead and not self.waiting,
+            len(wide) - whole, whole, self._narrow, self.times.block, self.times.narrow, self.times.settle, self.free,
+            self.setting.positions, self.times.ahead and not self.waiting,
         )  # fmt: skip
         for lanes, width in windows:
             spent += self._time("WINDOW", lanes, width)
@@ -218,7 +219,7 @@ class Replica:
         if not self.setting.gather:
             return False
         block = self.times.block
-        decoding = [2 * block] * len(self._wide) + [block] * self._narrow
+        decoding = [2 * block] * len(self._wide) + [self.times.narrow] * self._narrow
         return self._batching.holds(new, [job.left for job in self._prefills], decoding)
 
     def _groups(self, phase: Phase, needs: dict[int, StepWidth]) -> Any:
@@ -238,18 +239,21 @@ class Replica:
 
 @lru_cache(maxsize=65536)
 def window_groups(
-    wide: int, narrow: int, block: int, settle: bool, free: int, limit: int, ahead: bool = False
-) -> tuple[list[tuple[int, int]], bool]:
+    wide: int, whole: int, narrow: int, block: int, window: int, settle: bool, free: int, limit: int,
+    ahead: bool = False,
+) -> tuple[list[tuple[int, int]], bool]:  # fmt: skip
     """Rows and width of each window step of a round, and whether wide rows only settle in it.
 
+    `wide` rows compute two blocks, `whole` ones a block, and `narrow` ones `window` positions.
     `ahead`: the round is launched before the last one is read. The engine then guesses which rows enter a block, and
     counts as right here.
     """
-    rows, least, found = range(wide + narrow), block if settle else None, list[Group]()
+    rows, least, found = range(wide + whole + narrow), block if settle else None, list[Group]()
     if ahead:
         found = settling(dict.fromkeys(rows, least), {i: float(i < wide) for i in rows}, free=free, limit=limit)
     if not found:
-        needs = {i: StepWidth(2 * block if i < wide else block, least) for i in rows}
+        widths = [2 * block] * wide + [block] * whole + [window] * narrow
+        needs = {i: StepWidth(width, least) for i, width in enumerate(widths)}
         found = grouped(Phase.WINDOW, needs, free=free, limit=limit, unit=block)
     return [(len(group.slots), group.width) for group in found], any(group.keys_only for group in found)
 

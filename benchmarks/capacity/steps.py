@@ -101,6 +101,9 @@ class StepTimes:
         self._lines = lines
         if not self._lines:
             raise ValueError(f"{name} has no step that was launched often enough: measure it with more requests")
+        # With a narrow window, steps behind the first of a block compute less than the block.
+        self.narrow = min((width for phase, width in lines if phase == "WINDOW"), default=self.block)
+        self.settle = self.settle and self.narrow == self.block
         self.kind = "dual" if ("FULL", 0) in self._lines else "block"
         shortest_last = [*report.get("rounds", ())][::-1]  # the most rows were measured with the shortest canvases
         self.gaps = {row["rows"]: [row["gap_ms"]] for row in shortest_last}
@@ -122,8 +125,7 @@ class StepTimes:
     @property
     def rows(self) -> int:
         """The most rows of a measured window step."""
-        narrow = self._lines["WINDOW", self.block]
-        return int(max(max(line) for line in narrow.values()))
+        return int(max(max(line) for line in self._lines["WINDOW", self.narrow].values()))
 
     def window(self, lanes: int, width: int, canvas: int) -> Spread:
         """A window step of so many lanes, for rows with canvases of that mean length."""
@@ -139,7 +141,7 @@ class StepTimes:
 
     @lru_cache(maxsize=65536)  # noqa: B019 (one object lives as long as the program)
     def _window(self, lanes: int, width: int, canvas: int) -> tuple[Spread, bool]:
-        if ("WINDOW", width) not in self._lines and width == 2 * self.block:
+        if ("WINDOW", width) not in self._lines and width == 2 * self.block == 2 * self.narrow:
             lanes, width = 2 * lanes, self.block
         every = self._lines.get(("WINDOW", width), {})
         for reach in (1.0, self.reach):

@@ -18,6 +18,7 @@ from benchmarks.capacity.cluster import Cluster, Router, cost, percentiles
 from benchmarks.capacity.denoising import Denoising
 from benchmarks.capacity.front_end import FrontEnd
 from benchmarks.capacity.replica import Setting, lanes_of
+from benchmarks.capacity.rounds import positions
 from benchmarks.capacity.steps import Spread, StepTimes, Unmeasured
 from benchmarks.capacity.traffic import Asked, poisson, trace
 from benchmarks.clock import Clock
@@ -105,19 +106,20 @@ class Recorded(StepTimes):
 
 
 @pytest.mark.parametrize(
-    ("shape", "many", "ahead"),
+    ("shape", "many", "ahead", "cache"),
     [
-        ("small-llada2", False, False),
-        ("small-llada2", True, False),
-        ("small-llada2", True, True),
-        ("small", False, False),
+        ("small-llada2", False, False, []),
+        ("small-llada2", False, False, ["--cache", "narrow_block"]),
+        ("small-llada2", True, False, []),
+        ("small-llada2", True, True, []),
+        ("small", False, False, []),
     ],
 )
-def test_a_replica_takes_the_steps_that_the_engine_takes(shape: str, many: bool, ahead: bool) -> None:
+def test_a_replica_takes_the_steps_that_the_engine_takes(shape: str, many: bool, ahead: bool, cache: list[str]) -> None:
     """Nearly all of them where rounds are launched ahead: the engine may guess wrong, and the simulator never does."""
     flags = ["--favour", "throughput"] * many + ["--positions", "128" if many else "8192"]
     given = throughput.arguments(
-        ["--shape", shape, "--device", "cpu", "--in-flight", "4", "--prompt", "72", "--new", "120", *flags]
+        ["--shape", shape, "--device", "cpu", "--in-flight", "4", "--prompt", "72", "--new", "120", *flags, *cache]
     )
     pipe = throughput.pipeline(given, torch.device("cpu"))
     news = [88, 24, 56, 120, 88, 56, 24] if shape != "small" else [64, 32, 96, 64, 64, 32, 96]  # whole blocks
@@ -130,10 +132,18 @@ def test_a_replica_takes_the_steps_that_the_engine_takes(shape: str, many: bool,
     made = report(settle=many, shape=shape, device="cuda" if ahead else "cpu")
     if shape == "small":
         made["steps"] += [row | {"phase": "FULL"} for row in made["steps"] if row["phase"] == "PREFILL"]
+    if cache:
+        made["steps"] += [row | {"width": 12} for row in made["steps"] if row["phase"] == "WINDOW"]
     times = Recorded(made, "made")
     held = cluster(rows=4, rate=given.rate, times=times, gather=many, positions=given.positions)
     held.closed_loop([Asked(0.0, 72, new) for new in news], len(news))
     assert (times.asked - taken).total() <= 0.1 * ahead * taken.total() >= (taken - times.asked).total()
+
+
+def test_a_round_computes_the_blocks_that_are_entered_and_windows() -> None:
+    assert positions(32, 8, 0, 0) == (40, 20)  # 64 + 3 * 32 in four steps, with 32, 24, 16 and 8 open positions
+    assert positions(32, 8, 8, 4) == (25, 14)  # 64 + 3 * 12, with 32 and three times 8
+    assert positions(8, 4, 16, 4) == positions(8, 4, 0, 0) == (12, 6)
 
 
 def test_wide_windows_that_were_not_measured_take_what_as_many_positions_take() -> None:
