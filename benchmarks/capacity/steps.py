@@ -143,6 +143,8 @@ class StepTimes:
     def _window(self, lanes: int, width: int, canvas: int) -> tuple[Spread, bool]:
         if ("WINDOW", width) not in self._lines and width == 2 * self.block == 2 * self.narrow:
             lanes, width = 2 * lanes, self.block
+        elif ("WINDOW", width) not in self._lines and width == self.block:  # in a file of narrow windows
+            lanes, width = -(-lanes // 2), 2 * self.block
         every = self._lines.get(("WINDOW", width), {})
         for reach in (1.0, self.reach):
             lines = {length: line for length, line in every.items() if max(line) * reach >= lanes}
