@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from itertools import islice
 from pathlib import Path
 
 import pytest
 import torch
 from support.families import CONFIGS, family_for, random_model
+from tokenizers import Tokenizer
 from torch import Tensor
 
+from dinfer.demo.problems import stream
 from dinfer.loading.checkpoint import load_network, save_network
+from dinfer.loading.hub import locate
 from dinfer.recipe.registry import MODELS
+from tools.json_tiny import Texts
 from tools.low_rank import LowRank
 from tools.rollout import ANSWER, Rollout, answers
 from tools.states import States, blocks_of
@@ -116,3 +122,14 @@ def test_blocks_are_counted_from_the_prompts_end_or_from_the_beginning() -> None
     assert blocks_of(spec, prompt_B, 8, 4).tolist() == [[0, 0, 0, 0, 1, 1, 1, 1]]
     d2f = MODELS.build({"name": "llada", "block": 4}).spec(CONFIGS["llada"])
     assert blocks_of(d2f, prompt_B, 8, 4).tolist() == [[0, 0, 0, 1, 1, 1, 1, 2]]
+
+
+def test_each_token_of_the_json_has_its_place_in_the_solution() -> None:
+    file = locate("tiny") / "tokenizer.json"
+    texts = Texts(Tokenizer.from_file(str(file)), file)
+    for problem in islice(stream("train", 0, ("chains", "turns")), 10):
+        _, own, said, place = texts.pair(problem)
+        told = json.loads(texts.tokenizer.decode(said))
+        assert [*told["steps"], f"Answer: {told['answer']}"] == problem.solution.split("\n")
+        other = {(said[i], own[at]) for i, at in enumerate(place) if at >= 0 and said[i] != own[at]}
+        assert other == {(texts.quote, texts.line), (texts.encode("]")[0], texts.encode("Answer")[0])}

@@ -1,0 +1,94 @@
+"""Accuracy and cost of answers as JSON, {"steps": [...], "answer": N}, beside free text, on a model in the box.
+
+    python -m benchmarks.structured_answers --out benchmarks/results/structured-answers-tiny-cpu.json
+    python -m benchmarks.structured_answers --adapter FOLDER --forms JSON   # a folder of tools.json_tiny
+
+Each form is measured on the same held-out problems. "own lines" holds the network to the lines that it was trained on.
+Forwards, tokens and forced commits are means of an answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import dinfer
+from benchmarks.provenance import begun, save
+from dinfer.demo.problems import Problem, generate, is_correct
+from dinfer.pipeline import Pipeline
+from dinfer.structure import json_schema
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "steps": {"type": "array", "items": {"type": "string"}, "maxItems": 8},
+        "answer": {"anyOf": [{"type": "integer"}, {"type": "string"}]},
+    },
+    "required": ["steps", "answer"],
+}
+LINES = r"([^\n]+\n)+Answer: [a-z0-9]+"
+IN_PROMPT = ' Answer as JSON: {"steps": [...], "answer": N}'
+Form = tuple[dict[str, Any], str, Callable[[Problem, str], bool]]  # constraint, what the prompt says, the judge
+
+
+def as_json(problem: Problem, text: str) -> bool:
+    """Exact match, as of free text."""
+    return is_correct(problem, f"Answer: {json.loads(text)['answer']}")
+
+
+FORMS: dict[str, Form] = {
+    "free text": ({}, "", is_correct),
+    "own lines": ({"regex": LINES}, "", is_correct),
+    "JSON": ({"constraint": json_schema(SCHEMA)}, "", as_json),
+    "JSON, no spaces": ({"constraint": json_schema(SCHEMA, whitespace="compact")}, "", as_json),
+    "JSON, schema in the prompt": ({"constraint": json_schema(SCHEMA)}, IN_PROMPT, as_json),
+}
+
+
+def measured(pipe: Pipeline, form: Form, problems: list[Problem], tokens: int) -> dict[str, Any]:
+    """One form on one model."""
+    held, said, judge = form
+    pipe.generate("2 and 2?", max_new_tokens=tokens, **held)  # compiles
+    began = time.perf_counter()
+    results = pipe.generate([problem.question + said for problem in problems], max_new_tokens=tokens, **held)
+    seconds, count = time.perf_counter() - began, len(problems)
+    right = sum(judge(problem, result.text) for problem, result in zip(problems, results, strict=True))
+
+    def mean(values: Iterator[int]) -> float:
+        return round(sum(values) / count, 2)
+
+    forwards, length = mean(r.counts.forwards for r in results), mean(r.counts.tokens for r in results)
+    return {
+        "accuracy": round(100 * right / count, 1), "forwards": forwards, "tokens": length,
+        "tokens_per_forward": round(length / forwards, 2),
+        "forced": mean(r.counts.more.get("forced", 0) for r in results), "seconds": round(seconds, 1),
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="tiny", help="a preset")
+    parser.add_argument("--adapter", type=Path, help="a folder of tools.json_tiny")
+    parser.add_argument("--forms", nargs="+", default=[*FORMS], choices=FORMS)
+    parser.add_argument("--count", type=int, default=500)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    problems, rows = generate("heldout", given.count, 0), dict[str, Any]()
+    report = begun(given, torch.device("cpu")) | {"schema": SCHEMA, "rows": rows}
+    model = dinfer.presets()[given.model].model | ({"adapter": str(given.adapter)} if given.adapter else {})
+    pipe = dinfer.load(preset=given.model, model=model, device="cpu")
+    for form in given.forms:
+        rows[form] = measured(pipe, FORMS[form], problems, given.tokens)
+        print(form, rows[form], flush=True)
+        save(report, given.out)
+
+
+if __name__ == "__main__":
+    main()
