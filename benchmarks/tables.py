@@ -803,7 +803,8 @@ def two_cards() -> list[Report]:
 
 def sampled() -> str:
     """Accuracy and tokens per forward of decoders by how tokens are drawn."""
-    reports = there(("sampled-tiny-cpu", "sampled-tiny-llada2-cpu", "sampled-tiny-llada2-more-cpu"), RESULTS)
+    parts = ("tiny", "tiny-steps", "tiny-bounds", "tiny-llada2", "tiny-llada2-more")
+    reports = there([f"sampled-{part}-cpu" for part in parts], RESULTS)
     about = "; ".join(f"`{command(report)}`, commit {report['commit']}" for report in reports)
     first, rows = reports[0], [row for report in reports for row in report["rows"]]
     names = [*rows[0]["settings"]]
