@@ -15,6 +15,7 @@ from dinfer.abilities.offering import Offering
 from dinfer.abilities.open_positions import OpenPositions
 from dinfer.abilities.pacing import Aligned, Editing, Edits, Grows, LeavesDecoded, Moves, Pacing
 from dinfer.abilities.read_positions import ReadPositions
+from dinfer.abilities.reading import Reading
 from dinfer.abilities.reports import Reporting
 from dinfer.abilities.verification import Verification, Verifies
 from dinfer.abilities.watching import Watches, Watching
@@ -27,7 +28,7 @@ from dinfer.step.model import Divided
 
 ABILITIES: tuple[type[Ability], ...] = (
     Adjusting, Offering, Encoder, Branched, Speculation, Following, Holding, Feeding, Watching, Guidance, KeyPasses,
-    ReadPositions, OpenPositions, Editing, Pacing, Bias, Verification, Constraints, Reporting,
+    ReadPositions, OpenPositions, Editing, Pacing, Bias, Reading, Verification, Constraints, Reporting,
 )  # fmt: skip
 
 
@@ -49,6 +50,7 @@ DIVIDED = Trait(
 )
 SPECULATES = Trait(lambda runtime: runtime.speculate != 0, "`runtime.speculate`", instead="runtime.speculate=0")
 IN_LANGUAGE = Trait(lambda request: request.more.get("language"), "a constraint", instead="no constraint")
+READ = Trait(lambda request: request.more.get("read"), "a read", instead="no read")
 TEXT_BEHIND = Trait(lambda request: request.text_behind_a_gap, "text behind a gap", instead="gaps at the end alone")
 REMEMBERS = Trait(lambda iteration: scores_of(iteration) != "none")
 LOOKS_FURTHER = Trait(lambda iteration: iteration.blocks > 1 or scores_of(iteration) != "none")
@@ -124,6 +126,9 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("{iteration} adds tokens to branches without a step that checks them.",
             iteration=Branches, request=IN_LANGUAGE),
     Refusal("constraints need a model on one card for now.", model=DIVIDED, request=IN_LANGUAGE),
+    Refusal("{decoder} moves what stands already, so nothing can be read.", decoder=Moves, request=READ),
+    Refusal("{iteration} adds tokens to branches of its own, so nothing can be read.", iteration=Branches, request=READ),
+    Refusal("{cache} leaves out open positions, so nothing can be read.", cache=LeavesMasks, request=READ),
     Refusal("there is text behind a gap, but this model reads from left to right: it would fill the gap without having "
             "seen that text.",
             model=CAUSAL, request=TEXT_BEHIND),

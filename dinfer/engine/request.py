@@ -49,6 +49,7 @@ class Request:
     stops: bool = True  # a generated stop token ends it, if the iteration says so
     padding: int = 0  # positions behind all these, which are decoded and left out of the answer
     more: dict[str, Any] = field(default_factory=dict)  # what abilities need of it, in plain values
+    first: int | None = None  # where an answer begins that is partly written; None: it begins open
 
     @property
     def asked(self) -> int:
@@ -66,7 +67,8 @@ class Request:
 
     @property
     def text_behind_a_gap(self) -> bool:
-        gaps = self.gaps or []
+        """Beside an answer that is partly written: its blocks see of it what they see of any answer."""
+        gaps = (self.gaps or []) if self.first is None else []
         return True in gaps and not all(gaps[gaps.index(True) :])
 
     def check(self, spec: ModelSpec) -> None:
@@ -114,7 +116,9 @@ class Request:
 
     @property
     def start(self) -> int:
-        """The first position to decode."""
+        """Where the answer begins: at the first position to decode, if nothing of it is written."""
+        if self.first is not None:
+            return self.first
         return self.gaps.index(True) if self.gaps and True in self.gaps else len(self.prompt)
 
 
@@ -135,7 +139,7 @@ class Counts:
     seconds: float  # wall time from admission to the last step
     positions: int = 0  # computed in all forwards, those of candidates and branches included
     hits: int = 0  # denoise steps without a forward, see `dinfer.abilities.candidates`
-    more: Mapping[str, int] = field(default_factory=dict)  # what abilities counted, such as forced commits
+    more: Mapping[str, Any] = field(default_factory=dict)  # what abilities tell of it, such as forced commits
 
     @property
     def tpf(self) -> float:

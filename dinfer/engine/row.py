@@ -71,7 +71,7 @@ class Row:
     left: int = 0  # open positions of the active blocks
     fastest: int = 0  # the most positions that a step has committed
     positions: int = 0  # computed for it
-    figures: Mapping[str, int] = field(default_factory=dict)  # what abilities counted of it, known at the end
+    figures: Mapping[str, Any] = field(default_factory=dict)  # what abilities tell of it, known at the end
     need: StepWidth = field(default_factory=lambda: StepWidth(0))  # of the next step, cached
     need_at: tuple[int, ...] = ()  # the cursors for which `need` is valid
 

@@ -118,25 +118,37 @@ class Infilled:
         return as_html(self.text, self.counts, self.ids, 0, self.trace)
 
 
-def parse(text: str) -> list[str | int]:
-    """Stretches of text, and the lengths of the gaps between them. Raises ValueError for a marker that is none."""
-    pieces: list[str | int] = []
+def marked(text: str, marker: re.Pattern[str]) -> Iterator[str | re.Match[str]]:
+    """Stretches of text, and the markers between them. Group 1 of `marker`: the backslashes in front of one."""
     words, begin = "", 0
-    for match in MARKER.finditer(text):
-        slashes, count = match.groups()
+    for match in marker.finditer(text):
+        slashes = match[1]
         words += text[begin : match.start()] + "\\" * (len(slashes) // 2)
         begin = match.end()
         if len(slashes) % 2:
             words += match[0][len(slashes) :]
             continue
-        if not re.fullmatch(r"[0-9]{1,99}", count) or int(count) < 1:  # `int` takes 4300 digits at most
-            raise ValueError(
-                f"{match[0]!r:.80} is no gap: write [MASK:n] with the number n of tokens, or \\[MASK:...] for the text"
-            )
-        pieces += [words, int(count)] if words else [int(count)]
+        if words:
+            yield words
+        yield match
         words = ""
-    words += text[begin:]
-    return [*pieces, words] if words else pieces
+    if words := words + text[begin:]:
+        yield words
+
+
+def parse(text: str) -> list[str | int]:
+    """Stretches of text, and the lengths of the gaps between them. Raises ValueError for a marker that is none."""
+    pieces: list[str | int] = []
+    for piece in marked(text, MARKER):
+        if isinstance(piece, str):
+            pieces.append(piece)
+            continue
+        if not re.fullmatch(r"[0-9]{1,99}", piece[2]) or int(piece[2]) < 1:  # `int` takes 4300 digits at most
+            raise ValueError(
+                f"{piece[0]!r:.80} is no gap: write [MASK:n] with the number n of tokens, or \\[MASK:...] for the text"
+            )
+        pieces.append(int(piece[2]))
+    return pieces
 
 
 def escaped(text: str) -> str:

@@ -23,6 +23,7 @@ from dinfer.loading.hub import boxed, locate
 from dinfer.loading.plan import family_of, read_config
 from dinfer.parallel.divided_model import Source, divided
 from dinfer.pipeline.inputs import Infilled, as_int, each, encodable, gaps_of, is_conversation, listed, named, parse
+from dinfer.pipeline.reading import Layout, layout, questions
 from dinfer.pipeline.shown import as_html, figures, short, user_errors
 from dinfer.pipeline.streaming import TextStream
 from dinfer.pipeline.structured import Held, compiler_of, form_of
@@ -216,6 +217,42 @@ class Pipeline:
         requests = [self._infill_request(i, *given, stop) for i, given in enumerate(zip(canvases, values, strict=True))]
         done = zip(requests, self._run(requests, trace), strict=True)
         return [self.infilled(request, completion, history) for request, (completion, history) in done]
+
+    @user_errors
+    def read(
+        self,
+        prompts: Any,
+        answer: str | None = None,
+        *,
+        slots: Mapping[str, Sequence[str]] | None = None,
+        choice: Sequence[str] | None = None,
+        steps: int = 1,
+        seeds: int = 1,
+        seed: int = 0,
+        chat: bool | None = None,
+    ) -> Any:
+        """What the model says in the slots of an answer to one prompt (a Reading) or to a list of them (a list).
+
+        `answer`: its text, `[SLOT:name]` for each slot; None: one slot alone. `slots`: the options of each; `choice`:
+        those of a single slot, called "choice". `steps`: denoise steps of each block. One reads all slots at once;
+        with more, the surest are filled first, and the others read what stands there. `seeds`: how often a model
+        without a mask token is read, from other noise each time; `seed`: the first. `chat`: as for `generate`.
+
+        Nothing is drawn, so no other option has an effect. Raises ValueError for bad input.
+        """
+        single = isinstance(prompts, str) or is_conversation(prompts)
+        encode = partial(self.encode, chat=chat)
+        ids = [encode(prompts)] if single else self._each(encode, prompts, "prompt")
+        read = self.layout(answer, slots, choice)
+        made = [read.requests(self.engine, prompt, steps, seeds, seed) for prompt in ids]
+        done = iter(self._run([request for each in made for request in each], False))
+        readings = [read.reading(prompt, [next(done)[0] for _ in each]) for prompt, each in zip(ids, made, strict=True)]
+        return readings[0] if single else readings
+
+    def layout(self, answer: Any, slots: Any, choice: Any) -> Layout:
+        """The answer that `read` seeds, in tokens. Raises ValueError if its slots cannot be read."""
+        write = partial(self._need_tokenizer().encode, add_special_tokens=False)
+        return layout(write, self.model.spec, lambda: self.compiler, questions(answer, slots, choice))
 
     def infill_request(self, text: str, options: Mapping[str, Any]) -> Request:
         """The request that `infill` makes of one text."""

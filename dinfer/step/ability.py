@@ -71,8 +71,8 @@ class Ability:
         """Takes requests into free slots; `Entry.more` has what they bring. Only if it keeps something."""
 
     @classmethod
-    def told(cls, kept: Any, slots: Sequence[int]) -> Mapping[int, Mapping[str, int]]:
-        """By slot, what it counted of requests that end, for `Counts.more`. It may wait for the device. Host side."""
+    def told(cls, kept: Any, slots: Sequence[int]) -> Mapping[int, Mapping[str, Any]]:
+        """By slot, what it tells of requests that end, for `Counts.more`. It may wait for the device. Host side."""
         return {}
 
     # The forward.

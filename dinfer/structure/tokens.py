@@ -42,6 +42,20 @@ class Vocabulary:
         """The prefixes of all tokens with bytes, by length."""
         return _trie({t: b for t, b in enumerate(self.bytes_V) if b and t not in self.tail})
 
+    @cached_property
+    def spelled(self) -> dict[bytes, list[int]]:
+        """The tokens with these bytes."""
+        found: dict[bytes, list[int]] = {}
+        for token, text in enumerate(self.bytes_V):
+            if text and token not in self.tail:
+                found.setdefault(text, []).append(token)
+        return found
+
+    @cached_property
+    def longest(self) -> int:
+        """Bytes of the longest token."""
+        return max(map(len, self.spelled))
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Level:

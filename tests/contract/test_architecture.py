@@ -159,12 +159,15 @@ MAY_IMPORT: dict[str, set[str]] = {
         "loading.packed", "loading.plan", "parallel.follower", "parallel.leader", "parallel.leader_worker",
         "parallel.ranks", "parallel.split", "recipe.recipe", "step.contracts", "step.model",
     },
+    "pipeline.reading": {
+        "abilities", "engine.engine", "engine.request", "pipeline.inputs", "pipeline.shown", "step.spec", "structure",
+    },
     "pipeline.structured": {"pipeline.inputs", "recipe.recipe", "recipe.registry", "structure"},
     "pipeline.pipeline": {
         "abilities", "engine.engine", "engine.request", "engine.runtime", "loading.checkpoint",
-        "loading.hub", "loading.plan", "parallel.divided_model", "pipeline.inputs", "pipeline.shown",
-        "pipeline.streaming",
-        "pipeline.structured", "pipeline.tokenizer", "recipe.presets", "recipe.recipe", "recipe.registry",
+        "loading.hub", "loading.plan", "parallel.divided_model", "pipeline.inputs", "pipeline.reading",
+        "pipeline.shown", "pipeline.streaming", "pipeline.structured", "pipeline.tokenizer", "recipe.presets",
+        "recipe.recipe", "recipe.registry",
         "step.contracts", "step.window", "structure",
     },
     "pipeline.tokenizer": {"loading.files", "loading.plan", "pipeline.inputs"},
