@@ -22,7 +22,7 @@ from dinfer.kernels.canvas import rows_of
 from dinfer.kernels.upload import uploaded
 from dinfer.step.ability import Ability, Decision, Step
 from dinfer.step.canvas import Canvas, Phase
-from dinfer.step.contracts import Parts
+from dinfer.step.parts import Parts
 from dinfer.step.shape import Extra, StepShape, power_of_2
 from dinfer.step.state import Entry
 
