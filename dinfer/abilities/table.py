@@ -50,7 +50,7 @@ DIVIDED = Trait(
 )
 SPECULATES = Trait(lambda runtime: runtime.speculate != 0, "`runtime.speculate`", instead="runtime.speculate=0")
 IN_LANGUAGE = Trait(lambda request: request.more.get("language"), "a constraint", instead="no constraint")
-READ = Trait(lambda request: request.more.get("read"), "a read", instead="no read")
+READ = Trait(lambda request: request.more.get("read"), "a read")
 TEXT_BEHIND = Trait(lambda request: request.text_behind_a_gap, "text behind a gap", instead="gaps at the end alone")
 REMEMBERS = Trait(lambda iteration: scores_of(iteration) != "none")
 LOOKS_FURTHER = Trait(lambda iteration: iteration.blocks > 1 or scores_of(iteration) != "none")
@@ -127,7 +127,7 @@ REFUSALS: tuple[Refusal, ...] = (
             iteration=Branches, request=IN_LANGUAGE),
     Refusal("constraints need a model on one card for now.", model=DIVIDED, request=IN_LANGUAGE),
     Refusal("{decoder} moves what stands already, so nothing can be read.", decoder=Moves, request=READ),
-    Refusal("{iteration} adds tokens to branches of its own, so nothing can be read.", iteration=Branches, request=READ),
+    Refusal("{iteration} adds tokens to branches, so nothing can be read.", iteration=Branches, request=READ),
     Refusal("{cache} leaves out open positions, so nothing can be read.", cache=LeavesMasks, request=READ),
     Refusal("there is text behind a gap, but this model reads from left to right: it would fill the gap without having "
             "seen that text.",

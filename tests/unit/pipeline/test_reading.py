@@ -236,7 +236,7 @@ def test_a_slot_that_a_block_divides_is_refused() -> None:
 @pytest.mark.parametrize(
     ("parts", "what"),
     [
-        ({"decoder": "insert_delete"}, "decoder=insert_delete moves what stands already, .* Use another decoder"),
+        ({"decoder": "insert_delete"}, "decoder=insert_delete moves what stands already, .* Use decoder=calibrated"),
         ({"iteration": "lopa", "cache": "none"}, "iteration=lopa adds tokens to branches"),
         ({"cache": "d2cache"}, "cache=d2cache leaves out open positions"),
     ],
