@@ -175,7 +175,7 @@ class Reading(Ability):
         return Reads(max(len(blank.tokens(at)) for _, blank, at in read.places))
 
     @classmethod
-    def refusal(cls, recipe: Parts, more: Mapping[str, Any]) -> str | None:
+    def refusal(cls, recipe: Parts, options: Sequence[float], more: Mapping[str, Any]) -> str | None:
         if (read := Read.of(more)) is None:
             return None
         for what, count, most in (

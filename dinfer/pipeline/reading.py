@@ -117,8 +117,8 @@ class Layout:
             )
         tokens, offset = [*self.tokens, spec.eos_id], len(prompt)
         room = engine.max_length - offset - len(tokens)
-        spare = iteration.spare(len(tokens)) if isinstance(iteration, Pads) else 0
-        tokens += [spec.eos_id] * min(spare, max(room, 0))  # a canvas that is decoded as a whole
+        padding = iteration.padding(len(tokens)) if isinstance(iteration, Pads) else 0
+        tokens += [spec.eos_id] * min(padding, max(room, 0))  # a canvas that is decoded as a whole
         blanks = [slot.blank(offset) for slot in self.slots]
         opened = {position for blank in blanks for position in blank.positions}
         # Where the text before the first slot is read otherwise than a prompt, it is left to the canvas.
