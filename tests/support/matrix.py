@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from support import selection
 from support.models import UNIFORM, VARIANTS, fitted, tiny_model
 
@@ -23,7 +22,6 @@ from dinfer.engine.runtime import Runtime
 from dinfer.recipe.recipe import IncompatibleRecipe, Recipe, compose
 from dinfer.recipe.registry import CACHES, DECODERS, ITERATIONS, Registry, options_of
 from dinfer.step.shape import StepShape
-from dinfer.step.step import denoise_step
 
 BLOCK = 8
 TOKEN_COUNTS = Path(__file__).parents[1] / "configs" / "token_counts.json"
@@ -238,13 +236,3 @@ def outcome(completion: Completion) -> tuple[Any, ...]:
     """All of a completion but the time it took."""
     c = completion.counts
     return completion.canvas, completion.output, completion.stopped, c.forwards, c.refreshes, c.committed, c.tokens
-
-
-def watching(shapes: list[StepShape]) -> Callable[..., None]:
-    """A `denoise_step` that notes the shapes of the steps."""
-
-    def step(recipe: Recipe, state: object, shape: StepShape, slot_B: torch.Tensor) -> None:
-        shapes.append(shape)
-        denoise_step(recipe, state, shape, slot_B)
-
-    return step

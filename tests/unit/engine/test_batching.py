@@ -15,11 +15,11 @@ from support.matrix import (
     completions,
     engine_for,
     launched_ahead,
+    observed,
     outcome,
     over_shared_model,
     requests_for,
     thinned,
-    watching,
 )
 from support.models import tiny_model, tiny_spec
 
@@ -35,6 +35,7 @@ from dinfer.recipe.recipe import Recipe, compose
 from dinfer.step.contracts import Phase
 from dinfer.step.shape import KeysOnly, Sampled, StepShape
 from dinfer.step.spec import ExpertSpec
+from dinfer.step.step import denoise_step
 
 POISON = 37
 
@@ -92,9 +93,8 @@ def test_large_batches_settle_finished_blocks_in_passes_of_their_own(
     want = alone(recipe, requests)
     monkeypatch.setattr("dinfer.engine.scheduler.grouping.settling_pays", lambda *rows: True)
     monkeypatch.setattr("dinfer.engine.scheduler.settling.settling_pays", lambda *rows: True)
-    shapes: list[StepShape] = []
-    monkeypatch.setattr("dinfer.engine.runner.denoise_step", watching(shapes))
-    got = completions(engine_for(recipe, rows=4, favour="throughput"), requests)
+    engine = engine_for(recipe, rows=4, favour="throughput")
+    shapes, got = observed(engine), completions(engine, requests)
     assert [tokens_and_steps(c) for c in got] == [tokens_and_steps(c) for c in want]
     assert any(shape.extra(KeysOnly) for shape in shapes)
     assert sum(c.counts.prefills for c in got) > sum(c.counts.prefills for c in want)
@@ -111,12 +111,12 @@ def test_the_head_runs_on_open_positions_alone(
     want = alone(recipe, requests)
     monkeypatch.setattr("dinfer.engine.scheduler.scheduler.MANY", 1)
     shapes: list[StepShape] = []
-    step = watching(shapes)
 
     def short(recipe: Recipe, state: object, shape: StepShape, slot_B: torch.Tensor) -> None:
         if late and (extra := shape.extra(OpenOnly)) is not None:
             shape = shape.adding(OpenOnly(max(extra.count * 2 // 3, shape.blocks * shape.block)))
-        step(recipe, state, shape, slot_B)
+        shapes.append(shape)
+        denoise_step(recipe, state, shape, slot_B)
 
     monkeypatch.setattr("dinfer.engine.runner.denoise_step", short)
     got = completions(engine_for(recipe, rows=4), requests)
@@ -147,9 +147,8 @@ def test_steps_are_cut_to_so_many_positions(
     recipe = combination.recipe()
     requests = requests_for(recipe)
     want = alone(recipe, requests)
-    shapes: list[StepShape] = []
-    monkeypatch.setattr("dinfer.engine.runner.denoise_step", watching(shapes))
-    got = completions(engine_for(recipe, positions=positions), requests)
+    engine = engine_for(recipe, positions=positions)
+    shapes, got = observed(engine), completions(engine, requests)
     assert [tokens_and_steps(c) for c in got] == [tokens_and_steps(c) for c in want]
     assert all(shape.lanes == 1 or shape.lanes * shape.width <= positions for shape in shapes)
     unit = recipe.model.spec.causal_block or 1
@@ -171,11 +170,12 @@ def test_prefills_of_equal_work_are_one_shape(monkeypatch: pytest.MonkeyPatch) -
     recipe = block_recipe()
     given = [{}, {"temperature": 0.7}, {"temperature": 0.7, "top_k": 5}, {"temperature": 1.0, "top_p": 0.5}]
     monkeypatch.setattr("dinfer.engine.scheduler.scheduler.MANY", 1)
-    shapes: list[StepShape] = []
-    monkeypatch.setattr("dinfer.engine.runner.denoise_step", watching(shapes))
+    prefills: list[StepShape] = []
     for options in given:
-        completions(engine_for(recipe), [Request([*range(1, 10)], 8, recipe.resolve(options))])
-    prefills = [shape for shape in shapes if shape.phase == Phase.PREFILL]
+        engine = engine_for(recipe)
+        shapes = observed(engine)
+        completions(engine, [Request([*range(1, 10)], 8, recipe.resolve(options))])
+        prefills += [shape for shape in shapes if shape.phase == Phase.PREFILL]
     assert len(prefills) == len(given) and len(set(prefills)) == 1
 
 

@@ -7,11 +7,10 @@ from random import Random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.matrix import BLOCK_CACHED, Combination, completions, engine_for, outcome, requests_for, watching
+from support.matrix import BLOCK_CACHED, Combination, completions, engine_for, observed, outcome, requests_for
 
 from dinfer.engine.scheduler.grouping import PrefillBatching
 from dinfer.step.contracts import Phase
-from dinfer.step.shape import StepShape
 
 FREE, PROMPT, WIDTH = 1800, 512, 32
 
@@ -77,9 +76,8 @@ def test_tokens_are_the_same_and_prefills_share_steps(
     requests = [request for request in requests_for(recipe) for _ in range(2)]
     want = [outcome(completions(engine_for(recipe), [request])[0]) for request in requests]
     monkeypatch.setattr(PrefillBatching, "holds", lambda self, came, waiting, decoding: decoding and len(waiting) < 3)
-    shapes: list[StepShape] = []
-    monkeypatch.setattr("dinfer.engine.runner.denoise_step", watching(shapes))
     engine = engine_for(recipe, rows=5, favour="throughput", share=share)
+    shapes = observed(engine)
     got, left = {}, requests[::-1]
     while left or engine.busy:
         if left:

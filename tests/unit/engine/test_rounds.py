@@ -15,10 +15,10 @@ from support.matrix import (
     completions,
     engine_for,
     launched_ahead,
+    observed,
     outcome,
     requests_for,
     thinned,
-    watching,
 )  # fmt: skip
 from support.models import tiny_model
 
@@ -168,9 +168,8 @@ def test_rows_that_enter_a_block_and_others_take_steps_by_turns(
     want = completions(engine_for(recipe), requests)
     monkeypatch.setattr("dinfer.engine.scheduler.settling.alternating_pays", lambda *rows: True)
     monkeypatch.setattr("dinfer.engine.scheduler.scheduler.MANY", 1)
-    shapes: list[StepShape] = []
-    monkeypatch.setattr("dinfer.engine.runner.denoise_step", watching(shapes))
     engine = engine_for(recipe, rows=4, favour="throughput")
+    shapes = observed(engine)
     got = completions(launched_ahead(engine) if ahead else engine, requests)
     assert [outcome(c) for c in got] == [outcome(c) for c in want]
     assert not any(shape.extra(KeysOnly) for shape in shapes)
@@ -228,9 +227,8 @@ def test_a_round_launched_ahead_scores_what_many_rows_most_likely_leave_open(mon
     want, scored = [c.canvas for c in completions(engine_for(recipe, rows=6), requests)], list[int]()
     for sure in (0.0, 0.75, 3.0):
         monkeypatch.setattr("dinfer.engine.scheduler.settling.SURE", sure)
-        shapes: list[StepShape] = []
-        monkeypatch.setattr("dinfer.engine.runner.denoise_step", watching(shapes))
         engine = launched_ahead(engine_for(recipe, rows=6, favour="throughput"))
+        shapes = observed(engine)
         assert [completion.canvas for completion in completions(engine, requests)] == want
         scored.append(sum(computed(shape) for shape in shapes))
     assert scored[1] < scored[0]
