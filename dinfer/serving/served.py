@@ -155,7 +155,7 @@ class Served:
             values = [{**options, **({"sampling.seed": (seed + i) % SEEDS} if i else {})} for i in range(choices)]
             try:
                 made = self.pipe.requests([prompt] * choices, length, values, language)
-                rows += (replace(row, more=row.more | more) for row in made)
+                rows += (replace(row, more=row.more | more, stops=not asked.ignore_eos) for row in made)
             except ValueError as error:
                 _, found, what = str(error).rpartition("prompt 0")
                 told = f"{source}: {what.lstrip(': ')}" if found else what
