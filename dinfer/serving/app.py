@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -34,6 +35,7 @@ from dinfer.serving.protocol import (
     DetokenizeRequest,
     Generation,
     InfillRequest,
+    ReadRequest,
     StreamOptions,
     TokenizeRequest,
     TraceRequest,
@@ -57,7 +59,7 @@ def application(server: Server) -> FastAPI:
     """The ASGI application of a server."""
     app = FastAPI(title="dinfer", version=dinfer.__version__, docs_url=None, redoc_url=None, responses=REFUSALS)
     app.add_middleware(Guard, settings=server.settings, refuse=server.refuse)
-    for add in (handle_errors, add_operations, add_models, add_generation, add_trace, add_infill, add_tokens):
+    for add in (handle_errors, add_operations, add_models, add_generation, add_trace, add_infill, add_read, add_tokens):
         add(app, server)
     return app
 
@@ -293,6 +295,40 @@ def add_infill(app: FastAPI, server: Server) -> None:
             "usage": {
                 "prompt_tokens": len(found.ids) - tokens, "completion_tokens": tokens, "total_tokens": len(found.ids),
                 "dinfer": spent([found.counts], tokens),
+            },
+        }  # fmt: skip
+
+
+def add_read(app: FastAPI, server: Server) -> None:
+    @app.post("/v1/read")
+    async def read(body: ReadRequest) -> dict[str, Any]:
+        """How probable each option is in its slot of an answer whose other text stands already: `[SLOT:name]`."""
+        served = server.catalogue.find(body.model, body.dinfer.decoder)
+        server.check()
+        prompt = await encoded(server, served, body.conversation, "messages", **body.ending)
+        texts = [text for options in (body.slots or {"": body.choice or []}).values() for text in options]
+        served.check_size("".join([body.answer or "", *texts]), "answer")
+        try:  # in a thread: the first read with options of several tokens looks at the whole vocabulary
+            layout = await asyncio.to_thread(served.pipe.layout, body.answer, body.slots, body.choice)
+            rows = layout.requests(served.pipe.engine, prompt, body.steps, body.seeds, body.seed)
+        except ValueError as error:
+            raise ApiError(400, f"{error}", code="invalid_value") from error
+        job = server.job(served, rows, body.dinfer, Wanted(), stream=False)
+        with server.admission.admit([row.length for row in rows]):
+            server.metrics.prompt_tokens.labels(served.name).inc(len(prompt))
+            async with aclosing(server.events(job)) as events:
+                done = {event.row: event.completion async for event in events if event.completion is not None}
+        try:
+            found = layout.reading(prompt, [done[row] for row in range(len(rows))])
+        except ValueError as error:
+            raise ApiError(400, f"{error}", code="invalid_value") from error
+        tokens = sum(counts.tokens for counts in found.counts)
+        return {
+            "id": f"read-{uuid.uuid4().hex}", "object": "read", "created": int(time.time()), "model": served.name,
+            "text": found.text, "slots": {name: asdict(slot) for name, slot in found.slots.items()},
+            "usage": {
+                "prompt_tokens": len(prompt), "completion_tokens": tokens, "total_tokens": len(prompt) + tokens,
+                "dinfer": spent(found.counts, tokens),
             },
         }  # fmt: skip
 

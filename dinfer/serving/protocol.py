@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from dinfer.abilities.reading import STEPS
 from dinfer.pipeline.inputs import encodable
 from dinfer.serving.errors import invalid, refused
 from dinfer.serving.structured import HeldFields, Strict
@@ -318,6 +319,26 @@ class InfillRequest(Sampled):
     """Text with gaps: the model fills in n tokens for `[MASK:n]`."""
 
     text: Text
+
+
+class ReadRequest(Conversation):
+    """A conversation, and an answer with slots, of which the model says how probable their options are."""
+
+    model: str
+    answer: Text | None = None  # null: one slot alone
+    choice: list[Text] | None = None  # the options of a single slot
+    slots: dict[str, list[Text]] | None = None  # those of each slot by name
+    steps: Annotated[int, Field(ge=1, le=STEPS)] = 1
+    seeds: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
+    seed: Annotated[int, Field(ge=0, lt=SEEDS - MAX_CHOICES)] = 0
+    user: str | None = None
+    dinfer: Own = Own()
+
+    @model_validator(mode="after")
+    def _nothing_drawn(self) -> Self:
+        if options := self.dinfer.options:
+            raise refused(f"dinfer.{min(options)}", options[min(options)], "has no effect here: nothing is drawn.")
+        return self
 
 
 class TokenizeRequest(Conversation):

@@ -92,6 +92,9 @@ WRONG = [
     (["audit", "a", "prompt=b"], "given twice"),
     (["infill"], "a text with gaps is needed"),
     (["infill", "a", "text=b"], "given twice"),
+    (["read"], "a question is needed"),
+    (["read", "a", "choice=[b]", CHECKPOINT], "give two or more"),
+    (["read", "a", "choice=[b,c]", "steps=0"], "steps=0 must be at least 1"),
     (["infill", "no gap", CHECKPOINT], "has no gap"),
     (["infill", "a [MASK:0] b", CHECKPOINT], "'[MASK:0]' is no gap"),
     (["list", "decoders"], "unknown registry 'decoders'. Did you mean 'decoder'? Known: model, iteration, decoder"),
@@ -218,6 +221,16 @@ def test_gaps_are_filled(dinfer: CommandLine, checkpoint: str) -> None:
         assert said.status == 0 and SUMMARY.search(said.err), said
         assert re.findall(r"^\[(\d)\] ", said.err, re.MULTILINE) == [str(i + 1) for i in range(gaps)]
         assert gaps == 1 or ("[MASK:9]" in said.out and said.out.startswith("ab "))
+
+
+def test_slots_are_read(dinfer: CommandLine, checkpoint: str) -> None:
+    said = dinfer("read", "a", "answer='b [SLOT:x]'", "slots={x:[c,d]}", checkpoint)
+    assert said.status == 0 and re.match("1 slots, 1 forwards", said.err), said
+    found = json.loads(said.out)
+    assert found["text"] == f"b {found['slots']['x']['choice']}" and [*found["slots"]["x"]["probabilities"]] == [
+        "c",
+        "d",
+    ]
 
 
 @pytest.mark.parametrize(("args", "expected"), WRONG, ids=[" ".join(args)[:60] for args, _ in WRONG])

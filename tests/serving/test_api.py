@@ -172,6 +172,24 @@ def test_gaps_are_filled(client: Client) -> None:
     assert answer["usage"]["completion_tokens"] == 1
 
 
+def test_slots_are_read(client: Client) -> None:
+    body = {"model": "tiny", "messages": ASK["messages"], "answer": "Answer: [SLOT:n].", "slots": {"n": ["1", "2"]}}
+    answer = client.ask("/v1/read", body).json()
+    slot = answer["slots"]["n"]
+    assert answer["text"] == f"Answer: {slot['choice']}." and sum(slot["probabilities"].values()) == pytest.approx(1)
+    assert slot["standard_errors"] is None and answer["usage"]["dinfer"]["forwards"] == 1
+    for fields, what in (
+        ({"slots": {"n": ["1"]}}, "give two or more"),
+        ({"slots": {"m": ["1", "2"]}}, "has no options"),
+        ({"steps": 0}, "steps=0"),
+        ({"seeds": 2}, "has a mask token"),
+        ({"temperature": 0.5}, "temperature"),
+        ({"dinfer": {"threshold": 0.5}}, "dinfer.threshold=0.5 has no effect here"),
+    ):
+        refused = client.ask("/v1/read", body | fields)
+        assert refused.status_code == 400 and what in refused.json()["error"]["message"], refused.json()
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

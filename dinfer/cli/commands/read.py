@@ -1,0 +1,39 @@
+"""reads the probabilities of a few answers
+
+usage: dinfer read "question" choice=[yes,no] [overrides ...]
+       dinfer read "question" "answer='It is [SLOT:what].'" "slots={what:[fish,fowl]}" [overrides ...]
+       echo "question" | dinfer read - choice=[yes,no]
+
+One forward, or a few (steps=2), says how probable each option is in its slot of the answer, whose other text stands
+already. Prints a JSON object on stdout: the answer with the most probable options, and for each slot its choice, the
+probabilities, what the model gives all options together (mass), and with seeds=8 the standard errors. Quote an answer
+with markers for Hydra, as above, and options that it would take for numbers: "choice=['1','2']".
+"""
+
+import json
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+from dinfer.cli.application import launch
+from dinfer.cli.arguments import configured
+from dinfer.cli.recipe import counted, pipeline, setting, text_of
+from dinfer.cli.terminal import say
+
+
+def read(config: dict[str, Any], question: str | None) -> None:
+    """Reads the slots of the answer to `question`, or else to the prompt of the configuration."""
+    prompt = text_of(config, "prompt", question)
+    if prompt is None:
+        raise ValueError('a question is needed: dinfer read "question" choice=[yes,no]')
+    answer, chat = setting(config, "answer", str | None), setting(config, "chat", bool | None)
+    asked = {"choice": setting(config, "choice", tuple[str, ...] | None), "slots": config["slots"]}
+    steps, seeds, seed = counted(config, "steps"), counted(config, "seeds"), setting(config, "seed", int)
+    found = pipeline(config).read(prompt, answer, **asked, steps=steps, seeds=seeds, seed=seed, chat=chat)
+    slots = {name: asdict(slot) for name, slot in found.slots.items()}
+    print(json.dumps({"text": found.text, "slots": slots}, ensure_ascii=False, indent=2))
+    forwards, seconds = (sum(getattr(one, name) for one in found.counts) for name in ("forwards", "seconds"))
+    say(f"{len(slots)} slots, {forwards} forwards, {seconds:.2f} s")
+
+
+arguments, run = configured, partial(launch, task=read, takes_text=True)
