@@ -32,7 +32,7 @@ def read(config: dict[str, Any], question: str | None) -> None:
     found = pipeline(config).read(prompt, answer, **asked, steps=steps, seeds=seeds, seed=seed, chat=chat)
     slots = {name: asdict(slot) for name, slot in found.slots.items()}
     print(json.dumps({"text": found.text, "slots": slots}, ensure_ascii=False, indent=2))
-    forwards, seconds = (sum(getattr(one, name) for one in found.counts) for name in ("forwards", "seconds"))
+    forwards, seconds = sum(one.forwards for one in found.counts), max(one.seconds for one in found.counts)
     say(f"{len(slots)} slots, {forwards} forwards, {seconds:.2f} s")
 
 
