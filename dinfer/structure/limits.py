@@ -28,7 +28,7 @@ class Cancelled(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds of one compilation: seconds, bytes of text, states, and token classes."""
+    """Bounds of one compilation: seconds of its thread, bytes of text, states, and token classes."""
 
     seconds: float = 5.0
     text: int = 256 * 1024
@@ -37,18 +37,24 @@ class Limits:
 
 
 class Budget:
-    """What is left of the limits while a compilation runs."""
+    """What is left of the limits while a compilation runs, in one thread.
+
+    Seconds are those that the thread computes: what else runs on the machine does not make a constraint too large.
+    """
 
     def __init__(self, limits: Limits | None = None, cancelled: threading.Event | None = None) -> None:
         self.limits = limits or Limits()
         self.cancelled = cancelled
-        self.deadline = time.monotonic() + self.limits.seconds
+        self.until: float | None = None
 
     def check(self, states: int = 0) -> None:
         """Raises if time is up, nobody waits, or an automaton under construction has far too many states."""
         if self.cancelled is not None and self.cancelled.is_set():
             raise Cancelled
-        if time.monotonic() > self.deadline:
+        now = time.thread_time()
+        if self.until is None:  # begun in the thread that compiles, which may be another one than made this
+            self.until = now + self.limits.seconds
+        if now >= self.until:
             raise ConstraintError(f"takes longer than {self.limits.seconds:g} s to compile; make it simpler")
         if states > 4 * self.limits.states:  # before it is minimised
             raise TooLarge(f"has more than {4 * self.limits.states:,} states before it is minimised")
