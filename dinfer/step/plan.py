@@ -125,7 +125,9 @@ class WindowPlan:
     def width(self, place: Place[Position], forwards: Position, layout: AttentionLayout) -> Position:
         """How many positions a step must have room for. int or int64 [B]"""
         (first, stop, _, _, skip, _, skipped), shift = self.whole(place, layout), layout[0]
-        width, (start, end, length, _, prompt, *_) = stop - first - skip - skipped, place
+        width, (start, end, length, _, prompt, *_) = stop - first, place
+        if self.front:  # others leave nothing out
+            width = width - skip - skipped
         if self.share is not None:
             most = end - (start - shift) * (start > shift) + self.allowance(length - prompt, forwards)
             width = width + (most - width) * (most < width)

@@ -74,10 +74,19 @@ static void backward(
         step(own, sets + (x + 1) * own->states, sets + x * own->states, outside[x], open[x], token[x], 1);
 }
 
-static void begin_sets(const Language *own, uint8_t *enter, uint8_t *leave, int64_t active, int64_t state, int64_t room) {
+/* The forward sets of a lane, and behind them the backward sets: X + 1 of each, to be freed. NULL without memory. */
+static uint8_t *sets_of(
+    const Language *own, int64_t active, int64_t state, int64_t room, const int64_t *token, const uint8_t *open,
+    const uint8_t *outside) {
+    const int64_t size = (active + 1) * own->states;
+    uint8_t *enter = malloc(2 * size + 1), *leave = enter + size;
+    if (!enter) return NULL;
     memset(enter, 0, own->states);
     if (inside(state, own->states)) enter[state] = 1;
     for (int64_t q = 0; q < own->states; q++) leave[active * own->states + q] = own->distance[q] <= room;
+    forward(own, enter, 0, active, token, open, outside);
+    backward(own, leave, active - 1, token, open, outside);
+    return enter;
 }
 
 /* out: [B, X, C], empty at first. */
@@ -87,12 +96,10 @@ int dinfer_language_allowed(
     const int64_t active = rows->active;
     for (int64_t lane = 0; lane < rows->lanes; lane++) {
         const Language own = language(rows, lane);
-        const int64_t at = lane * active, size = (active + 1) * own.states;
-        uint8_t *enter = malloc(2 * size + 1), *leave = enter + size;
+        const int64_t at = lane * active;
+        uint8_t *enter = sets_of(&own, active, state[lane], room[lane], token + at, open + at, outside + at);
         if (!enter) return 1;
-        begin_sets(&own, enter, leave, active, state[lane], room[lane]);
-        forward(&own, enter, 0, active, token + at, open + at, outside + at);
-        backward(&own, leave, active - 1, token + at, open + at, outside + at);
+        uint8_t *leave = enter + (active + 1) * own.states;
         for (int64_t x = 0; x < active; x++) {
             const uint8_t *from = enter + x * own.states, *to = leave + (x + 1) * own.states;
             uint8_t *classes = out + (at + x) * most;
@@ -114,12 +121,10 @@ int dinfer_language_admitted(
     const int64_t active = rows->active;
     for (int64_t lane = 0; lane < rows->lanes; lane++) {
         const Language own = language(rows, lane);
-        const int64_t at = lane * active, size = (active + 1) * own.states;
-        uint8_t *enter = malloc(2 * size + 1), *leave = enter + size;
+        const int64_t at = lane * active;
+        uint8_t *enter = sets_of(&own, active, state[lane], room[lane], token + at, open + at, outside + at);
         if (!enter) return 1;
-        begin_sets(&own, enter, leave, active, state[lane], room[lane]);
-        forward(&own, enter, 0, active, token + at, open + at, outside + at);
-        backward(&own, leave, active - 1, token + at, open + at, outside + at);
+        uint8_t *leave = enter + (active + 1) * own.states;
         for (int64_t i = 0; i < active; i++) {
             const int64_t x = order[at + i];
             if (!commit[at + x]) continue;
