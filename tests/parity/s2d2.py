@@ -85,7 +85,7 @@ def causal(network: Any, *, draft: bool, stored: bool) -> Callable[..., Any]:
     reached: dict[int, int] = {}  # beginning of a block: the position of its first mask, when that was last fed
 
     def narrowed(x_BWD: Tensor, attend: Any) -> Any:
-        if attend.own_BW is not None:  # the verification is causal anyway
+        if attend.self_key_BW is not None:  # the verification is causal anyway
             return forward(x_BWD, attend)
         (pos_W,), (start_BW, end_BW) = attend.pos_BW, attend.interval_BW
         first = min(pos_W[(x_BWD[0] == mask_D).all(-1)].tolist(), default=2**30)

@@ -160,6 +160,6 @@ def test_ranks_of_a_cluster_share_the_documents(
     again = dinfer(*settings, "out=shared", f"ray={machine.address}", "replicas=2")
     assert again.status == 0 and "mini_gsm" in again.out, again.err
     alone, shared = (json.loads(next(Path(folder).glob("*.json")).read_text()) for folder in ("alone", "shared"))
-    assert (alone["ranks"], shared["ranks"]) == (1, 2) and len([*Path("shared").glob("*.answers-*")]) == 2
+    assert (alone["replicas"], shared["replicas"]) == (1, 2) and len([*Path("shared").glob("*.answers-*")]) == 2
     assert alone["tasks"]["mini_gsm"]["scores"] == shared["tasks"]["mini_gsm"]["scores"]
     assert alone["tasks"]["mini_gsm"]["metrics"]["tpf"] == shared["tasks"]["mini_gsm"]["metrics"]["tpf"]
