@@ -128,15 +128,14 @@ class Sweeps:
 
         A commit may replace a decoded token.
         """
+        order_BX = _order(commit_BX, confidence_BX)
         if use_triton(line.token_BX, "languages"):
             from dinfer.kernels.triton.languages import admitted as kernel
 
-            order_BX = _order(commit_BX, confidence_BX)
             return kernel(self.languages, self.language_B, self.states, line, commit_BX, token_BX, order_BX)
         if on_host(line.token_BX):
             from dinfer.kernels.cpu import languages as in_c
 
-            order_BX = _order(commit_BX, confidence_BX)
             return in_c.admitted(self.languages, self.language_B, line, commit_BX, token_BX, order_BX)
         chosen = replace(
             line,
@@ -144,7 +143,7 @@ class Sweeps:
             open_BX=line.open_BX & ~commit_BX,
         )
         whole_B = self.feasible(chosen)
-        written_BX, order_BX = torch.zeros_like(commit_BX), _order(commit_BX, confidence_BX)
+        written_BX = torch.zeros_like(commit_BX)
         class_BX = self.classes_of(token_BX)
         for place_B1 in self._tries(order_BX, commit_BX & ~whole_B[:, None]):
             states, ends = (torch.stack(sets, 1) for sets in (self.forward(line), self.backward(line)))

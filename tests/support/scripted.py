@@ -43,3 +43,15 @@ class Scripted:
 
     def mix(self, logits_BLV: Tensor) -> Tensor:
         return torch.zeros_like(logits_BLV[..., :1])
+
+
+class Heard(Scripted):
+    """Remembers which positions each forward computed."""
+
+    def __init__(self, table: Tensor, **fields: object) -> None:
+        super().__init__(table, **fields)
+        self.fed: list[list[int]] = []
+
+    def forward(self, x_BWD: Tensor, attend: Attend) -> Tensor:
+        self.fed.append([pos for pos in attend.pos_BW[0].tolist() if pos >= 0])
+        return super().forward(x_BWD, attend)

@@ -9,14 +9,12 @@ import pytest
 import torch
 from support.matrix import completions, engine_for, launched_ahead, outcome
 from support.models import EOS, MASK, VOCAB, tiny_model
-from support.scripted import Scripted
-from torch import Tensor
+from support.scripted import Heard
 
 from dinfer.engine.request import Completion, Request, Wants
 from dinfer.recipe.recipe import IncompatibleRecipe, Recipe, compose
 from dinfer.recipe.registry import ITERATIONS
 from dinfer.step.contracts import Phase
-from dinfer.step.model import Attend
 
 BLOCK, NEW = 16, 40
 CASES = [("block_causal", "block"), ("bidirectional", "dual"), ("shifted", "dual")]
@@ -40,18 +38,6 @@ def requests_for(recipe: Recipe) -> list[Request]:
 
 def answers(recipe: Recipe, **runtime: Any) -> list[Completion]:
     return completions(engine_for(recipe, **runtime), requests_for(recipe))
-
-
-class Heard(Scripted):
-    """Remembers which positions each forward computed."""
-
-    def __init__(self, table: Tensor, **fields: object) -> None:
-        super().__init__(table, **fields)
-        self.fed: list[list[int]] = []
-
-    def forward(self, x_BWD: Tensor, attend: Attend) -> Tensor:
-        self.fed.append([pos for pos in attend.pos_BW[0].tolist() if pos >= 0])
-        return super().forward(x_BWD, attend)
 
 
 @pytest.mark.parametrize(("variant", "cache"), CASES)

@@ -6,26 +6,12 @@ import pytest
 import torch
 from support.matrix import completions, engine_for, outcome, requests_for
 from support.models import VOCAB, tiny_model
-from support.scripted import Scripted
-from torch import Tensor
+from support.scripted import Heard, Scripted
 
 from dinfer.engine.request import Request, Wants
 from dinfer.recipe.recipe import IncompatibleRecipe, compose
-from dinfer.step.model import Attend
 
 SWEEP = {"name": "blockwise", "block": 8, "stop": "off"}
-
-
-class Heard(Scripted):
-    """Remembers which positions each forward computed."""
-
-    def __init__(self, table: Tensor, **fields: object) -> None:
-        super().__init__(table, **fields)
-        self.fed: list[list[int]] = []
-
-    def forward(self, x_BWD: Tensor, attend: Attend) -> Tensor:
-        self.fed.append([pos for pos in attend.pos_BW[0].tolist() if pos >= 0])
-        return super().forward(x_BWD, attend)
 
 
 def test_the_block_a_window_behind_it_and_the_last_position_are_fed() -> None:
