@@ -2,6 +2,7 @@
 
     python -m benchmarks.sampled --model tiny --out benchmarks/results/sampled-tiny-cpu.json
     python -m benchmarks.sampled --model tiny-llada2 --out benchmarks/results/sampled-tiny-llada2-cpu.json
+    python -m benchmarks.sampled --model tiny --device cuda --rows 600 --out benchmarks/results/sampled-tiny-h200.json
 
 All settings of a decoder run in one batch, each request with its own options and seed. `benchmarks.report` makes the
 table of docs/results.md.
@@ -70,9 +71,10 @@ def main(args: list[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, default=200)
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--only", nargs="*", help="names of decoders or iterations; default: all")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args(args)
-    report: dict[str, Any] = {**begun(given, torch.device("cpu")), "rows": []}
+    report: dict[str, Any] = {**begun(given, torch.device(given.device)), "rows": []}
     problems = generate("heldout", given.count, given.seed)
     questions = [problem.question for problem in problems] * len(SETTINGS)
     options = [asked | {"sampling.seed": i} for asked in SETTINGS.values() for i in range(given.count)]
@@ -82,7 +84,7 @@ def main(args: list[str] | None = None) -> None:
             continue
         if adapter not in pipes:
             block = 32 if adapter == "tiny-d2f" else 0
-            pipes[adapter] = load(given.model, adapter, block, "cpu", given.rows)
+            pipes[adapter] = load(given.model, adapter, block, given.device, given.rows)
         base = pipes[adapter]
         recipe = dinfer.compose(base.model, iteration=iteration, decoder=decoder, cache=cache)
         pipe, began = dinfer.Pipeline(recipe, base.tokenizer, base.engine.runtime), time.perf_counter()
