@@ -20,6 +20,7 @@ from dinfer.analysis.metrics import Sample
 from dinfer.engine.runtime import Runtime
 from dinfer.parallel.divided_model import everywhere
 from dinfer.pipeline import Pipeline, load
+from dinfer.pipeline.structured import Form, form_of
 from dinfer.recipe.recipe import Recipe
 from dinfer.recipe.registry import REGISTRIES, check_range, unknown
 from evaluations.ledger import Ledger, key_of
@@ -27,7 +28,8 @@ from evaluations.replicas import Replicas, replicas
 
 DEFAULT_LENGTH = 128
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-OURS = ("until", "do_sample", "temperature", "infill", *LENGTHS)
+FORMS = ("schema", "regex", "choice", "grammar")  # what answers are held to, as `Pipeline.generate` takes it
+OURS = ("until", "do_sample", "temperature", "infill", *LENGTHS, *FORMS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,7 @@ class GenKwargs:
     infill: bool = False  # fill a gap of `new_tokens`, or of the document's `gap`, before its `suffix`
     sampled: bool = False  # repeats of a request differ
     options: dict[str, Any] = field(default_factory=dict)  # per-request options of the recipe
+    form: Form | None = None  # what answers are held to
 
 
 def parse(kwargs: Mapping[str, Any], recipe: Recipe, new_tokens: int | None) -> GenKwargs:
@@ -72,12 +75,19 @@ def parse(kwargs: Mapping[str, Any], recipe: Recipe, new_tokens: int | None) -> 
             f"the task asks for greedy decoding, but sampling.temperature={temperature}. Leave that at 0, or give the "
             f"temperature to the task: gen_kwargs={{do_sample: true, temperature: {temperature}}}"
         )
+    until = [text for text in until if text]
+    form = form_of({name: kwargs.get(name) for name in FORMS})
+    if form is not None and kwargs.get("infill"):
+        raise ValueError(f"gen_kwargs: infill and {form.name} contradict each other: gaps are not held to a form")
+    if form is not None:  # an answer that is cut would not be what it is held to
+        form = replace(form, constraint=replace(form.constraint, stop=tuple(until)))
     return GenKwargs(
-        until=[text for text in until if text],
+        until=until,
         new_tokens=new_tokens or normal["max_gen_toks"],
         infill=kwargs.get("infill", False),
         sampled=temperature > 0,
         options=options,
+        form=form,
     )
 
 
@@ -317,7 +327,8 @@ class DinferLM(TemplateLM):
         for job, own in zip(jobs, asked, strict=True):
             try:
                 ids = self.tok_encode(job.instance.args[0])
-                requests += self.pipe.requests([ids], own.new_tokens, self._options(job, own))
+                language = None if own.form is None else own.form.language(self.pipe.compiler)
+                requests += self.pipe.requests([ids], own.new_tokens, self._options(job, own), language)
             except ValueError as error:
                 raise ValueError(f"{job.where}: {error}") from error
         for update in self.pipe.engine.run(requests):

@@ -31,6 +31,7 @@ def report(results: Mapping[str, Any], answers: Sequence[Answer], metric: str | 
             "documents": len({line["doc_id"] for line in lines}),
             "version": results["versions"].get(task),
             "num_fewshot": results["n-shot"].get(task),
+            "generation_kwargs": results["configs"][task].get("generation_kwargs"),
             "metric": ",".join(chosen),
             "scores": {name: _plain(value) for name, value in scores.items()},
             **_figures(own, lines, chosen),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, get_type_hints
 
@@ -133,6 +134,19 @@ def text_of(config: dict[str, Any], name: str, given: str | None) -> str | None:
     if text is not None and not str(text).strip():
         raise ValueError(f"the {name} is empty")
     return None if text is None else str(text)
+
+
+def held_of(config: dict[str, Any]) -> dict[str, Any]:
+    """What answers are held to, as `Pipeline.generate` takes it. Raises ValueError for a file that cannot be read."""
+    choice = setting(config, "choice", tuple[str, ...] | None)
+    held: dict[str, Any] = {"regex": setting(config, "regex", str | None), "choice": choice}
+    for name in ("schema", "grammar"):
+        if (path := setting(config, name, str | None)) is not None:
+            try:
+                held[name] = Path(path).read_text("utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise ValueError(f"{name}={path} is not a file of text: {error}") from error
+    return {name: value for name, value in held.items() if value is not None}
 
 
 def group(config: dict[str, Any], name: str, kind: type, **more: Any) -> Any:

@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal
 
@@ -24,7 +24,7 @@ from dinfer.serving.exchange import Asked, messages
 from dinfer.serving.run import ended
 from dinfer.serving.server import Server
 from dinfer.serving.settings import NO_LIMIT, Settings
-from dinfer.serving.structured import Strict
+from dinfer.serving.structured import HeldFields, Strict
 
 PREFIX = "batch_req_"  # of the ids of answers
 BEGIN = f'{{"id": "{PREFIX}'.encode()  # of the lines of answers
@@ -104,13 +104,15 @@ Answering = Callable[[Iterator[Line], Callable[[dict[str, Any]], None]], None]
 
 def run(
     asked: BinaryIO, setup: Mapping[str, Any], output: Output, answering: Answering,
-    progress: Callable[[int, int, dict[str, Any] | None], None],
+    progress: Callable[[int, int, dict[str, Any] | None], None], form: Mapping[str, Any],
 ) -> None:  # fmt: skip
     """Answers all lines of `asked` that `output` lacks.
 
-    `progress` gets the number of answered lines, the number of lines, and the last answer. Raises ValueError if
-    `output` has answers to other lines or of another setup, OSError, EngineFailed, RankFailed.
+    `progress` gets the number of answered lines, the number of lines, and the last answer. `form`: a field of
+    `HeldFields`, for lines that have none of these. Raises ValueError if `output` has answers to other lines or of
+    another setup, OSError, EngineFailed, RankFailed.
     """
+    setup = {**setup, **form}
     ids = {line.id for line in lines(asked, setup)}
     if others := output.ids.keys() - ids:
         raise ValueError(
@@ -129,14 +131,15 @@ def run(
         seen: dict[str, int] = {}
         for line in lines(asked, setup):
             try:
-                name = read(line).custom_id
+                ask = read(line)
+                name = ask.custom_id
                 if (first := seen.setdefault(name, line.number)) != line.number:
                     raise ApiError(400, f"custom_id={name!r:.80} is that of line {first} too", "custom_id", "duplicate")
             except ApiError as error:
                 keep(refusal(line, error))
             else:
                 if line.id not in output.ids:
-                    yield line
+                    yield held(line, ask, form)
 
     if len(output.ids) < len(ids):
         answering(left(), keep)
@@ -212,6 +215,13 @@ def read(line: Line) -> Ask:
     if ask.body.get("stream"):
         raise refused("body.stream", ask.body["stream"], "cannot be honoured in a file: leave it out")
     return ask
+
+
+def held(line: Line, ask: Ask, form: Mapping[str, Any]) -> Line:
+    """The line with this form, unless it has a field of its own that says one."""
+    if not form or any(ask.body.get(field) is not None for field in HeldFields.model_fields):
+        return line
+    return replace(line, text=json.dumps(ask.model_dump() | {"body": {**ask.body, **form}}).encode())
 
 
 def parsed(text: bytes) -> Any:

@@ -196,7 +196,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cli": {
         "analysis.audit", "loading.checkpoint", "loading.hub", "loading.inspect", "recipe.recipe",
         "step.spec", "engine", "analysis.comparison", "analysis.metrics", "analysis.outputs",
-        "parallel.divided_model", "parallel.leader", "pipeline", "pipeline.ahead",
+        "parallel.divided_model", "parallel.leader", "pipeline", "pipeline.ahead", "pipeline.structured",
         "analysis.plots", "demo", "step.contracts", "recipe.registry", "recipe.presets",
         "loading.plan",
         "analysis.trace", "analysis.tuning", "serving",

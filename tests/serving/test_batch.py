@@ -127,6 +127,21 @@ def test_a_kill_loses_and_repeats_nothing(dinfer: CommandLine) -> None:
     assert [text(got[f"q{i}"]) for i in range(30)] == [result.text for result in want]
 
 
+def test_lines_without_a_form_of_their_own_take_the_command_s(dinfer: CommandLine) -> None:
+    Path("form.json").write_text('{"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}')
+    own, free = {"structured_outputs": {"choice": ["yes", "no"]}}, {"response_format": {"type": "text"}}
+    write(line(0), line(1, **own), line(2, **free))
+    args = ("batch", "in.jsonl", "out.jsonl", *QUICK)
+    assert dinfer(*args, "schema=form.json").status == 0
+    got = answers()
+    assert isinstance(json.loads(text(got["q0"]))["n"], int) and text(got["q1"]) in ("yes", "no")
+    assert "structure" not in got["q2"]["response"]["body"]["usage"]["dinfer"]
+    said = dinfer(*args)
+    assert said.status == 2 and "or of other settings" in said.err
+    both = dinfer(*args, "overwrite=true", "schema=form.json", "regex=a")
+    assert both.status == 2 and "regex and schema are both given" in both.err
+
+
 def test_a_run_goes_on_with_other_rows(dinfer: CommandLine) -> None:
     write(line(0), line(1, model="tiny:careful"))
     args = ("batch", "in.jsonl", "out.jsonl", "recipes=[careful]", *QUICK)

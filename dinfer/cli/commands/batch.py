@@ -28,7 +28,7 @@ from dinfer.analysis.outputs import check_file
 from dinfer.cli.application import launch
 from dinfer.cli.arguments import OVERRIDE, configured
 from dinfer.cli.conf import GROUPS
-from dinfer.cli.recipe import check_ahead, counted, need, ranks_of, setting
+from dinfer.cli.recipe import check_ahead, counted, held_of, need, ranks_of, setting
 from dinfer.cli.terminal import FAILED, Interrupted, Report, fail, say, several
 
 if TYPE_CHECKING:
@@ -53,12 +53,15 @@ def run(args: Namespace) -> None:
 def batch(config: dict[str, Any], _text: str | None, *, paths: list[str], line: list[str]) -> None:
     """Answers what is not answered yet. `line`: the command line."""
     from dinfer.cli.commands.serve import made, name_of, needed, recipes
+    from dinfer.pipeline.structured import form_of
 
     needed("dinfer batch")
     source, target = paths[0], Path("/dev/stdout" if paths[1] == STANDARD else paths[1])
     target = target.resolve() if target.is_file() else target
     overwrite, others = setting(config, "overwrite", bool), recipes(config, "batch")
     counted(config, "max_new_tokens")
+    form_of(held := held_of(config))  # raises for two, or for a wrong one
+    form = {{"schema": "guided_json"}.get(name, f"guided_{name}"): value for name, value in held.items()}
     parts = {name: config[name] for name in ("name", "dtype", "quantize", "max_new_tokens", *GROUPS)}
     if target.is_file() or target.is_dir() or not target.exists():
         check_file(target)  # a named pipe, once it is closed, has no reader any more
@@ -76,7 +79,7 @@ def batch(config: dict[str, Any], _text: str | None, *, paths: list[str], line: 
         progress = Progress(report)
         with Output(target, overwrite=overwrite) as output:
             try:
-                run(asked, parts | {"recipes": others}, output, answering, progress)
+                run(asked, parts | {"recipes": others}, output, answering, progress, form)
             except (KeyboardInterrupt, OSError, EngineFailed, RankFailed) as error:
                 kept = f"{target} keeps {several(len(output.ids), 'answer')}. To go on: {shlex.join(line)}"
                 if isinstance(error, OSError):

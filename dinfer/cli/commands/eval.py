@@ -26,7 +26,7 @@ from dinfer.analysis.outputs import check_folder
 from dinfer.cli.application import launch
 from dinfer.cli.arguments import configured
 from dinfer.cli.conf import GROUPS
-from dinfer.cli.recipe import check_ahead, counted, group, need, pipeline, ranks_of, setting
+from dinfer.cli.recipe import check_ahead, counted, group, held_of, need, pipeline, ranks_of, setting
 from dinfer.cli.terminal import Interrupted, Report, say, several, show, table
 from dinfer.recipe.registry import typed
 
@@ -124,7 +124,7 @@ def settings_of(config: dict[str, Any], documents: tuple[int, int] | None = None
     hints = get_type_hints(Settings)
     values = {name: config[name] for name in hints if name in config} | {
         "tasks": [tasks] if isinstance(tasks, str) else tasks,
-        "gen_kwargs": gen_kwargs,
+        "gen_kwargs": gen_kwargs | held_of(config),
         "documents": documents,
         "code": group(config, "code", Limits),
         "likelihood": group(config, "likelihood", Likelihood),

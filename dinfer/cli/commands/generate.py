@@ -17,12 +17,11 @@ Components and their options are overrides; `dinfer list` shows all of them:
 
 import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from dinfer.cli.application import launch
 from dinfer.cli.arguments import Parser, configured
-from dinfer.cli.recipe import pipeline, setting, text_of
+from dinfer.cli.recipe import held_of, pipeline, setting, text_of
 from dinfer.cli.terminal import say
 
 
@@ -41,7 +40,7 @@ def generate(config: dict[str, Any], question: str | None) -> None:
         raise ValueError('a question is needed: dinfer generate "question"')
     live, delay = setting(config, "watch", bool), setting(config, "delay", float)
     chat, new_tokens = setting(config, "chat", bool | None), setting(config, "max_new_tokens", int)
-    held = form(config)
+    held = held_of(config)
     pipe = pipeline(config)
     from dinfer.cli.watch import explain_empty, summary, watch, write_answer
 
@@ -56,19 +55,6 @@ def generate(config: dict[str, Any], question: str | None) -> None:
         counts = result.counts
     say(summary(counts))
     explain_empty(pipe, counts)
-
-
-def form(config: dict[str, Any]) -> dict[str, Any]:
-    """What the answer is held to, as `Pipeline.generate` takes it. Raises ValueError for a file that cannot be read."""
-    choice = setting(config, "choice", tuple[str, ...] | None)
-    held: dict[str, Any] = {"regex": setting(config, "regex", str | None), "choice": choice}
-    for name in ("schema", "grammar"):
-        if (path := setting(config, name, str | None)) is not None:
-            try:
-                held[name] = Path(path).read_text("utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                raise ValueError(f"{name}={path} is not a file of text: {error}") from error
-    return held
 
 
 run = partial(launch, task=generate, takes_text=True)

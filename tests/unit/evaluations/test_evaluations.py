@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,15 @@ def test_knobs_of_a_task(pipe: Pipeline) -> None:
     assert few.forwards < many.forwards and short.tokens == 20 and not short.stopped
 
 
+def test_answers_of_a_task_are_held_to_a_form(pipe: Pipeline) -> None:
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    line = run(pipe, limit=2, max_new_tokens=24, gen_kwargs={"schema": schema})["tasks"]["mini_gsm"]
+    assert line["generation_kwargs"]["schema"] == schema, "the record says it"
+    lm = DinferLM(pipe)
+    (text,) = lm.generate_until([request("How many?", {"regex": "[ab]{3,9}", "until": ["b"], "max_gen_toks": 12})])
+    assert re.fullmatch("a{3,9}", text), "no stop string cuts what an answer is held to"
+
+
 def test_repeats_differ_and_padding_does_not(pipe: Pipeline) -> None:
     """lm-eval asks for samples by repeating a request; on several ranks it pads with more of the same."""
     question = asked(generate("heldout", 1, 0)[0].question)
@@ -166,6 +176,8 @@ def test_temperature_of_the_recipe_and_greedy_tasks_disagree() -> None:
         ({"until": 3}, "until=3 must be a text or a list of texts"),
         ({"do_sample": "yes"}, "do_sample='yes' must be true or false"),
         ({"temperature": "hot"}, "temperature='hot' must be a number"),
+        ({"regex": "b+", "until": ["b"]}, "task, document 0: regex: every accepted answer contains one of the stop"),
+        ({"schema": {}, "regex": "b"}, "task: schema and regex are both given"),
         ({"infill": True}, "task, document 0: gen_kwargs has infill, so the document needs a text 'suffix'"),
     ],
 )
