@@ -4,7 +4,7 @@
     python -m benchmarks.constrained --shape small --device cpu --states 64 --new 64 --prompt 40     # dry run
 
 Tokens of the random network are all bytes, and random words of two to six letters. The language is a list of random
-words, as long as it takes to have that many states. Steps are timed in turns with plain ones, three runs each.
+words, repeated as often as that many states allow. Steps are timed in turns with plain ones, three runs each.
 """
 
 from __future__ import annotations
@@ -47,18 +47,11 @@ def vocabulary(spec: ModelSpec) -> Vocabulary:
     return Vocabulary([None if i in silent else text for i, text in enumerate(texts)], ends, ends)
 
 
-def list_of_words(states: int, tokens: Vocabulary) -> Language:
-    """A list of words with at most so many states, and nearly as many."""
-    many = 1
-    found = None
-    for count in (max(states * share // 64, 1) for share in range(1, 65)):
-        automaton = compile_automaton(regex(f"(({'|'.join(words(count, 8, 12))}) )+"))[0]
-        if automaton.states + 1 > states:
-            break
-        many, found = count, automaton
-    if found is None:
-        raise ValueError(f"--states {states}: a list of {many} words has more")
-    return language(found, tokens)
+def lists_of_words(states: int, tokens: Vocabulary) -> Language:
+    """Lists of up to 16 words, one after the other, with at most so many states and nearly as many."""
+    one = "|".join(words(min(16, states // 12), 8, 12))
+    each = compile_automaton(regex(f"({one}) "))[0].states
+    return language(compile_automaton(regex(f"(({one}) ){{0,{(states - 2) // each}}}"))[0], tokens)
 
 
 def times(pipe: Pipeline, requests: list[Request]) -> dict[str, float]:
@@ -88,7 +81,7 @@ def main(args: list[str] | None = None) -> None:
     model = random_network(family, spec, dtype=dtype, device=device)
     tokens = vocabulary(spec)
     languages: dict[str, Language | None] = {"none": None}
-    languages |= {states: list_of_words(int(states), tokens) for states in given.states.split(",")}
+    languages |= {states: lists_of_words(int(states), tokens) for states in given.states.split(",")}
     for name, found in languages.items():
         if found is not None:
             sizes = {"states": found.states, "classes": found.classes, "edges": len(found.edges_E3)}

@@ -1,8 +1,8 @@
 """Accuracy of every decoder by temperature, cuts and penalties, on held-out problems of the models in the box.
 
-    python -m benchmarks.sampled --model tiny --out benchmarks/results/sampled-tiny-cpu.json
-    python -m benchmarks.sampled --model tiny-llada2 --out benchmarks/results/sampled-tiny-llada2-cpu.json
     python -m benchmarks.sampled --model tiny --device cuda --rows 600 --out benchmarks/results/sampled-tiny-h200.json
+    python -m benchmarks.sampled --model tiny-llada2 --device cuda --rows 600 --out FILE     # minutes on a card
+    python -m benchmarks.sampled --count 3 --new 64     # dry run on a CPU
 
 All settings of a decoder run in one batch, each request with its own options and seed. `benchmarks.report` makes the
 table of docs/results.md.

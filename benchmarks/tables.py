@@ -803,8 +803,7 @@ def two_cards() -> list[Report]:
 
 def sampled() -> str:
     """Accuracy and tokens per forward of decoders by how tokens are drawn."""
-    parts = ("tiny", "tiny-steps", "tiny-bounds", "tiny-llada2", "tiny-llada2-more")
-    reports = there([f"sampled-{part}-cpu" for part in parts], RESULTS)
+    reports = there(["sampled-tiny-h200", "sampled-tiny-llada2-h200"], RESULTS)
     about = "; ".join(f"`{command(report)}`, commit {report['commit']}" for report in reports)
     first, rows = reports[0], [row for report in reports for row in report["rows"]]
     names = [*rows[0]["settings"]]
