@@ -1,241 +1,159 @@
 """Trains an adapter with which a model in the box writes its answers as JSON: {"steps": [...], "answer": N}.
 
-The network is its own teacher. It reads a solution as the lines that it was trained on, with some tokens masked, and
-the adapter is trained to say the same of the same tokens in the JSON. Braces, keys and quotes are their own targets.
+A round has two parts. The base model answers fresh problems of the training split, and each answer is rewritten as
+JSON; the problem's own solution replaces a wrong one. Then the adapter is trained to give the JSON, with masks behind a
+random place and in part before it. Half of the questions ask for JSON, as `benchmarks.structured_answers` does.
 
-    python -m tools.json_tiny tiny OUT --device cuda --batch 256 --seconds 600
-    python -m tools.json_tiny tiny OUT --seconds 1200   # 16 problems a step on a CPU
+    python -m tools.json_tiny tiny OUT --fit-seconds 420
+    python -m tools.json_tiny tiny OUT --device cpu --no-compile --no-graphs --rows 2048 --batch 16 --steps 400
 
 OUT gets adapter_config.json, adapter_model.safetensors and training.json.
 
-Shape suffixes: B rows, T positions, V vocabulary.
+Shape suffixes: B rows, T positions.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
 
 import dinfer  # registers the families
-from dinfer.demo.problems import Problem, stream
+from benchmarks.structured_answers import IN_PROMPT
+from dinfer.demo.problems import ANSWER_LABEL
 from dinfer.layers.transformer import Transformer
 from dinfer.loading.checkpoint import load_network
 from dinfer.loading.hub import locate
 from dinfer.loading.plan import family_of, read_config
-from tools.distill_tiny import PATTERNS, sees
-from tools.low_rank import LowRank
-from tools.states import blocks_of
-from tools.tiny_data import FAMILY_TURNS, WordEncoder
-from tools.tiny_step import Whole
+from dinfer.step.model import ModelFamily
+from tools import distill_tiny
+from tools.distill_tiny import Distillation, train
+from tools.rollout import Rollout, answers
 from tools.trained_experts import trainable
-from tools.training import parsed, prepare, write_record
+from tools.training import capturable, parsed, prepare, write_record
 
 BLOCK = 32  # of decoding
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class Options(distill_tiny.Options):
     """The hyper-parameters of a run. Every field is an option of the command line."""
 
-    rank: int = 12
-    batch: int = 16
-    learning_rate: float = 2e-3
-    warmup: int = 40
-    clip: float = 1.0
-    seconds: float = 1_200.0
-    seed: int = 0
-    device: str = "cpu"
-    tail: int = 16  # stop tokens behind an answer
+    block: int = BLOCK
+    length: int = 208
 
 
-class Texts:
-    """Solutions as the network writes them, and as JSON, with the place of each token of the one in the other."""
+class Json:
+    """Prompts with solutions as lines, rewritten as prompts with JSON."""
 
-    def __init__(self, tokenizer: Tokenizer, file: Path) -> None:
-        self.encode, self.tokenizer = WordEncoder(str(file)), tokenizer
-        self.user, self.assistant, self.eos = (
-            tokenizer.token_to_id(token) for token in ("<|user|>", "<|assistant|>", "<|endoftext|>")
-        )
-        self.line, self.quote = self.encode("\n")[0], self.encode('"')[0]
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.eos: int = tokenizer.encode("<|endoftext|>").ids[0]
+        self.asked = tokenizer.encode(IN_PROMPT).ids
 
-    def pair(self, problem: Problem) -> tuple[list[int], list[int], list[int], list[int]]:
-        """The prompt, the solution, the JSON, and the place of each of its tokens in the solution; -1: none."""
-        *steps, _ = problem.solution.split("\n")
-        answer = problem.answer if problem.answer.isdigit() else f'"{problem.answer}"'
-        own, said, place = [], list(self.encode('{"steps": ["')), []
-        place += [-1] * len(said)
-        for index, step in enumerate(steps):
-            ids = self.encode(step)
-            said += [*ids, self.quote]
-            place += range(len(own), len(own) + len(ids) + 1)  # the quote stands for the line's end
-            own += [*ids, self.line]
-            between = self.encode(', "' if index < len(steps) - 1 else '], "answer": ')
-            said += between
-            place += [-1] * len(between)
-        label, ids = self.encode("Answer: "), self.encode(problem.answer)
-        place[-len(between)] = len(own)  # the list's end stands for "Answer"
-        place[-2:] = [len(own) + 1, len(own) + 2]
-        if not problem.answer.isdigit():
-            said, place = [*said, self.quote], [*place, -1]
-        said += ids
-        place += range(len(own) + len(label), len(own) + len(label) + len(ids))
-        own += [*label, *ids]
-        rest = self.encode("}" if problem.answer.isdigit() else '"}')
-        said, place = said + rest, place + [-1] * len(rest)
-        whole = self.tokenizer.encode('{"steps": ' + json.dumps(steps) + f', "answer": {answer}}}')
-        if said != whole.ids:
-            raise ValueError(f"the parts of {problem.solution!r} do not encode as the whole")
-        return [self.user, *self.encode(problem.question), self.assistant], own, said, place
+    def __call__(self, tokens: list[int], prompt: int, asked: bool) -> tuple[list[int], list[int]] | None:
+        """The prompt, which asks for JSON or not, and the answer; None where the lines are no solution."""
+        said = tokens[prompt:]
+        said = said[: said.index(self.eos)] if self.eos in said else said
+        *steps, last = self.tokenizer.decode(said).split("\n")
+        value = last.removeprefix(ANSWER_LABEL).strip()
+        if not last.startswith(ANSWER_LABEL) or not value or not all(steps):
+            return None
+        text = json.dumps({"steps": steps, "answer": int(value) if value.isdigit() else value})
+        *question, assistant = tokens[:prompt]
+        return [*question, *(self.asked if asked else []), assistant], self.tokenizer.encode(text).ids
 
 
-def batches(texts: Texts, options: Options) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Solutions [B, T], JSON [B, T], the place of each token of the latter in the former [B, T], prompts' lengths [B].
-
-    Rows of about one length come together.
-    """
-    source = stream("train", options.seed + 5_000, FAMILY_TURNS)
-    generator = torch.Generator().manual_seed(options.seed)
-    while True:
-        found = sorted(
-            (texts.pair(problem) for problem in islice(source, 16 * options.batch)), key=lambda x: len(x[0] + x[2])
-        )
-        for at in torch.randperm(16, generator=generator).tolist():
-            rows = found[at * options.batch : (at + 1) * options.batch]
-            length = max(len(prompt) + len(said) for prompt, _, said, _ in rows) + options.tail
-            own_BT, said_BT = (torch.full((len(rows), length), texts.eos) for _ in range(2))
-            place_BT = torch.full((len(rows), length), -1)
-            for row, (prompt, own, said, place) in enumerate(rows):
-                first = len(prompt)
-                own_BT[row, : first + len(own)] = torch.tensor(prompt + own)
-                said_BT[row, : first + len(said)] = torch.tensor(prompt + said)
-                place_BT[row, :first] = torch.arange(first)
-                place_BT[row, first : first + len(said)] = torch.tensor([x + first if x >= 0 else -1 for x in place])
-                end = first + len(said)
-                place_BT[row, end:] = torch.arange(length - end) + first + len(own)
-            yield own_BT, said_BT, place_BT, torch.tensor([len(row[0]) for row in rows])
-
-
-def masks(prompt_B: Tensor, length: int, generator: torch.Generator, only_blockwise: bool) -> Tensor:
-    """Rows are masked from a block on and in part within it, and some in part everywhere. bool [B, T]"""
+def masks(response_BT: Tensor, generator: torch.Generator) -> Tensor:
+    """Most rows are masked from a block on and in part within it, and the others in part everywhere. bool [B, T]"""
 
     def rand(*shape: int) -> Tensor:
-        return torch.rand(shape, generator=generator)
+        return torch.rand(shape, generator=generator, device=generator.device)
 
-    rows = len(prompt_B)
-    place_BT = torch.arange(length) - prompt_B[:, None]
-    block_BT = place_BT.div(BLOCK, rounding_mode="floor")
-    at_B1 = (rand(rows, 1) * (length - prompt_B[:, None]).div(BLOCK)).floor()
-    ratio_B1 = rand(rows, 1).clamp_min(0.05)
-    some_BT = rand(rows, length) < ratio_B1
+    rows, length = response_BT.shape
+    block_BT = (response_BT.cumsum(1) - 1).div(BLOCK, rounding_mode="floor")
+    at_B1 = (rand(rows, 1) * (block_BT[:, -1:] + 1)).floor()
+    some_BT = rand(rows, length) < rand(rows, 1).clamp_min(0.05)
     blockwise_BT = (block_BT > at_B1) | ((block_BT == at_B1) & some_BT)
-    return (place_BT >= 0) & torch.where(rand(rows, 1) < (1.0 if only_blockwise else 0.6), blockwise_BT, some_BT)
+    return response_BT & torch.where(rand(rows, 1) < 0.7, blockwise_BT, some_BT)
 
 
-class Lesson:
-    """A network with an adapter, and its own base as the teacher."""
+class Lesson(Distillation):
+    """A network with an adapter, and the answers of its base, as JSON."""
 
-    def __init__(
-        self, model: Transformer, teacher: Transformer, adapter: LowRank, texts: Texts, options: Options
-    ) -> None:
-        self.model, self.teacher, self.adapter, self.texts, self.options = model, teacher, adapter, texts, options
-        self.adam = torch.optim.AdamW(adapter.parameters(), lr=0.0, betas=(0.9, 0.98), weight_decay=0.0)
-        self.generator = torch.Generator().manual_seed(options.seed)
+    def __init__(self, model: Transformer, family: ModelFamily, options: Options, tokenizer: Tokenizer) -> None:
+        super().__init__(model, family, options, tokenizer)
+        self.as_json = Json(tokenizer)
 
-    def logits(self, model: Transformer, shown_BT: Tensor, prompt_B: Tensor) -> Tensor:
-        """The network's logits. [B, T, V]"""
-        spec, length = model.spec, shown_BT.shape[1]
-        causal = spec.causal_block is not None
-        seen_BTT = sees(blocks_of(spec, prompt_B, length, spec.causal_block)) if causal else None
-        pos_BT = torch.arange(length, device=shown_BT.device).expand_as(shown_BT)
-        with torch.autocast(shown_BT.device.type, torch.bfloat16):
-            return model.logits(model(model.embed(shown_BT), Whole(pos_BT, seen_BTT))).float()
+    @torch.no_grad()
+    def answer(self, source: Iterator[tuple[Tensor, Tensor]], first: bool) -> dict[str, float]:
+        """Fills the rows of a round. Returns the share of the base's right answers, and its mean steps of an answer."""
+        options, spec, right, steps = self.options, self.spec, 0, 0
+        eos_id = self.as_json.eos
+        made: list[tuple[list[int], list[int]]] = []
+        rollout = Rollout(threshold=options.threshold, mask_id=spec.mask, eos_id=eos_id, blocks=1)
+        for name, weight in self.adapter.weights.items():
+            weight.copy_(self.adapter.base[name])
+        for _ in range(0, options.rows, options.batch):
+            tokens_BT, prompt_B = next(source)
+            place_BT = torch.arange(options.length, device=tokens_BT.device) - prompt_B[:, None]
+            block_BT = (place_BT.div(BLOCK, rounding_mode="floor") + 1).clamp_min(0).long()
+            given_BT, _, steps_B = rollout(
+                lambda shown_BT: self.best(self.model, shown_BT, None, self.barred_V), tokens_BT, prompt_B, block_BT
+            )
+            got_BX, want_BX = (answers(x_BT, prompt_B, self.answer_id, eos_id) for x_BT in (given_BT, tokens_BT))
+            right_B = (got_BX == want_BX).all(1)
+            lines_BT = torch.where(right_B[:, None], given_BT, tokens_BT)
+            for lines, length in zip(lines_BT.tolist(), prompt_B.tolist(), strict=True):
+                row = self.as_json(lines, length, asked=len(made) % 2 == 0)
+                if row is not None and sum(map(len, row)) < options.length:
+                    made.append(row)
+            right, steps = right + int(right_B.sum()), steps + int(steps_B.sum())
+        rows_NT = torch.full(self.tokens_NT.shape, eos_id, dtype=torch.int16)
+        for at in range(options.rows):  # some come twice, in place of those that are no JSON
+            prompt_ids, said = made[at % len(made)]
+            rows_NT[at, : len(prompt_ids) + len(said)] = torch.tensor(prompt_ids + said, dtype=torch.int16)
+        self.tokens_NT.copy_(rows_NT)
+        self.prompt_N.copy_(torch.tensor([len(made[at % len(made)][0]) for at in range(options.rows)]))
+        return {"right": right / options.rows, "steps": steps / options.rows, "rows": len(made)}
 
-    def loss(self, own_BT: Tensor, said_BT: Tensor, place_BT: Tensor, prompt_B: Tensor) -> Tensor:
-        mask_id, length = self.model.spec.mask, said_BT.shape[1]
-        device, causal = self.model.device, self.model.spec.causal_block is not None
-        masked_BT = masks(prompt_B, length, self.generator, only_blockwise=causal).to(device)
-        own_BT, said_BT, place_BT, prompt_B = (x.to(device) for x in (own_BT, said_BT, place_BT, prompt_B))
-        from_BT, line, quote = place_BT.clamp_min(0), self.texts.line, self.texts.quote
-        own_there_BT = own_BT.gather(1, from_BT)
-        alike_BT = (own_there_BT == said_BT) | ((own_there_BT == line) & (said_BT == quote))
-        taught_BT = (place_BT >= 0) & alike_BT
-        # The teacher sees what the student sees.
-        hidden_BT = torch.ones_like(masked_BT).scatter_(1, torch.where(place_BT >= 0, place_BT, length - 1), masked_BT)
-        hidden_BT &= torch.arange(length, device=device) >= prompt_B[:, None]
-        with torch.no_grad():
-            teacher_BTV = self.logits(self.teacher, own_BT.masked_fill(hidden_BT, mask_id), prompt_B)
-            teacher_BTV[..., mask_id] = -torch.inf
-            swap = torch.arange(teacher_BTV.shape[-1], device=device)
-            swap[[line, quote]] = swap[[quote, line]]
-            wanted_BTV = teacher_BTV[..., swap].softmax(-1).gather(1, from_BT[..., None].expand_as(teacher_BTV))
-        sure_BTV = F.one_hot(said_BT, teacher_BTV.shape[-1]).float()
-        target_BTV = torch.where(taught_BT[..., None], wanted_BTV, sure_BTV)
-        said_BTV = self.logits(self.model, said_BT.masked_fill(masked_BT, mask_id), prompt_B).log_softmax(-1)
-        loss_BT = -(target_BTV * said_BTV).sum(-1)
-        return (loss_BT * masked_BT).sum() / masked_BT.sum().clamp_min(1)
-
-    def step(self, batch: tuple[Tensor, Tensor, Tensor, Tensor], rate: float) -> float:
-        """One step at a learning rate; returns the loss."""
-        for group in self.adam.param_groups:
-            group["lr"] = rate
+    def _train(self) -> None:
+        options, device = self.options, self.model.device
+        draw_B = torch.rand(options.batch, device=device, generator=self.generator) * options.rows
+        at_B = draw_B.long().clamp_max(options.rows - 1)
+        tokens_BT, prompt_B = self.tokens_NT[at_B].long(), self.prompt_N[at_B]
+        masked_BT = masks(torch.arange(options.length, device=device) >= prompt_B[:, None], self.generator)
         self.adapter.merge()
-        loss = self.loss(*batch)
+        loss_BT = self.losses(self.model, torch.where(masked_BT, self.spec.mask, tokens_BT), tokens_BT, None)
+        loss = (loss_BT * masked_BT).sum() / masked_BT.sum().clamp_min(1)
         loss.backward()
         self.adapter.pull()
-        torch.nn.utils.clip_grad_norm_(self.adapter.parameters(), self.options.clip)
+        torch.nn.utils.clip_grad_norm_(self.adapter.parameters(), options.clip)
         self.adam.step()
-        return loss.item()
-
-
-def train(lesson: Lesson, options: Options) -> dict[str, object]:
-    """Trains for the seconds given, and returns the record."""
-    began, curve, done, losses = time.perf_counter(), [], 0, []
-    for batch in batches(lesson.texts, options):
-        share = (time.perf_counter() - began) / options.seconds
-        if share >= 1:
-            break
-        rate = options.learning_rate * min(1.0, (done + 1) / options.warmup) * 0.5 * (1 + math.cos(math.pi * share))
-        losses.append(lesson.step(batch, rate))
-        done += 1
-        if done % 20 == 0:
-            curve.append((done, round(sum(losses) / len(losses), 4)))
-            losses.clear()
-            print(*curve[-1], f"{time.perf_counter() - began:.0f} s", flush=True)
-    lesson.adapter.merge()
-    return {"steps": done, "seconds": round(time.perf_counter() - began, 1), "curve": curve}
+        self.loss_sum += loss.detach()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="a model in the box")
+    parser.add_argument("model", choices=["tiny"], help="a model in the box that sees both sides")
     parser.add_argument("out", type=Path)
-    parser.add_argument("--start-from", type=Path, help="folder of an adapter to go on from (default: none)")
     given, options = parsed(parser, Options)
     prepare(options.seed)
-    folder = locate(given["model"])
-    device = torch.device(options.device)
+    folder, device = locate(given["model"]), torch.device(options.device)
     family = dinfer.MODELS.build({"name": family_of(read_config(folder)), "checkpoint": given["model"]})
-    model, teacher = (trainable(load_network(folder, family, dtype=torch.float32, device=device)) for _ in range(2))
-    teacher.requires_grad_(False)
-    adapter = LowRank(model, family, PATTERNS[model.spec.family], options.rank, options.seed)
-    if given["start_from"] is not None:
-        adapter.load(given["start_from"])
+    model = trainable(load_network(folder, family, dtype=torch.float32, device=device))
     tokenizer_file = folder / "tokenizer.json"
-    texts = Texts(Tokenizer.from_file(str(tokenizer_file)), tokenizer_file)
-    done = train(Lesson(model, teacher, adapter, texts, options), options)
-    adapter.save(given["out"], given["model"])
-    write_record(given["out"] / "training.json", "tools.json_tiny", device, adapter.parameters(), options, done)
+    work = Lesson(model, family, options, Tokenizer.from_file(str(tokenizer_file)))
+    with capturable(device):
+        done = train(work, tokenizer_file, base=True)
+    work.adapter.save(given["out"], given["model"])
+    write_record(given["out"] / "training.json", "tools.json_tiny", device, work.adapter.parameters(), options, done)
 
 
 if __name__ == "__main__":

@@ -12,11 +12,12 @@ from support.families import CONFIGS, family_for, random_model
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from benchmarks.structured_answers import IN_PROMPT
 from dinfer.demo.problems import stream
 from dinfer.loading.checkpoint import load_network, save_network
 from dinfer.loading.hub import locate
 from dinfer.recipe.registry import MODELS
-from tools.json_tiny import Texts
+from tools.json_tiny import Json, masks
 from tools.low_rank import LowRank
 from tools.rollout import ANSWER, Rollout, answers
 from tools.states import States, blocks_of
@@ -31,11 +32,11 @@ def test_an_adapter_is_trained_as_it_is_loaded(tmp_path: Path) -> None:
     family, ids_BT = family_for(config), torch.arange(2, 14).view(2, 6)
     save_network(random_model("llada"), family, tmp_path / "base", config)
     network = load_network(tmp_path / "base", family, dtype=torch.float32, device=torch.device("cpu"))
-    adapter = LowRank(network, family, PATTERN, rank=2, seed=0)
+    adapter, generator = LowRank(network, family, PATTERN, rank=2, seed=0), torch.Generator().manual_seed(0)
     place, a, b = adapter.pairs["model.transformer.blocks.1.k_proj"]
     with torch.no_grad():
         for _, _, other in adapter.pairs.values():
-            other.normal_()
+            other.normal_(generator=generator)
     adapter.merge()
     network.score(ids_BT).square().mean().backward()
     whole = adapter.weights[place.parameter].grad[place.at].clone()
@@ -124,12 +125,26 @@ def test_blocks_are_counted_from_the_prompts_end_or_from_the_beginning() -> None
     assert blocks_of(d2f, prompt_B, 8, 4).tolist() == [[0, 0, 0, 1, 1, 1, 1, 2]]
 
 
-def test_each_token_of_the_json_has_its_place_in_the_solution() -> None:
-    file = locate("tiny") / "tokenizer.json"
-    texts = Texts(Tokenizer.from_file(str(file)), file)
+def test_lines_become_the_json_that_a_schema_admits() -> None:
+    tokenizer = Tokenizer.from_file(str(locate("tiny") / "tokenizer.json"))
+    as_json = Json(tokenizer)
     for problem in islice(stream("train", 0, ("chains", "turns")), 10):
-        _, own, said, place = texts.pair(problem)
-        told = json.loads(texts.tokenizer.decode(said))
-        assert [*told["steps"], f"Answer: {told['answer']}"] == problem.solution.split("\n")
-        other = {(said[i], own[at]) for i, at in enumerate(place) if at >= 0 and said[i] != own[at]}
-        assert other == {(texts.quote, texts.line), (texts.encode("]")[0], texts.encode("Answer")[0])}
+        question, solution = (tokenizer.encode(text).ids for text in (problem.question, problem.solution))
+        row = [3, *question, 4, *solution, as_json.eos, as_json.eos]
+        for asked in (False, True):
+            prompt, said = as_json(row, len(question) + 2, asked)
+            assert tokenizer.decode(prompt[1:-1]) == problem.question + (IN_PROMPT if asked else "")
+            told = json.loads(tokenizer.decode(said))
+            assert [*told["steps"], f"Answer: {told['answer']}"] == problem.solution.split("\n")
+            answer = int(problem.answer) if problem.answer.isdigit() else problem.answer
+            assert told["answer"] == answer and tokenizer.decode(said) == json.dumps(told)
+    assert as_json([3, 4, *tokenizer.encode("no answer").ids], 2, False) is None
+
+
+def test_masks_of_the_json_lie_in_the_answer_and_reach_its_end() -> None:
+    response_BT = torch.arange(100) >= torch.tensor([10, 40])[:, None].repeat(200, 1)
+    masked_BT = masks(response_BT, torch.Generator().manual_seed(0))
+    assert not (masked_BT & ~response_BT).any()
+    behind_BT = torch.arange(100) >= torch.tensor([10 + 64, 40 + 32])[:, None].repeat(200, 1)
+    whole_B = (masked_BT | ~behind_BT).all(1)  # all that lies behind the second block
+    assert 0.3 < whole_B.float().mean() < 0.9
