@@ -36,7 +36,7 @@ def test_an_adapter_is_trained_as_it_is_loaded(tmp_path: Path) -> None:
     place, a, b = adapter.pairs["model.transformer.blocks.1.k_proj"]
     with torch.no_grad():
         for _, _, other in adapter.pairs.values():
-            other.normal_(generator=generator)
+            other.normal_(std=0.3, generator=generator)
     adapter.merge()
     network.score(ids_BT).square().mean().backward()
     whole = adapter.weights[place.parameter].grad[place.at].clone()
