@@ -25,8 +25,8 @@ from benchmarks.quality import options_of, samples_of, sifted, with_problems, wr
 from dinfer.analysis.metrics import measure as metrics_of
 from dinfer.analysis.plots import aup, front
 from dinfer.demo.problems import Problem, generate
-from dinfer.loading.hub import locate
-from dinfer.loading.plan import family_of, read_config
+from dinfer.loading.checkpoint import family_of, read_config
+from dinfer.loading.files import locate
 from dinfer.step.spec import ModelSpec
 
 SURE: list[dict[str, Any]] = [

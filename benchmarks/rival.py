@@ -27,8 +27,7 @@ from benchmarks.limits import limits, rates
 from benchmarks.provenance import begun, save
 from benchmarks.shapes import SHAPES
 from dinfer import Pipeline, Runtime, compose
-from dinfer.loading.checkpoint import random_network
-from dinfer.loading.plan import family_of
+from dinfer.loading.checkpoint import family_of, random_network
 from dinfer.memory.kv import RESERVED, KVPool
 from dinfer.recipe.registry import MODELS
 

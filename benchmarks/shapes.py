@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dinfer.loading.plan import family_of
+from dinfer.loading.checkpoint import family_of
 from dinfer.recipe.registry import MODELS
 from dinfer.step.contracts import ModelSpec
 from dinfer.step.model import ModelFamily

@@ -27,10 +27,9 @@ from torch import Tensor
 
 from dinfer.layers.formats.format import Format
 from dinfer.layers.linear import format_of, formatted
-from dinfer.loading.files import CheckpointError, read_object, refuse
-from dinfer.loading.hub import GGUF, locate
-from dinfer.loading.packed import FIELD
-from dinfer.loading.plan import family_of, layout, read_config, read_spec
+from dinfer.loading.checkpoint import family_of, layout, read_config, read_spec
+from dinfer.loading.files import GGUF, CheckpointError, locate, read_object, refuse
+from dinfer.loading.quantized import FIELD
 from dinfer.loading.safetensors_io import mismatches, stored
 from dinfer.recipe.registry import MODELS, options_of
 from dinfer.step.spec import ExpertLayout

@@ -32,9 +32,8 @@ from torch import Tensor
 
 import dinfer  # registers the families
 from dinfer.layers.transformer import Transformer
-from dinfer.loading.checkpoint import load_network
-from dinfer.loading.hub import locate
-from dinfer.loading.plan import family_of, read_config
+from dinfer.loading.checkpoint import family_of, load_network, read_config
+from dinfer.loading.files import locate
 from dinfer.step.model import ModelFamily
 from tools.low_rank import LowRank
 from tools.rollout import Rollout, answers

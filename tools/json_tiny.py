@@ -28,9 +28,8 @@ import dinfer  # registers the families
 from benchmarks.structured_answers import IN_PROMPT
 from dinfer.demo.problems import ANSWER_LABEL
 from dinfer.layers.transformer import Transformer
-from dinfer.loading.checkpoint import load_network
-from dinfer.loading.hub import locate
-from dinfer.loading.plan import family_of, read_config
+from dinfer.loading.checkpoint import family_of, load_network, read_config
+from dinfer.loading.files import locate
 from dinfer.step.model import ModelFamily
 from tools import distill_tiny
 from tools.distill_tiny import Distillation, train

@@ -15,11 +15,10 @@ from gguf import GGMLQuantizationType as Kind
 from gguf import GGUFWriter, TokenType
 from torch import Tensor
 
+from dinfer.loading.checkpoint import LoadPlan, family_of, read_config, read_spec
 from dinfer.loading.files import CheckpointError
-from dinfer.loading.gguf_file import ARCHITECTURES
-from dinfer.loading.gguf_tokenizer import PATTERNS, WHOLE
-from dinfer.loading.packed import FIELD, packing
-from dinfer.loading.plan import LoadPlan, family_of, read_config, read_spec
+from dinfer.loading.gguf_file import ARCHITECTURES, PATTERNS, WHOLE
+from dinfer.loading.quantized import FIELD, packing
 from dinfer.parallel.split import Placement
 from dinfer.pipeline.tokenizer import read_tokenizer
 from dinfer.recipe.registry import MODELS

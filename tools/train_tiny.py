@@ -29,8 +29,7 @@ from torch import Tensor
 
 import dinfer  # registers the families
 from dinfer.layers.transformer import Transformer
-from dinfer.loading.checkpoint import load_network, save_network
-from dinfer.loading.plan import family_of, read_config
+from dinfer.loading.checkpoint import family_of, load_network, read_config, save_network
 from dinfer.step.model import ModelFamily
 from tools.noise import Noise
 from tools.tiny_data import Shard, shards

@@ -17,8 +17,7 @@ from benchmarks.feeds import random_prompts
 from benchmarks.peers.work import RATE, arguments, report
 from dinfer.decoders.threshold import Threshold
 from dinfer.layers.linear import quantize
-from dinfer.loading.checkpoint import random_network
-from dinfer.loading.plan import family_of
+from dinfer.loading.checkpoint import family_of, random_network
 from dinfer.recipe.registry import MODELS, option
 from dinfer.step.contracts import BlockView, Proposal, State, TokenStats
 

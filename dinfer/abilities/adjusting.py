@@ -1,15 +1,27 @@
-"""Decoders that adjust logits before statistics are taken of them."""
+"""Changes of logits before statistics are taken of them: by the decoder, by a request, and what is never offered.
 
+A request may want tokens more often, less often or not at all: one number for each token is added to its logits. So a
+token that is ruled out is neither offered nor counted in the confidence of others. Shape suffixes: N slots, A requests.
+"""
+
+import math
 from abc import ABC, abstractmethod
-from typing import Self
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
 
+import torch
 from torch import Tensor
 
+from dinfer.abilities.pacing import Moves
+from dinfer.kernels.canvas import rows_of
 from dinfer.step.ability import Ability, Step
-from dinfer.step.canvas import BlockView, Phase
+from dinfer.step.canvas import BlockView, Canvas, Phase
 from dinfer.step.contracts import State
 from dinfer.step.parts import Parts
-from dinfer.step.shape import StepShape
+from dinfer.step.scores import needed_vocabulary
+from dinfer.step.shape import Extra, StepShape
+from dinfer.step.state import Entry
 
 
 class Adjusts(ABC):
@@ -36,3 +48,82 @@ class Adjusting(Ability):
         if step.shape.phase == Phase.VERIFY or not isinstance(decoder, Adjusts):
             return logits_RLV
         return decoder.adjust(logits_RLV, view, state)
+
+
+@dataclass(frozen=True)
+class Offering(Ability):
+    """Rules out the mask token if the decoder asks for that, and tokens that move others unless it takes them."""
+
+    tokens: tuple[int, ...]
+
+    @classmethod
+    def of(cls, recipe: Parts, shape: StepShape) -> Self | None:
+        spec = recipe.model.spec
+        masks = (spec.mask_id,) if recipe.decoder.suppress_mask and spec.mask_id is not None else ()
+        tokens = *masks, *(() if isinstance(recipe.decoder, Moves) else spec.moving_ids)
+        return cls(tokens) if tokens else None
+
+    def allow(self, step: Step, view: BlockView, logits_RLV: Tensor) -> Tensor:
+        needed_vocabulary(step).fill(logits_RLV, *self.tokens)
+        return logits_RLV
+
+
+@dataclass(frozen=True, slots=True)
+class Biased(Extra):
+    """Some row has a bias."""
+
+    @property
+    def whole_logits(self) -> bool:
+        return True
+
+
+@dataclass(slots=True)
+class BiasTable:
+    """The biases of all slots. It takes memory from the first request on that has one."""
+
+    slots: int  # the scratch slot included
+    vocab: int
+    mask_id: int | None
+    device: torch.device
+    bias_NV: Tensor | None = None  # float32
+
+    def write(self, slot_A: Tensor, biases: Sequence[Mapping[str, Any]]) -> None:
+        """Host side. `only` of a bias: no other tokens but the mask; `add`: what is added to single ones."""
+        if self.bias_NV is None:
+            if not any(biases):
+                return
+            self.bias_NV = torch.zeros(self.slots, self.vocab, device=self.device)
+        row_AV = torch.zeros(len(biases), self.vocab)
+        for row_V, bias in zip(row_AV, biases, strict=True):
+            if only := bias.get("only"):
+                row_V.fill_(-math.inf)
+                row_V[[*only, *(() if self.mask_id is None else (self.mask_id,))]] = 0
+            for token, value in bias.get("add", {}).items():
+                row_V[token] += value
+        self.bias_NV.index_copy_(0, slot_A, row_AV.to(self.device))
+
+
+class Bias(Ability):
+    """Steps in which some rows have a bias: `more["bias"]` of a request, see `BiasTable.write`."""
+
+    @classmethod
+    def of(cls, recipe: Parts, shape: StepShape) -> Self | None:
+        return cls() if shape.extra(Biased) else None
+
+    @classmethod
+    def asks(cls, recipe: Parts, options: Sequence[float], more: Mapping[str, Any]) -> Extra | None:
+        return Biased() if more.get("bias") else None
+
+    @classmethod
+    def alloc(cls, recipe: Parts, canvas: Canvas, block: int, extras: Sequence[Extra]) -> BiasTable:
+        spec = recipe.model.spec
+        return BiasTable(len(canvas.tokens_NS), spec.vocab, spec.mask_id, canvas.tokens_NS.device)
+
+    @classmethod
+    def admit(cls, kept: BiasTable, slot_A: Tensor, entries: Sequence[Entry]) -> None:
+        kept.write(slot_A, [entry.more.get("bias", {}) for entry in entries])
+
+    def allow(self, step: Step, view: BlockView, logits_RLV: Tensor) -> Tensor:
+        bias_NV = step.kept(Bias).bias_NV
+        bias_BV = needed_vocabulary(step).part(bias_NV.index_select(0, step.lanes.slot_B))
+        return logits_RLV + rows_of(bias_BV, step.shape.blocks)[:, None].to(logits_RLV.dtype)

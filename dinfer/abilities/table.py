@@ -1,24 +1,20 @@
 """The abilities that a step asks, in the order in which it asks them, and what cannot go together with them."""
 
-from dinfer.abilities.adjusting import Adjusting, Adjusts
-from dinfer.abilities.bias import Bias
+from dinfer.abilities.adjusting import Adjusting, Adjusts, Bias, Offering
 from dinfer.abilities.branches import Branched, Branches
 from dinfer.abilities.candidates import RecomputesEveryKey, Speculation
 from dinfer.abilities.constraints import Constraints
 from dinfer.abilities.encoder import Encoder
 from dinfer.abilities.feeding import Feeding, Feeds, scores_of
-from dinfer.abilities.following import Following, Follows
 from dinfer.abilities.guidance import Guidance
 from dinfer.abilities.holding import Holding, LeavesMasks
 from dinfer.abilities.keys_only import KeyPasses
-from dinfer.abilities.offering import Offering
-from dinfer.abilities.open_positions import OpenPositions
+from dinfer.abilities.open_positions import OpenPositions, ReadPositions
 from dinfer.abilities.pacing import Aligned, Editing, Edits, Grows, LeavesDecoded, Moves, Pacing
-from dinfer.abilities.read_positions import ReadPositions
 from dinfer.abilities.reading import Reading
 from dinfer.abilities.reports import Reporting
 from dinfer.abilities.verification import Verification, Verifies
-from dinfer.abilities.watching import Watches, Watching
+from dinfer.abilities.watching import Following, Follows, Watches, Watching
 from dinfer.recipe.refusals import Refusal, Trait
 from dinfer.recipe.registry import values_of
 from dinfer.step.ability import Ability

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dinfer.abilities.following import Follows
 from dinfer.abilities.holding import LeavesMasks
 from dinfer.abilities.pacing import LeavesDecoded
+from dinfer.abilities.watching import Follows
 from dinfer.kernels.canvas import padded
 from dinfer.kernels.selection import density, descending_rank
 from dinfer.recipe.registry import CACHES, check_range, option

@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, InterpolationResolutionError
 
 import dinfer.recipe.presets as presets
-from dinfer.loading.hub import GGUF, SMALL, local, locate
+from dinfer.loading.files import GGUF, SMALL, local, locate
 from dinfer.recipe.presets import folder
 from dinfer.recipe.registry import REGISTRIES, Registry, UnknownName, unknown
 
@@ -168,7 +168,7 @@ def model_named(override: str) -> list[str]:
     ):
         return [override]
     if (found := presets.named(name)) is None:
-        from dinfer.loading.plan import family_of, read_config
+        from dinfer.loading.checkpoint import family_of, read_config
 
         found = presets.chosen(name, family_of(read_config(locate(name, wanted=SMALL))))
     quoted = str(found.model["checkpoint"]).replace("\\", "\\\\").replace("'", "\\'")

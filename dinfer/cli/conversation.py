@@ -24,7 +24,7 @@ from dinfer.cli.recipe import beside, counted, setting
 from dinfer.cli.terminal import say
 from dinfer.cli.watch import answer_picture, explain_empty, frames, in_colour, summary
 from dinfer.engine.request import Counts, Update
-from dinfer.loading.hub import local
+from dinfer.loading.files import local
 from dinfer.pipeline import Pipeline
 from dinfer.recipe.registry import unknown
 

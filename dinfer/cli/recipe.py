@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 from dinfer.cli.conf import GROUPS
 from dinfer.demo.problems import Problem, generate
-from dinfer.loading.hub import SMALL, locate
+from dinfer.loading.files import SMALL, locate
 from dinfer.recipe.registry import typed, unknown
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from rich.text import Text
 from dinfer.analysis.trace.record import Pieces
 from dinfer.cli.terminal import say
 from dinfer.engine.request import Completion, Counts, Update
-from dinfer.loading.hub import datasets_of
+from dinfer.loading.files import datasets_of
 from dinfer.pipeline import Pipeline, TextStream
 from dinfer.step.contracts import Phase
 

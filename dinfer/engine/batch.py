@@ -7,9 +7,9 @@ from itertools import accumulate
 
 from dinfer.abilities.feeding import Feeds
 from dinfer.abilities.reports import Reporting
-from dinfer.engine.batch_size import BatchSize, block_of, pages_of
 from dinfer.engine.reader import CanvasReader
 from dinfer.engine.row import Row
+from dinfer.engine.runtime import BatchSize, block_of, pages_of
 from dinfer.engine.worker import Worker
 from dinfer.memory.pages import PageAllocator, common, prompt_keys
 from dinfer.step.state import Entry

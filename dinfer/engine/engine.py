@@ -11,12 +11,11 @@ from collections.abc import Generator, Iterable, Sequence
 
 import torch
 
-from dinfer.engine.batch_size import pages_of
 from dinfer.engine.loop import Loop
 from dinfer.engine.request import ONLY_COUNTS, Request, Update, Wants
 from dinfer.engine.row import Row
 from dinfer.engine.runner import Runner
-from dinfer.engine.runtime import Runtime
+from dinfer.engine.runtime import Runtime, pages_of
 from dinfer.engine.worker import Worker
 from dinfer.kernels.dispatch import on_device
 from dinfer.parallel.leader import leader

@@ -12,10 +12,10 @@ import torch
 from dinfer.abilities.branches import branches_of
 from dinfer.abilities.reports import Reporting
 from dinfer.engine.batch import Batch
-from dinfer.engine.batch_size import BatchSize, pages_of, room_for
 from dinfer.engine.reader import Asked, Seen
 from dinfer.engine.request import StalledRow, Update
 from dinfer.engine.row import Row
+from dinfer.engine.runtime import BatchSize, pages_of, room_for
 from dinfer.engine.scheduler.scheduler import Scheduler, Step
 from dinfer.engine.worker import Worker
 from dinfer.step.canvas import Phase

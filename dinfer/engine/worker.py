@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from dinfer.abilities.candidates import Candidates
-from dinfer.engine.batch_size import BatchSize
 from dinfer.engine.runner import Runner, StepClock
-from dinfer.engine.runtime import Runtime, candidates_of, compiled
+from dinfer.engine.runtime import BatchSize, Runtime, candidates_of, compiled
 from dinfer.memory.kv import kv_dtype
 from dinfer.recipe.recipe import Recipe
 from dinfer.startup.kernel_compiler import KernelCompiler

@@ -17,12 +17,9 @@ from jinja2 import TemplateError
 
 from dinfer.layers.formats.plain import PLAIN
 from dinfer.layers.linear import format_of, formatted, roundings
-from dinfer.loading.checkpoint import empty_network
-from dinfer.loading.files import CheckpointError, Folder, read_object
-from dinfer.loading.hub import GGUF
-from dinfer.loading.packed import FIELD, packed, packed_names, packing, spare_biases
-from dinfer.loading.plan import LoadPlan, family_of, headers, layout, read_spec, small_files
-from dinfer.loading.quantized import SCALES, scale_block
+from dinfer.loading.checkpoint import LoadPlan, empty_network, family_of, headers, layout, read_spec, small_files
+from dinfer.loading.files import GGUF, CheckpointError, Folder, read_object
+from dinfer.loading.quantized import FIELD, SCALES, packed, packed_names, packing, scale_block, spare_biases
 from dinfer.loading.safetensors_io import FLOATS, INDEX, SINGLE, Stored, refuse_absent, stored, stored_in, weight_map
 from dinfer.loading.token_ids import CONFIG, PUBLISHED, TOKENIZER, TokenIds, named_roles, token_ids, vocabularies
 from dinfer.parallel.split import Placement

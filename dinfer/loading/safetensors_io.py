@@ -23,7 +23,7 @@ NARROW = {"F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8}
 """Dtypes of rounded weights, which have scales (`dinfer.loading.quantized`)."""
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 INTEGERS = {"I32": torch.int32, "I64": torch.int64}
-"""Dtypes of packed weights, and of their shapes and orders (`dinfer.loading.packed`)."""
+"""Dtypes of packed weights, and of their shapes and orders (`dinfer.loading.quantized`)."""
 Slices = tuple[slice, ...]
 Reader = Callable[["Stored", str, Slices | None], Tensor]
 """Reads a tensor by its name, or a part of it; None: all."""

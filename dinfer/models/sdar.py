@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from dinfer.loading.hub import local
+from dinfer.loading.files import local
 from dinfer.models._family import PLAIN, QWEN, BlockFamily, complete, qwen_experts
 from dinfer.recipe.registry import MODELS, option
 from dinfer.step.spec import ModelSpec

@@ -20,13 +20,11 @@ import torch
 import torch.distributed as dist
 
 from dinfer import __version__
-from dinfer.engine.batch_size import BatchSize
 from dinfer.engine.runner import drop_graphs
-from dinfer.engine.runtime import Runtime
+from dinfer.engine.runtime import BatchSize, Runtime
 from dinfer.engine.worker import Worker
-from dinfer.loading.checkpoint import divisions, load_network, random_network
-from dinfer.loading.packed import FIELD as QUANTIZATION
-from dinfer.loading.plan import read_config, read_spec
+from dinfer.loading.checkpoint import divisions, load_network, random_network, read_config, read_spec
+from dinfer.loading.quantized import FIELD as QUANTIZATION
 from dinfer.parallel.follower import Follower
 from dinfer.parallel.leader import FIELD, Leader, follows, leader, started
 from dinfer.parallel.leader_worker import entries_of, model_number, read, shape_of, spelled

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dinfer.engine.batch_size import BatchSize
-from dinfer.engine.runtime import Runtime
+from dinfer.engine.runtime import BatchSize, Runtime
 from dinfer.engine.worker import Worker
 from dinfer.parallel.channel import uninterrupted
 from dinfer.parallel.leader import Leader, RankFailed

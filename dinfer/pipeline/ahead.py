@@ -5,8 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from dinfer.layers.linear import taken
-from dinfer.loading.files import CheckpointError
-from dinfer.loading.hub import SMALL, local, locate
+from dinfer.loading.files import SMALL, CheckpointError, local, locate
 from dinfer.loading.inspect import inspect
 from dinfer.loading.safetensors_io import stored
 from dinfer.pipeline.pipeline import dtype_of

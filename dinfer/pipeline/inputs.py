@@ -1,22 +1,24 @@
-"""What callers give a pipeline: Python's, numpy's and torch's lists, and texts with gaps. ValueError for anything else.
+"""What callers give a pipeline, ValueError for anything else, and how a session of Python shows what they get.
 
 `The capital of [MASK:4] is Paris.` stands for a text in which four tokens are to be found. A backslash in front of a
 marker makes it a part of the text: `\\[MASK:4]`; two stand for one and leave it a marker. Backslashes elsewhere are
 themselves.
 """
 
+import html
 import operator
+import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from dinfer.engine.request import Counts
-from dinfer.pipeline.shown import as_html, figures, short
 
 
 def is_conversation(prompt: Any) -> bool:
@@ -160,3 +162,48 @@ def gaps_of(ids: Sequence[int], mask_id: int) -> list[range]:
     """The positions of each unbroken run of mask tokens."""
     runs = [[*run] for is_mask, run in groupby(range(len(ids)), lambda place: ids[place] == mask_id) if is_mask]
     return [range(run[0], run[-1] + 1) for run in runs]
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+CELL = "display:inline-block;width:.7em;height:.9em;margin:1px;background:"
+
+
+def short(text: str, most: int = 60) -> str:
+    """The text as Python writes it, cut."""
+    return repr(text if len(text) <= most else f"{text[: most - 1]}…")
+
+
+def figures(counts: Counts) -> str:
+    return (
+        f"{counts.tokens} tokens, {counts.forwards} forwards, {counts.tpf:.2f} TPF, "
+        f"{counts.positions_per_committed:.1f} positions per token, {counts.seconds:.2f} s"
+    )
+
+
+def as_html(
+    text: str, counts: Counts, canvas: Sequence[int], prompt: int, trace: Sequence[Sequence[int]] | None
+) -> str:
+    """The text, the figures, and a cell for each position: grey in the prompt, else as late as it is dark."""
+    steps, cells = len(trace or ()) or 1, ""
+    for i, token in enumerate(canvas):
+        open_until = max((step for step, ids in enumerate(trace or (), 1) if ids[i] != token), default=0)
+        colour = "#ccc" if i < prompt else f"hsl(210 70% {85 - 60 * open_until / steps:.0f}%)"
+        cells += f'<span title="{token}" style="{CELL}{colour}"></span>'
+    said = html.escape(text)
+    return f'<pre style="white-space:pre-wrap">{said}</pre><p><small>{figures(counts)}</small></p><div>{cells}</div>'
+
+
+def user_errors(function: F) -> F:
+    """Lets a ValueError, which bad input causes, begin where the user called. DINFER_DEBUG=1 shows all frames."""
+
+    @wraps(function)
+    def call(*args: Any, **named: Any) -> Any:
+        __tracebackhide__ = True  # IPython and pytest leave this frame out
+        try:
+            return function(*args, **named)
+        except ValueError as error:
+            if os.environ.get("DINFER_DEBUG", "0") not in ("", "0"):
+                raise
+            raise error.with_traceback(None) from None
+
+    return call  # type: ignore[return-value]

@@ -18,13 +18,25 @@ from dinfer.abilities.pacing import Pads
 from dinfer.engine.engine import Engine
 from dinfer.engine.request import Completion, Counts, Request, Update, Wants
 from dinfer.engine.runtime import Runtime
-from dinfer.loading.checkpoint import load_network
-from dinfer.loading.hub import boxed, locate
-from dinfer.loading.plan import family_of, read_config
+from dinfer.loading.checkpoint import family_of, load_network, read_config
+from dinfer.loading.files import boxed, locate
 from dinfer.parallel.divided_model import Source, divided
-from dinfer.pipeline.inputs import Infilled, as_int, each, encodable, gaps_of, is_conversation, listed, named, parse
+from dinfer.pipeline.inputs import (
+    Infilled,
+    as_html,
+    as_int,
+    each,
+    encodable,
+    figures,
+    gaps_of,
+    is_conversation,
+    listed,
+    named,
+    parse,
+    short,
+    user_errors,
+)
 from dinfer.pipeline.reading import Layout, layout, questions
-from dinfer.pipeline.shown import as_html, figures, short, user_errors
 from dinfer.pipeline.streaming import TextStream
 from dinfer.pipeline.structured import Held, compiler_of, form_of
 from dinfer.pipeline.tokenizer import ChatTemplate, read_tokenizer

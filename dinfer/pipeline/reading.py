@@ -22,8 +22,7 @@ from dinfer.abilities.pacing import Pads
 from dinfer.abilities.reading import POSITIONS, Blank, Noted, Read
 from dinfer.engine.engine import Engine
 from dinfer.engine.request import Completion, Counts, Request
-from dinfer.pipeline.inputs import as_int, encodable, listed, marked, named
-from dinfer.pipeline.shown import short
+from dinfer.pipeline.inputs import as_int, encodable, listed, marked, named, short
 from dinfer.step.spec import ModelSpec
 from dinfer.structure import Compiler, Vocabulary
 

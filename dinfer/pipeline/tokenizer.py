@@ -13,8 +13,8 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dinfer.loading.checkpoint import small_files
 from dinfer.loading.files import Folder, read_object
-from dinfer.loading.plan import small_files
 from dinfer.pipeline.inputs import NoTools, encodable, texts_in
 
 if TYPE_CHECKING:

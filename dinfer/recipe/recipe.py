@@ -8,11 +8,10 @@ from typing import Any
 
 from dinfer.abilities.adjusting import Adjusts
 from dinfer.abilities.feeding import Feeds, scores_of
-from dinfer.abilities.following import Follows
 from dinfer.abilities.pacing import Aligned, Edits, Paces, Pads
 from dinfer.abilities.table import ABILITIES, REFUSALS
 from dinfer.abilities.verification import Verifies
-from dinfer.abilities.watching import Watches
+from dinfer.abilities.watching import Follows, Watches
 from dinfer.parallel.ranks import ALONE, Ranks
 from dinfer.recipe.refusals import COMPONENTS, refused
 from dinfer.recipe.registry import (

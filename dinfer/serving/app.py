@@ -20,8 +20,8 @@ from starlette.exceptions import HTTPException
 import dinfer
 from dinfer.abilities.reports import TokenLogprob
 from dinfer.analysis.likelihood import left_to_right
-from dinfer.analysis.trace.page import page as trace_page
 from dinfer.analysis.trace.record import document, record_request
+from dinfer.analysis.trace.record import page as trace_page
 from dinfer.engine.request import Counts
 from dinfer.pipeline.inputs import NoTools, escaped
 from dinfer.serving import page

@@ -67,7 +67,7 @@ class Served:
         return invalid(field, f"{what}. {most}.", "context_length_exceeded")
 
     def _bias(self, asked: Generation) -> dict[str, Any]:
-        """What is added to the logits of single tokens, see `dinfer.abilities.bias`. Raises ApiError."""
+        """What is added to the logits of single tokens, see `dinfer.abilities.adjusting`. Raises ApiError."""
         add: dict[int, float] = {}
         if wrong := [key for key in asked.logit_bias or {} if not key.isdecimal() or len(key) > SHOWN]:
             raise invalid("logit_bias", f": {', '.join(wrong):.{SHOWN}} must be token ids")

@@ -15,7 +15,7 @@ from dinfer.__main__ import main
 from dinfer.cli import conf
 from dinfer.cli.commands.models import use
 from dinfer.loading.checkpoint import random_network
-from dinfer.loading.hub import boxed
+from dinfer.loading.files import boxed
 from dinfer.recipe import presets
 from dinfer.recipe.presets import catalog
 from dinfer.recipe.recipe import compose

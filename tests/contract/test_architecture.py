@@ -67,36 +67,25 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sampling": COMPONENT,
     "caches": COMPONENT | {"step.window"},
     "iterations": COMPONENT,
-    "models": COMPONENT | {"layers", "loading.hub", "loading.token_ids", "parallel.split"},
+    "models": COMPONENT | {"layers", "loading.files", "loading.token_ids", "parallel.split"},
     "recipe.recipe": CORE | {
         "abilities", "parallel.ranks", "recipe.refusals", "recipe.registry", "step.ability", "step.shape",
         "step.window",
     },
-    "loading.files": set(),
+    "loading.files": {"recipe.registry"},
     "loading.safetensors_io": {"loading.files"},
-    "loading.hub": {"loading.files", "recipe.registry"},
     "loading.token_ids": {"loading.files"},
-    "loading.gguf_tokenizer": {"loading.files"},
-    "loading.gguf_file": {
-        "kernels", "layers", "loading.files", "loading.gguf_tokenizer", "loading.safetensors_io",
-        "parallel.split",
-    },
+    "loading.gguf_file": {"kernels", "layers", "loading.files", "loading.safetensors_io", "parallel.split"},
     "loading.lora": {"loading.files", "loading.safetensors_io", "parallel.split"},
-    "loading.packed": {"loading.files", "loading.safetensors_io", "parallel.split"},
-    "loading.quantized": {"loading.files", "loading.packed", "loading.safetensors_io", "parallel.split"},
+    "loading.quantized": {"loading.files", "loading.safetensors_io", "parallel.split"},
     "loading.checkpoint": {
-        "kernels", "layers", "loading.hub", "loading.packed", "loading.plan", "loading.quantized",
-        "loading.safetensors_io", "parallel.split", "startup.prepare", "step.model", "step.spec",
+        "kernels", "layers", "loading.files", "loading.gguf_file", "loading.lora", "loading.quantized",
+        "loading.safetensors_io", "loading.token_ids", "parallel.split", "recipe.registry", "startup.prepare",
+        "step.model", "step.spec",
     },
     "loading.inspect": {
-        "layers", "loading.checkpoint", "loading.files", "loading.hub", "loading.packed", "loading.plan",
-        "loading.quantized", "loading.safetensors_io", "loading.token_ids", "parallel.split", "recipe.registry",
-        "step.model", "step.spec",
-    },
-    "loading.plan": {
-        "layers", "loading.files", "loading.gguf_file", "loading.hub", "loading.lora", "loading.packed",
-        "loading.quantized", "loading.safetensors_io", "loading.token_ids", "parallel.split", "recipe.registry",
-        "step.model", "step.spec",
+        "layers", "loading.checkpoint", "loading.files", "loading.quantized", "loading.safetensors_io",
+        "loading.token_ids", "parallel.split", "recipe.registry", "step.model", "step.spec",
     },
     "startup.prepare": {"kernels", "startup.patches"},
     "startup.parallel_compiling": {"kernels", "startup.patches"},
@@ -108,19 +97,18 @@ MAY_IMPORT: dict[str, set[str]] = {
     "startup.patches": set(),
     "memory.pages": {"memory.kv"},
     "engine.request": {"abilities", "step.canvas", "step.spec"},
-    "engine.runtime": {"abilities", "recipe.registry"},
     "engine.row": {"abilities", "engine.request", "memory.pages", "recipe.recipe", "step.canvas", "step.shape"},
     "engine.runner": {
         "kernels", "recipe.recipe", "startup.kernel_compiler", "startup.patches", "step.shape", "step.state",
         "step.step",
     },
     "engine.worker": {
-        "abilities", "engine.batch_size", "engine.runner", "engine.runtime", "memory.kv", "recipe.recipe",
+        "abilities", "engine.runtime", "engine.runner", "memory.kv", "recipe.recipe",
         "startup.kernel_compiler", "step.canvas", "step.shape", "step.state",
     },
     "engine.reader": {"abilities", "engine.worker", "kernels", "step.canvas"},
     "engine.batch": {
-        "abilities", "engine.batch_size", "engine.reader", "engine.row", "engine.worker", "memory.pages",
+        "abilities", "engine.runtime", "engine.reader", "engine.row", "engine.worker", "memory.pages",
         "step.state", "step.window",
     },
     "engine.scheduler": {
@@ -128,7 +116,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "step.shape", "step.window",
     },
     "engine.loop": {
-        "abilities", "engine.batch", "engine.batch_size", "engine.reader", "engine.request", "engine.row",
+        "abilities", "engine.batch", "engine.runtime", "engine.reader", "engine.request", "engine.row",
         "engine.scheduler", "engine.worker", "step.canvas", "step.window",
     },
     "parallel.channel": set(),
@@ -136,18 +124,17 @@ MAY_IMPORT: dict[str, set[str]] = {
     "parallel.__main__": {"parallel.follower"},
     "parallel.leader": {"parallel.channel", "parallel.follower"},
     "parallel.leader_worker": {
-        "engine.batch_size", "engine.runtime", "engine.worker", "parallel.channel", "parallel.leader",
+        "engine.runtime", "engine.worker", "parallel.channel", "parallel.leader",
         "recipe.recipe", "recipe.registry", "step.canvas", "step.shape", "step.state",
     },
     "engine.engine": {
-        "abilities", "engine.batch_size", "engine.loop", "engine.request", "engine.row", "engine.runner",
-        "engine.runtime", "engine.worker", "kernels", "parallel.leader", "parallel.leader_worker",
+        "abilities", "engine.runtime", "engine.loop", "engine.request", "engine.row", "engine.runner",
+        "engine.worker", "kernels", "parallel.leader", "parallel.leader_worker",
         "recipe.recipe",
     },
     "engine.async_engine": {"engine.engine", "engine.request"},
-    "engine.batch_size": {"step.window", "engine.request", "engine.runtime", "recipe.recipe"},
-    "pipeline.shown": {"engine.request"},
-    "pipeline.inputs": {"engine.request", "pipeline.shown"},
+    "engine.runtime": {"abilities", "engine.request", "recipe.recipe", "recipe.registry", "step.window"},
+    "pipeline.inputs": {"engine.request"},
     "pipeline.streaming": {"engine.request"},
     "analysis.metrics": {"recipe.registry", "engine"},
     "analysis.comparison": {"analysis.metrics", "recipe.registry", "demo", "pipeline"},
@@ -155,24 +142,24 @@ MAY_IMPORT: dict[str, set[str]] = {
     "analysis.outputs": set(),
     "analysis.likelihood": CORE | {"abilities", "layers"},
     "parallel.divided_model": {
-        "engine.batch_size", "engine.runner", "engine.runtime", "engine.worker", "loading.checkpoint",
-        "loading.packed", "loading.plan", "parallel.follower", "parallel.leader", "parallel.leader_worker",
+        "engine.runtime", "engine.runner", "engine.worker", "loading.checkpoint",
+        "loading.quantized", "parallel.follower", "parallel.leader", "parallel.leader_worker",
         "parallel.ranks", "parallel.split", "recipe.recipe", "step.contracts", "step.model",
     },
     "pipeline.reading": {
-        "abilities", "engine.engine", "engine.request", "pipeline.inputs", "pipeline.shown", "step.spec", "structure",
+        "abilities", "engine.engine", "engine.request", "pipeline.inputs", "step.spec", "structure",
     },
     "pipeline.structured": {"pipeline.inputs", "recipe.recipe", "recipe.registry", "structure"},
     "pipeline.pipeline": {
         "abilities", "engine.engine", "engine.request", "engine.runtime", "loading.checkpoint",
-        "loading.hub", "loading.plan", "parallel.divided_model", "pipeline.inputs", "pipeline.reading",
-        "pipeline.shown", "pipeline.streaming", "pipeline.structured", "pipeline.tokenizer", "recipe.presets",
+        "loading.files", "parallel.divided_model", "pipeline.inputs", "pipeline.reading",
+        "pipeline.streaming", "pipeline.structured", "pipeline.tokenizer", "recipe.presets",
         "recipe.recipe", "recipe.registry",
         "step.contracts", "step.window", "structure",
     },
-    "pipeline.tokenizer": {"loading.files", "loading.plan", "pipeline.inputs"},
+    "pipeline.tokenizer": {"loading.files", "loading.checkpoint", "pipeline.inputs"},
     "pipeline.ahead": {
-        "layers", "loading.files", "loading.hub", "loading.inspect", "loading.safetensors_io",
+        "layers", "loading.files", "loading.inspect", "loading.safetensors_io",
         "pipeline.pipeline", "recipe.registry",
     },
     "pipeline": {"pipeline.pipeline", "pipeline.streaming"},
@@ -194,11 +181,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "__init__": {"engine", "pipeline", "pipeline.inputs", "recipe.presets", "recipe.recipe", "recipe.registry"},
     "cli": {
-        "analysis.audit", "loading.checkpoint", "loading.hub", "loading.inspect", "recipe.recipe",
+        "analysis.audit", "loading.checkpoint", "loading.files", "loading.inspect", "recipe.recipe",
         "step.spec", "engine", "analysis.comparison", "analysis.metrics", "analysis.outputs",
         "parallel.divided_model", "parallel.leader", "pipeline", "pipeline.ahead", "pipeline.structured",
         "analysis.plots", "demo", "step.contracts", "recipe.registry", "recipe.presets",
-        "loading.plan",
         "analysis.trace", "analysis.tuning", "serving",
     },
     "__main__": {"cli"},
@@ -220,7 +206,7 @@ OUTSIDE: dict[str, set[str]] = {
     "triton": {"kernels", "startup.parallel_compiling", "startup.patches", "startup.prepare"},
     "transformers": {"pipeline.tokenizer", "pipeline.pipeline", "loading.inspect"},
     "safetensors": {"loading.checkpoint", "loading.safetensors_io", "cli"},
-    "huggingface_hub": {"loading.hub"},
+    "huggingface_hub": {"loading.files"},
     "numpy": {"abilities", "analysis.metrics", "loading.gguf_file", "structure"},
     "gguf": {"loading.gguf_file"},
     "tokenizers": {"pipeline.tokenizer"},
@@ -439,7 +425,7 @@ def test_importing_dinfer_is_light() -> None:
         "jinja2",
     ]  # fmt: skip
     code = (
-        "import sys, dinfer, dinfer.loading.hub as hub; hub.locate('tiny'); "
+        "import sys, dinfer, dinfer.loading.files as hub; hub.locate('tiny'); "
         "[r.describe(n) for r in (dinfer.MODELS, dinfer.DECODERS) for n in r.names()]; "
         f"print(*[m for m in {heavy} if m in sys.modules])"
     )

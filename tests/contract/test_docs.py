@@ -17,7 +17,7 @@ from support.models import tiny_model
 
 from benchmarks import report
 from dinfer.engine.runtime import Runtime
-from dinfer.loading.hub import boxed
+from dinfer.loading.files import boxed
 from dinfer.pipeline import Pipeline
 from dinfer.recipe.recipe import compose
 from dinfer.recipe.registry import CACHES, DECODERS, REGISTRIES

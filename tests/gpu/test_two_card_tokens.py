@@ -16,9 +16,8 @@ import torch.multiprocessing as mp
 
 from dinfer import Pipeline, Runtime, compose
 from dinfer.engine.runner import drop_graphs
-from dinfer.loading.checkpoint import load_network
-from dinfer.loading.hub import locate
-from dinfer.loading.plan import family_of, read_config
+from dinfer.loading.checkpoint import family_of, load_network, read_config
+from dinfer.loading.files import locate
 from dinfer.parallel.ranks import ALONE, Ranks
 from dinfer.pipeline.tokenizer import read_tokenizer
 from dinfer.recipe.registry import MODELS

@@ -12,8 +12,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from dinfer.loading.checkpoint import load_network
-from dinfer.loading.plan import family_of
+from dinfer.loading.checkpoint import family_of, load_network
 from dinfer.recipe.registry import MODELS
 
 BODY: dict[str, Any] = {

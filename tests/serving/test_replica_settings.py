@@ -15,7 +15,7 @@ from ray.exceptions import RayError
 from support.command_line import CommandLine
 
 import dinfer.cli.recipe
-from dinfer.loading.hub import locate
+from dinfer.loading.files import locate
 from dinfer.serving.batch import Line
 from dinfer.serving.ray import cluster, replicas, shards
 from dinfer.serving.run import EngineFailed

@@ -10,8 +10,7 @@ import torch
 from support.models import CONFIG, EOS, MASK
 
 from dinfer.layers.transformer import Transformer
-from dinfer.loading.checkpoint import random_network
-from dinfer.loading.plan import family_of
+from dinfer.loading.checkpoint import family_of, random_network
 from dinfer.recipe.registry import MODELS
 from dinfer.step.model import ModelFamily
 

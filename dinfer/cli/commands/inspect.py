@@ -32,7 +32,7 @@ import dinfer.recipe.presets as presets
 from dinfer.cli import conf
 from dinfer.cli.arguments import Parser
 from dinfer.cli.terminal import FAILED, show
-from dinfer.loading.hub import SMALL, boxed, local, locate
+from dinfer.loading.files import SMALL, boxed, local, locate
 from dinfer.recipe.presets import attention
 from dinfer.recipe.registry import MODELS, unknown
 

@@ -86,8 +86,7 @@ def trace(config: dict[str, Any], question: str | None, *, changes: list[str]) -
     configs = [config] + ([changed("trace", changes)] if changes else [])
     pipe = pipeline(config)
     from dinfer.analysis.trace.animation import animation
-    from dinfer.analysis.trace.page import page
-    from dinfer.analysis.trace.record import document
+    from dinfer.analysis.trace.record import document, page
 
     traces = []
     for each in configs:

@@ -8,7 +8,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from dinfer.analysis.trace.page import asset
+from dinfer.analysis.trace.record import asset
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; "

@@ -17,8 +17,7 @@ from support.models import MASK, tiny_model
 
 from dinfer.abilities.pacing import LeavesDecoded
 from dinfer.analysis.trace.animation import animation
-from dinfer.analysis.trace.page import embedded, page
-from dinfer.analysis.trace.record import Trace, document, record_request, spans
+from dinfer.analysis.trace.record import Trace, document, embedded, page, record_request, spans
 from dinfer.engine.request import Request
 from dinfer.engine.runtime import Runtime
 from dinfer.pipeline import Pipeline

@@ -15,7 +15,7 @@ from dinfer.kernels.types import FLOAT8, LARGEST
 from dinfer.layers.formats.format import FORMATS
 from dinfer.layers.linear import Linear, format_of, formatted, quantize
 from dinfer.loading.checkpoint import load_network
-from dinfer.loading.hub import locate
+from dinfer.loading.files import locate
 from dinfer.recipe.registry import MODELS
 
 

@@ -14,11 +14,9 @@ from huggingface_hub.errors import HFValidationError
 from safetensors.torch import load_file, save_file
 from support.models import CONFIG, MASK, tiny_model
 
-import dinfer.loading.hub as hub
-from dinfer.loading.checkpoint import load_network, save_network
-from dinfer.loading.files import CheckpointError
-from dinfer.loading.hub import locate
-from dinfer.loading.plan import read_config, read_spec
+import dinfer.loading.files as hub
+from dinfer.loading.checkpoint import load_network, read_config, read_spec, save_network
+from dinfer.loading.files import CheckpointError, locate
 from dinfer.models.llada import Llada
 from dinfer.pipeline import load
 from dinfer.recipe.registry import MODELS

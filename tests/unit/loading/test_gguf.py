@@ -17,12 +17,10 @@ from support.files import lies_in
 from support.gguf_files import GOLDENS, LLADA, rewritten
 
 import dinfer
-from dinfer.loading.checkpoint import load_network
-from dinfer.loading.files import CheckpointError
+from dinfer.loading.checkpoint import family_of, load_network, read_config
+from dinfer.loading.files import CheckpointError, locate
 from dinfer.loading.gguf_file import BLOCKS, TYPES
-from dinfer.loading.hub import locate
 from dinfer.loading.inspect import inspect
-from dinfer.loading.plan import family_of, read_config
 from dinfer.parallel.split import Rank
 from dinfer.recipe.registry import MODELS
 

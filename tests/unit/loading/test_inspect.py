@@ -17,10 +17,9 @@ from support.models import GEMMA
 from support.real_configs import FOLDERS, REAL, copied
 
 from dinfer.layers.linear import roundings
-from dinfer.loading.checkpoint import load_network
-from dinfer.loading.hub import locate
+from dinfer.loading.checkpoint import load_network, read_spec
+from dinfer.loading.files import locate
 from dinfer.loading.inspect import Inspection, inspect
-from dinfer.loading.plan import read_spec
 from dinfer.loading.token_ids import PUBLISHED as DEFAULT
 from dinfer.recipe.registry import MODELS
 

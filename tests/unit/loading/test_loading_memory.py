@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from dinfer.layers.formats.format import Weight
 from dinfer.layers.formats.int4 import Int4
 from dinfer.loading.checkpoint import load_network
-from dinfer.loading.hub import locate
+from dinfer.loading.files import locate
 from dinfer.models.llada import Llada
 
 LARGE = {
@@ -33,7 +33,7 @@ from dinfer.parallel.split import WHOLE, Rank
 from dinfer.kernels import packed
 from dinfer.layers.formats import format
 from dinfer.loading.checkpoint import load_network
-from dinfer.loading.hub import locate
+from dinfer.loading.files import locate
 from dinfer.models.llada import Llada
 
 def memory(what):

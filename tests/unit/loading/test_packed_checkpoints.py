@@ -33,7 +33,7 @@ W4A16 = {"quant_method": "compressed-tensors", "format": "pack-quantized", "conf
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights of tests are unpacked some outputs at a time, as large ones are."""
-    monkeypatch.setattr("dinfer.loading.packed.PIECE", 1300)  # 10 outputs, so that AWQ's int32 are cut
+    monkeypatch.setattr("dinfer.loading.quantized.PIECE", 1300)  # 10 outputs, so that AWQ's int32 are cut
 
 
 def scheme(**fields: Any) -> dict[str, Any]:

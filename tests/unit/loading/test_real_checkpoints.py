@@ -18,9 +18,8 @@ from support.families import REAL
 from support.models import GEMMA, tiny_gemma
 from support.tokenizer import published_tokenizer
 
-from dinfer.loading.checkpoint import load_network, random_network, save_network
+from dinfer.loading.checkpoint import family_of, load_network, random_network, read_config, read_spec, save_network
 from dinfer.loading.files import CheckpointError
-from dinfer.loading.plan import family_of, read_config, read_spec
 from dinfer.models.diffusion_gemma import DiffusionGemma
 from dinfer.pipeline import load
 from dinfer.recipe.registry import MODELS

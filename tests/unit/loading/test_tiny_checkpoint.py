@@ -15,8 +15,7 @@ from transformers import AutoTokenizer
 
 import dinfer
 from dinfer.demo.problems import generate, is_correct
-from dinfer.loading.files import CheckpointError
-from dinfer.loading.hub import boxed
+from dinfer.loading.files import CheckpointError, boxed
 from dinfer.loading.lora import CONFIG as ADAPTER
 from tools.trained_experts import trainable
 

@@ -14,9 +14,8 @@ from support.matrix import completions, engine_for
 
 from dinfer.engine.request import Request
 from dinfer.kernels.attention import attention_interval
-from dinfer.loading.checkpoint import load_network, save_network
+from dinfer.loading.checkpoint import family_of, load_network, read_spec, save_network
 from dinfer.loading.files import CheckpointError
-from dinfer.loading.plan import family_of, read_spec
 from dinfer.memory.kv import RESERVED, KVPool
 from dinfer.models.fast_dllm_v2 import FastDllmV2
 from dinfer.models.llada2 import Llada2

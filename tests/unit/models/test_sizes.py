@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.shapes import LLADA2_MINI, LLADA_8B
 from dinfer.layers.transformer import Transformer
-from dinfer.loading.plan import family_of
+from dinfer.loading.checkpoint import family_of
 from dinfer.recipe.registry import MODELS
 from dinfer.step.spec import ExpertLayout
 

@@ -17,9 +17,8 @@ from support.models import tiny_model
 from support.thread_ranks import ThreadRanks
 
 from dinfer.abilities.reports import Level, Reported
-from dinfer.engine.batch_size import BatchSize
 from dinfer.engine.runner import WORTH
-from dinfer.engine.runtime import Runtime
+from dinfer.engine.runtime import BatchSize, Runtime
 from dinfer.engine.worker import Worker
 from dinfer.parallel.leader_worker import LeadingWorker, shape_of
 from dinfer.parallel.split import Rank

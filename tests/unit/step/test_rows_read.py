@@ -12,8 +12,8 @@ from support.matrix import SAMPLE, Combination, completions, engine_for, observe
 from support.models import tiny_model
 
 from benchmarks.shapes import shape
-from dinfer.abilities import read_positions
-from dinfer.abilities.read_positions import ReadPositions
+from dinfer.abilities import open_positions
+from dinfer.abilities.open_positions import ReadPositions
 from dinfer.engine.request import Request
 from dinfer.recipe.recipe import compose
 from dinfer.recipe.registry import CACHES, ITERATIONS
@@ -38,14 +38,14 @@ def one_of_each() -> list[Combination]:
 def test_tokens_do_not_depend_on_it(combination: Combination, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, found = combination.recipe(), []
     for fewest in (1, sys.maxsize):
-        monkeypatch.setattr(read_positions, "FEWEST", fewest)
+        monkeypatch.setattr(open_positions, "FEWEST", fewest)
         found.append([outcome(c) for c in completions(engine_for(recipe, rows=3), requests_for(recipe))])
     assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(("variant", "cache"), [("bidirectional", "dual"), ("shifted", "none"), ("causal", "block")])
 def test_the_last_layer_computes_what_is_read(variant: str, cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(read_positions, "FEWEST", 2)  # logits of the next token are one place to the left
+    monkeypatch.setattr(open_positions, "FEWEST", 2)  # logits of the next token are one place to the left
     model = tiny_model(variant)
     rows: list[list[int]] = [[] for _ in model.blocks]
     for own, block in zip(rows, model.blocks, strict=True):

@@ -15,8 +15,7 @@ from support.gguf_files import LLADA
 
 from dinfer.layers.linear import quantize as quantize_network
 from dinfer.loading.checkpoint import load_network, save_network
-from dinfer.loading.files import CheckpointError
-from dinfer.loading.hub import locate
+from dinfer.loading.files import CheckpointError, locate
 from dinfer.loading.safetensors_io import read, stored
 from dinfer.models.llada import Llada
 from tools import convert as tool

@@ -15,7 +15,7 @@ from torch import Tensor
 from benchmarks.structured_answers import IN_PROMPT
 from dinfer.demo.problems import stream
 from dinfer.loading.checkpoint import load_network, save_network
-from dinfer.loading.hub import locate
+from dinfer.loading.files import locate
 from dinfer.recipe.registry import MODELS
 from tools.json_tiny import Json, masks
 from tools.low_rank import LowRank

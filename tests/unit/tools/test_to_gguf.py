@@ -12,10 +12,8 @@ from gguf import GGMLQuantizationType as Kind
 from support.families import CONFIGS, family_for, random_model
 
 import dinfer
-from dinfer.loading.checkpoint import load_network, save_network
-from dinfer.loading.files import CheckpointError
-from dinfer.loading.hub import locate
-from dinfer.loading.plan import family_of, read_config
+from dinfer.loading.checkpoint import family_of, load_network, read_config, save_network
+from dinfer.loading.files import CheckpointError, locate
 from dinfer.recipe.registry import MODELS
 from tools.convert import convert
 from tools.to_gguf import write_gguf
