@@ -14,8 +14,8 @@ from dinfer.engine.request import Counts
 from dinfer.serving.rows import Event
 from dinfer.structure import Language
 
-# What the log-probabilities of an echoed prompt are.
-ECHO = "left to right, others masked: one of the orders that the likelihood bound averages"
+# What the log-probabilities of a prompt are.
+OF_PROMPT = "left to right, others masked: one of the orders that the likelihood bound averages"
 LEAST = -9999.0  # stands for minus infinity, which JSON lacks
 
 
@@ -75,6 +75,24 @@ class Logprobs:
         }  # fmt: skip
 
 
+def prompt_logprobs(
+    pieces: Pieces, ids: Sequence[int], told: Sequence[TokenLogprob | None], top: int
+) -> list[dict[str, Any] | None]:
+    """vLLM's objects of a prompt: by token id the `top` best of each position, and the prompt's own token."""
+    made: list[dict[str, Any] | None] = []
+    for token, one in zip(ids, told, strict=True):
+        if one is None:
+            made.append(None)
+            continue
+        found: dict[int, tuple[float, int | None]] = {token: (one.logprob, None)}  # unless it is among the best
+        found |= {other: (p, rank) for rank, (other, p) in enumerate(one.top, 1) if rank <= top or other == token}
+        made.append({
+            str(other): {"logprob": max(logprob, LEAST), "rank": rank, "decoded_token": pieces.of(other)}
+            for other, (logprob, rank) in found.items()
+        })  # fmt: skip
+    return made
+
+
 @dataclass(slots=True)
 class _Choice:
     """One row of an answer, as far as it is known."""
@@ -107,6 +125,7 @@ class Answer:
     style: Style
     n: int = 1  # choices for each prompt
     echoes: Sequence[Event] = ()  # what each choice begins with
+    scores: Sequence[list[Any]] = ()  # `prompt_logprobs` of each prompt, if the client wants them
     language: Language | None = None  # what each choice is held to
     choices: list[_Choice] = field(init=False)
 
@@ -153,11 +172,16 @@ class Answer:
             message = {"role": "assistant", **self._message(row), "refusal": None}
             scores = None if style.logprobs is None else style.logprobs.of(choice.ids, choice.logprobs, 0)
             said = {"message": message} if style.chat else {"text": choice.text}
-            one = {"index": row, **said, "logprobs": scores}
-            made.append(one | self._end(row, choice.last) | self._ids(choice.ids, row, first=True))
+            one = {"index": row, **said, "logprobs": scores} | ({} if style.chat else self._scores(row // self.n))
+            made.append(one | self._end(row, choice.last) | self._ids(row, 0))
         kind = "chat.completion" if style.chat else "text_completion"
-        prompt = {"prompt_token_ids": self.prompts[0]} if style.ids and style.chat else {}
+        prompt = self._scores(0) if style.chat else {}
+        prompt |= {"prompt_token_ids": self.prompts[0]} if style.ids and style.chat else {}
         return {**self._head(kind), "choices": made, "usage": self.usage(), **prompt}
+
+    def _scores(self, prompt: int) -> dict[str, Any]:
+        """vLLM's field."""
+        return {"prompt_logprobs": self.scores[prompt] if self.scores else None}
 
     def _message(self, row: int) -> dict[str, Any]:
         """What the model says in a chat."""
@@ -184,21 +208,19 @@ class Answer:
 
     def pieces(self, event: Event) -> list[dict[str, Any]]:
         """Adds an event to the answer, and returns its pieces of the stream."""
-        made, choice, chat = [], self.choices[event.row], self.style.chat
-        offset, first = len(choice.text), not choice.ids
+        made: list[dict[str, Any]] = []
+        choice, bodies = self.choices[event.row], self._bodies(event)
+        offset, since = len(choice.text), len(choice.ids)
         self.take(event)
-        nothing: dict[str, Any] = {"delta": {}} if chat else {"text": ""}
-        bodies = self._bodies(event)
-        if bodies or event.ids or event.canvas is not None:
-            body, *more = bodies or [nothing]
+        if bodies or event.ids or event.canvas is not None or event.finish is not None:
+            body, *more = bodies or [{"delta": {}} if self.style.chat else {"text": ""}]
             logprobs = self.style.logprobs if event.ids else None
             scores = logprobs.of(event.ids, event.logprobs, offset) if logprobs else None
-            piece = self._piece(event.row, body | self._ids(event.ids, event.row, first=first), scores)
+            piece = self._piece(event.row, body | self._ids(event.row, since), scores)
             made.append(piece if event.canvas is None else piece | {"dinfer": {"canvas": event.canvas}})
             made += [self._piece(event.row, body) for body in more]
         if event.finish is not None:
-            ids = self._ids([], event.row, first=first and not made)
-            made.append(self._piece(event.row, nothing | ids, last=event))
+            made[-1]["choices"][0] |= self._end(event.row, event)
         return made
 
     def closing(self) -> list[dict[str, Any]]:
@@ -211,12 +233,12 @@ class Answer:
 
     def _head(self, kind: str) -> dict[str, Any]:
         head = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
-        return head | ({"dinfer": {"echo": ECHO}} if any(echo.logprobs for echo in self.echoes) else {})
+        scored = {"echo": any(echo.logprobs for echo in self.echoes), "prompt_logprobs": self.scores}
+        told = {field: OF_PROMPT for field, given in scored.items() if given}
+        return head | ({"dinfer": told} if told else {})
 
-    def _piece(
-        self, row: int, body: dict[str, Any], logprobs: dict[str, Any] | None = None, last: Event | None = None
-    ) -> dict[str, Any]:
-        choice = {"index": row, **body, "logprobs": logprobs, **self._end(row, last)}
+    def _piece(self, row: int, body: dict[str, Any], logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
+        choice = {"index": row, **body, "logprobs": logprobs, **self._end(row, None)}
         usage = {"usage": self.usage() if self.style.running_usage else None} if self.style.usage else {}
         return {**self._head(self._piece_kind), "choices": [choice], **usage}
 
@@ -225,11 +247,13 @@ class Answer:
         found = None if last is None else self._finish(row, last)
         return {"finish_reason": found} | ({} if last is None else {"matched_stop": last.matched})
 
-    def _ids(self, ids: list[int], row: int, *, first: bool) -> dict[str, Any]:
-        """vLLM's fields."""
+    def _ids(self, row: int, since: int) -> dict[str, Any]:
+        """vLLM's fields, from a token of the choice on; what is echoed is the prompt's."""
         if not self.style.ids:
             return {}
-        return {"token_ids": ids} | ({"prompt_token_ids": self.prompts[row // self.n]} if first else {})
+        echoed = len(self.echoes[row].ids) if self.echoes else 0
+        ids = {"token_ids": self.choices[row].ids[max(since, echoed) :]}
+        return ids | ({} if since else {"prompt_token_ids": self.prompts[row // self.n]})
 
 
 class Stream(Response):

@@ -25,7 +25,7 @@ from dinfer.analysis.trace.record import page as trace_page
 from dinfer.engine.request import Counts
 from dinfer.pipeline.inputs import NoTools, escaped
 from dinfer.serving import page
-from dinfer.serving.answers import Answer, Logprobs, Style, spent
+from dinfer.serving.answers import Answer, Logprobs, Style, prompt_logprobs, spent
 from dinfer.serving.calls import Calling
 from dinfer.serving.errors import ApiError, invalid, named, refused
 from dinfer.serving.guard import Guard
@@ -200,22 +200,25 @@ async def echoed(server: Server, served: Served, body: CompletionRequest, prompt
         served.check_length(len(ids), "prompt")
         served.check_tokens("prompt", ids)
         text = given if isinstance(given, str) else served.pipe.decode(given)
-        scores: list[TokenLogprob | None] = []
-        if top is not None:
-            score = partial(left_to_right, served.pipe.model, ids, top=max(top, 1))
-            try:  # beside the engine, as a trace
-                async with asyncio.timeout(server.settings.deadline):
-                    scores = [None, *await server.recording.run(score)]
-            except ValueError as error:
-                raise ApiError(400, f"echo: {error}", "echo", "invalid_value") from error
-            except Exception as error:
-                raise failure(error) from error
+        scores = [] if top is None else await scored(server, served, ids, top, "echo")
         counts = Counts(len(scores), 0, 0, 0, 0, 0.0) if alone else None
         for _ in range(body.choices):
             made.append(
                 Event(len(made), text, ids=ids, logprobs=scores, counts=counts, finish="length" if alone else None)
             )
     return made
+
+
+async def scored(server: Server, served: Served, ids: list[int], top: int, field: str) -> list[TokenLogprob | None]:
+    """Log-probabilities of a prompt, computed beside the engine, as a trace."""
+    try:
+        async with asyncio.timeout(server.settings.deadline):
+            score = partial(left_to_right, served.pipe.model, ids, top=max(top, 1))
+            return [None, *await server.recording.run(score)]
+    except ValueError as error:
+        raise ApiError(400, f"{field}: {error}", field, "invalid_value") from error
+    except Exception as error:
+        raise failure(error) from error
 
 
 async def generated(
@@ -230,6 +233,10 @@ async def generated(
     chosen = served.options(body.asked, body.dinfer.options)
     language = await served.language(body)
     rows = [] if body.max_tokens == 0 else served.rows(prompts, body, chosen, language)
+    scores: list[list[Any]] = []
+    if (best := body.prompt_logprobs) is not None:
+        told = [await scored(server, served, prompt, best, "prompt_logprobs") for prompt in prompts]
+        scores = [prompt_logprobs(served.pieces, *one, best) for one in zip(prompts, told, strict=True)]
     chat, streamed = isinstance(body, ChatRequest), body.stream_options or StreamOptions()
     style = Style(
         chat=chat, ids=body.return_token_ids, usage=streamed.include_usage,
@@ -244,7 +251,7 @@ async def generated(
     job = server.job(served, rows, body.dinfer, wanted, stream=stream)
     name = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
     shape = partial(Calling, asked=body) if isinstance(body, ChatRequest) and body.tools else Answer
-    answer = shape(name, int(time.time()), served.name, prompts, style, body.choices, echoes, language)
+    answer = shape(name, int(time.time()), served.name, prompts, style, body.choices, echoes, scores, language)
     return await server.answer(job, answer, stream=stream)
 
 

@@ -44,11 +44,12 @@ NOT_SUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "use_beam_search": ((False,), "is not supported. Use n for several answers."),
     "length_penalty": ((1,), "is for beam search, which is not supported."),
     "best_of": ((1,), "is not supported. Use n."),
+    "stop_regex": (([],), "is not supported: use stop, or hold the whole answer to regex."),
     "suffix": (("",), "is not supported here. Use /v1/infill for text with gaps."),
     "include_reasoning": ((True, False), "is not supported: answers are not divided."),
     "separate_reasoning": ((True, False), "is not supported: answers are not divided."),
-    "prompt_logprobs": ((), "is not supported. Use echo with logprobs at /v1/completions."),
-    "logprob_token_ids": (([],), "is not supported. Use top_logprobs in a chat, logprobs in a completion."),
+    "prompt_logprobs": ((), PLAIN),
+    "logprob_token_ids": (([],), "is not supported: /v1/read tells the probabilities of options."),
     "skip_special_tokens": ((True,), "is not supported: a canvas ends at its first special token."),
     "spaces_between_special_tokens": ((True,), "is not supported: answers hold no special tokens."),
     "chat_template_kwargs": (({},), "is not supported: templates get messages alone."),
@@ -152,6 +153,7 @@ class Generation(Sampled, HeldFields):
     echo: bool = False  # the answer begins with the prompt, in a chat with the assistant's last message
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False  # log-probabilities name tokens by number
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None  # vLLM's: of each token, the best
 
     @field_validator("stop")
     @classmethod
@@ -168,6 +170,8 @@ class Generation(Sampled, HeldFields):
     def _stream(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise invalid("stream_options", " is only allowed with stream=true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise refused("prompt_logprobs", self.prompt_logprobs, "is told with the whole answer: set stream=false")
         return self
 
     @model_validator(mode="after")
@@ -290,7 +294,8 @@ class TraceRequest(ChatRequest):
         shown = Sampled.model_fields.keys() | {"max_tokens"}
         for field in (Generation.model_fields.keys() | ToolFields.model_fields.keys() | {"logprobs"}) - shown:
             value = getattr(self, field)
-            if value and value != getattr(usual, field) and (field, value) != ("n", 1):
+            asks = (value or value == 0) and value is not False  # as prompt_logprobs=0 does
+            if asks and value != getattr(usual, field) and (field, value) != ("n", 1):
                 raise refused(field, value, "is not supported here: a trace shows the whole denoising of one answer.")
         return self
 

@@ -135,6 +135,11 @@ def test_token_ids_come_with_answers_and_streams(client: Client) -> None:
     told = [piece["choices"][0] for piece in pieces(streamed)]
     assert [token for one in told for token in one.get("token_ids", [])] == choice["token_ids"]
     assert [one["prompt_token_ids"] for one in told if "prompt_token_ids" in one] == [choice["prompt_token_ids"]]
+    echo = {"model": "tiny", "prompt": QUESTION, "max_tokens": 16, "return_token_ids": True, "echo": True}
+    (echoed,) = client.ask(TEXT, echo).json()["choices"]
+    assert echoed["token_ids"] == choice["token_ids"], "the prompt's stand in prompt_token_ids alone"
+    told = [piece["choices"][0] for piece in pieces(client.ask(TEXT, echo | {"stream": True}))]
+    assert [token for one in told for token in one.get("token_ids", [])] == choice["token_ids"]
 
 
 def test_log_probabilities_hold_the_chosen_token(client: Client) -> None:
@@ -183,6 +188,39 @@ def test_a_prompt_is_echoed_and_scored(client: Client) -> None:
         assert refused.status_code == 400 and refused.json()["error"]["message"], wrong
 
 
+def test_each_token_of_a_prompt_is_scored_as_vllm_writes_it(client: Client) -> None:
+    """The values are those of `echo`; the token of the prompt stands beside the best."""
+    ids = client.ask("/tokenize", {"model": "tiny", "prompt": QUESTION}).json()["tokens"][:9]
+    ask = {"model": "tiny", "prompt": [ids, ids[:4]], "max_tokens": 4}
+    whole = client.ask(TEXT, ask | {"prompt_logprobs": 2}).json()
+    echoed = client.ask(TEXT, ask | {"echo": True, "logprobs": 2}).json()["choices"][0]["logprobs"]["token_logprobs"]
+    assert "likelihood bound" in whole["dinfer"]["prompt_logprobs"]
+    for choice, prompt in zip(whole["choices"], ask["prompt"], strict=True):
+        first, *others = choice["prompt_logprobs"]
+        assert first is None and len(others) == len(prompt) - 1
+        for token, told in zip(prompt[1:], others, strict=True):
+            ranks = sorted(one["rank"] or 3 for one in told.values())
+            assert ranks in ([1, 2], [1, 2, 3]) and told[str(token)]["decoded_token"] == client.pipe.decode([token])
+    told = whole["choices"][0]["prompt_logprobs"]
+    own = [one[str(token)]["logprob"] for one, token in zip(told[1:], ids[1:], strict=True)]
+    assert own == pytest.approx(echoed[1 : len(ids)], abs=1e-4)
+    talked = chat(client, prompt_logprobs=0).json()
+    assert len(talked["prompt_logprobs"]) == talked["usage"]["prompt_tokens"]
+    assert all(len(one) == 1 for one in talked["prompt_logprobs"][1:]) and "dinfer" in talked
+    assert chat(client).json()["prompt_logprobs"] is None
+    assert chat(client, prompt_logprobs=1, stream=True).json()["error"]["param"] == "prompt_logprobs"
+    traced = client.ask("/v1/trace", ASK | {"prompt_logprobs": 0})
+    assert traced.json()["error"]["param"] == "prompt_logprobs"
+
+
+def test_every_piece_of_a_stream_of_completions_has_log_probabilities(client: Client) -> None:
+    """The last one as well: its text has the reason of the end beside it, so no piece comes without tokens."""
+    ask = {"model": "tiny", "prompt": QUESTION, "max_tokens": 16, "logprobs": 2, "stream": True, "ignore_eos": True}
+    told = [piece["choices"][0] for piece in pieces(client.ask(TEXT, ask))]
+    assert all(one["logprobs"]["tokens"] for one in told)
+    assert [one["finish_reason"] for one in told] == [None] * (len(told) - 1) + ["length"]
+
+
 def test_usage_stands_in_every_piece_or_in_none(client: Client) -> None:
     def told(**options: bool) -> list[Any]:
         return [piece.get("usage", "absent") for piece in pieces(chat(client, stream=True, stream_options=options))]
@@ -203,6 +241,15 @@ def test_usage_counts_the_tokens_whose_keys_were_there() -> None:
         second = chat(found, messages=turns).json()
     cached, again = (one["usage"]["prompt_tokens_details"]["cached_tokens"] for one in (first, second))
     assert cached == 0 < again <= first["usage"]["total_tokens"] and again % pipe.model.spec.attention_block == 0
+
+
+def test_all_choices_of_a_prompt_find_the_keys_that_one_computed() -> None:
+    """The server has room for `rows` canvases from the beginning; where room grows, keys are computed anew."""
+    pipe = dinfer.load("tiny-llada2", device="cpu", runtime=dinfer.Runtime(rows=4, share=True, max_length=256))
+    turns = [{"role": "user", "content": f"{QUESTION} {QUESTION}"}]
+    with served(pipe=pipe) as found:
+        told = [chat(found, messages=turns, n=n).json()["usage"]["prompt_tokens_details"] for n in (1, 2, 3)]
+    assert [one["cached_tokens"] > 0 for one in told] == [False, True, True]
 
 
 def test_a_prompt_may_be_cut(client: Client) -> None:
