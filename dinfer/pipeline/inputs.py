@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from dinfer.abilities.reports import TokenLogprob
 from dinfer.engine.request import Counts
 
 
@@ -112,6 +113,7 @@ class Infilled:
     gap_texts: list[str]  # the same as text
     counts: Counts
     trace: list[list[int]] | None = None  # if asked for, the canvas after every step
+    logprobs: list[list[TokenLogprob]] | None = None  # if asked for, of each token of each gap, up to a stop token
 
     def __repr__(self) -> str:
         return f"Infilled({short(self.text)}, gaps={self.gap_texts!r:.80}, {figures(self.counts)})"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
+from itertools import islice
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NoReturn, TypedDict, Unpack, overload
 
@@ -15,6 +16,7 @@ import torch
 import dinfer.recipe.presets as presets
 from dinfer.abilities.constraints import InLanguage
 from dinfer.abilities.pacing import Pads
+from dinfer.abilities.reports import TokenLogprob
 from dinfer.engine.engine import Engine
 from dinfer.engine.request import Completion, Counts, Request, Update, Wants
 from dinfer.engine.runtime import Runtime
@@ -182,17 +184,18 @@ class Pipeline:
         requests = self.requests(prompts, max_new_tokens, options, language)
         done = zip(requests, self._run(requests, trace), strict=True)
         read = None if form is None else form.read
-        return [replace(self.result(request, *finished), read=read) for request, finished in done]
+        return [replace(self.result(request, *finished[:2]), read=read) for request, finished in done]
 
     @overload
     def infill(  # type: ignore[overload-overlap]  # a text is no list of texts here
-        self, texts: str, *, options: Options = None, stop: bool = False, trace: bool = False
+        self, texts: str, *, options: Options = None, stop: bool = False, trace: bool = False, logprobs: bool = False
     ) -> Infilled: ...
 
     @overload
     def infill(
-        self, texts: Sequence[str], *, options: Options = None, stop: bool = False, trace: bool = False
-    ) -> list[Infilled]: ...
+        self, texts: Sequence[str], *, options: Options = None, stop: bool = False, trace: bool = False,
+        logprobs: bool = False,
+    ) -> list[Infilled]: ...  # fmt: skip
 
     @user_errors
     def infill(
@@ -202,16 +205,18 @@ class Pipeline:
         options: Options = None,
         stop: bool = False,
         trace: bool = False,
+        logprobs: bool = False,
     ) -> Any:
         """Fills the gaps of one text (returns an Infilled) or of a list of them (returns a list, in order).
 
         `[MASK:n]` is a gap of n tokens, `\\[MASK:n]` that very text. The stretches between gaps are tokenised each
         for itself, without a chat template. `stop`: a stop token in a gap ends it all, as `iteration.stop` says, and
-        what is left is EOS; else stop tokens are tokens like others. Raises ValueError for bad input.
+        what is left is EOS; else stop tokens are tokens like others. `logprobs`: of what fills the gaps, and of the
+        likeliest tokens there. Raises ValueError for bad input.
         """
         single = isinstance(texts, str)
         canvases = [self._template(texts)] if single else self._each(self._template, texts, "text")
-        results = self.infill_ids(canvases, options=options, stop=stop, trace=trace)
+        results = self.infill_ids(canvases, options=options, stop=stop, trace=trace, logprobs=logprobs)
         return results[0] if single else results
 
     @user_errors
@@ -222,13 +227,14 @@ class Pipeline:
         options: Options = None,
         stop: bool = False,
         trace: bool = False,
+        logprobs: bool = False,
     ) -> list[Infilled]:
         """Like `infill`, for canvases of token ids in which the model's mask token stands at every open position."""
         canvases = listed(canvases, "canvases")
         values = each({} if options is None else options, len(canvases), "options")
         requests = [self._infill_request(i, *given, stop) for i, given in enumerate(zip(canvases, values, strict=True))]
-        done = zip(requests, self._run(requests, trace), strict=True)
-        return [self.infilled(request, completion, history) for request, (completion, history) in done]
+        done = zip(requests, self._run(requests, trace, logprobs), strict=True)
+        return [self.infilled(request, *finished) for request, finished in done]
 
     @user_errors
     def read(
@@ -270,23 +276,32 @@ class Pipeline:
         """The request that `infill` makes of one text."""
         return self._infill_request(0, self._template(text), options, False)
 
-    def infilled(self, request: Request, completion: Completion, trace: list[list[int]] | None = None) -> Infilled:
-        """What `infill` makes of the completion of one request."""
+    def infilled(
+        self, request: Request, completion: Completion, trace: list[list[int]] | None = None,
+        logprobs: Iterable[TokenLogprob] | None = None,
+    ) -> Infilled:  # fmt: skip
+        """What `infill` makes of the completion of one request. `logprobs`: of the output."""
         runs = gaps_of(request.prompt, self.recipe.model.spec.mask)
         gaps = [[completion.canvas[position] for position in run] for run in runs]
         text, *texts = ["" if self.tokenizer is None else self.decode(ids) for ids in (completion.canvas, *gaps)]
-        return Infilled(text, completion.canvas, gaps, texts, completion.counts, trace)
+        heard = None if logprobs is None else iter(logprobs)
+        scores = None if heard is None else [[*islice(heard, len(gap))] for gap in gaps]
+        return Infilled(text, completion.canvas, gaps, texts, completion.counts, trace, scores)
 
-    def _run(self, requests: list[Request], trace: bool) -> list[tuple[Completion, list[list[int]] | None]]:
-        """The completions in order, with the canvas after every step if it is asked for."""
+    def _run(
+        self, requests: list[Request], trace: bool, logprobs: bool = False
+    ) -> list[tuple[Completion, list[list[int]] | None, list[TokenLogprob] | None]]:
+        """The completions in order, and what is asked for: the canvas after every step, logprobs of the output."""
         done: dict[int, Completion] = {}
-        traces: list[list[list[int]]] = [[] for _ in requests]
-        for update in self.engine.run(requests, Wants(snapshots=trace)):
+        traces, heard = ([list[Any]() for _ in requests] for _ in range(2))
+        wants = Wants(snapshots=trace, deltas="commit" if logprobs else None, logprobs=logprobs)
+        for update in self.engine.run(requests, wants):
             if update.tokens is not None:
                 traces[update.index].append(update.tokens)
+            heard[update.index] += update.logprobs or []
             if update.completion is not None:
                 done[update.index] = update.completion
-        return [(done[i], traces[i] if trace else None) for i in range(len(requests))]
+        return [(done[i], traces[i] if trace else None, heard[i] if logprobs else None) for i in range(len(requests))]
 
     @user_errors
     def updates(

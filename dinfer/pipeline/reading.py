@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from dinfer.abilities.reading import POSITIONS, Blank, Noted, Read
 from dinfer.engine.engine import Engine
 from dinfer.engine.request import Completion, Counts, Request
 from dinfer.pipeline.inputs import as_int, encodable, listed, marked, named, short
+from dinfer.step.contracts import Iteration
 from dinfer.step.spec import ModelSpec
 from dinfer.structure import Compiler, Vocabulary
 
@@ -83,13 +84,17 @@ class Open:
             others.append(sorted(used - {filling[at] for filling in self.fillings}))
         return Blank([offset + self.first + at for at in range(self.length)], self.fillings, others)
 
+    def divided(self) -> ValueError:
+        """What to say if its tokens cannot be read together."""
+        return ValueError(
+            f"slot {self.name!r}: a block of the iteration ends within it, so its {self.length} tokens cannot be read "
+            "together. Use options of one token, a longer iteration.block, or other text before the slot."
+        )
+
     def weights(self, noted: Noted) -> list[float]:
         """The log-probability of each option."""
         if len({*noted.steps}) > 1:
-            raise ValueError(
-                f"slot {self.name!r}: a block of the iteration ends within it, so its {self.length} tokens cannot be "
-                "read together. Use options of one token, a longer iteration.block, or other text before the slot."
-            )
+            raise self.divided()
         tokens = self.blank(0)
         known = [dict(zip(tokens.tokens(at), noted.logprobs[at], strict=True)) for at in range(self.length)]
         return [spelled(edges, known) for edges in self.spellings]
@@ -129,6 +134,10 @@ class Layout:
             gaps = [at in opened for at in range(offset + len(tokens))]
             found.append(Request([*prompt, *tokens], 0, options, gaps, stops=False, more=more, first=first))
             engine.check(found[-1])
+        ends = {end for _, end in regions(iteration, found[0])}
+        for slot in self.slots:
+            if ends & {*range(offset + slot.first + 1, offset + slot.first + slot.length)}:
+                raise slot.divided()
         return found
 
     def reading(self, prompt: Sequence[int], completions: Sequence[Completion]) -> Reading:
@@ -138,6 +147,14 @@ class Layout:
             slots[slot.name] = mean(slot.options, [slot.weights(done.counts.more["read"][g]) for done in completions])
         text = "".join(slots[piece[0]].choice if isinstance(piece, tuple) else piece for piece in self.pieces)
         return Reading(text, slots, [*prompt], [replace(done.counts, more={}) for done in completions])
+
+
+def regions(iteration: Iteration, request: Request) -> Iterator[tuple[int, int]]:
+    """The active regions of a request, one after the other. None if several blocks are active, which enter singly."""
+    at = request.start if iteration.blocks == 1 else request.length
+    while at < request.length:
+        yield (region := iteration.first_region(at, request.length))
+        at = next((place for place in range(region[1], request.length) if request.masked[place]), request.length)
 
 
 def mean(options: Sequence[str], weights: Sequence[Sequence[float]]) -> Slot:

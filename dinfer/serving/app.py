@@ -175,9 +175,8 @@ def add_generation(app: FastAPI, server: Server) -> None:
         """Answers a conversation, whole or as server-sent events, like OpenAI's API."""
         served = server.catalogue.find(body.model, body.dinfer.decoder)
         prompt = await encoded(server, served, body.conversation, "messages", tools=body.tools, **body.ending)
-        top = body.top_logprobs or 0 if body.logprobs else None
         echoes = [Event(row, body.echoed) for row in range(body.choices)] if body.echoed else []
-        return await generated(server, served, body, [prompt], top, echoes)
+        return await generated(server, served, body, [prompt], body.top, echoes)
 
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest) -> Response:
@@ -289,16 +288,21 @@ def add_infill(app: FastAPI, server: Server) -> None:
             request = served.pipe.infill_request(body.text, chosen)
         except ValueError as error:
             raise ApiError(400, f"text: {error}".replace("canvas 0", "the text"), "text", "invalid_value") from error
-        job = server.job(served, [request], body.dinfer, Wanted(), stream=False)
+        job = server.job(served, [request], body.dinfer, Wanted(logprobs=body.top is not None), stream=False)
         with server.admission.admit([request.length]):
             server.metrics.prompt_tokens.labels(served.name).inc(request.masked.count(False))
             async with aclosing(server.events(job)) as events:
-                (done,) = [event.completion async for event in events if event.completion is not None]
-        found = served.pipe.infilled(request, done)
-        tokens = sum(map(len, found.gaps))
+                heard = [event async for event in events]
+        (done,) = [event.completion for event in heard if event.completion is not None]
+        found = served.pipe.infilled(request, done, logprobs=[one for event in heard for one in event.logprobs if one])
+        tokens, scores = sum(map(len, found.gaps)), None
+        if body.top is not None:
+            shown = Logprobs(served.pieces, body.top, chat=True)
+            pairs = zip(found.gaps, found.logprobs or (), strict=True)
+            scores = [shown.of(gap, told, 0)["content"] for gap, told in pairs]
         return {
             "id": f"infill-{uuid.uuid4().hex}", "object": "infill", "created": int(time.time()), "model": served.name,
-            "text": escaped(found.text), "gaps": found.gap_texts,
+            "text": escaped(found.text), "gaps": found.gap_texts, "logprobs": scores,
             "usage": {
                 "prompt_tokens": len(found.ids) - tokens, "completion_tokens": tokens, "total_tokens": len(found.ids),
                 "dinfer": spent([found.counts], tokens),
@@ -317,7 +321,7 @@ def add_read(app: FastAPI, server: Server) -> None:
         served.check_size("".join([body.answer or "", *texts]), "answer")
         try:  # in a thread: the first read with options of several tokens looks at the whole vocabulary
             layout = await asyncio.to_thread(served.pipe.layout, body.answer, body.slots, body.choice)
-            rows = layout.requests(served.pipe.engine, prompt, body.steps, body.seeds, body.seed)
+            rows = layout.requests(served.pipe.engine, prompt, body.denoised, body.seeds, body.seed)
         except ValueError as error:
             raise ApiError(400, f"{error}", code="invalid_value") from error
         job = server.job(served, rows, body.dinfer, Wanted(), stream=False)

@@ -21,6 +21,7 @@ MAX_CHOICES, MAX_STOPS, MAX_STOP_LENGTH, MAX_TOP_LOGPROBS, MAX_BIASES = 128, 4, 
 NO_FUNCTIONS = "is not supported: use tools and tool_choice in a chat."
 PLAIN = "is not supported here: it is for chats and completions."
 CHATS = "is not supported here: it is for chats."
+READS = "For structured reads, POST /v1/read takes answer, with [SLOT:name] where it is open, and slots or choice."
 NOT_SUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "tools": (([],), CHATS),
     "tool_choice": (("none", "auto"), CHATS),
@@ -55,6 +56,9 @@ NOT_SUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "chat_template_kwargs": (({},), "is not supported: templates get messages alone."),
     "chat_template": ((), "is not supported: the checkpoint's own is used."),
     "documents": (([],), "is not supported."),
+    "stream": ((False,), PLAIN),
+    "n": ((1,), PLAIN),
+    "vllm_xargs": (({},), f"is not supported here. {READS}"),
 }  # fmt: skip
 # Hints with no effect on the answer.
 IGNORABLE = {"prompt_cache_key", "safety_identifier", "prompt_cache_retention", "metadata", "request_id"}
@@ -85,21 +89,8 @@ class StreamOptions(Strict):
     include_obfuscation: Literal[False] = False
 
 
-class Sampled(Strict):
-    """Fields of all requests that sample. A field that is null, or asks for nothing, counts as absent."""
-
-    model: str
-    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    frequency_penalty: Penalty | None = None
-    presence_penalty: Penalty | None = None
-    min_tokens: Annotated[int, Field(ge=0)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    user: str | None = None
-    dinfer: Own = Own()
+class Neutral(Strict):
+    """A request in which a field that is null, or asks for nothing, counts as absent."""
 
     @model_validator(mode="before")
     @classmethod
@@ -120,6 +111,23 @@ class Sampled(Strict):
             if field not in IGNORABLE:
                 kept[field] = value
         return kept
+
+
+class Sampled(Neutral):
+    """Fields of all requests that sample."""
+
+    model: str
+    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    user: str | None = None
+    dinfer: Own = Own()
 
     @property
     def asked(self) -> dict[str, Any]:
@@ -254,12 +262,28 @@ class Conversation(Strict):
         return {"add_generation_prompt": begins, "continue_final_message": self.continue_final_message}
 
 
-class ChatRequest(Conversation, ToolFields, Generation):
+class Scored(Strict):
+    """Log-probabilities of tokens, as chats give them."""
+
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+
+    @model_validator(mode="after")
+    def _top(self) -> Self:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise invalid("top_logprobs", " needs logprobs=true")
+        return self
+
+    @property
+    def top(self) -> int | None:
+        """Alternatives of each token; None: no scores."""
+        return self.top_logprobs or 0 if self.logprobs else None
+
+
+class ChatRequest(Conversation, ToolFields, Scored, Generation):
     source = "messages"
 
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
     @model_validator(mode="after")
     def _one_length(self) -> Self:
@@ -268,8 +292,6 @@ class ChatRequest(Conversation, ToolFields, Generation):
                 "max_completion_tokens",
                 f"={self.max_completion_tokens} and max_tokens={self.max_tokens} contradict each other: give one",
             )
-        if self.top_logprobs is not None and not self.logprobs:
-            raise invalid("top_logprobs", " needs logprobs=true")
         return self
 
     @property
@@ -320,24 +342,49 @@ class CompletionRequest(Generation):
         return list(self.prompt)
 
 
-class InfillRequest(Sampled):
+class InfillRequest(Scored, Sampled):
     """Text with gaps: the model fills in n tokens for `[MASK:n]`."""
 
     text: Text
 
 
-class ReadRequest(Conversation):
+class ReadFields(Strict):
+    """vLLM's names for reads, as far as they mean the same."""
+
+    diffusion_max_steps: Annotated[int, Field(ge=1, le=STEPS)] | None = None
+    diffusion_read_only: Literal[True] | None = None  # a read writes nothing
+    diffusion_constrained: bool | None = None  # probabilities are of the options alone either way
+
+    @model_validator(mode="before")
+    @classmethod
+    def _ours(cls, data: Any) -> Any:
+        for field in ("diffusion_seed_canvas", "diffusion_pinned"):
+            if isinstance(data, dict) and data.get(field) is not None:
+                raise refused(f"vllm_xargs.{field}", data[field], f"is not supported. {READS}")
+        return data
+
+
+class ReadRequest(Neutral, Conversation):
     """A conversation, and an answer with slots, of which the model says how probable their options are."""
 
     model: str
     answer: Text | None = None  # null: one slot alone
     choice: list[Text] | None = None  # the options of a single slot
     slots: dict[str, list[Text]] | None = None  # those of each slot by name
-    steps: Annotated[int, Field(ge=1, le=STEPS)] = 1
+    steps: Annotated[int, Field(ge=1, le=STEPS)] | None = None  # null: 1
+    vllm_xargs: ReadFields = ReadFields()
     seeds: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
     seed: Annotated[int, Field(ge=0, lt=SEEDS - MAX_CHOICES)] = 0
     user: str | None = None
     dinfer: Own = Own()
+
+    @property
+    def denoised(self) -> int:
+        """The denoise steps of each block. Raises ApiError."""
+        told = [count for count in (self.steps, self.vllm_xargs.diffusion_max_steps) if count is not None]
+        if len({*told}) > 1:
+            raise invalid("steps", f"={told[0]} and vllm_xargs.diffusion_max_steps={told[1]} contradict each other")
+        return told[0] if told else 1
 
     @model_validator(mode="after")
     def _nothing_drawn(self) -> Self:
@@ -346,7 +393,7 @@ class ReadRequest(Conversation):
         return self
 
 
-class TokenizeRequest(Conversation):
+class TokenizeRequest(Neutral, Conversation):
     """A text, or a conversation."""
 
     model: str
@@ -362,6 +409,6 @@ class TokenizeRequest(Conversation):
         return self
 
 
-class DetokenizeRequest(Strict):
+class DetokenizeRequest(Neutral):
     model: str
     tokens: list[int]

@@ -134,7 +134,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "engine.async_engine": {"engine.engine", "engine.request"},
     "engine.runtime": {"abilities", "engine.request", "recipe.recipe", "recipe.registry", "step.window"},
-    "pipeline.inputs": {"engine.request"},
+    "pipeline.inputs": {"abilities", "engine.request"},
     "pipeline.streaming": {"engine.request"},
     "analysis.metrics": {"recipe.registry", "engine"},
     "analysis.comparison": {"analysis.metrics", "recipe.registry", "demo", "pipeline"},
@@ -147,7 +147,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "parallel.ranks", "parallel.split", "recipe.recipe", "step.contracts", "step.model",
     },
     "pipeline.reading": {
-        "abilities", "engine.engine", "engine.request", "pipeline.inputs", "step.spec", "structure",
+        "abilities", "engine.engine", "engine.request", "pipeline.inputs", "step.contracts", "step.spec", "structure",
     },
     "pipeline.structured": {"pipeline.inputs", "recipe.recipe", "recipe.registry", "structure"},
     "pipeline.pipeline": {

@@ -169,7 +169,13 @@ def test_gaps_are_filled(client: Client) -> None:
     body = {"model": "tiny", "text": "Tom has [MASK:1] coins and buys 3 books."}
     answer = client.ask("/v1/infill", body).json()
     assert answer["text"].startswith("Tom has") and len(answer["gaps"]) == 1
-    assert answer["usage"]["completion_tokens"] == 1
+    assert answer["usage"]["completion_tokens"] == 1 and answer["logprobs"] is None
+    scored = client.ask("/v1/infill", body | {"logprobs": True, "top_logprobs": 2, "stream": False}).json()
+    ((entry,),) = scored["logprobs"]
+    assert entry["token"] == scored["gaps"][0] == answer["gaps"][0] and len(entry["top_logprobs"]) == 2
+    assert entry["top_logprobs"][0]["logprob"] >= entry["logprob"] and entry["logprob"] <= 0
+    error = client.ask("/v1/infill", body | {"top_logprobs": 2}).json()["error"]
+    assert error["message"] == "top_logprobs needs logprobs=true"
 
 
 def test_slots_are_read(client: Client) -> None:
@@ -178,12 +184,19 @@ def test_slots_are_read(client: Client) -> None:
     slot = answer["slots"]["n"]
     assert answer["text"] == f"Answer: {slot['choice']}." and sum(slot["probabilities"].values()) == pytest.approx(1)
     assert slot["standard_errors"] is None and answer["usage"]["dinfer"]["forwards"] == 1
+    neutral = dict.fromkeys(("choice", "steps", "seeds", "seed", "user", "dinfer", "stream", "temperature"))
+    vllm = {"vllm_xargs": {"diffusion_max_steps": 1, "diffusion_read_only": True, "diffusion_constrained": None}}
+    for fields in (neutral, vllm, {"stream": False, "n": 1}):
+        assert client.ask("/v1/read", body | fields).json()["slots"] == answer["slots"], fields
     for fields, what in (
         ({"slots": {"n": ["1"]}}, "give two or more"),
         ({"slots": {"m": ["1", "2"]}}, "has no options"),
         ({"steps": 0}, "steps=0"),
         ({"seeds": 2}, "has a mask token"),
         ({"temperature": 0.5}, "temperature"),
+        ({"steps": 2} | vllm, "steps=2 and vllm_xargs.diffusion_max_steps=1 contradict each other"),
+        ({"vllm_xargs": {"diffusion_read_only": False}}, "vllm_xargs.diffusion_read_only=False"),
+        ({"vllm_xargs": {"diffusion_seed_canvas": [1]}}, "POST /v1/read takes answer"),
         ({"dinfer": {"threshold": 0.5}}, "dinfer.threshold=0.5 has no effect here"),
     ):
         refused = client.ask("/v1/read", body | fields)

@@ -51,6 +51,20 @@ def test_markers() -> None:
     assert gaps_of(CANVAS, MASK) == [range(2, 4), range(5, 6), range(32, 35)]
 
 
+def test_log_probabilities_of_what_fills_a_gap(words: Any) -> None:
+    pipe = pipeline(tokenizer=words)
+    plain, result = (pipe.infill("w1 w2 [MASK:1] w4 [MASK:2] w5", logprobs=told) for told in (False, True))
+    assert plain.logprobs is None and result.gaps == plain.gaps and [len(gap) for gap in result.logprobs] == [1, 2]
+    first = pipe.model.score(torch.tensor([[1, 2, MASK, 4, MASK, MASK, 5]]), "bidirectional")[0].log_softmax(-1)
+    told = dict(zip([2, 4, 5], [*result.logprobs[0], *result.logprobs[1]], strict=True))
+    by_first = [place for place in told if first[place].max().exp() > 0.6]  # the decoder's threshold
+    assert by_first
+    for place, one in told.items():
+        assert one.logprob == dict(one.top)[result.ids[place]] <= one.top[0][1]
+        if place in by_first:
+            assert one.logprob == pytest.approx(first[place, result.ids[place]].item(), abs=1e-5)
+
+
 def test_a_text_is_filled(words: Any) -> None:
     pipe = pipeline(tokenizer=words)
     result = pipe.infill("w1 w2 [MASK:3] w4 [MASK:1] w5", trace=True)

@@ -227,10 +227,24 @@ def test_what_cannot_be_read_is_refused(given: dict[str, Any], what: str) -> Non
         pipeline().read("abcd", **given)
 
 
-def test_a_slot_that_a_block_divides_is_refused() -> None:
-    pipe = pipeline(iteration={"name": "blockwise", "block": 4, "align": True})
+DIVIDED: list[tuple[dict[str, Any], str]] = [
+    ({"name": "blockwise", "block": 4, "align": True}, "..[SLOT:x]."),
+    ({"name": "blockwise", "block": 4}, "[SLOT:y]..[SLOT:x]."),  # the second block would begin within it
+]
+
+
+@pytest.mark.parametrize(("iteration", "answer"), DIVIDED)
+def test_a_slot_that_a_block_divides_is_refused_before_the_first_step(iteration: Any, answer: str) -> None:
+    pipe = pipeline(iteration=iteration)
+    slots = {"x": ["a.", "bd"]} | ({"y": ["a", "b"]} if "y" in answer else {})
     with pytest.raises(ValueError, match="slot 'x': a block of the iteration ends within it, so its 2 tokens"):
-        pipe.read("cd", "..[SLOT:x].", slots={"x": ["a.", "bd"]})
+        requests(pipe, "cd", answer, slots)
+
+
+def test_a_slot_that_another_block_divides_is_refused_too() -> None:
+    pipe = pipeline(iteration={"name": "multi_block", "block": 4, "blocks": 2}, cache="none")
+    with pytest.raises(ValueError, match="slot 'x': a block of the iteration ends within it, so its 2 tokens"):
+        pipe.read("cd", "[SLOT:y]..[SLOT:x].", slots={"x": ["a.", "bd"], "y": ["a", "b"]})
 
 
 @pytest.mark.parametrize(
