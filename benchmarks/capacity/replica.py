@@ -242,7 +242,7 @@ def window_groups(
     wide: int, whole: int, narrow: int, block: int, window: int, settle: bool, free: int, limit: int,
     ahead: bool = False,
 ) -> tuple[list[tuple[int, int]], bool]:  # fmt: skip
-    """Rows and width of each window step of a round, and whether wide rows only settle in it.
+    """Lanes and width of each window step of a round, and whether wide rows only settle in it.
 
     `wide` rows compute two blocks, `whole` ones a block, and `narrow` ones `window` positions.
     `ahead`: the round is launched before the last one is read. The engine then guesses which rows enter a block, and
@@ -254,8 +254,8 @@ def window_groups(
     if not found:
         widths = [2 * block] * wide + [block] * whole + [window] * narrow
         needs = {i: StepWidth(width, least) for i, width in enumerate(widths)}
-        found = grouped(Phase.WINDOW, needs, free=free, limit=limit, unit=block)
-    return [(len(group.slots), group.width) for group in found], any(group.keys_only for group in found)
+        found = grouped(Phase.WINDOW, needs, free=free, limit=limit, unit=block, slices=window < block)
+    return [(group.slices or len(group.slots), group.width) for group in found], any(g.keys_only for g in found)
 
 
 @lru_cache(maxsize=65536)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dinfer.abilities.feeding import scores_of
 from dinfer.abilities.holding import LeavesMasks
+from dinfer.abilities.slices import Sliced
 from dinfer.abilities.watching import Follows
 from dinfer.kernels.canvas import rows_of
 from dinfer.kernels.selection import compact
@@ -28,7 +29,7 @@ class ReadPositions(Ability):
 
     Of a prefill that decodes nothing none are, of other passes those whose logits decode the active blocks. Caches that
     follow attention see all queries, some iterations all logits, and experts of limited capacity choose by all tokens
-    of an attention block.
+    of an attention block. Where rows are sliced, their active blocks are in several lanes.
     """
 
     @classmethod
@@ -37,7 +38,7 @@ class ReadPositions(Ability):
         everywhere = isinstance(recipe.cache, Follows) or (experts is not None and experts.capacity is not None)
         few = shape.lanes * (shape.width - shape.blocks * shape.block) < FEWEST
         window = scores_of(recipe.iteration) == "window" and shape.phase != Phase.PREFILL
-        return None if everywhere or few or window else cls()
+        return None if everywhere or few or window or shape.extra(Sliced) else cls()
 
     def feed(self, step: Step, run: Forward) -> None:
         lanes, logits_RL = step.shape.lanes, run.logits_RL

@@ -13,6 +13,7 @@ from dinfer.abilities.open_positions import OpenPositions, ReadPositions
 from dinfer.abilities.pacing import Aligned, Editing, Edits, Grows, LeavesDecoded, Moves, Pacing
 from dinfer.abilities.reading import Reading
 from dinfer.abilities.reports import Reporting
+from dinfer.abilities.slices import Slices
 from dinfer.abilities.verification import Verification, Verifies
 from dinfer.abilities.watching import Following, Follows, Watches, Watching
 from dinfer.recipe.refusals import Refusal, Trait
@@ -24,7 +25,7 @@ from dinfer.step.model import Divided
 
 ABILITIES: tuple[type[Ability], ...] = (
     Adjusting, Offering, Encoder, Branched, Speculation, Following, Holding, Feeding, Watching, Guidance, KeyPasses,
-    ReadPositions, OpenPositions, Editing, Pacing, Bias, Reading, Verification, Constraints, Reporting,
+    Slices, ReadPositions, OpenPositions, Editing, Pacing, Bias, Reading, Verification, Constraints, Reporting,
 )  # fmt: skip
 
 

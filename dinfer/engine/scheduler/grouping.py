@@ -22,6 +22,7 @@ class Group:
     slots: list[int]
     width: int
     keys_only: bool = False
+    slices: int = 0  # lanes that its rows take, a row as many of `width` as it needs; 0: each takes one
 
 
 def free_positions(spec: ModelSpec) -> int:
@@ -34,11 +35,14 @@ def free_positions(spec: ModelSpec) -> int:
     return max(FREE * (shared + each * experts.experts) // (shared + each * experts.chosen) // GROUPED, FREE)
 
 
-def grouped(phase: Phase, needs: Mapping[int, StepWidth], *, free: int, limit: int, unit: int) -> list[Group]:
+def grouped(
+    phase: Phase, needs: Mapping[int, StepWidth], *, free: int, limit: int, unit: int, slices: bool = False
+) -> list[Group]:
     """The steps of one round for the rows of one phase, by slot in order of admission.
 
-    `free`: see `free_positions`. `limit`: most positions of a step. `unit`: length of an attention block. A round has
-    at most one step of prefills, which is cut to the limit, so that rows that decode do not wait for long.
+    `free`: see `free_positions`. `limit`: most positions of a step. `unit`: length of an attention block. `slices`: a
+    row may take several lanes. A round has at most one step of prefills, which is cut to the limit, so that rows that
+    decode do not wait for long.
     """
     if not needs:
         return []
@@ -49,7 +53,23 @@ def grouped(phase: Phase, needs: Mapping[int, StepWidth], *, free: int, limit: i
         narrow = max(need.narrow or 0 for need in needs.values())
         if narrow < max(widths.values()) and settling_pays(list(widths.values()), narrow, free):
             return cut(list(needs), narrow, limit, keys_only=True)
-    return [group for width, slots in by_width(widths, free) for group in cut(slots, width, limit)]
+    groups = by_width(widths, free)
+    if slices and len(groups) > 1:
+        return sliced(widths, groups[0][0], limit)
+    return [group for width, slots in groups for group in cut(slots, width, limit)]
+
+
+def sliced(widths: Mapping[int, int], width: int, limit: int) -> list[Group]:
+    """Steps of at most `limit` positions and at least one row, in which wide rows take several lanes of `width`."""
+    groups, slots, taken = list[Group](), list[int](), 0
+    for slot, own in widths.items():
+        lanes = -(-own // width)
+        if slots and (taken + lanes) * width > limit:
+            groups.append(Group(slots, width, slices=taken))
+            slots, taken = [], 0
+        slots.append(slot)
+        taken += lanes
+    return [*groups, Group(slots, width, slices=taken)]
 
 
 def by_width(widths: Mapping[int, int], free: int) -> list[tuple[int, list[int]]]:

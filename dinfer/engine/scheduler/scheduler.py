@@ -8,6 +8,7 @@ from dinfer.abilities.branches import BranchLanes, branches_of
 from dinfer.abilities.candidates import Candidates
 from dinfer.abilities.guidance import Guided
 from dinfer.abilities.open_positions import OpenOnly
+from dinfer.abilities.slices import Sliced, sliceable
 from dinfer.abilities.verification import Verifies
 from dinfer.engine.row import PLACE, Row, StepWidth
 from dinfer.engine.runtime import Runtime, candidates_of
@@ -51,6 +52,7 @@ class Scheduler:
         # After a draft comes either its verification or another draft, and no step fits both.
         keys_only = runtime.throughput and keeps and not (self._tries or isinstance(recipe.decoder, Verifies))
         self._settling = Settling(recipe, self._free, runtime.positions) if keys_only else None
+        self._slices = sliceable(recipe)
         self._arrived = 0  # prefills since the last plan
         self._steps: list[Step] = []  # of the last round
         self._repeatable = False  # the last call of `plan` expected the steps to be needed once more
@@ -149,7 +151,9 @@ class Scheduler:
         needs = {row.slot: row.need for row in rows if row.slot is not None}
         spec = self.recipe.model.spec
         unit = max(row.need.width for row in rows) if spec.prompt_block else spec.causal_block or 1
-        groups = grouped(phase, needs, free=self._free, limit=self.runtime.positions, unit=unit)
+        asked = {type(extra) for asks in {row.asks for row in rows} for extra in asks}
+        slices = self._slices and phase == Phase.WINDOW and Guided not in asked
+        groups = grouped(phase, needs, free=self._free, limit=self.runtime.positions, unit=unit, slices=slices)
         return self._made(phase, rows, groups, {})
 
     def _made(
@@ -161,12 +165,14 @@ class Scheduler:
 
     def _step(self, phase: Phase, group: Group, rows: list[Row], opens: Mapping[int, float]) -> Step:
         blocks, pages = self.recipe.iteration.blocks, max(row.visible for row in rows)
-        shape = StepShape(phase, len(rows), group.width, blocks, self.block, pages)
+        shape = StepShape(phase, group.slices or len(rows), group.width, blocks, self.block, pages)
         asked = extras_of(extra for asks in {row.asks for row in rows} for extra in asks)
         if phase == Phase.PREFILL:  # it draws and scores nothing, so one graph serves whatever the rows draw later
             prefill = shape.adding(*(extra for extra in asked if isinstance(extra, Guided)))
             return Step(prefill, group.slots)
         extras: list[Extra] = [*asked, *([KeysOnly()] if group.keys_only else [])]
+        if group.slices:
+            extras.append(Sliced(max(row.need.width for row in rows)))
         if self._tries:
             candidates = self._candidates(phase, group.width, rows)
             extras.append((BranchLanes if self._branches else Candidates)(candidates))
@@ -175,7 +181,8 @@ class Scheduler:
         positions = len(rows) * blocks * self.block
         plain = phase != Phase.VERIFY and not any(extra.whole_logits for extra in extras)
         if positions >= MANY and plain and self.recipe.scores_open:
-            count = ceil(sum(opens.get(slot, row.left) for slot, row in zip(group.slots, rows, strict=True)))
+            some = (min(row.left, row.need.width) for row in rows)  # what is not computed needs no logits
+            count = ceil(sum(opens.get(slot, own) for slot, own in zip(group.slots, some, strict=True)))
             extras += [OpenOnly(count)] if 0 < count < positions else []
         return Step(shape.adding(*extras), group.slots)
 
