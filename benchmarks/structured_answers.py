@@ -5,9 +5,10 @@
     python -m benchmarks.structured_answers --device cuda --rows 512 --adapter FOLDER --out FILE   # of tools.json_tiny
     python -m benchmarks.structured_answers --device cuda --rows 512 --model tiny-llada2 --out FILE
 
-Each form is measured on the same held-out problems. "own lines" holds the network to the lines that it was trained on.
-Forwards, tokens and forced commits are means of an answer, and `low` and `high` the 95% interval of the accuracy.
-`free_text_forwards`: what free text takes for as many tokens.
+Each form is measured on the same held-out problems, with every variant of `benchmarks.constraint_variants`. "own
+lines" holds the network to the lines that it was trained on. Forwards, tokens and forced commits are means of an
+answer, and `low` and `high` the 95% interval of the accuracy. `free_text_forwards`: what free text takes for as many
+tokens.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 
 import dinfer
+from benchmarks.constraint_variants import VARIANTS, used
 from benchmarks.provenance import begun, save
 from dinfer.analysis.metrics import wilson
 from dinfer.demo.problems import Problem, generate, is_correct
@@ -81,23 +83,28 @@ def main() -> None:
     parser.add_argument("--model", default="tiny", help="a preset")
     parser.add_argument("--adapter", type=Path, help="a folder of tools.json_tiny")
     parser.add_argument("--forms", nargs="+", default=[*FORMS], choices=FORMS)
+    parser.add_argument("--variants", nargs="+", default=[*VARIANTS], choices=VARIANTS)
     parser.add_argument("--count", type=int, default=500)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rows", type=int, default=32, help="answers at a time")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    problems, rows = generate("heldout", given.count, 0), dict[str, Any]()
+    problems, rows = generate("heldout", given.count, 0), list[dict[str, Any]]()
     report = begun(given, torch.device(given.device)) | {"schema": SCHEMA, "rows": rows}
     model = dinfer.presets()[given.model].model | ({"adapter": str(given.adapter)} if given.adapter else {})
-    runtime = dinfer.Runtime(rows=given.rows, graphs=given.device != "cpu")
-    pipe = dinfer.load(preset=given.model, model=model, device=given.device, dtype="float32", runtime=runtime)
-    for form in given.forms:
-        rows[form] = measured(pipe, FORMS[form], problems, given.tokens)
-        if "free text" in rows:
-            rows[form]["free_text_forwards"] = round(rows[form]["tokens"] / rows["free text"]["tokens_per_forward"], 2)
-        print(form, rows[form], flush=True)
-        save(report, given.out)
+    runtime, pace = dinfer.Runtime(rows=given.rows, graphs=given.device != "cpu"), None
+    for variant in given.variants:
+        with used(VARIANTS[variant]):
+            pipe = dinfer.load(preset=given.model, model=model, device=given.device, dtype="float32", runtime=runtime)
+            for form in given.forms:
+                if not FORMS[form][0] and pace is not None:
+                    continue  # free text is the same with every variant
+                row = {"variant": variant, "form": form} | measured(pipe, FORMS[form], problems, given.tokens)
+                pace = pace or (None if FORMS[form][0] else row["tokens_per_forward"])
+                rows.append(row if pace is None else row | {"free_text_forwards": round(row["tokens"] / pace, 2)})
+                print(rows[-1], flush=True)
+                save(report, given.out)
 
 
 if __name__ == "__main__":

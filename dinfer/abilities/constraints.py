@@ -280,14 +280,14 @@ class Constraints(Ability):
             remask_RL=remask_RL,
             busy_R=busy_R,
         )
-        rows, count_B = step.kept(Constraints), (forced_BX & ~step.state.canvas.is_stop(token_BX)).sum(-1)
+        rows, count_B = step.kept(type(self)), (forced_BX & ~step.state.canvas.is_stop(token_BX)).sum(-1)
         rows.forced_N.index_add_(0, made.lanes.slot_B, count_B.masked_fill(~(live_B & made.lanes.live_B), 0))
         must_R = torch.ones_like(bound_R1[:, 0]) if view.must_progress_R is None else view.must_progress_R
         made.view = replace(view, must_progress_R=must_R & ~bound_R1[:, 0])
 
     def moved(self, step: Step, made: Decision) -> None:
         """The state moves on over the positions that the active region has left."""
-        before, after, rows = made.lanes, step.lanes, step.kept(Constraints)
+        before, after, rows = made.lanes, step.lanes, step.kept(type(self))
         sweeps, line, live_B = self._line(step, made.view)
         pos_BX = made.view.pos_RL.view(step.shape.lanes, -1)
         token_BX = made.commits.tokens_RL.view(pos_BX.shape)
@@ -300,7 +300,7 @@ class Constraints(Ability):
 
     def _line(self, step: Step, view: BlockView) -> tuple[Sweeps, Line, Tensor]:
         """The languages of the lanes, their active positions, and which lanes are in a language."""
-        rows = step.kept(Constraints)
+        rows = step.kept(type(self))
         row_B4 = rows.row_N4.index_select(0, step.lanes.slot_B)
         place_B, state_B, first_B, until_B = row_B4.unbind(1)
         if (sweeps := step.notes.get(Constraints)) is None:  # a step's rows stay in their languages
