@@ -52,14 +52,14 @@ class Adjusting(Ability):
 
 @dataclass(frozen=True)
 class Offering(Ability):
-    """Rules out the mask token if the decoder asks for that, and tokens that move others unless it takes them."""
+    """Rules out the mask token if the sampling asks for that, and tokens that move others unless it takes them."""
 
     tokens: tuple[int, ...]
 
     @classmethod
     def of(cls, recipe: Parts, shape: StepShape) -> Self | None:
         spec = recipe.model.spec
-        masks = (spec.mask_id,) if recipe.decoder.suppress_mask and spec.mask_id is not None else ()
+        masks = (spec.mask_id,) if recipe.sampling.suppress_mask and spec.mask_id is not None else ()
         tokens = *masks, *(() if isinstance(recipe.decoder, Moves) else spec.moving_ids)
         return cls(tokens) if tokens else None
 

@@ -42,7 +42,6 @@ class Calibrated(Decoder):
     score: Literal["low_confidence", "margin"] = option(
         "low_confidence", "what is calibrated: the probability, or the lead over the second token"
     )
-    precision: Literal["float32", "float64"] = option("float32", "of the softmax")
 
     def __post_init__(self) -> None:
         check_range("decoder", self, "threshold", "clip", least=0)

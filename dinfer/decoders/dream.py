@@ -39,7 +39,6 @@ class Dream(Decoder):
     )
     alg_temp: float = option(0.0, "draw positions from softmax(score / alg_temp); 0: the best", per_request=True)
     eps: float = option(0.001, "the last noise level", per_request=True)
-    precision: Literal["float32", "float64"] = option("float32", "of the softmax")
 
     def __post_init__(self) -> None:
         check_range("decoder", self, "steps", least=1)

@@ -1,7 +1,7 @@
 """Entropy-bounded unmasking: as many positions as their joint uncertainty allows (EB-Sampler, arXiv:2505.24857).
 
 Published with three error proxies, by which positions are ordered: confidence, entropy and margin. SGLang's
-EBSampling is score=entropy with suppress_mask=true, its EntropyThreshold is limits=each.
+EBSampling is score=entropy with sampling.suppress_mask=true, its EntropyThreshold is limits=each.
 """
 
 from dataclasses import dataclass
@@ -34,10 +34,6 @@ class EntropyBound(Decoder):
     score: Literal["entropy", "low_confidence", "margin"] = option(
         "entropy", "what makes a position best: low entropy, probability, or lead over the second token"
     )
-    suppress_mask: bool = option(
-        False, "take the mask token as impossible, so that positions where it is the most likely are committed too"
-    )
-    precision: Literal["float32", "float64"] = option("float32", "of the softmax")
 
     @property
     def needs(self) -> tuple[str, ...]:

@@ -1,7 +1,6 @@
 """Dynamic threshold: the n-th most confident token must be surer the larger n is (Fast-dLLM, arXiv:2505.22618)."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -20,9 +19,9 @@ class Factor(Decoder):
     """
 
     paper = "Fast-dLLM, arXiv:2505.22618"
+    precision = "float64"
 
     factor: float = option(1.0, "the larger, the more tokens a step", per_request=True)
-    precision: Literal["float32", "float64"] = option("float64", "of the softmax")
 
     def __post_init__(self) -> None:
         check_range("decoder", self, "factor", least=0)

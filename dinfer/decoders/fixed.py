@@ -27,6 +27,7 @@ class Fixed(Decoder):
     """
 
     paper = "LLaDA, arXiv:2502.09992"
+    precision = "float64"
 
     steps: int = option(32, "steps per block; the block length means one token a step", per_request=True)
     score: Literal["low_confidence", "random", "entropy", "margin", "sequential"] = option(
@@ -39,7 +40,6 @@ class Fixed(Decoder):
         "prompt takes fewer steps",
     )
     threshold: float = option(1.0, "also commit all tokens above this probability; 1: none", per_request=True)
-    precision: Literal["float32", "float64"] = option("float64", "of the softmax")
 
     def __post_init__(self) -> None:
         check_range("decoder", self, "steps", least=1)

@@ -6,7 +6,6 @@ sampling.temperature=1.
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -36,7 +35,6 @@ class Renoise(Decoder, Adjusts):
     t_max: float = option(0.8, "temperature at the first step", per_request=True)
     confidence: float = option(0.005, "mean entropy below which a stable canvas is done, in nats", per_request=True)
     stability: int = option(1, "steps for which the most likely tokens must have stayed the same; 0: none")
-    precision: Literal["float32", "float64"] = option("float32", "of the softmax")
 
     def __post_init__(self) -> None:
         check_range("decoder", self, "steps", least=1, most=255)  # the engine stops a row that gains nothing for 256

@@ -1,7 +1,6 @@
 """Confidence threshold: commit every token whose probability reaches it (Fast-dLLM, arXiv:2505.22618)."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 from torch import Tensor
 
@@ -26,7 +25,6 @@ class Threshold(Decoder):
     least: int = option(1, "commit at least so many tokens a step", per_request=True)
     relax: float = option(0.0, "by which part the threshold falls as the block fills up")
     horizon: int = option(0, "with relax: positions right of the block that count as masks of it")
-    precision: Literal["float32", "float64"] = option("float32", "of the softmax")
 
     def __post_init__(self) -> None:
         check_probability("decoder", self, "threshold")

@@ -11,7 +11,6 @@ unlikely.
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -34,13 +33,13 @@ class Wino(Decoder, Edits, Adjusts):
     """
 
     paper = "WINO, arXiv:2507.18578"
+    precision = "float64"
 
     threshold: float = option(0.6, "commit masks above this", per_request=True)
     keep_threshold: float = option(0.9, "mask decoded tokens below this again", per_request=True)
     share: float = option(0.7, "commit at most this share of the masks", per_request=True)
     fewest: int = option(5, "but at least this number", per_request=True)
     most: int = option(20, "and at most this number", per_request=True)
-    precision: Literal["float32", "float64"] = option("float64", "of the softmax")
 
     def __post_init__(self) -> None:
         check_range("decoder", self, "threshold", "keep_threshold", "share", least=0, most=1)
@@ -50,7 +49,7 @@ class Wino(Decoder, Edits, Adjusts):
         return {"own": torch.zeros((), dtype=torch.float64).expand(block)}
 
     def adjust(self, logits_RLV: Tensor, view: BlockView, state: State) -> Tensor:
-        prob_RLV = logits_RLV.to(torch.promote_types(logits_RLV.dtype, self.softmax_dtype)).softmax(-1)
+        prob_RLV = logits_RLV.double().softmax(-1)
         state["own"].copy_(prob_RLV.gather(-1, view.tokens_RL[..., None])[..., 0])
         return logits_RLV
 

@@ -1,7 +1,7 @@
 """What languages allow on the active positions of rows: sets of states, classes of tokens, and which choice they admit.
 
-The rules are those of `dinfer.structure.reference`, for many rows at once. Sets are exact: a token is allowed at a
-position if and only if some accepted completion of the row has it there.
+The rules are those of `tests.support.structure_reference`, for many rows at once. Sets are exact: a token is allowed
+at a position if and only if some accepted completion of the row has it there.
 
 Shape suffixes: B lanes, X active positions in order, Q states, C classes, P pairs of neighbouring states, E edges,
 G places for languages, Y entries of all languages one after the other, V vocabulary.

@@ -9,7 +9,7 @@ Whatever is asked for, the mask token takes part in the draw; where it is drawn,
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -56,6 +56,12 @@ class StandardSampling(Sampling):
         per_request=True,
     )  # fmt: skip
     suppress: tuple[int, ...] = option((), "tokens that are never offered")
+    suppress_mask: bool = option(
+        False, "take the mask token as impossible, so that positions where it is the most likely are committed too"
+    )
+    precision: Literal["float32", "float64"] | None = option(
+        None, "of the softmax behind confidences; null: as the decoder was published"
+    )
     top_k: int = option(0, "size of the top-k candidate set; 0: unrestricted", per_request=True)
     top_p: float = option(1.0, "draw from the fewest tokens whose mass reaches this", per_request=True)
     min_p: float = option(0.0, "draw from tokens at least so many times as likely as the likeliest", per_request=True)

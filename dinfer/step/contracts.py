@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Self
 
-import torch
 from torch import Tensor
 
 from dinfer.step.canvas import BlockView, Phase, RowCursors
@@ -118,12 +117,7 @@ class Component(ABC):
 class Decoder(Component):
     """Decides which positions of the active blocks to commit, and to what."""
 
-    precision: str = "float32"  # of the softmax behind the statistics; an option where a paper asks for more
-    suppress_mask: bool = False  # statistics as if the mask token could not be predicted; an option where it pays
-
-    @property
-    def softmax_dtype(self) -> torch.dtype:
-        return torch.float64 if self.precision == "float64" else torch.float32
+    precision: ClassVar[str] = "float32"  # of the softmax behind the statistics, as published; see `Sampling.precision`
 
     @property
     def needs(self) -> tuple[str, ...]:

@@ -27,6 +27,8 @@ class Sampling(Component):
     neutral: ClassVar[Mapping[str, float]] = {}  # the values of options at which they change nothing
     by_parts: ClassVar[bool] = False  # `adjust` and `draw` do with a rank's part of the vocabulary (`columns`)
     suppress: tuple[int, ...] = ()
+    suppress_mask: bool = False  # statistics as if the mask token could not be predicted
+    precision: str | None = None  # of the softmax behind the statistics; None: as the decoder has it
 
     def asks(self, options: Mapping[str, float]) -> bool:
         """Whether a request with these options needs steps with `StepShape.sampled`. Host side."""

@@ -12,6 +12,8 @@ from dinfer.step.model import Model, OwnLogits
 from dinfer.step.shape import Sampled
 from dinfer.step.stats import Draw, TokenStats, VocabularySlice
 
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+
 
 def needed_vocabulary(step: Step) -> VocabularySlice:
     """Which tokens' logits a rank needs: all, or its own alone, where only statistics and a draw by parts read them."""
@@ -88,10 +90,11 @@ def statistics(
     step: Step, logits_RLV: Tensor, wanted_RL: Tensor, draw: Draw | None = None, drawn_RL: Tensor | None = None
 ) -> TokenStats:
     """What the decoder needs to know of the logits. `drawn_RL`: where tokens are drawn; None: wherever any are."""
-    decoder, needs = step.recipe.decoder, {*step.recipe.decoder.needs}
+    recipe, needs = step.recipe, {*step.recipe.decoder.needs}
+    precision = recipe.sampling.precision or recipe.decoder.precision
     needs.update(*(ability.needs(step) for ability in step.abilities))
     return token_stats(
-        logits_RLV, step.recipe.model.spec.mask_id, decoder.softmax_dtype, entropy="entropy" in needs,
+        logits_RLV, recipe.model.spec.mask_id, DTYPES[precision], entropy="entropy" in needs,
         margin="margin" in needs, best="best" in needs, draw=draw, wanted_RL=wanted_RL, columns=needed_vocabulary(step),
         drawn_RL=drawn_RL,
     )  # fmt: skip

@@ -1,7 +1,7 @@
 """Languages that an answer must be in: regular expressions, choices, JSON Schema, grammars, tools.
 
 It needs numpy alone and knows nothing of models. `Compiler(vocabulary).compile(constraint)` gives a `Language`, whose
-arrays the step reads; `dinfer.structure.reference` says in numpy what they mean for a canvas.
+arrays the step reads; `tests.support.structure_reference` says in numpy what they mean for a canvas.
 """
 
 from dinfer.structure.compiler import Compilation, Compiler

@@ -118,7 +118,7 @@ def test_what_the_user_chooses_holds() -> None:
         assert (config["decoder"]["name"], config["cache"]["name"]) == ("fixed", "block")
     assert composed("model=llada2_mini", "decoder.threshold=0.5")["decoder"]["threshold"] == 0.5
     assert composed("model=llada2_1_mini", "decoder.edit_threshold=0.1")["decoder"]["edit_threshold"] == 0.1
-    with pytest.raises(ValueError, match="option of decoder 'joint_threshold': 'precision'"):
-        composed("model=llada2_1_mini", "decoder.precision=float64")
+    with pytest.raises(ValueError, match="option of decoder 'joint_threshold': 'horizon'"):
+        composed("model=llada2_1_mini", "decoder.horizon=8")
     with pytest.raises(ValueError, match="option of decoder 'fixed': 'edit_threshold'"):
         composed("model=llada2_1_mini", "decoder=fixed", "decoder.edit_threshold=0.1")

@@ -29,11 +29,11 @@ def test_an_option_goes_to_the_components_that_have_it(capsys: pytest.CaptureFix
 
 
 def test_a_sweep_over_models_gives_options_to_the_components_they_bring(capsys: pytest.CaptureFixture[str]) -> None:
-    assert points("model=tiny,llada2_1_mini", "decoder.precision=float32,float64") == [
-        ["model=tiny", "decoder.precision=float32"], ["model=tiny", "decoder.precision=float64"],
+    assert points("model=tiny,llada2_1_mini", "decoder.horizon=0,8") == [
+        ["model=tiny", "decoder.horizon=0"], ["model=tiny", "decoder.horizon=8"],
         ["model=llada2_1_mini"],
     ]  # fmt: skip
-    assert "decoder.precision of decoder=joint_threshold" in capsys.readouterr().err
+    assert "decoder.horizon of decoder=joint_threshold" in capsys.readouterr().err
 
 
 def test_a_point_that_has_all_options_stays_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,7 @@ from dinfer.iterations.smooth import Smooth
 from dinfer.kernels.attention import attention_interval
 from dinfer.kernels.selection import confident, descending_rank
 from dinfer.recipe.recipe import Recipe
-from dinfer.recipe.registry import Registry
+from dinfer.recipe.registry import SAMPLINGS, Registry
 from dinfer.step.ability import Ability, Seen, Step
 from dinfer.step.canvas import BlockView, Phase, RowCursors
 from dinfer.step.contracts import BlockAfter, CachePolicy, ModelSpec, Moved, Proposal, State, TokenStats, WindowPlan
@@ -139,7 +139,12 @@ class EndsSight(Ability):
 
 
 class ReferenceRecipe(Recipe):
-    """A recipe whose steps ask the abilities of this module too."""
+    """A recipe whose steps ask the abilities of this module too, and whose decoder may say `suppress_mask`."""
+
+    def __post_init__(self) -> None:
+        if getattr(self.decoder, "suppress_mask", False):
+            object.__setattr__(self, "sampling", SAMPLINGS.build({"name": "standard", "suppress_mask": True}))
+        super().__post_init__()
 
     @property
     def abilities(self) -> tuple[type[Ability], ...]:
@@ -347,7 +352,8 @@ def build(registry: Registry, config: Mapping[str, Any], **more: Any) -> Any:
     `more`: options that only the reference has.
     """
     options = dict(config)
-    if (reference := options.pop("reference", None)) is None:
-        return registry.build(options)
+    reference = options.pop("reference", None)
+    fixed: dict[str, Any] = {name: options.pop(name) for name in ("precision", "suppress_mask") if name in options}
     name, options = registry.check(options)
-    return REFERENCES[name, reference](**options, **more)
+    kind = registry.get(name) if reference is None else REFERENCES[name, reference]
+    return type(kind.__name__, (kind,), fixed)(**options, **more) if fixed else kind(**options, **more)

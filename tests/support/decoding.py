@@ -23,11 +23,14 @@ def script(steps: int, length: int, seed: int = 0, scale: float = 3.0) -> Tensor
     return table
 
 
-def decode(decoder: dict[str, Any], table: Tensor, *options: dict[str, Any]) -> list[list[tuple[Update, set[int]]]]:
+def decode(
+    decoder: dict[str, Any], table: Tensor, *options: dict[str, Any], **sampling: Any
+) -> list[list[tuple[Update, set[int]]]]:
     """For each request: every step of one block over the scripted logits, and which positions are decoded after it."""
     length = table.shape[1] - PROMPT
     iteration = {"name": "blockwise", "block": length, "stop": "off"}
-    recipe = compose(Scripted(table), iteration=iteration, decoder=decoder, cache="none")
+    offers = {"name": "standard", **sampling}
+    recipe = compose(Scripted(table), iteration=iteration, decoder=decoder, cache="none", sampling=offers)
     requests = [Request([1] * PROMPT, length, recipe.resolve(given)) for given in options]
     found: list[list[tuple[Update, set[int]]]] = [[] for _ in requests]
     for update in engine_for(recipe, rows=len(requests)).run(requests, Wants(snapshots=True)):
@@ -36,8 +39,8 @@ def decode(decoder: dict[str, Any], table: Tensor, *options: dict[str, Any]) -> 
     return found
 
 
-def decoded(decoder: dict[str, Any], table: Tensor) -> list[set[int]]:
-    return [positions for _, positions in decode(decoder, table, {})[0]]
+def decoded(decoder: dict[str, Any], table: Tensor, **sampling: Any) -> list[set[int]]:
+    return [positions for _, positions in decode(decoder, table, {}, **sampling)[0]]
 
 
 def view_of(masked_RL: Tensor, *, seeds: Tensor, **options: float) -> BlockView:

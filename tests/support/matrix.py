@@ -42,7 +42,7 @@ ALSO: dict[tuple[str, str], list[dict[str, Any]]] = {
     ("cache", "delayed"): [{"variant": "greedy", "interval": 2}],
     ("cache", "adaptive"): [{"prompt_interval": 5, "response_interval": 3, "ratio": 0.5}],
     ("decoder", "threshold"): [{"least": 2}, {"relax": 0.6, "horizon": 3}],
-    ("decoder", "entropy_bound"): [{"limits": "each", "suppress_mask": True}],
+    ("decoder", "entropy_bound"): [{"limits": "each"}],
     ("decoder", "calibrated"): [{"frequencies": str(TOKEN_COUNTS), "sigma": 0.0}],
     ("decoder", "prophet"): [{"sub_block": 3, "answer": 2, "early": 2.0, "mid": 1.0, "late": 0.5}],
     ("decoder", "dream"): [{"alg": "origin"}, {"alg": "topk_margin", "alg_temp": 0.5}],

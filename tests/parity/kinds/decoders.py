@@ -24,7 +24,7 @@ from dinfer.step.step import denoise_step
 from tests.parity.compare import same
 from tests.parity.golden import Case, Fields, Golden, GoldenError, Skip, need
 from tests.parity.kinds.uniform import Recorded, renoise
-from tests.parity.references import build
+from tests.parity.references import ReferenceRecipe, build
 from tests.parity.scripted import ScriptedModel, ScriptedSweep
 
 PAGE = 16
@@ -242,7 +242,7 @@ def begin(model: ScriptedModel, rule: Rule, x0_BL: Tensor, sampling: Sampling) -
     """A recipe, and a batch in which every row is the block at the start."""
     (batch, length), mask_id = x0_BL.shape, model.spec.mask_id
     sweep = ScriptedSweep(block=rule.part or length, align=True, stop="off", decay=rule.decay)
-    recipe = Recipe(model, sweep, unforced(build(DECODERS, rule.config)), CACHES.build("none"), sampling)
+    recipe = ReferenceRecipe(model, sweep, unforced(build(DECODERS, rule.config)), CACHES.build("none"), sampling)
     pages = -(-length // PAGE)
     state = BatchState.alloc(
         recipe, batch, length, page=PAGE, pages=batch * pages, dtype=model.dtype, device=model.device

@@ -10,10 +10,10 @@ import torch
 from dinfer.structure import Vocabulary
 from dinfer.structure.automaton import build
 from dinfer.structure.language import Language, language
-from dinfer.structure.reference import OPEN, Row, best, posterior, step
 from dinfer.structure.regex import parse
 from tests.parity.compare import close, same
 from tests.parity.golden import Case, Fields, Golden
+from tests.support.structure_reference import OPEN, Row, best, posterior, step
 
 FILES = "cases/*.json"
 ATOL = 1e-6

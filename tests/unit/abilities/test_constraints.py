@@ -28,8 +28,8 @@ from dinfer.recipe.registry import CACHES, DECODERS, ITERATIONS
 from dinfer.structure.compiler import compile_automaton
 from dinfer.structure.constraint import choice, regex
 from dinfer.structure.language import Language, language
-from dinfer.structure.reference import Row
 from dinfer.structure.tokens import Vocabulary
+from tests.support.structure_reference import Row
 
 REFUSED = {"insert_delete", "daedal"}  # what is committed would move
 TEXTS = [

@@ -79,8 +79,11 @@ def test_log_probabilities_are_those_of_the_step_that_commits(ahead: bool, monke
 @pytest.mark.parametrize("iteration", ["blockwise", "lopa"])
 def test_log_probabilities_do_not_depend_on_neighbours(iteration: str) -> None:
     """Nor on whether their step works on the logits in place. A token that a branch commits has one too."""
-    decoder = {"name": "entropy_bound", "suppress_mask": True} if iteration == "blockwise" else "threshold"
-    recipe = compose(tiny_model(), iteration={"name": iteration, "block": 8}, decoder=decoder, cache="none")
+    plain = iteration == "blockwise"
+    recipe = compose(
+        tiny_model(), iteration={"name": iteration, "block": 8}, decoder="entropy_bound" if plain else "threshold",
+        cache="none", sampling={"name": "standard", "suppress_mask": plain},
+    )  # fmt: skip
     request = Request([4] * 9, 29, recipe.resolve({}))
 
     def told(engine: Engine, beside: list[Request]) -> list[tuple[int, Any]]:

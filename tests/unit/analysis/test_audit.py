@@ -21,7 +21,8 @@ PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8], [9, 10, 11, 12]]
 def audited(variant: str, cache: Any, iteration: str = "blockwise", **decoder: Any) -> Audit:
     sweep = {"name": iteration} if iteration == "full" else {"name": iteration, "block": 8, "align": True}
     decoder = decoder or {"name": "threshold", "threshold": 0.5}
-    recipe = compose(tiny_model(variant), iteration=sweep, decoder=decoder, cache=cache)
+    sampling = {"name": "standard", "suppress_mask": decoder.pop("suppress_mask", False)}
+    recipe = compose(tiny_model(variant), iteration=sweep, decoder=decoder, cache=cache, sampling=sampling)
     return audit(Pipeline(recipe, None, Runtime()), PROMPTS, max_new_tokens=[24, 12])
 
 
@@ -48,7 +49,7 @@ def test_what_is_fed_is_compared_alike(iteration: str) -> None:
 @pytest.mark.parametrize(
     ("iteration", "decoder"),
     [
-        ("blockwise", {"name": "entropy_bound", "suppress_mask": True}),  # takes the mask token out of the logits
+        ("blockwise", {"name": "entropy_bound", "suppress_mask": True}),  # the sampling takes the mask token out
         ("blockwise", {"name": "s2d2", "steps": 4}),  # a second pass gives the logits of a draft
         ("full", {"name": "daedal", "initial": 4}),  # the canvas grows
     ],

@@ -256,7 +256,7 @@ def test_a_suppressed_mask_token_keeps_no_position_from_its_commit() -> None:
     table = script(1, 12, seed=6, scale=2.0)
     plain = decoded({"name": "entropy_bound", "bound": 2.0}, table)
     table[..., MASK] = 30.0
-    assert decoded({"name": "entropy_bound", "bound": 2.0, "suppress_mask": True}, table) == plain
+    assert decoded({"name": "entropy_bound", "bound": 2.0}, table, suppress_mask=True) == plain
     assert len(plain) < len(decoded({"name": "entropy_bound", "bound": 2.0}, table)) == 12
 
 
@@ -280,3 +280,13 @@ def test_edits_that_never_settle_end_with_the_budget(post_edits: int) -> None:
     table[::2, :, 5] = table[1::2, :, 6] = 60.0  # another token at every step
     decoder = {"name": "joint_threshold", "threshold": 0.1, "post_edits": post_edits}
     assert len(decode(decoder, table, {})[0]) == 1 + post_edits
+
+
+def test_the_softmax_is_as_precise_as_the_decoder_was_published_unless_the_sampling_says_otherwise() -> None:
+    """In float32 both are certain, and the leftmost of two equals goes first."""
+    table = torch.zeros(2, PROMPT + 2, VOCAB)
+    table[:, 1, 5], table[:, 2, 5] = 30, 34
+    first = [decoded({"name": "fixed", "steps": 2}, table, **more)[0] for more in ({}, {"precision": "float32"})]
+    assert first == [{1}, {0}]
+    assert decoded({"name": "threshold", "threshold": 1.0}, table)[0] == {0, 1}
+    assert decoded({"name": "threshold", "threshold": 1.0}, table, precision="float64")[0] == {1}

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dinfer.structure import Compiler, Language, Vocabulary, regex
-from dinfer.structure.reference import OPEN, Row, best, posterior, step
+from tests.support.structure_reference import OPEN, Row, best, posterior, step
 
 TEXTS = [b"a", b"b", b"ab", b"ba", b"\xc3", b"\xa9", b"aab", None, None, None]
 STOP, PAD, MASK = 7, 8, 9
