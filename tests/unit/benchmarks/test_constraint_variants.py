@@ -1,4 +1,4 @@
-"""What the variants of a constraint offer, against the plain forms of `dinfer.structure.reference`."""
+"""What the variants of a constraint offer, against the plain forms of `tests.support.structure_reference`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from dinfer.kernels.lines import Line
 from dinfer.structure.compiler import compile_automaton
 from dinfer.structure.constraint import regex
 from dinfer.structure.language import language
-from dinfer.structure.reference import OPEN, Row, best, posterior
 from dinfer.structure.tokens import Vocabulary
+from tests.support.structure_reference import OPEN, Row, best, posterior
 
 TEXTS = [*"abcd12{}:,", "ab", "cd", "12", '"', "1,"]
 WORDS = Vocabulary([*(text.encode() for text in TEXTS), None], frozenset({len(TEXTS)}), frozenset({len(TEXTS)}))
