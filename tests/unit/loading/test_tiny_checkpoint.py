@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 import dinfer
+from benchmarks.structured_answers import SCHEMA
 from dinfer.demo.problems import generate, is_correct
 from dinfer.loading.files import CheckpointError, boxed
 from dinfer.loading.lora import CONFIG as ADAPTER
@@ -25,7 +26,7 @@ TOKENIZER = AutoTokenizer.from_pretrained(BOX / "tiny")
 
 def test_these_are_in_the_box() -> None:
     assert boxed() == ["tiny", "tiny-llada2"]
-    assert boxed(ADAPTER) == ["tiny-d2f", "tiny-llada2-insert-delete", "tiny-llada2-multi-block"]
+    assert boxed(ADAPTER) == ["tiny-d2f", "tiny-json", "tiny-llada2-insert-delete", "tiny-llada2-multi-block"]
     with pytest.raises(CheckpointError, match="'tiny-d2f' is an adapter, not a checkpoint: load the model"):
         dinfer.load({"name": "llada", "checkpoint": "tiny-d2f"})
     assert all((BOX / name / "adapter_model.safetensors").stat().st_size < 2_000_000 for name in boxed(ADAPTER))
@@ -149,3 +150,12 @@ def test_an_adapter_in_the_box_does_what_it_was_trained_for(preset: str, least: 
     assert sum(is_correct(problem, result.text) for problem, result in zip(problems, results, strict=True)) >= 13
     counts = [result.counts for result in results]
     assert sum(one.tokens for one in counts) / sum(one.forwards for one in counts) > least
+
+
+def test_the_adapter_for_json_answers_in_its_form() -> None:
+    """Right, and in half the forwards of free text."""
+    pipe, problems = dinfer.load("tiny-json", device="cpu"), generate("heldout", 16, seed=0)
+    results = pipe.generate([problem.question for problem in problems], max_new_tokens=128, schema=SCHEMA)
+    answers = [str(result.value["answer"]) for result in results]
+    assert sum(problem.answer == answer for problem, answer in zip(problems, answers, strict=True)) >= 15
+    assert sum(result.counts.tokens / result.counts.forwards for result in results) / len(results) > 5
