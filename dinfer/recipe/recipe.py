@@ -68,14 +68,16 @@ class Recipe:
     def refused(self, **more: Any) -> str | None:
         """Why the components cannot work together, and what to use instead; None: they can.
 
-        `more`: the runtime or a request that they are to work with, or another decoder or sampling.
+        `more`: the runtime or a request that they are to work with, or another decoder or sampling. What does not
+        depend on these was found when the recipe was made.
         """
-        parts = {kind: more.pop(kind, getattr(self, kind)) for kind in ("model", *COMPONENTS)}
-        for kind in COMPONENTS:
+        changed = more.keys() if more else None
+        parts = {kind: getattr(self, kind) for kind in ("model", *COMPONENTS)} | more
+        for kind in COMPONENTS if changed is None else COMPONENTS.keys() & changed:
             for name, value in values_of(parts[kind]).items():
                 if isinstance(value, int) and abs(value) > EXACT:
                     return f"{kind}.{name}={value} is too large: at most 2**53 can be held exactly."
-        return refused(REFUSALS, parts | more)
+        return refused(REFUSALS, parts, changed)
 
     @property
     def parts(self) -> str:
@@ -178,7 +180,7 @@ class Recipe:
         known = [f"{o.kind}.{o.name}" for o in self.request_options]
         values = {name: o.default for name, o in zip(known, self.request_options, strict=True)}
         chosen: set[str] = set()
-        parts: dict[str, Component] = {"decoder": self.decoder, "sampling": self.sampling}
+        parts: dict[str, Any] = {}
         for key, value in given.items():
             names = [name for name in known if key in (name, name.split(".")[1])]
             if not names:
@@ -191,9 +193,10 @@ class Recipe:
             kind, name = names[0].split(".")
             if type(value) is bool or not isinstance(value, type(values[names[0]]) | int):
                 raise ValueError(f"{names[0]}={value!r:.80} must be of type {type(values[names[0]]).__name__}")
-            parts[kind] = replace(parts[kind], **{name: value})  # type: ignore[type-var]  # the component checks it
+            part: Any = parts.get(kind) or (self.decoder if kind == "decoder" else self.sampling)
+            parts[kind] = replace(part, **{name: value})  # the component checks it
             values[names[0]] = value
-        if (reason := self.refused(**parts, **more)) is not None:
+        if (parts or more) and (reason := self.refused(**parts, **more)) is not None:
             raise IncompatibleRecipe(reason)
         return [float(v) for v in values.values()]
 

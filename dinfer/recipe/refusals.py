@@ -1,6 +1,6 @@
 """What cannot go together: abilities say it as data, and the registries say what to use instead."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -31,8 +31,11 @@ class Refusal:
         self.sides = {kind: side if isinstance(side, Trait) else _derived(side) for kind, side in sides.items()}
 
     def meets(self, parts: Parts) -> bool:
-        known = {**parts, "recipe": parts}
-        return all(kind in known and side.has(known[kind]) for kind, side in reversed(self.sides.items()))
+        for kind, side in reversed(self.sides.items()):  # asked for every request with options of its own
+            part = parts if kind == "recipe" else parts.get(kind)
+            if part is None or not side.has(part):
+                return False
+        return True
 
 
 def _derived(base: type | UnionType) -> Trait:
@@ -42,19 +45,23 @@ def _derived(base: type | UnionType) -> Trait:
 COMPONENTS: dict[str, Registry] = {registry.kind: registry for registry in REGISTRIES if registry.kind != "model"}
 
 
-def refused(table: Sequence[Refusal], parts: Parts) -> str | None:
-    """Why parts cannot go together, and what to use instead; None: they can."""
-    if (found := _first(table, parts)) is None:
+def refused(table: Sequence[Refusal], parts: Parts, changed: Set[str] | None = None) -> str | None:
+    """Why parts cannot go together, and what to use instead; None: they can.
+
+    `changed`: the kinds of parts that are not as they were when they could; None: all of them.
+    """
+    if (found := _first(table, parts, changed)) is None:
         return None
     why = found.why.format(**{kind: registry.called(parts[kind]) for kind, registry in COMPONENTS.items()})
     return why if " Use " in why else f"{why} Use {', or '.join(_remedies(table, found, parts))}."
 
 
-def _first(table: Sequence[Refusal], parts: Parts) -> Refusal | None:
+def _first(table: Sequence[Refusal], parts: Parts, changed: Set[str] | None = None) -> Refusal | None:
     """The first thing that stands in the way."""
     own = (refusal for kind in COMPONENTS for refusal in parts[kind].refusals)
     known = chain(_of_model(**parts), own, table, _declined(**parts))
-    return next((refusal for refusal in known if refusal.meets(parts)), None)
+    asked = known if changed is None else (refusal for refusal in known if not changed.isdisjoint(refusal.sides))
+    return next((refusal for refusal in asked if refusal.meets(parts)), None)
 
 
 def _of_model(model: Any, iteration: Any, **others: Any) -> Iterator[Refusal]:
