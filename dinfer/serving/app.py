@@ -354,8 +354,8 @@ def add_tokens(app: FastAPI, server: Server) -> None:
             special = body.add_special_tokens
             tokens = await encoded(server, served, body.prompt, "prompt", add_special_tokens=special)
         else:
-            tokens = await encoded(server, served, body.conversation, "messages", **body.ending)
-        texts = [served.pieces.of(token) for token in tokens] if body.return_token_strs else None
+            tokens = await encoded(server, served, body.conversation, "messages", tools=body.tools, **body.ending)
+        texts = served.pipe.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
         return {
             "model": served.name, "tokens": tokens, "count": len(tokens), "max_model_len": served.max_length,
             "token_strs": texts,

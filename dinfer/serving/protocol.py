@@ -399,13 +399,16 @@ class TokenizeRequest(Neutral, Conversation):
     model: str
     prompt: Text | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None  # type: ignore[assignment]
+    tools: list[dict[str, Any]] | None = None
     add_special_tokens: bool = True
-    return_token_strs: bool = False
+    return_token_strs: bool = False  # as the tokenizer's vocabulary has them
 
     @model_validator(mode="after")
     def _one(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
             raise invalid("prompt", ": give either prompt or messages")
+        if self.messages is None and self.tools:
+            raise refused("tools", self.tools, "is not supported here: it is for messages.")
         return self
 
 

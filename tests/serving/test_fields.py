@@ -269,7 +269,8 @@ def test_what_a_client_asks_of_the_server_itself(client: Client) -> None:
     card = client.ask("/v1/models/tiny").json()
     assert (card["max_model_len"], card["root"], card["parent"]) == (256, "tiny", None)
     told = client.ask("/tokenize", {"model": "tiny", "prompt": QUESTION, "return_token_strs": True}).json()
-    assert told["max_model_len"] == 256 and told["count"] == len(told["tokens"]) == len(told["token_strs"])
+    assert told["max_model_len"] == 256 and told["count"] == len(told["tokens"])
+    assert told["token_strs"] == client.pipe.tokenizer.convert_ids_to_tokens(told["tokens"])
     assert {"400", "404"} <= client.ask("/openapi.json").json()["paths"][CHAT]["post"]["responses"].keys()
 
 

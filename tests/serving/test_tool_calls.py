@@ -203,3 +203,12 @@ def test_a_model_whose_template_shows_no_tools_gets_none(client: Client, monkeyp
     for fields in ({"tools": [NOW]}, {"messages": [*ASK["messages"], {"role": "assistant", "tool_calls": [call]}]}):
         response = client.ask(CHAT, ASK | fields)
         assert response.status_code == 400 and response.json()["error"]["param"] == "tools"
+
+
+def test_tools_count_among_the_tokens_of_a_conversation(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, ask = client.pipe.tokenizer, {"model": "tiny", "messages": ASK["messages"]}
+    monkeypatch.setattr(tokenizer, "chat_template", f"{{{{ tools | tojson }}}}{tokenizer.chat_template}")
+    bare, told = (client.ask("/tokenize", ask | more).json()["count"] for more in ({}, {"tools": [NOW]}))
+    assert bare < told == client.ask(CHAT, ask | {"tools": [NOW], "max_tokens": 40}).json()["usage"]["prompt_tokens"]
+    error = client.ask("/tokenize", {"model": "tiny", "prompt": QUESTION, "tools": [NOW]}).json()["error"]
+    assert error["param"] == "tools"
