@@ -355,10 +355,10 @@ def add_tokens(app: FastAPI, server: Server) -> None:
             tokens = await encoded(server, served, body.prompt, "prompt", add_special_tokens=special)
         else:
             tokens = await encoded(server, served, body.conversation, "messages", tools=body.tools, **body.ending)
-        texts = served.pipe.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
+        known = served.pipe.tokenizer if body.return_token_strs else None
         return {
             "model": served.name, "tokens": tokens, "count": len(tokens), "max_model_len": served.max_length,
-            "token_strs": texts,
+            "token_strs": known and known.convert_ids_to_tokens(tokens),
         }  # fmt: skip
 
     @app.post("/detokenize")
