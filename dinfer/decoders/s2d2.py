@@ -1,7 +1,6 @@
 """Self-verification: the leading run of a draft is committed as far as the model confirms it token by token (S2D2)."""
 
 import math
-import sys
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,8 +15,6 @@ from dinfer.kernels.timesteps import Quota
 from dinfer.recipe.registry import DECODERS, check_probability, check_range, option
 from dinfer.step.contracts import BlockView, Decoder, Large, ModelSpec, Proposal, State, TokenStats
 
-PART_BINS = 2  # bins of the bandit for how much of the block is decoded, and for its entropy
-
 
 @DECODERS.register("s2d2")
 @dataclass(frozen=True, kw_only=True)
@@ -29,10 +26,6 @@ class S2D2(Decoder, Adjusts, Verifies):
     and step) is below min(1, q / p). The first rejected one becomes the token with the largest q - p. Then the best
     masks fill up the quota of the step, as in `fixed`. A verified step costs two forwards. It is not lossless: verified
     tokens are those of block size 1, which suits models such as SDAR.
-
-    `route` says which steps are verified: "span" those whose run has `min_span` masks; "score" those whose expected
-    number of accepted tokens (`estimator`, `scale`), less `penalty`, reaches `floor`; "hysteresis" switches on above
-    `on` and off below `off`; "bandit" learns by UCB from length, progress and entropy.
 
     Each running request keeps p, a float32 per position of the block and vocabulary entry.
     """
@@ -46,24 +39,8 @@ class S2D2(Decoder, Adjusts, Verifies):
     )
     sure: bool = option(False, "verified steps commit all above the threshold too, even if their quota is met")
 
-    route: Literal["span", "score", "hysteresis", "bandit"] = option("span", "which steps are verified")
     min_span: int = option(1, "verify no shorter run of masks")
-    unsure: bool = option(False, "with route=span: shorter runs too, where fewer masks are above the threshold")
-    estimator: Literal["margin", "entropy", "confidence", "soft_margin", "soft_entropy", "renyi"] = option(
-        "margin",
-        "chance that a token is accepted: 1 if its lead over the second is above `scale`, 1 if its entropy is below "
-        "`scale`; its probability ^ scale, its lead * scale, exp(-scale * entropy), or the sum of p^2",
-    )
-    scale: float = option(0.05, "of the estimator")
-    penalty: float = option(1.0, "tokens that the second pass must gain")
-    per_sure: bool = option(False, "the penalty is for each mask above the threshold, which need no second pass")
-    floor: float = option(0.0, "with route=score: least score of a step that is verified")
-    on: float = option(0.0, "with route=hysteresis: verify from a score above this on")
-    off: float = option(0.0, "with route=hysteresis: until a score below this")
-    exploration: float = option(1.0, "with route=bandit: weight of what is not known")
-    span_bins: int = option(2, "with route=bandit: bins for the length of the run")
-    entropy_of: Literal["span", "masked"] = option("span", "with route=bandit: whose entropy: of the run, or all masks")
-
+    unsure: bool = option(False, "verify shorter runs too, where fewer masks are above the threshold")
     tempering: float = option(1.0, "power of q / p")
     least_ratio: float | None = option(None, "also accept tokens of the run with at least this q / p; null: none")
     all_runs: bool = option(False, "with least_ratio: and of other runs")
@@ -72,14 +49,7 @@ class S2D2(Decoder, Adjusts, Verifies):
     def __post_init__(self) -> None:
         check_probability("decoder", self, "threshold")
         check_range("decoder", self, "steps", "min_span", least=1)
-        check_range("decoder", self, "span_bins", least=1, most=1024)
-        check_range("decoder", self, "scale", "exploration", "tempering", "least_ratio", least=0)
-        scores = "penalty", "floor", "on", "off"
-        check_range("decoder", self, *scores, least=-sys.float_info.max, most=sys.float_info.max)
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        return ("entropy", "margin")
+        check_range("decoder", self, "tempering", "least_ratio", least=0)
 
     @property
     def refuses(self) -> tuple[str, ...]:
@@ -94,15 +64,8 @@ class S2D2(Decoder, Adjusts, Verifies):
         return None
 
     def fresh_state(self, spec: ModelSpec, block: int) -> State:
-        zero, none = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.int64)
-        return {
-            "draft": none.expand(block),
-            "chance": Large(torch.zeros(()).expand(block, spec.vocab)),
-            "on": Large(torch.zeros((), dtype=torch.bool)),
-            "trials": Large(zero),
-            "arms": Large(zero.expand(self.span_bins * PART_BINS**2, 2, 2)),  # whether verified; count, sum of rewards
-            "bucket": Large(none),
-        }
+        chance_LV = torch.zeros(()).expand(block, spec.vocab)
+        return {"draft": torch.zeros((), dtype=torch.int64).expand(block), "chance": Large(chance_LV)}
 
     def adjust(self, logits_RLV: Tensor, view: BlockView, state: State) -> Tensor:
         state["chance"].write(logits_RLV.float().softmax(-1))
@@ -113,8 +76,6 @@ class S2D2(Decoder, Adjusts, Verifies):
         span_RL, sure_RL = first_run(view.masked_RL), self.sure_masks(stats.top_RL, view)
         verify_R = self.routes(stats, view, state, span_RL, sure_RL)
         commit_RL = self.filled(torch.zeros_like(sure_RL), stats.top_RL, view)
-        if self.route == "bandit":
-            self.learn(state, commit_RL.sum(-1), ~verify_R, verified=False)
         return Proposal(commit_RL, state["draft"], verify_R=verify_R)
 
     def verify(self, logits_RLV: Tensor, view: BlockView, state: State) -> Proposal:
@@ -132,8 +93,6 @@ class S2D2(Decoder, Adjusts, Verifies):
         if self.sure:
             commit_RL = commit_RL | self.sure_masks(p_RL, view)
         commit_RL = self.filled(commit_RL, p_RL, view)
-        if self.route == "bandit":
-            self.learn(state, commit_RL.sum(-1), torch.ones_like(commit_RL[:, 0]), verified=True)
         if not self.resample:
             return Proposal(commit_RL, draft_RL)
         place_R1V = rejected_RL.to(torch.int64).argmax(-1)[:, None, None].expand(-1, -1, before_RLV.shape[2])
@@ -162,69 +121,8 @@ class S2D2(Decoder, Adjusts, Verifies):
     def routes(self, stats: TokenStats, view: BlockView, state: State, span_RL: Tensor, sure_RL: Tensor) -> Tensor:
         """Which rows are verified. bool [R]"""
         length_R, sure_R = span_RL.sum(-1), sure_RL.sum(-1)
-        if self.route == "span":
-            enough_R = sure_R >= view.masked_RL.sum(-1).clamp_max(self.min_span)
-            return (length_R >= self.min_span) | (~enough_R if self.unsure else torch.zeros_like(enough_R))
-        entropy_RL = stats.stat("entropy") / math.log(state["chance"].table_NX.shape[-1])
-        if self.route == "bandit":
-            return self.explored(entropy_RL, view, state, span_RL)
-        run_RL = torch.where(span_RL, self.estimated(stats, entropy_RL, state), torch.ones_like(entropy_RL))
-        expected_R = (run_RL.cumprod(-1) * span_RL).sum(-1)
-        score_R = expected_R - self.penalty * (sure_R if self.per_sure else 1)
-        if self.route == "score":
-            return score_R >= self.floor
-        was_R = state["on"].read() & (view.forward_R > 0)
-        on_R = torch.where(was_R, score_R >= self.off, score_R > self.on)
-        state["on"].write(on_R)
-        return on_R
-
-    def estimated(self, stats: TokenStats, entropy_RL: Tensor, state: State) -> Tensor:
-        """The chance that each draft token is accepted, in [0, 1]. [R, L]"""
-        match self.estimator:
-            case "margin":
-                chance_RL = stats.stat("margin") > self.scale
-            case "entropy":
-                chance_RL = entropy_RL < self.scale
-            case "confidence":
-                chance_RL = stats.top_RL.pow(self.scale)
-            case "soft_margin":
-                chance_RL = self.scale * stats.stat("margin")
-            case "soft_entropy":
-                chance_RL = (-self.scale * entropy_RL).exp()
-            case "renyi":
-                chance_RL = state["chance"].read().square().sum(-1)
-        return chance_RL.to(entropy_RL.dtype).clamp(0, 1)
-
-    def explored(self, entropy_RL: Tensor, view: BlockView, state: State, span_RL: Tensor) -> Tensor:
-        """Whether to verify, by upper confidence bounds of what it gained in such steps of the request. bool [R]"""
-        first_R = view.forward_R == 0
-        trials_R = state["trials"].read().masked_fill(first_R, 0) + 1
-        arms_RX22 = state["arms"].read().masked_fill(first_R[:, None, None, None], 0)
-        block_R, chosen_RL = (view.pos_RL >= 0).sum(-1), span_RL if self.entropy_of == "span" else view.masked_RL
-        parts = (
-            (span_RL.sum(-1) - 1) / (block_R - 1).clamp_min(1),
-            (view.quota_R - view.masked_RL.sum(-1)) / block_R,
-            (entropy_RL * chosen_RL).sum(-1) / chosen_RL.sum(-1).clamp_min(1),
-        )
-        bucket_R = torch.zeros_like(block_R)
-        for part_R, bins in zip(parts, (self.span_bins, PART_BINS, PART_BINS), strict=True):
-            bucket_R = bucket_R * bins + (part_R * bins).to(torch.int64).clamp(0, bins - 1)
-        own_R122 = bucket_R[:, None, None, None].expand(-1, 1, 2, 2)
-        count_R2, sum_R2 = arms_RX22.gather(1, own_R122)[:, 0].unbind(-1)
-        bonus_R2 = self.exploration * (trials_R.log()[:, None] / count_R2).sqrt()
-        value_R2 = torch.where(count_R2 > 0, sum_R2 / count_R2 + bonus_R2, math.inf)
-        for name, value in (("trials", trials_R), ("arms", arms_RX22), ("bucket", bucket_R)):
-            state[name].write(value)
-        return value_R2[:, 1] >= value_R2[:, 0]
-
-    def learn(self, state: State, gained_R: Tensor, took_R: Tensor, *, verified: bool) -> None:
-        """Counts the tokens per forward of rows that were, or were not, verified."""
-        arms_RX22, bucket_R = state["arms"].read(), state["bucket"].read()
-        bucket_X = torch.arange(arms_RX22.shape[1], device=bucket_R.device)
-        here_RX = ((bucket_X == bucket_R[:, None]) & took_R[:, None]).to(arms_RX22.dtype)
-        arms_RX22[:, :, int(verified), 0] += here_RX
-        arms_RX22[:, :, int(verified), 1] += here_RX * (gained_R / (1 + verified))[:, None]
-        state["arms"].write(arms_RX22)
+        enough_R = sure_R >= view.masked_RL.sum(-1).clamp_max(self.min_span)
+        return (length_R >= self.min_span) | (~enough_R if self.unsure else torch.zeros_like(enough_R))
 
 
 def first_run(masked_RL: Tensor) -> Tensor:

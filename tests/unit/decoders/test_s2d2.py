@@ -65,9 +65,9 @@ def test_a_verification_sees_what_block_size_1_sees(cache: str) -> None:
         torch.testing.assert_close(logits_LV[:size, able].float(), want_LV[:, able].float(), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("route", ["span", "score", "hysteresis", "bandit"])
-def test_what_a_request_gets_depends_on_neither_cache_nor_batch(route: str) -> None:
-    wanted = [recipe(route=route, cache=cache, steps=2, penalty=0.5) for cache in ("none", "block")]
+@pytest.mark.parametrize(("span", "unsure"), [(1, False), (3, True)])
+def test_what_a_request_gets_depends_on_neither_cache_nor_batch(span: int, unsure: bool) -> None:
+    wanted = [recipe(cache=cache, steps=2, min_span=span, unsure=unsure) for cache in ("none", "block")]
     alone, together = (
         [(c.canvas, c.counts.forwards - c.counts.prefills) for c in completions(engine_for(r, rows=n), requests_for(r))]
         for r, n in zip(wanted, (1, 3), strict=True)
