@@ -77,8 +77,6 @@ def parse(kwargs: Mapping[str, Any], recipe: Recipe, new_tokens: int | None) -> 
         )
     until = [text for text in until if text]
     form = form_of({name: kwargs.get(name) for name in FORMS})
-    if form is not None and kwargs.get("infill"):
-        raise ValueError(f"gen_kwargs: infill and {form.name} contradict each other: gaps are not held to a form")
     if form is not None:  # an answer that is cut would not be what it is held to
         form = replace(form, constraint=replace(form.constraint, stop=tuple(until)))
     return GenKwargs(
@@ -345,7 +343,8 @@ class DinferLM(TemplateLM):
             canvases = [self._canvas(*pair) for pair in zip(part, own, strict=True)]
             options = [self._options(*pair) for pair in zip(part, own, strict=True)]
             try:
-                filled = self.pipe.infill_ids(canvases, options=options, stop=True)
+                form: Any = {} if own[0].form is None else {"scope": "gap", "constraint": own[0].form.constraint}
+                filled = self.pipe.infill_ids(canvases, options=options, stop=True, **form)
             except ValueError as error:
                 raise ValueError(f"{part[0].where} to {part[-1].where}: {error}") from error
             for job, kwargs, result in zip(part, own, filled, strict=True):

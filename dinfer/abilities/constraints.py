@@ -8,13 +8,14 @@ token get it, and so does all that lies behind the end of the answer. So every a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from dinfer.abilities.lines import Active, Kind, Whole
 from dinfer.kernels.canvas import rows_of
 from dinfer.kernels.languages import Sweeps, masked
 from dinfer.kernels.lines import Languages, Line
@@ -25,6 +26,7 @@ from dinfer.step.commits import with_progress
 from dinfer.step.parts import Parts
 from dinfer.step.shape import Extra, Sampled, StepShape, power_of_2
 from dinfer.step.state import Entry
+from dinfer.structure.gaps import NOWHERE
 from dinfer.structure.language import Language
 
 LEAST = 64  # the number of states, and of pairs and edges, is rounded up to a power of two from here on
@@ -42,6 +44,7 @@ class InLanguage:
     language: Language
     first: int
     until: int
+    kinds: list[int] | None = None  # of `Kind`, for each position; None: nothing is given behind an open position
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,19 +54,22 @@ class Constrained(Extra):
     states: int
     pairs: int
     edges: int
+    length: int = 0  # positions of the longest of these rows; 0: not needed
+    behind: bool = False  # in some of them text stands behind a gap, so the whole canvas counts
 
     @property
     def whole_logits(self) -> bool:
         return True
 
     def joined(self, other: Constrained) -> Constrained:
-        return Constrained(max(self.states, other.states), max(self.pairs, other.pairs), max(self.edges, other.edges))
+        return Constrained(*map(max, astuple(self), astuple(other)))
 
     def bucket(self, shape: StepShape, vocab: int) -> Constrained:
-        return Constrained(*(max(power_of_2(n), LEAST) for n in (self.states, self.pairs, self.edges)))
+        states, pairs, edges, length = (max(power_of_2(count), LEAST) for count in astuple(self)[:4])
+        return Constrained(states, pairs, edges, length if self.behind else 0, self.behind)
 
     def holds(self, asked: Constrained | None, own: StepShape, shape: StepShape) -> bool:
-        return asked is not None and self.joined(asked) == self
+        return asked is not None and self.joined(asked) == self and self.behind == asked.behind
 
 
 @dataclass(slots=True)
@@ -73,6 +79,7 @@ class Rows:
     row_N4: Tensor  # int64: place of the language or FREE, state before the active region, first and last position
     forced_N: Tensor  # int64: positions of the answer that got the one token that they could have
     vocab: int
+    kind_NS: Tensor  # int8, of `Kind`
     languages: Languages | None = None  # allocated for the first request that brings one
     placed: dict[int, tuple[Language, int]] = field(default_factory=dict)  # by the language's identity: its place
     used: list[int] = field(default_factory=list)  # how many slots are in the language of each place
@@ -166,6 +173,16 @@ class Rows:
         return first
 
 
+def _kinds(brought: InLanguage | None, length: int) -> Tensor:
+    """Of each position of a request's slot. int8 [S]"""
+    kind_S = torch.zeros(length, dtype=torch.int8)
+    if brought is not None:
+        kind_S[brought.first : brought.until] = Kind.INSIDE
+        if brought.kinds is not None:
+            kind_S[: len(brought.kinds)] = torch.tensor(brought.kinds)
+    return kind_S
+
+
 def tensor(values: np.ndarray, like: Tensor) -> Tensor:
     return uploaded(torch.from_numpy(np.array(values)).to(like.dtype), like.device)
 
@@ -186,13 +203,13 @@ class Constraints(Ability):
         if (brought := more.get("language")) is None:
             return None
         own = brought.language
-        return Constrained(own.states, len(own.pairs_P2), len(own.edges_E3))
+        return Constrained(own.states, len(own.pairs_P2), len(own.edges_E3), brought.until, brought.kinds is not None)
 
     @classmethod
     def refusal(cls, recipe: Parts, options: Sequence[float], more: Mapping[str, Any]) -> str | None:
         if (brought := more.get("language")) is None:
             return None
-        if (room := brought.until - brought.first) < brought.language.shortest:
+        if brought.kinds is None and (room := brought.until - brought.first) < brought.language.shortest:
             return f"the shortest answer that the constraint allows has {brought.language.shortest} tokens, not {room}"
         if least := recipe.sampling_of(options).get("min_tokens", 0):
             return f"sampling.min_tokens={least:g} contradicts the constraint, which says where an answer may end"
@@ -202,12 +219,16 @@ class Constraints(Ability):
     def alloc(cls, recipe: Parts, canvas: Canvas, block: int, extras: Sequence[Extra]) -> Any:
         slots, device = canvas.tokens_NS.shape[0], canvas.tokens_NS.device
         row_N4 = torch.tensor([FREE, 0, 0, 0], device=device).repeat(slots, 1)
-        return Rows(row_N4, torch.zeros_like(row_N4[:, 0]), recipe.model.spec.vocab)
+        kind_NS = torch.zeros_like(canvas.status_NS, dtype=torch.int8)
+        return Rows(row_N4, torch.zeros_like(row_N4[:, 0]), recipe.model.spec.vocab, kind_NS)
 
     @classmethod
     def admit(cls, kept: Rows, slot_A: Tensor, entries: Sequence[Entry]) -> None:
         rows = [kept.admit(entry.slot, entry.more.get("language")) for entry in entries]
         kept.row_N4.index_copy_(0, slot_A, uploaded(torch.tensor(rows), slot_A.device))
+        if any(place != FREE for place, *_ in rows):
+            kinds = (_kinds(entry.more.get("language"), kept.kind_NS.shape[1]) for entry in entries)
+            kept.kind_NS.index_copy_(0, slot_A, uploaded(torch.stack([*kinds]), slot_A.device))
         kept.forced_N.index_fill_(0, slot_A, 0)
 
     @classmethod
@@ -220,9 +241,8 @@ class Constraints(Ability):
 
     def allow(self, step: Step, view: BlockView, logits_RLV: Tensor) -> Tensor:
         sweeps, line, live_B = self._line(step, view)
-        allowed_BXC = sweeps.allowed(line)
-        class_RV, bound_BX = rows_of(sweeps.class_BV, step.shape.blocks), ~line.outside_BX & live_B[:, None]
-        bound_RL, allowed_RLC = bound_BX.view(view.pos_RL.shape), allowed_BXC.view(*view.pos_RL.shape, -1)
+        layout, class_RV = self._layout(step, view), rows_of(sweeps.class_BV, step.shape.blocks)
+        bound_RL, allowed_RLC = layout.by_row(~line.outside_BX & live_B[:, None]), layout.by_row(sweeps.allowed(line))
         if (mask_id := step.recipe.model.spec.mask_id) is None:
             logits_RLV = masked(logits_RLV, class_RV, allowed_RLC, bound_RL, keep=-1)
         else:
@@ -244,7 +264,7 @@ class Constraints(Ability):
         """The projection of what the decoder chose, and forced commits."""
         view, proposal, stats = made.view, made.proposal, made.stats
         sweeps, line, live_B = self._line(step, view)
-        by_lane, by_row = (step.shape.lanes, -1), view.pos_RL.shape
+        layout = self._layout(step, view)
         token_RL = (
             stats.token_RL
             if proposal.token_RL is None
@@ -252,9 +272,8 @@ class Constraints(Ability):
         )
         writable_RL = ~view.given_RL if view.edits else view.masked_RL
         commit_RL = with_progress(proposal.commit_RL & writable_RL, stats, view)
-        commit_BX = commit_RL.view(by_lane) & ~line.outside_BX
-        token_BX, open_BX = token_RL.view(by_lane), line.open_BX
-        confidence_BX = stats.confidence_RL.view(by_lane)
+        chosen_BX, token_BX, open_BX = layout.by_lane(commit_RL), layout.by_lane(token_RL), line.open_BX
+        commit_BX, confidence_BX = chosen_BX & ~line.outside_BX, layout.by_lane(stats.confidence_RL)
         admitted_BX = sweeps.admitted(line, commit_BX, token_BX, confidence_BX)
         after = replace(
             line,
@@ -263,24 +282,25 @@ class Constraints(Ability):
         )
         only_BX, only_token_BX = sweeps.forced(after)
         forced_BX = only_BX & after.open_BX
-        written_BX = admitted_BX | forced_BX | (line.outside_BX & commit_RL.view(by_lane))
-        token_BX = torch.where(forced_BX, only_token_BX, token_BX)
-        bound_R1, written_RL = rows_of(live_B, step.shape.blocks)[:, None], written_BX.view(by_row)
+        written_RL = layout.by_row(admitted_BX | forced_BX | (line.outside_BX & chosen_BX))
+        written_token_RL = layout.by_row(torch.where(forced_BX, only_token_BX, token_BX))
+        bound_R1 = rows_of(live_B, step.shape.blocks)[:, None]
         remask_RL, busy_R = proposal.remask_RL, proposal.busy_R
         if remask_RL is not None:  # what can be nothing else is not decoded again
-            remask_RL = remask_RL & ~(only_BX.view(by_row) & bound_R1)
+            remask_RL = remask_RL & ~(layout.by_row(only_BX) & bound_R1)
         if busy_R is not None:  # a change that was refused would be refused again
-            changes_RL = written_RL & (view.masked_RL | (token_BX.view(by_row) != view.tokens_RL))
+            changes_RL = written_RL & (view.masked_RL | (written_token_RL != view.tokens_RL))
             changes_R = (changes_RL if remask_RL is None else changes_RL | remask_RL).any(-1)
             busy_R = busy_R & (changes_R | ~bound_R1[:, 0])
         made.proposal = replace(
             proposal,
             commit_RL=torch.where(bound_R1, written_RL, proposal.commit_RL),
-            token_RL=torch.where(bound_R1, token_BX.view(by_row), token_RL),
+            token_RL=torch.where(bound_R1, written_token_RL, token_RL),
             remask_RL=remask_RL,
             busy_R=busy_R,
         )
-        rows, count_B = step.kept(type(self)), (forced_BX & ~step.state.canvas.is_stop(token_BX)).sum(-1)
+        forced_RL = layout.by_row(forced_BX) & ~step.state.canvas.is_stop(written_token_RL)
+        rows, count_B = step.kept(type(self)), forced_RL.view(step.shape.lanes, -1).sum(-1)
         rows.forced_N.index_add_(0, made.lanes.slot_B, count_B.masked_fill(~(live_B & made.lanes.live_B), 0))
         must_R = torch.ones_like(bound_R1[:, 0]) if view.must_progress_R is None else view.must_progress_R
         made.view = replace(view, must_progress_R=must_R & ~bound_R1[:, 0])
@@ -289,14 +309,19 @@ class Constraints(Ability):
         """The state moves on over the positions that the active region has left."""
         before, after, rows = made.lanes, step.lanes, step.kept(type(self))
         sweeps, line, live_B = self._line(step, made.view)
-        pos_BX = made.view.pos_RL.view(step.shape.lanes, -1)
-        token_BX = made.commits.tokens_RL.view(pos_BX.shape)
+        layout = self._layout(step, made.view)
+        pos_BX = layout.pos_BX
+        token_BX = line.token_BX if self.extra.behind else layout.by_lane(made.commits.tokens_RL)
         left_BX = (pos_BX >= 0) & (pos_BX < after.start_B[:, None]) & ~line.outside_BX
         state_B = sweeps.run(line.state_B, token_BX, left_BX)
         live_B = live_B & after.live_B & before.live_B
         column_N = rows.row_N4[:, 1]
         old_B = column_N.index_select(0, after.slot_B)
         column_N.index_copy_(0, after.slot_B, torch.where(live_B, state_B, old_B))
+
+    def _layout(self, step: Step, view: BlockView) -> Active:
+        lanes, canvas = step.shape.lanes, step.state.canvas
+        return Whole(view, lanes, min(self.extra.length, canvas.capacity)) if self.extra.behind else Active(view, lanes)
 
     def _line(self, step: Step, view: BlockView) -> tuple[Sweeps, Line, Tensor]:
         """The languages of the lanes, their active positions, and which lanes are in a language."""
@@ -306,12 +331,16 @@ class Constraints(Ability):
         if (sweeps := step.notes.get(Constraints)) is None:  # a step's rows stay in their languages
             most = self.extra.states, self.extra.pairs, self.extra.edges
             sweeps = step.notes[Constraints] = Sweeps(rows.languages, place_B.clamp_min(0), *most)
-        by_lane = (step.shape.lanes, -1)
-        pos_BX = view.pos_RL.view(by_lane)
+        layout = self._layout(step, view)
+        if isinstance(layout, Whole):
+            between_B = rows.languages.token_GC[:, NOWHERE].index_select(0, place_B.clamp_min(0))
+            stands = layout.stands(step.state.canvas, rows.kind_NS, step.lanes.slot_B, between_B[:, None])
+            return sweeps, Line(*stands, torch.zeros_like(state_B), torch.zeros_like(state_B)), place_B >= 0
+        pos_BX = layout.pos_BX
         end_B = pos_BX.amax(1) + 1
         line = Line(
-            token_BX=view.tokens_RL.view(by_lane),
-            open_BX=view.masked_RL.view(by_lane),
+            token_BX=layout.by_lane(view.tokens_RL),
+            open_BX=layout.by_lane(view.masked_RL),
             outside_BX=(pos_BX < first_B[:, None]) | (pos_BX >= until_B[:, None]),
             state_B=state_B,
             room_B=(until_B - torch.maximum(end_B, first_B)).clamp_min(0),

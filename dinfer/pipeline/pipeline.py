@@ -40,7 +40,7 @@ from dinfer.pipeline.inputs import (
 )
 from dinfer.pipeline.reading import Layout, layout, questions
 from dinfer.pipeline.streaming import TextStream
-from dinfer.pipeline.structured import Held, compiler_of, form_of
+from dinfer.pipeline.structured import Held, compiler_of, form_of, in_gaps_of, languages_of
 from dinfer.pipeline.tokenizer import ChatTemplate, read_tokenizer
 from dinfer.recipe.recipe import Recipe, compose
 from dinfer.recipe.registry import CACHES, MODELS
@@ -188,13 +188,14 @@ class Pipeline:
 
     @overload
     def infill(  # type: ignore[overload-overlap]  # a text is no list of texts here
-        self, texts: str, *, options: Options = None, stop: bool = False, trace: bool = False, logprobs: bool = False
-    ) -> Infilled: ...
+        self, texts: str, *, options: Options = None, stop: bool = False, trace: bool = False, logprobs: bool = False,
+        scope: str = "answer", **held: Unpack[Held],
+    ) -> Infilled: ...  # fmt: skip
 
     @overload
     def infill(
         self, texts: Sequence[str], *, options: Options = None, stop: bool = False, trace: bool = False,
-        logprobs: bool = False,
+        logprobs: bool = False, scope: str = "answer", **held: Unpack[Held],
     ) -> list[Infilled]: ...  # fmt: skip
 
     @user_errors
@@ -206,17 +207,24 @@ class Pipeline:
         stop: bool = False,
         trace: bool = False,
         logprobs: bool = False,
+        scope: str = "answer",
+        **held: Unpack[Held],
     ) -> Any:
         """Fills the gaps of one text (returns an Infilled) or of a list of them (returns a list, in order).
 
         `[MASK:n]` is a gap of n tokens, `\\[MASK:n]` that very text. The stretches between gaps are tokenised each
         for itself, without a chat template. `stop`: a stop token in a gap ends it all, as `iteration.stop` says, and
         what is left is EOS; else stop tokens are tokens like others. `logprobs`: of what fills the gaps, and of the
-        likeliest tokens there. Raises ValueError for bad input.
+        likeliest tokens there.
+
+        `held`: what is held to a form, as for `generate`. `scope`: all text from the first gap on ("answer"), or the
+        text of each gap ("gap"); then a list gives each gap its own form. Raises ValueError for bad input.
         """
         single = isinstance(texts, str)
         canvases = [self._template(texts)] if single else self._each(self._template, texts, "text")
-        results = self.infill_ids(canvases, options=options, stop=stop, trace=trace, logprobs=logprobs)
+        results = self.infill_ids(
+            canvases, options=options, stop=stop, trace=trace, logprobs=logprobs, scope=scope, **held
+        )
         return results[0] if single else results
 
     @user_errors
@@ -228,11 +236,15 @@ class Pipeline:
         stop: bool = False,
         trace: bool = False,
         logprobs: bool = False,
+        scope: str = "answer",
+        **held: Unpack[Held],
     ) -> list[Infilled]:
         """Like `infill`, for canvases of token ids in which the model's mask token stands at every open position."""
         canvases = listed(canvases, "canvases")
         values = each({} if options is None else options, len(canvases), "options")
-        requests = [self._infill_request(i, *given, stop) for i, given in enumerate(zip(canvases, values, strict=True))]
+        form = languages_of(held, scope, lambda: self.compiler), scope
+        pairs = enumerate(zip(canvases, values, strict=True))
+        requests = [self._infill_request(i, *given, stop, form) for i, given in pairs]
         done = zip(requests, self._run(requests, trace, logprobs), strict=True)
         return [self.infilled(request, *finished) for request, finished in done]
 
@@ -272,9 +284,11 @@ class Pipeline:
         write = partial(self._need_tokenizer().encode, add_special_tokens=False)
         return layout(write, self.model.spec, lambda: self.compiler, questions(answer, slots, choice))
 
-    def infill_request(self, text: str, options: Mapping[str, Any]) -> Request:
+    def infill_request(
+        self, text: str, options: Mapping[str, Any], languages: Sequence[Language] = (), scope: str = "answer"
+    ) -> Request:
         """The request that `infill` makes of one text."""
-        return self._infill_request(0, self._template(text), options, False)
+        return self._infill_request(0, self._template(text), options, False, (languages, scope))
 
     def infilled(
         self, request: Request, completion: Completion, trace: list[list[int]] | None = None,
@@ -419,11 +433,17 @@ class Pipeline:
                 ids += [spec.mask] * piece
         return ids
 
-    def _infill_request(self, index: int, canvas: Any, options: Any, stop: bool) -> Request:
+    def _infill_request(
+        self, index: int, canvas: Any, options: Any, stop: bool, form: tuple[Sequence[Language], str]
+    ) -> Request:
+        """`form`: what is held to it, and what its scope is."""
         what, mask_id = f"canvas {index}", self.recipe.model.spec.mask
         if mask_id not in (ids := _ids(canvas, what)):
             raise ValueError(f"{what} has no gap: put [MASK:n] into the text, or the mask token {mask_id}")
-        return self._checked(what, options, Request(ids, 0, gaps=[token == mask_id for token in ids], stops=stop))
+        with named(what):
+            more = {"language": in_gaps_of(form[0], ids, mask_id, form[1])} if form[0] else {}
+        gaps = [token == mask_id for token in ids]
+        return self._checked(what, options, Request(ids, 0, gaps=gaps, stops=stop, more=more))
 
     def result(self, request: Request, completion: Completion, trace: list[list[int]] | None = None) -> Result:
         text = "" if self.tokenizer is None else self.decode(completion.output)

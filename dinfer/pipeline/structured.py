@@ -8,10 +8,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypedDict
 
-from dinfer.pipeline.inputs import named
+from dinfer.abilities.constraints import InLanguage
+from dinfer.abilities.lines import Kind
+from dinfer.pipeline.inputs import gaps_of, named
 from dinfer.recipe.recipe import Recipe
 from dinfer.recipe.registry import values_of
 from dinfer.structure import Compiler, Constraint, Language, choice, grammar, json_schema, regex, vocabulary_of
+from dinfer.structure.gaps import OPEN, fits, in_gaps
+
+SCOPES = "answer", "gap"  # of a constraint, where gaps are filled
 
 
 class Held(TypedDict, total=False):
@@ -38,20 +43,66 @@ class Form:
             return compiler.compile(self.constraint)
 
 
-def form_of(held: Mapping[str, Any]) -> Form | None:
-    """None: answers are free. Raises ValueError for two constraints or a wrong one, and TypeError for other names."""
+def given_of(held: Mapping[str, Any]) -> dict[str, Any]:
+    """The argument that says what answers are held to, if any does. Raises ValueError and TypeError as `form_of`."""
     if unknown := held.keys() - Held.__annotations__.keys():
         raise TypeError(f"got an unexpected keyword argument {min(unknown)!r}")
-    given = [(name, value) for name, value in held.items() if value is not None]
+    given = {name: value for name, value in held.items() if value is not None}
     if len(given) > 1:
-        raise ValueError(f"{' and '.join(name for name, _ in given)} are both given: an answer is held to one of them")
-    for name, value in given:
+        raise ValueError(f"{' and '.join(given)} are both given: an answer is held to one of them")
+    return given
+
+
+def form_of(held: Mapping[str, Any]) -> Form | None:
+    """None: answers are free. Raises ValueError for two constraints or a wrong one, and TypeError for other names."""
+    for name, value in given_of(held).items():
         with named(name):
             if name == "schema" and not isinstance(value, (dict, bool, str)):
                 return Form(name, _schema_of(value), partial(_instance, value))
             constraint = MAKERS[name](value)
             return Form(name, constraint, partial(value_of, constraint))
     return None
+
+
+def languages_of(held: Mapping[str, Any], scope: str, compiler: Callable[[], Compiler]) -> list[Language]:
+    """What gaps are held to: nothing; one language; or, if the scope is "gap" and a list is given, one for each gap."""
+    if scope not in SCOPES:
+        raise ValueError(f"scope={scope!r} must be one of {', '.join(SCOPES)}")
+    given = given_of(held)
+    if scope == "gap" and not given:
+        raise ValueError("scope=gap says what a constraint holds, and there is none: give schema, regex, ...")
+    found = list[Language]()
+    for name, value in given.items():
+        several = isinstance(value, list) and not (name == "choice" and all(isinstance(one, str) for one in value))
+        for one in value if several and scope == "gap" else [value]:
+            form = form_of({name: one})
+            found += [] if form is None else [form.language(compiler())]
+    return found
+
+
+def in_gaps_of(languages: Sequence[Language], ids: Sequence[int], mask_id: int, scope: str) -> InLanguage:
+    """How a canvas with gaps is in a language. Raises ValueError if nothing that fits is in it."""
+    runs, until = gaps_of(ids, mask_id), len(ids)
+    first, kinds = runs[0].start, [int(Kind.OUTSIDE)] * until
+    if scope == "answer":
+        if not fits(languages[0], [OPEN if token == mask_id else token for token in ids[first:]]):
+            raise ValueError(
+                "no text that the constraint allows has what stands around these gaps. From the first gap on, all text "
+                "is held to it; scope=gap holds each gap by itself"
+            )
+        behind = len(runs) > 1 or runs[0].stop < until
+        kinds[first:] = [int(Kind.INSIDE)] * (until - first)
+        return InLanguage(languages[0], first, until, kinds if behind else None)
+    if len(languages) not in (1, len(runs)):
+        raise ValueError(f"{len(languages)} constraints for {len(runs)} gaps: give one, or one for each")
+    for number, run in enumerate(runs):
+        own = languages[number % len(languages)]
+        if not fits(in_gaps((own,)), [OPEN] * len(run)):
+            raise ValueError(f"no text that the constraint allows has {len(run)} tokens, as gap {number + 1} has")
+        kinds[run.start : run.stop] = [int(Kind.INSIDE)] * len(run)
+    for run in runs[:-1]:
+        kinds[run.stop] = int(Kind.BETWEEN)
+    return InLanguage(in_gaps(tuple(languages)), first, until, kinds)
 
 
 def _given(constraint: Any) -> Constraint:

@@ -284,8 +284,10 @@ def add_infill(app: FastAPI, server: Server) -> None:
         server.check()
         served.check_size(body.text, "text")
         chosen = served.options(body.asked, body.dinfer.options)
-        try:
-            request = served.pipe.infill_request(body.text, chosen)
+        languages = [] if (held := body.held) is None else [await held.language(lambda: served.pipe.compiler, [])]
+        try:  # in a thread: a form is followed over the whole text
+            made = partial(served.pipe.infill_request, body.text, chosen, languages, body.scope)
+            request = await asyncio.to_thread(made)
         except ValueError as error:
             raise ApiError(400, f"text: {error}".replace("canvas 0", "the text"), "text", "invalid_value") from error
         job = server.job(served, [request], body.dinfer, Wanted(logprobs=body.top is not None), stream=False)

@@ -342,10 +342,17 @@ class CompletionRequest(Generation):
         return list(self.prompt)
 
 
-class InfillRequest(Scored, Sampled):
+class InfillRequest(Scored, Sampled, HeldFields):
     """Text with gaps: the model fills in n tokens for `[MASK:n]`."""
 
     text: Text
+    scope: Literal["answer", "gap"] = "answer"  # what a form holds: all text from the first gap on, or each gap
+
+    @model_validator(mode="after")
+    def _something_held(self) -> Self:
+        if self.scope == "gap" and self.held is None:
+            raise invalid("scope", "='gap' says what a form holds: give one too, such as response_format")
+        return self
 
 
 class ReadFields(Strict):

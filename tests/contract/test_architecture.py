@@ -149,7 +149,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "pipeline.reading": {
         "abilities", "engine.engine", "engine.request", "pipeline.inputs", "step.contracts", "step.spec", "structure",
     },
-    "pipeline.structured": {"pipeline.inputs", "recipe.recipe", "recipe.registry", "structure"},
+    "pipeline.structured": {"abilities", "pipeline.inputs", "recipe.recipe", "recipe.registry", "structure"},
     "pipeline.pipeline": {
         "abilities", "engine.engine", "engine.request", "engine.runtime", "loading.checkpoint",
         "loading.files", "parallel.divided_model", "pipeline.inputs", "pipeline.reading",

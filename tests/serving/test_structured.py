@@ -122,3 +122,30 @@ def test_a_client_that_leaves_stops_its_compilation(client: Client) -> None:
 
     asyncio.run(leave())
     compiler.close()
+
+
+@pytest.mark.parametrize(
+    ("fields", "gaps", "text"),
+    [
+        ({"regex": "[0-9]+", "scope": "gap"}, ("[0-9]+", "[0-9]+"), ".* is .*"),
+        ({"structured_outputs": {"regex": "x+y+ is z+"}}, ("x*y*", "z+"), "x+y+ is z+"),
+    ],
+)
+def test_gaps_are_held_to_a_form(client: Client, fields: Any, gaps: tuple[str, str], text: str) -> None:
+    answer = client.ask("/v1/infill", {"model": "tiny", "text": "[MASK:3] is [MASK:2]"} | fields).json()
+    assert all(re.fullmatch(form, gap) for form, gap in zip(gaps, answer["gaps"], strict=True)), answer
+    assert re.fullmatch(text, answer["text"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "what"),
+    [
+        ({"scope": "gap"}, "scope='gap' says what a form holds"),
+        ({"regex": "[0-9]+"}, "text: no text that the constraint allows has what stands around these gaps"),
+        ({"regex": "[0-9]+", "guided_regex": "a"}, "guided_regex and regex are both given"),
+        ({"regex": "["}, "regex"),
+    ],
+)
+def test_forms_that_gaps_cannot_have(client: Client, fields: Any, what: str) -> None:
+    answer = client.ask("/v1/infill", {"model": "tiny", "text": "[MASK:3] is [MASK:2]"} | fields)
+    assert answer.status_code == 400 and what in answer.json()["error"]["message"]

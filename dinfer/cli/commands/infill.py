@@ -7,6 +7,7 @@ usage: dinfer infill "The capital of [MASK:4] is Paris." [overrides ...]
 text with its gaps filled on stdout. Prints what fills each gap, tokens, forwards, tokens per forward (TPF) and seconds
 on stderr. max_new_tokens has no effect here.
 
+  dinfer infill "Tom has [MASK:2] coins." "regex='[0-9]+'" scope=gap
   dinfer infill "Tom has [MASK:2] coins." sampling.temperature=0.7 sampling.seed=3 decoder=fixed
 """
 
@@ -15,7 +16,7 @@ from typing import Any
 
 from dinfer.cli.application import launch
 from dinfer.cli.arguments import configured
-from dinfer.cli.recipe import pipeline, setting, text_of
+from dinfer.cli.recipe import held_of, pipeline, setting, text_of
 from dinfer.cli.terminal import say
 
 
@@ -24,11 +25,11 @@ def infill(config: dict[str, Any], given: str | None) -> None:
     text = text_of(config, "text", given)
     if text is None:
         raise ValueError('a text with gaps is needed: dinfer infill "The capital of [MASK:4] is Paris."')
-    stop = setting(config, "stop", bool)
+    stop, scope, held = setting(config, "stop", bool), setting(config, "scope", str), held_of(config)
     pipe = pipeline(config)
     from dinfer.cli.watch import summary
 
-    result = pipe.infill(text, stop=stop)
+    result = pipe.infill(text, stop=stop, scope=scope, **held)
     print(result.text)
     for index, words in enumerate(result.gap_texts, 1):
         say(f"[{index}] {words}")

@@ -145,6 +145,10 @@ def test_answers_of_a_task_are_held_to_a_form(pipe: Pipeline) -> None:
     assert line["generation_kwargs"]["schema"] == schema, "the record says it"
     lm = DinferLM(pipe)
     (text,) = lm.generate_until([request("How many?", {"regex": "[ab]{3,9}", "until": ["b"], "max_gen_toks": 12})])
+    (gap,) = lm.generate_until(
+        [request("Tom has ", {"infill": True, "regex": "[0-9]+", "max_gen_toks": 2}, {"suffix": " coins."})]
+    )
+    assert re.fullmatch("[0-9]+", gap)
     assert re.fullmatch("a{3,9}", text), "no stop string cuts what an answer is held to"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import re
 from typing import Any
@@ -100,3 +101,38 @@ def test_the_vocabulary_is_read_once_and_a_language_kept(pipe: Pipeline) -> None
     assert pipe.compiler is pipe.compiler
     assert pipe.compiler.compile(again) is pipe.compiler.compile(json_schema(SCHEMA))
     assert issubclass(ConstraintError, ValueError)
+
+
+CALCULATION = (
+    "<|user|>Start with 7, then add 5.<|assistant|>start 7\nadd 5: [MASK:2] + [MASK:1] = [MASK:2]\nanswer [MASK:3]"
+)
+
+
+def test_gaps_are_held_one_by_one(pipe: Pipeline) -> None:
+    (filled, again) = pipe.infill([CALCULATION, "[MASK:3] + [MASK:2]"], regex="[0-9]+", scope="gap")
+    assert all(re.fullmatch("[0-9]+", gap) for gap in (*filled.gap_texts, *again.gap_texts))
+    own = pipe.infill(CALCULATION, choice=[["is", "77"], ["x", "y"], ["ab"], ["no", "abc"]], scope="gap").gap_texts
+    assert own[0] in ("is", "77") and own[1] in ("x", "y") and own[2:] == ["ab", "abc"]
+
+
+def test_all_text_from_the_first_gap_on_is_held(pipe: Pipeline) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string"}, "n": {"type": "integer"}}, "required": ["n"]}
+    filled = pipe.infill('Answer: [MASK:12]"n":[MASK:20]', schema=schema)
+    assert schema["properties"].keys() >= json.loads(filled.text.removeprefix("Answer: ")).keys() >= {"n"}
+
+
+@pytest.mark.parametrize(
+    ("held", "what"),
+    [
+        ({"regex": "[0-9]+"}, "canvas 0: no text that the constraint allows has what stands around"),
+        ({"choice": ["yes"], "scope": "gap"}, "canvas 0: no text that the constraint allows has 1 tokens, as gap 2"),
+        ({"regex": ["a+"], "scope": "gap", "choice": ["a"]}, "regex and choice are both given"),
+        ({"regex": ["a+", "b+"], "scope": "gap"}, "canvas 0: 2 constraints for 4 gaps: give one, or one for each"),
+        ({"regex": ["a+", "b+"]}, "regex: a pattern is a str, not list"),
+        ({"scope": "gap"}, "scope=gap says what a constraint holds, and there is none"),
+        ({"scope": "gaps", "regex": "a"}, "scope='gaps' must be one of answer, gap"),
+    ],
+)
+def test_gaps_that_cannot_be_held(pipe: Pipeline, held: Any, what: str) -> None:
+    with pytest.raises(ValueError, match=what):
+        pipe.infill(CALCULATION, **held)
