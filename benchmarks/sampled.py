@@ -2,6 +2,7 @@
 
     python -m benchmarks.sampled --model tiny --device cuda --rows 600 --out benchmarks/results/sampled-tiny-h200.json
     python -m benchmarks.sampled --model tiny-llada2 --device cuda --rows 600 --out FILE     # minutes on a card
+    python -m benchmarks.sampled --one --settings T=0 T=0.7 T=1 top_p=0.9 --out benchmarks/results/sampled-one-cpu.json
     python -m benchmarks.sampled --count 3 --new 64     # dry run on a CPU
 
 All settings of a decoder run in one batch, each request with its own options and seed. `benchmarks.report` makes the
@@ -63,6 +64,13 @@ def recipes(model: str) -> Iterator[Wanted]:
         yield from ((CAUSAL, decoder, "block", None) for decoder in plain)
 
 
+def one_a_step(model: str) -> Iterator[Wanted]:
+    """Recipes that commit one token a step: what a draw costs by itself."""
+    iteration, cache = (BLOCKS, "dual") if model == "tiny" else (CAUSAL, "block")
+    for decoder in ({"name": "entropy_bound", "bound": 0.0}, {"name": "fixed", "steps": 32}):
+        yield iteration, decoder, cache, None
+
+
 def main(args: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=["tiny", "tiny-llada2"], default="tiny")
@@ -71,15 +79,17 @@ def main(args: list[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, default=200)
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--only", nargs="*", help="names of decoders or iterations; default: all")
+    parser.add_argument("--one", action="store_true", help="decoders that commit one token a step, and no others")
+    parser.add_argument("--settings", nargs="*", choices=[*SETTINGS], default=[*SETTINGS])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args(args)
     report: dict[str, Any] = {**begun(given, torch.device(given.device)), "rows": []}
     problems = generate("heldout", given.count, given.seed)
-    questions = [problem.question for problem in problems] * len(SETTINGS)
-    options = [asked | {"sampling.seed": i} for asked in SETTINGS.values() for i in range(given.count)]
+    questions = [problem.question for problem in problems] * len(given.settings)
+    options = [SETTINGS[name] | {"sampling.seed": i} for name in given.settings for i in range(given.count)]
     pipes: dict[str | None, dinfer.Pipeline] = {}
-    for iteration, decoder, cache, adapter in recipes(given.model):
+    for iteration, decoder, cache, adapter in (one_a_step if given.one else recipes)(given.model):
         if given.only and not {decoder["name"], iteration["name"]} & {*given.only}:
             continue
         if adapter not in pipes:
@@ -95,7 +105,7 @@ def main(args: list[str] | None = None) -> None:
             "options": options_of(decoder), "cache": cache, "seconds": round(seconds, 1),
         }  # fmt: skip
         cells = {}
-        for at, name in enumerate(SETTINGS):
+        for at, name in enumerate(given.settings):
             own = results[at * given.count : (at + 1) * given.count]
             row = measure(samples_of(problems, own), seconds).row()
             cells[name] = {key: row[key] for key in ("accuracy", "accuracy_low", "accuracy_high", "nfe", "tpf")}
