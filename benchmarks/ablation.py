@@ -31,15 +31,13 @@ import torch
 from benchmarks.clock import Clock
 from benchmarks.feeds import apart, random_prompts
 from benchmarks.provenance import provenance, save
-from benchmarks.shapes import shape
+from benchmarks.shapes import random_model
 from benchmarks.tables import lost
 from dinfer import Pipeline, Runtime, compose
 from dinfer.engine.scheduler import scheduler
 from dinfer.engine.scheduler.grouping import PrefillBatching
 from dinfer.engine.scheduler.lookahead import Lookahead
 from dinfer.kernels.dispatch import GROUPS, VARIABLE
-from dinfer.layers.linear import quantize
-from dinfer.loading.checkpoint import random_network
 from dinfer.recipe.recipe import Recipe
 from dinfer.step.contracts import ModelSpec
 
@@ -113,12 +111,8 @@ def without(name: str) -> Iterator[None]:
 
 def network(case: Case, device: torch.device) -> Recipe:
     """The recipe of a case. Its tokens choose experts independently of each other."""
-    family, spec = shape(case.shape)
-    torch.manual_seed(0)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    model = random_network(family, spec, dtype=dtype, device=device)
-    if case.quantize:
-        quantize(model, case.quantize)
+    model = random_model(case.shape, device, quantized=case.quantize)
+    spec = model.spec
     causal = spec.causal_block is not None
     iteration = {"name": "block_diffusion" if causal else "blockwise", "block": BLOCK, "stop": "off"}
     recipe = compose(model, iteration=iteration, decoder=case.decoder, cache="block" if causal else "dual")

@@ -20,11 +20,10 @@ import torch
 from benchmarks.clock import Clock
 from benchmarks.feeds import random_prompts
 from benchmarks.provenance import begun, save
-from benchmarks.shapes import SHAPES, shape
+from benchmarks.shapes import SHAPES, random_model
 from dinfer import Pipeline, Runtime, compose
 from dinfer.abilities.constraints import InLanguage
 from dinfer.engine.request import Request
-from dinfer.loading.checkpoint import random_network
 from dinfer.step.spec import ModelSpec
 from dinfer.structure.compiler import compile_automaton
 from dinfer.structure.constraint import regex
@@ -75,10 +74,8 @@ def main(args: list[str] | None = None) -> None:
     given = parser.parse_args(args)
     device = torch.device(given.device)
     report = begun(given, device) | {"languages": {}, "batches": {}}
-    family, spec = shape(given.shape)
-    torch.manual_seed(0)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    model = random_network(family, spec, dtype=dtype, device=device)
+    model = random_model(given.shape, device)
+    spec = model.spec
     tokens = vocabulary(spec)
     languages: dict[str, Language | None] = {"none": None}
     languages |= {states: lists_of_words(int(states), tokens) for states in given.states.split(",")}

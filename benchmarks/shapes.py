@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from dinfer.loading.checkpoint import family_of
+import torch
+
+from dinfer.layers.linear import quantize
+from dinfer.loading.checkpoint import family_of, random_network
 from dinfer.recipe.registry import MODELS
 from dinfer.step.contracts import ModelSpec
 from dinfer.step.model import ModelFamily
@@ -123,3 +126,14 @@ def shape(name: str) -> tuple[ModelFamily, ModelSpec]:
     config = SHAPES[name]
     family = MODELS.build({"name": family_of(config)} | OPTIONS.get(name, {}))
     return family, family.spec(config)
+
+
+def random_model(name: str, device: torch.device, dtype: str | None = None, quantized: str | None = None) -> Any:
+    """A shape with random weights, the same at every call. `dtype`: None is bfloat16 on a card, else float32."""
+    torch.manual_seed(0)
+    usual = "bfloat16" if device.type == "cuda" else "float32"
+    family, spec = shape(name)
+    model = random_network(family, spec, dtype=getattr(torch, dtype or usual), device=device)
+    if quantized:
+        quantize(model, quantized)
+    return model

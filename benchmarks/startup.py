@@ -27,13 +27,11 @@ import torch
 
 from benchmarks.feeds import random_prompts
 from benchmarks.provenance import begun, save
-from benchmarks.shapes import SHAPES, shape
+from benchmarks.shapes import SHAPES, random_model
 from benchmarks.throughput import Scripted, closed_loop
 from dinfer.engine.engine import Engine
 from dinfer.engine.request import Request
 from dinfer.engine.runtime import Runtime
-from dinfer.layers.linear import quantize
-from dinfer.loading.checkpoint import random_network
 from dinfer.recipe.recipe import compose
 from dinfer.startup.prepare import prepare
 
@@ -74,12 +72,8 @@ def start(given: argparse.Namespace) -> dict[str, Any]:
     began = time.perf_counter()
     device = torch.device(given.device)
     cuda = device.type == "cuda"
-    family, spec = shape(given.shape)
-    torch.manual_seed(0)
     prepare(device)  # as `dinfer.load` does
-    model = random_network(family, spec, dtype=getattr(torch, given.dtype), device=device)
-    if given.quantize:
-        quantize(model, given.quantize)
+    model = random_model(given.shape, device, given.dtype, given.quantize)
     if cuda:
         torch.cuda.synchronize()
     ready = time.perf_counter()
@@ -87,6 +81,7 @@ def start(given: argparse.Namespace) -> dict[str, Any]:
     compilations = Compilations()
     if cuda:
         compilations.listen()
+    spec = model.spec
     causal = spec.causal_block is not None
     block = given.block or (spec.causal_block if causal and (spec.causal_block or 0) < 32 else 32)
     iteration = {"name": "block_diffusion" if causal else "blockwise", "block": block, "stop": "off"}

@@ -37,14 +37,12 @@ from benchmarks.clock import Clock
 from benchmarks.feeds import apart, random_prompts
 from benchmarks.limits import WARM, rates, run_limit
 from benchmarks.provenance import begun, save
-from benchmarks.shapes import SHAPES, shape
+from benchmarks.shapes import SHAPES, random_model, shape
 from benchmarks.step import pool
 from dinfer.demo.problems import generate
 from dinfer.engine.engine import Engine
 from dinfer.engine.request import ONLY_COUNTS, Completion, Request, Update, Wants
 from dinfer.engine.runtime import KV
-from dinfer.layers.linear import quantize
-from dinfer.loading.checkpoint import random_network
 from dinfer.parallel.divided_model import Source, divided
 from dinfer.recipe.registry import check_range, option
 from dinfer.step.contracts import BlockView, Decoder, Proposal, State, TokenStats
@@ -254,11 +252,7 @@ def pipeline(given: argparse.Namespace, device: torch.device) -> dinfer.Pipeline
         source = Source(family, None, dtype, given.quantize, SHAPES[given.shape])
         model = divided(source, given.tensor_parallel, device, given.expert_parallel)
     else:
-        family, spec = shape(given.shape)
-        torch.manual_seed(0)
-        model = random_network(family, spec, dtype=getattr(torch, given.dtype), device=device)
-        if given.quantize:
-            quantize(model, given.quantize)
+        model = random_model(given.shape, device, given.dtype, given.quantize)
     causal = model.spec.causal_block is not None
     iteration = {
         "name": given.iteration or ("block_diffusion" if causal else "blockwise"), "block": given.block,

@@ -51,7 +51,7 @@ class Candidates(Extra):
 
 # Which drafts each candidate fills in, by rank of confidence: a tree of states, as in Spiffy. It is calibrated: a set
 # is the one that saves most forwards beside those before it, on 24 problems of another seed than the benchmarks',
-# averaged over the recipes of benchmarks/speculation.py.
+# averaged over the recipes of benchmarks/results/speculation-*.json.
 DRAFTED = (
     (0,), (0, 1), (1,), (0, 1, 2), (0, 2), (0, 1, 2, 3), (2,), (0, 1, 3), (0, 1, 2, 3, 4), (0, 1, 2, 4), (1, 2), (0, 3),
     (3,), (0, 1, 2, 3, 4, 5), (0, 2, 3), (0, 1, 4),

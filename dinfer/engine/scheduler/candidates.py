@@ -10,8 +10,8 @@ from dinfer.engine.runtime import AUTO_CANDIDATES
 # H200 a product of 128 rows takes 13.9 us, of 160 rows 19.3 us, and of 256 rows 16.8 us.
 FILLED = (64, 128, 192, 256, 384, 512)
 # Steps that follow a forward without one of their own, by candidates: the mean over the recipes of
-# benchmarks/speculation.py for 1, 2, 4 and 8, and between them for the others. It counts as what WEIGHT forwards have
-# shown; what the requests show is added to it.
+# benchmarks/results/speculation-*.json for 1, 2, 4 and 8, and between them for the others. It counts as what WEIGHT
+# forwards have shown; what the requests show is added to it.
 EXPECTED = (0.0, 0.29, 0.37, 0.42, 0.47, 0.50, 0.53, 0.55, 0.57)
 WEIGHT = 64
 BELIEVED = 3  # measured steps from which on a time is believed

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import dinfer.kernels
-from benchmarks import card, figures, goals, open_blocks, parts, startup, step, tables, throughput
+from benchmarks import card, figures, goals, parts, startup, step, tables, throughput
 from benchmarks.feeds import apart, plain_tokens, random_prompts
 from benchmarks.limits import limits, operations, weight_bytes
 from benchmarks.parts import Span, by_kernel, by_part, longest
@@ -198,14 +198,6 @@ def test_our_side_of_the_comparison_does_the_common_work(tmp_path: Path) -> None
     found = json.loads((tmp_path / "out.json").read_text())
     assert found["forwards"] == 16 / work.RATE and found["same_tokens"] and len(found["all_s"]) == 2
     assert {width: row["forwards"] for width, row in found["by_width"].items()} == {"24": 2, "8": 2}
-
-
-def test_a_step_is_timed_by_open_blocks(tmp_path: Path) -> None:
-    out = tmp_path / "open.json"
-    open_blocks.main(f"--shape small --device cpu --blocks 1,2 --candidates 2 --prompt 8 --new 64 --out {out}".split())
-    one, two, drafted = json.loads(out.read_text())["runs"]
-    assert (one["width"], two["width"], drafted["width"]) == (32, 64, 32) and one["ratio"] == 1
-    assert [run["candidates"] for run in (one, two, drafted)] == [0, 0, 2]
 
 
 def test_a_start_is_told_phase_by_phase() -> None:
