@@ -822,7 +822,7 @@ def sampled() -> str:
 
 def narrow_windows() -> str:
     """Accuracy and cost of narrow windows beside whole blocks, and tokens a second on a CPU."""
-    reports = [load(path.stem) for path in sorted(RESULTS.glob("narrow-*cpu.json"))]
+    reports = [load(path.stem) for path in sorted(RESULTS.glob("narrow-*.json"))]  # a card's behind a CPU's
     runs = {(run["model"], setting_of(run), run.get("in_flight")): run for one in reports for run in one["runs"]}
     whole = {(model, count): run for (model, _, count), run in runs.items() if run["cache"] in ("block", "dual")
              and "leftmost" not in run}  # fmt: skip

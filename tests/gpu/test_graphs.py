@@ -16,16 +16,18 @@ from support.matrix import (
     engine_for,
     every_recipe,
     may_speculate,
+    observed,
     outcome,
     over_shared_model,
     requests_for,
 )
 from support.models import tiny_model
 
+from dinfer.abilities.slices import Sliced
 from dinfer.abilities.watching import Watches
 from dinfer.decoders.threshold import Threshold
 from dinfer.engine.engine import Engine
-from dinfer.engine.request import Wants
+from dinfer.engine.request import Request, Wants
 from dinfer.kernels.dispatch import VARIABLE
 from dinfer.recipe.recipe import compose
 from dinfer.step.contracts import BlockView, Proposal, State, TokenStats
@@ -101,6 +103,26 @@ def test_speculation_under_graphs_gives_the_tokens_of_plain_steps(combination: C
         got = completions(engine, requests)
         assert [(c.canvas, c.output) for c in got] == [(c.canvas, c.output) for c in want]
         assert all(a.counts.forwards <= b.counts.forwards for a, b in zip(got, want, strict=True))
+    assert engine.runner.captured > 0 and engine.runner.refused == {}
+
+
+@pytest.mark.parametrize(
+    "iteration", [{"name": "block_diffusion"}, {"name": "multi_block", "blocks": 2, "align": True}]
+)
+def test_sliced_steps_under_graphs_give_the_tokens_of_one_row_alone(
+    iteration: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model("block_causal", dtype=torch.float32, device="cuda", head_dim=16)
+    cache = {"name": "narrow_block", "ahead": 4, "back": 2}
+    recipe = compose(model, iteration={**iteration, "block": 16}, decoder="threshold", cache=cache)
+    requests = [Request([5, 6, 7 + i], 30 + 7 * i, recipe.resolve({})) for i in range(6)]
+    want = [outcome(c) for c in completions(engine_for(recipe, rows=1), requests)]
+    monkeypatch.setattr("dinfer.engine.scheduler.grouping.FREE", 1)
+    engine = engine_for(recipe, rows=6, graphs=True)
+    shapes = observed(engine)
+    for _ in range(3):
+        assert [outcome(c) for c in completions(engine, requests)] == want
+    assert any(shape.extra(Sliced) for shape in shapes)
     assert engine.runner.captured > 0 and engine.runner.refused == {}
 
 
