@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
@@ -49,13 +50,14 @@ def runtime_of(config: dict[str, Any], device: str) -> Runtime:
     return group(config, "runtime", Runtime, **graphs)
 
 
-def beside(base: Pipeline, parts: dict[str, Any]) -> Pipeline:
-    """Another recipe around the same network."""
+def beside(base: Pipeline, parts: dict[str, Any], rows: int | None = None) -> Pipeline:
+    """Another recipe around the same network. `rows`: requests in flight; None: as many as there."""
     from dinfer.pipeline import Pipeline
     from dinfer.recipe.recipe import compose
 
     names = {kind: parts[kind] for kind in GROUPS if kind != "model"}
-    return Pipeline(compose(base.model, **names), base.tokenizer, base.engine.runtime)
+    runtime = base.engine.runtime if rows is None else replace(base.engine.runtime, rows=rows)
+    return Pipeline(compose(base.model, **names), base.tokenizer, runtime)
 
 
 def ranks_of(config: dict[str, Any]) -> int:

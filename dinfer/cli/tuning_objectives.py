@@ -1,23 +1,31 @@
 """What `dinfer tune` measures recipes on: generated word problems, or a task of `dinfer eval`."""
 
+from __future__ import annotations
+
 import json
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from dinfer.analysis.comparison import solve
 from dinfer.analysis.metrics import Metrics
-from dinfer.analysis.tuning import Measured, Objective, Parts, Split
+from dinfer.analysis.tuning import Measured, Parts, Split
 from dinfer.cli import conf
 from dinfer.cli.recipe import beside, counted, need, pipeline, problems_of, ranks_of, setting
 from dinfer.demo.problems import Problem
 
 
-def objective_of(config: dict[str, Any]) -> Objective:
+def objective_of(config: dict[str, Any]) -> Problems | Task:
     """What the configuration asks to measure recipes on. Raises ValueError, OSError."""
     for name in ("count", "heldout"):
         counted(config, name)
     return Problems(config) if config["tasks"] is None else Task(config)
+
+
+def some(rows: int) -> int:
+    """How many problems show the speed of so many in flight."""
+    return max(4 * rows, 16)
 
 
 class Problems:
@@ -31,10 +39,10 @@ class Problems:
         self.timed = config["goal"] == "tps"
         self.base = pipeline(config)
 
-    def __call__(self, parts: Parts, split: Split) -> Measured:
-        problems = self.problems[split]
-        pipe = beside(self.base, parts)
-        if self.timed:  # memory, kernels and graphs are nobody's speed
+    def __call__(self, parts: Parts, split: Split, rows: int | None = None) -> Measured:
+        problems = self.problems[split][: rows and some(rows)]
+        pipe = beside(self.base, parts, rows)
+        if self.timed or rows:  # memory, kernels and graphs are nobody's speed
             solve(pipe, problems[: pipe.engine.runtime.rows], self.new_tokens)
         return Measured(*solve(pipe, problems, self.new_tokens))
 
@@ -51,21 +59,21 @@ class Task:
         self.config = config
         asked = {name: value for name, value in conf.read(conf.folder() / "eval.yaml").items() if name != "defaults"}
         asked |= {name: config[name] for name in asked.keys() & config.keys()}
-        self.settings = {
-            "calibration": settings_of(asked, documents=(0, count)),
-            "heldout": settings_of(asked, documents=(count, count + heldout)),
-        }
-        if len(self.settings["calibration"].tasks) != 1:
+        self.bounds: dict[Split, tuple[int, int]] = {"calibration": (0, count), "heldout": (count, count + heldout)}
+        self.settings = partial(settings_of, asked)
+        if len(self.settings(documents=(0, count)).tasks) != 1:
             raise ValueError(f"tasks={config['tasks']}: tune on one task at a time")
         self.among = replicas(setting(config, "device", str | None), ranks_of(config))
         if self.among.size > 1:
             raise ValueError(f"dinfer tune runs on one rank, not on {self.among.size}: start it without torchrun")
         self.base = pipeline(config | {"device": str(self.among.device)})
 
-    def __call__(self, parts: Parts, split: Split) -> Measured:
+    def __call__(self, parts: Parts, split: Split, rows: int | None = None) -> Measured:
         from evaluations import run as runs
 
-        pipe, settings = beside(self.base, parts), self.settings[split]
+        first, end = self.bounds[split]
+        documents = first, end if rows is None else min(end, first + some(rows))
+        pipe, settings = beside(self.base, parts, rows), self.settings(documents=documents)
         recipe = {"model": self.config["model"], **parts}
         with TemporaryDirectory(prefix="dinfer-tune-") as folder:
             found = runs.evaluate(

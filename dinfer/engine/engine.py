@@ -11,6 +11,7 @@ from collections.abc import Generator, Iterable, Sequence
 
 import torch
 
+from dinfer.engine.adaptive import Loops, levels_of
 from dinfer.engine.loop import Loop
 from dinfer.engine.request import ONLY_COUNTS, Request, Update, Wants
 from dinfer.engine.row import Row
@@ -51,13 +52,13 @@ class Engine:
                 f"runtime.expert_parallel={runtime.expert_parallel}, but the model was loaded with {dealt}: load it "
                 "with that runtime"
             )
-        if (reason := recipe.refused(runtime=runtime)) is not None:
-            raise IncompatibleRecipe(reason)
-        if runtime.tensor_parallel == 1 or (ranks := leader()) is None:
-            worker = Worker(recipe, runtime)
-        else:
-            worker = LeadingWorker(recipe, runtime, ranks, plain or recipe)
-        self.recipe, self.runtime, self.loop = worker.recipe, runtime, Loop(worker)
+        self.levels = levels_of(recipe, runtime)
+        for level in self.levels:
+            if (reason := level.recipe.refused(runtime=level.runtime)) is not None:
+                raise IncompatibleRecipe(reason)
+        self.loops = [Loop(worker_for(level.recipe, level.runtime, plain)) for level in self.levels]
+        self.loop: Loop | Loops = self.loops[0] if runtime.load is None else Loops(self.levels, self.loops)
+        self.recipe, self.runtime = self.loop.worker.recipe if runtime.load is None else recipe, runtime
         self._turn = threading.Condition()
         self._stepping = False  # a thread runs a round
         self._inbox: deque[Update] = deque()  # of the requests that were added
@@ -66,6 +67,7 @@ class Engine:
 
     @property
     def runner(self) -> Runner:
+        """Where requests have several recipes, that of the greatest load."""
         return self.loop.worker.runner
 
     @property
@@ -91,12 +93,13 @@ class Engine:
 
     def occupancy(self) -> dict[str, int]:
         """Numbers of waiting and running requests, and of pages of keys and values, all and free."""
-        batch, waiting = self.loop.batch, len(self.loop.waiting)
-        if batch is None:
-            return {"waiting": waiting, "running": 0, "pages": 0, "pages_free": 0}
+        batches = [loop.batch for loop in self.loops if loop.batch is not None]
         return {
-            "waiting": waiting, "running": len(batch.rows), "pages": batch.room.pages, "pages_free": batch.pages.free,
-        }  # fmt: skip
+            "waiting": len(self.loop.waiting) + sum(len(one.waiting) for one in self.loops if one is not self.loop),
+            "running": sum(len(batch.rows) for batch in batches),
+            "pages": sum(batch.room.pages for batch in batches),
+            "pages_free": sum(batch.pages.free for batch in batches),
+        }
 
     def run(self, requests: Sequence[Request], wants: Wants = ONLY_COUNTS) -> Generator[Update]:
         """Yields an update of a request after each of its steps; the last has its completion.
@@ -160,10 +163,11 @@ class Engine:
         """Raises ValueError for a request that can never run here."""
         runtime, spec = self.runtime, self.recipe.model.spec
         request.check(spec)
-        self.recipe.check(request.options, runtime=runtime, request=request)
-        for ability in self.recipe.abilities:
-            if (reason := ability.refusal(self.recipe, request.options, request.more)) is not None:
-                raise ValueError(reason)
+        for level in self.levels:
+            level.recipe.check(request.options, runtime=level.runtime, request=request)
+            for ability in level.recipe.abilities:
+                if (reason := ability.refusal(level.recipe, request.options, request.more)) is not None:
+                    raise ValueError(reason)
         need = pages_of(request, self.recipe, runtime.page)
         if runtime.max_length is not None and request.length > runtime.max_length:
             raise ValueError(
@@ -214,3 +218,10 @@ class Engine:
                 row.cancelled = True
             if not self._stepping:
                 self.loop.sweep()
+
+
+def worker_for(recipe: Recipe, runtime: Runtime, plain: Recipe | None) -> Worker:
+    """The worker of rank 0. `plain`: see `Engine`."""
+    if runtime.tensor_parallel == 1 or (ranks := leader()) is None:
+        return Worker(recipe, runtime)
+    return LeadingWorker(recipe, runtime, ranks, plain or recipe)

@@ -147,6 +147,11 @@ class Counts:
         return self.tokens / self.forwards
 
     @property
+    def recipe(self) -> str:
+        """With runtime.load=adaptive the recipe that the request got; empty otherwise."""
+        return str(self.more.get("recipe", ""))
+
+    @property
     def positions_per_committed(self) -> float:
         """Computed positions, those of the prompt included, per decoded one."""
         return self.positions / max(self.committed, 1)
@@ -181,6 +186,7 @@ class Update:
     cached: int = 0  # tokens of the prompt whose keys were shared when the request began
     positions: int = 0  # computed so far
     committed: int = 0  # masked positions decoded so far
+    more: Mapping[str, Any] = field(default_factory=dict)  # see `Counts.more`, as far as it is known
     error: Exception | None = None  # why the request ended without a completion: NonFiniteLogits, StalledRow, any
 
     @property

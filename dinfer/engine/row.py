@@ -154,7 +154,7 @@ class Row:
         active, offers = (self.active, self.offers) if self.wants.drafts else (None, None)
         return Update(
             *where, tokens, masked, done, now.block, new, logprobs, active, offers, cached=self.cached,
-            positions=self.positions, committed=now.committed,
+            positions=self.positions, committed=now.committed, more=self.figures,
         )  # fmt: skip
 
     def _output_positions(self, first: int, count: int) -> list[int]:

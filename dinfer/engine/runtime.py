@@ -14,6 +14,8 @@ Kv = Literal["model", "fp8"]
 KV: tuple[str, ...] = get_args(Kv)
 AUTO_CANDIDATES = 7  # the most candidates with `speculate` auto
 MOST_ROWS = 1 << 16  # tables of the canvas alone would fill the memory of a host with more
+CHOOSES = "It chooses among recipes of a measured table that lose no more accuracy than is allowed"
+TUNES = "`dinfer tune table=FILE` with this model and this recipe writes one"
 LONGEST_PAGE = 4096  # the shortest request takes a whole page
 
 
@@ -29,6 +31,9 @@ class Runtime:
     # throughput: in large batches rows enter a block with a narrow extra pass, which counts in NFE, and prefills wait
     # for others to share a step with, so that first blocks come later (cache=block)
     favour: Literal["latency", "throughput"] = "latency"
+    load: Literal["adaptive"] | None = None  # adaptive: `load_table` says which recipe a request gets (`adaptive.py`)
+    load_table: str | None = None  # a file that `dinfer tune` writes
+    max_accuracy_loss: float | None = None  # points that a recipe of the table may have lost against this one
     share: bool = False  # prompts that begin alike share keys (cache=block). Faster; NFE counts fewer prefills
     speculate: int | Literal["auto"] = 0  # candidates, `abilities/candidates.py`; auto: what pays, as measured
     graphs: bool = False  # run each step as a CUDA graph
@@ -46,6 +51,8 @@ class Runtime:
         check_types("runtime", self)
         check_range("runtime", self, "max_length", "pages", "positions", "tensor_parallel", least=1)
         check_range("runtime", self, "rows", least=1, most=MOST_ROWS)
+        check_range("runtime", self, "max_accuracy_loss", least=0, most=100)
+        self._check_load()
         if self.speculate != "auto":
             check_range("runtime", self, "speculate", least=0, most=len(DRAFTED))
         check_range("runtime", self, "page", least=1, most=LONGEST_PAGE)
@@ -58,6 +65,19 @@ class Runtime:
             raise ValueError(
                 f"runtime.compile={self.compile} is for one card, since a compiled model holds no sums over cards, and "
                 f"runtime.tensor_parallel={self.tensor_parallel}. Use runtime.compile=none"
+            )
+
+    def _check_load(self) -> None:
+        given = {"load_table": self.load_table, "max_accuracy_loss": self.max_accuracy_loss}
+        for name, value in given.items():
+            if value is None and self.load:
+                raise ValueError(f"runtime.load=adaptive needs runtime.{name}. {CHOOSES}: {TUNES}")
+            if value is not None and self.load is None:
+                raise ValueError(f"runtime.{name}={value} says which recipes may be chosen: add runtime.load=adaptive")
+        if self.load and self.pages is not None:
+            raise ValueError(
+                f"runtime.pages={self.pages} is for one recipe, and with runtime.load=adaptive each has pages of its "
+                "own: leave pages out, and set rows and max_length"
             )
 
 

@@ -93,8 +93,9 @@ class Pipeline:
     def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None, runtime: Runtime) -> None:
         self.recipe, self.tokenizer = recipe, tokenizer
         spec = recipe.model.spec
-        _tell_if_inexact(spec.family, spec.attention_layout, recipe.cache, recipe.alignment)
         self.engine = Engine(recipe, runtime)
+        for level in self.engine.levels:
+            _tell_if_inexact(spec.family, spec.attention_layout, level.recipe.cache, level.recipe.alignment)
 
     @property
     def model(self) -> Any:

@@ -19,15 +19,19 @@ OF_PROMPT = "left to right, others masked: one of the orders that the likelihood
 LEAST = -9999.0  # stands for minus infinity, which JSON lacks
 
 
-def spent(counts: Sequence[Counts], tokens: int) -> dict[str, float]:
-    """What the rows of an answer of so many tokens cost: forwards (NFE) and positions, and both for each token."""
+def spent(counts: Sequence[Counts], tokens: int) -> dict[str, Any]:
+    """What the rows of an answer of so many tokens cost: forwards (NFE) and positions, and both for each token.
+
+    With runtime.load=adaptive also the recipe that they got.
+    """
     forwards, positions, committed = (
         sum(getattr(one, name) for one in counts) for name in ("forwards", "positions", "committed")
     )
+    recipes = [*dict.fromkeys(one.recipe for one in counts if one.recipe)]
     return {
         "forwards": forwards, "tpf": tokens / max(forwards, 1), "positions": positions,
         "positions_per_committed": positions / max(committed, 1),
-    }  # fmt: skip
+    } | ({"recipe": "; ".join(recipes)} if recipes else {})  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -237,7 +237,7 @@ def failure(error: Exception) -> ApiError:
 
 def partial(update: Update, tokens: int) -> Counts:
     """The counts of a row that a stop string ended before the engine did."""
-    return Counts(update.forwards, 0, 0, update.committed, tokens, 0.0, update.positions)
+    return Counts(update.forwards, 0, 0, update.committed, tokens, 0.0, update.positions, more=update.more)
 
 
 async def merged(streams: Sequence[AsyncGenerator[Event]]) -> AsyncGenerator[Event]:

@@ -127,9 +127,13 @@ MAY_IMPORT: dict[str, set[str]] = {
         "engine.runtime", "engine.worker", "parallel.channel", "parallel.leader",
         "recipe.recipe", "recipe.registry", "step.canvas", "step.shape", "step.state",
     },
+    "engine.adaptive": {
+        "abilities", "engine.loop", "engine.request", "engine.row", "engine.runtime", "recipe.recipe",
+        "recipe.registry", "step.contracts", "step.spec",
+    },
     "engine.engine": {
-        "abilities", "engine.runtime", "engine.loop", "engine.request", "engine.row", "engine.runner",
-        "engine.worker", "kernels", "parallel.leader", "parallel.leader_worker",
+        "abilities", "engine.adaptive", "engine.runtime", "engine.loop", "engine.request", "engine.row",
+        "engine.runner", "engine.worker", "kernels", "parallel.leader", "parallel.leader_worker",
         "recipe.recipe",
     },
     "engine.async_engine": {"engine.engine", "engine.request"},
@@ -170,7 +174,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "analysis.trace", "recipe.recipe", "engine", "layers", "pipeline", "recipe.registry", "step.step",
     },
     "analysis.plots": set(),
-    "analysis.tuning": {"recipe.recipe", "analysis.metrics", "recipe.registry"},
+    "analysis.tuning": {"recipe.recipe", "analysis.metrics", "engine.adaptive", "recipe.registry"},
     "analysis.trace": {
         "engine", "pipeline", "recipe.recipe", "recipe.registry", "step.contracts", "step.model", "step.window",
     },
@@ -183,7 +187,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cli": {
         "analysis.audit", "loading.checkpoint", "loading.files", "loading.inspect", "recipe.recipe",
         "step.spec", "engine", "analysis.comparison", "analysis.metrics", "analysis.outputs",
-        "parallel.divided_model", "parallel.leader", "pipeline", "pipeline.ahead", "pipeline.structured",
+        "analysis.provenance", "parallel.divided_model", "parallel.leader", "pipeline", "pipeline.ahead",
+        "pipeline.structured",
         "analysis.plots", "demo", "step.contracts", "recipe.registry", "recipe.presets",
         "analysis.trace", "analysis.tuning", "serving",
     },
@@ -362,7 +367,11 @@ def test_no_text_is_run() -> None:
 
 
 CORE_FOLDERS = ("engine", "memory", "parallel", "recipe", "startup", "step")
-EVERYDAY = {"block", "none"}  # words of messages too: these count where they are written as choices, cache=none
+EVERYDAY = {
+    "adaptive",
+    "block",
+    "none",
+}  # words of messages too: these count where they are written as choices, cache=none
 NAMED = {("dinfer/recipe/recipe.py", "standard")}  # who composes a recipe in Python need not name a sampling
 
 

@@ -9,6 +9,9 @@ line. By default that is `recipe=careful`: one token a forward, no cache.
 You may change the space of the search: space.decoder.name=[threshold,factor] space.decoder.threshold.low=0.8
 +space.decoder.steps=[8,16] space.iteration=null.
 
+With table=FILE it also writes the table by which runtime.load=adaptive chooses recipes by the requests in flight:
+accuracy on the held-out problems, forwards, positions, and tokens a second at each number of in_flight.
+
   dinfer tune --max-drop 2 tasks=gsm8k_llada model=llada_8b_instruct device=cuda
   dinfer tune cache=dual decoder=threshold decoder.threshold=0.95   # faster than that one, and as good
 """
@@ -18,6 +21,7 @@ from __future__ import annotations
 import json
 import shlex
 from argparse import Namespace
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +36,7 @@ from dinfer.cli.terminal import Report, say
 
 if TYPE_CHECKING:
     from dinfer.analysis.tuning import Found, Parts, Tried
+    from dinfer.pipeline import Pipeline
 
 GOALS = ("tps", "tpf")
 
@@ -52,7 +57,7 @@ def run(args: Namespace) -> None:
 def run_search(config: dict[str, Any], _text: str | None, *, command: str) -> None:
     """Searches, says what it tries, and writes what it found."""
     need("optuna", "tune", "dinfer tune needs Optuna")
-    from dinfer.analysis.tuning import Found, NothingFound, tune
+    from dinfer.analysis.tuning import Found, NothingFound, by_load, tune
     from dinfer.cli.tuning_objectives import objective_of
 
     goal = setting(config, "goal", str)
@@ -60,17 +65,21 @@ def run_search(config: dict[str, Any], _text: str | None, *, command: str) -> No
         raise ValueError(f"goal={goal} must be tps (tokens a second) or tpf (tokens a forward)")
     path = preset.target(Path(setting(config, "preset", str)))
     out = setting(config, "out", str | None)
-    for file in (path, *([] if out is None else [Path(out)])):
+    table, counts = setting(config, "table", str | None), setting(config, "in_flight", tuple[int, ...])
+    if not counts or min(counts) < 1:
+        raise ValueError(f"in_flight={list(counts)} must be numbers of requests, such as in_flight=[1,8,32]")
+    for file in (path, *(Path(name) for name in (out, table) if name is not None)):
         check_file(file)
     reference: Parts = {kind: config[kind] for kind in GROUPS if kind != "model"}
     found: Found | None = None
     tried: list[Tried] = []
-    trials = setting(config, "trials", int)
+    trials, drop = setting(config, "trials", int), setting(config, "max_drop", float)
     with Report() as progress:
         progress.at("loading the model")
+        objective = objective_of(config)
         search = tune(
-            objective_of(config), searched(config["space"]), reference, max_drop=setting(config, "max_drop", float),
-            trials=trials, goal=goal, seed=setting(config, "seed", int),
+            objective, searched(config["space"]), reference, max_drop=drop, trials=trials, goal=goal,
+            seed=setting(config, "seed", int),
         )  # fmt: skip
         progress.at("measuring the reference")
         for one in search:
@@ -81,9 +90,36 @@ def run_search(config: dict[str, Any], _text: str | None, *, command: str) -> No
                 say(f"{len(tried):>3}  {told(one, goal)}")
                 measured = sum(other.refused is None for other in tried)
                 progress.at("searching" if measured < trials else "checking on held-out problems", measured, trials)
-    if found is None:
-        raise NothingFound("the search ended without a recipe")
+        if found is None:
+            raise NothingFound("the search ended without a recipe")
+        progress.at("measuring by load")
+        rows = [*by_load(objective, reference, tried, counts, max_drop=drop)] if table else []
     finish(config, found, path, command)
+    if table:
+        write_table(table, objective.base, reference, counts, rows, command)
+
+
+def write_table(
+    path: str, base: Pipeline, reference: Parts, counts: Sequence[int], rows: Sequence[dict[str, Any]], command: str
+) -> None:
+    """Writes the table by which `runtime.load=adaptive` chooses recipes, and says what is in it."""
+    from dinfer.analysis.provenance import provenance
+    from dinfer.engine.adaptive import called
+
+    for row in rows:
+        speeds = ", ".join(f"{speed:.4g} at {count}" for count, speed in row["tokens_per_s"].items())
+        print(
+            f"{words('iteration', row['iteration'])} {words('cache', row['cache'])}: {row['accuracy']:.1f}%, "
+            f"{row['points_lost']:.2f} points lost ({row['points_lost_low']:.2f} to {row['points_lost_high']:.2f}), "
+            f"{row['nfe']:.1f} forwards, {row['positions_per_committed']:.2f} positions per token, tokens/s {speeds}"
+        )
+    report = {
+        "command": command, **provenance(base.model.device), "model": called(base.model.spec), "reference": reference,
+        "in_flight": counts, "recipes": rows,
+    }  # fmt: skip
+    write(Path(path), json.dumps(report, indent=1) + "\n")
+    say(f"wrote {path}")
+    print(f"use it: dinfer serve runtime.load=adaptive runtime.load_table={path} runtime.max_accuracy_loss=1.0")
 
 
 def searched(space: Any) -> Any:

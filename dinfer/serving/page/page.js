@@ -212,10 +212,10 @@ class Side {
   }
 
   tell(facts, usage, milliseconds, body) {
-    const { forwards, tpf, positions_per_committed: positions } = usage.dinfer;
+    const { forwards, tpf, positions_per_committed: positions, recipe } = usage.dinfer;
     const speed = (1000 * usage.completion_tokens) / milliseconds;
     facts.replaceChildren(`${usage.completion_tokens} tokens in ${forwards} forwards, ${tpf.toFixed(2)} tokens per forward, ` +
-      `${positions.toFixed(1)} positions computed per token, ${speed.toFixed(0)} tokens/s. `);
+      `${positions.toFixed(1)} positions computed per token, ${speed.toFixed(0)} tokens/s. ${recipe ? `Recipe: ${recipe}. ` : ""}`);
     const save = make("button", { type: "button" }, "Save the trace");
     save.addEventListener("click", () => this.save(body).catch(report));
     facts.append(save);

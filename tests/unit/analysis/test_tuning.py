@@ -13,7 +13,7 @@ from support.command_line import write_checkpoint
 
 from dinfer.__main__ import main
 from dinfer.analysis.metrics import Difference, Sample, measure
-from dinfer.analysis.tuning import Found, Measured, NothingFound, Parts, Split, Tried, check_space, tune
+from dinfer.analysis.tuning import Found, Measured, NothingFound, Parts, Split, Tried, by_load, check_space, tune
 from dinfer.cli import conf, preset
 from dinfer.recipe.recipe import IncompatibleRecipe
 
@@ -36,7 +36,7 @@ class Scripted:
         self.knees = {"calibration": knee, "heldout": knee if heldout_knee is None else heldout_knee}
         self.asked: list[tuple[str, Parts]] = []
 
-    def __call__(self, parts: Parts, split: Split) -> Measured:
+    def __call__(self, parts: Parts, split: Split, rows: int | None = None) -> Measured:
         self.asked.append((split, parts))
         if parts["cache"]["name"] == "block":
             raise IncompatibleRecipe("cache=block does not fit")
@@ -45,7 +45,7 @@ class Scripted:
         forwards = round(20 * threshold) + (2 if parts["cache"]["name"] == "none" else 0)
         forwards -= parts["iteration"].get("blocks", 1)
         samples = [Sample(forwards, 0, 30, 1.0, True, float(i < right)) for i in range(100)]
-        return Measured(measure(samples, float(forwards)), [float(i < right) for i in range(100)])
+        return Measured(measure(samples, forwards / (rows or 1)), [float(i < right) for i in range(100)])
 
 
 def tuned(objective: Scripted, **settings: Any) -> tuple[list[Tried], Found]:
@@ -107,6 +107,21 @@ def test_the_search_turns_away_from_what_is_refused() -> None:
     assert isinstance(found, Found) and found.calibration.speed == 5.0  # four blocks, the lowest threshold, a cache
 
 
+def test_the_table_by_load_has_the_reference_and_recipes_that_decode_as_it_does() -> None:
+    reference = REFERENCE | {"decoder": {"name": "threshold", "threshold": 0.9}}
+    space = {"iteration": {"name": ["multi_block"], "blocks": [2, 4, 8]}, "cache": {"name": ["none", "dual"]}}
+    space["decoder"] = {"threshold": [0.9, 0.95]}
+    objective = Scripted(knee=0.92, heldout_knee=0.95)
+    *tried, _ = tune(objective, space, reference, trials=12, max_drop=10.0, goal="tpf")
+    rows = [*by_load(objective, reference, tried, [1, 4], max_drop=10.0)]  # type: ignore[arg-type]
+    assert {kind: rows[0][kind] for kind in ("iteration", "cache")} == {k: reference[k] for k in ("iteration", "cache")}
+    assert rows[0]["points_lost"] == 0 and rows[0]["accuracy"] == 90 and rows[0]["points_lost_low"] < 0
+    assert 1 < len(rows) <= 7
+    assert all(row["tokens_per_s"][4] == pytest.approx(4 * row["tokens_per_s"][1], rel=1e-4) for row in rows)
+    assert rows[1]["iteration"]["blocks"] == 8 and rows[1]["cache"] == {"name": "dual"}
+    assert all("decoder" not in row for row in rows) and len({json.dumps(row) for row in rows}) == len(rows)
+
+
 def test_what_fails_on_held_out_problems_is_not_found() -> None:
     """Held out, the knee lies higher: the fastest candidates fail, and no more than `verify` are looked at."""
     with pytest.raises(NothingFound, match=r"the 2 fastest recipes keep the accuracy .* but not on the held-out ones"):
@@ -163,7 +178,7 @@ def test_from_the_command_line_to_the_next_command(
     common = [checkpoint, "max_new_tokens=16", "iteration.block=8"]
     main([
         "tune", "--max-drop", "100", "goal=tpf", "trials=4", "count=2", "heldout=2", "families=[turns]", *common,
-        "preset=conf/recipe/mine.yaml",
+        "preset=conf/recipe/mine.yaml", "table=load.json", "in_flight=[1,2]",
         "space.iteration=null", "space.decoder.name=[threshold]", "space.decoder.threshold.low=0.9",
     ])  # fmt: skip
     said, told = capsys.readouterr()
@@ -172,7 +187,10 @@ def test_from_the_command_line_to_the_next_command(
     report = json.loads((tmp_path / "tune.json").read_text())
     assert len(report["tried"]) <= 4 and report["settings"]["max_drop"] == 100
     assert "override /decoder: mine" in path.read_text() and report["parts"]["decoder"]["name"] == "threshold"
-    usage = said.splitlines()[-1].split('"question" ')[1].split()
+    table = json.loads((tmp_path / "load.json").read_text())
+    assert [*table["recipes"][0]["tokens_per_s"]] == ["1", "2"] and table["reference"]["decoder"]["name"] == "fixed"
+    assert "0.00 points lost" in said and "runtime.load_table=load.json" in said.splitlines()[-1]
+    usage = said.split('"question" ')[1].splitlines()[0].split()
     assert usage == ["--config-dir", "conf", "recipe=mine"]
     main(["generate", "a", checkpoint, "max_new_tokens=8", *usage])
     assert "tokens per forward" in capsys.readouterr().err
@@ -192,6 +210,7 @@ def test_from_the_command_line_to_the_next_command(
         (["preset=elsewhere/recipe/careful.yaml"], "is a component or recipe"),
         (["preset=a/recipe/dual.yaml"], "is a component or recipe"),
         (["goal=speed"], "goal=speed must be tps"),
+        (["table=x.json", "in_flight=[]"], "in_flight=[] must be numbers of requests"),
         (["count=0"], "count=0 must be at least 1"),
         (["--max-drop"], "--max-drop: expected one argument"),
     ):
