@@ -36,7 +36,7 @@ from benchmarks.tables import lost
 from dinfer import Pipeline, Runtime, compose
 from dinfer.engine.scheduler import scheduler
 from dinfer.engine.scheduler.grouping import PrefillBatching
-from dinfer.engine.scheduler.lookahead import Lookahead
+from dinfer.engine.scheduler.scheduler import Lookahead
 from dinfer.kernels.dispatch import GROUPS, VARIABLE
 from dinfer.recipe.recipe import Recipe
 from dinfer.step.contracts import ModelSpec

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from dinfer.structure.automaton import ANY_CHARACTER, Automaton, Node, alt, build, cat, chars, copies, repeat
-from dinfer.structure.constraint import Constraint
-from dinfer.structure.depth import deepest
+from dinfer.structure.constraint import Constraint, deepest
 from dinfer.structure.limits import Budget, ConstraintError, TooLarge
 from dinfer.structure.regex import parse
 

@@ -9,7 +9,6 @@ from decimal import Decimal
 from typing import Any, NoReturn
 from urllib.parse import unquote
 
-from dinfer.structure.json_not import absent, contradictions
 from dinfer.structure.json_shape import (
     ALL_TYPES,
     ANNOTATIONS,
@@ -22,7 +21,9 @@ from dinfer.structure.json_shape import (
     Part,
     Parts,
     Shape,
+    absent,
     at,
+    contradictions,
     merge,
 )  # fmt: skip
 from dinfer.structure.json_text import Bound

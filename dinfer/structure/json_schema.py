@@ -24,14 +24,13 @@ from dinfer.structure.automaton import (
     repeat,
     without,
 )  # fmt: skip
-from dinfer.structure.constraint import Constraint
-from dinfer.structure.depth import deepest
+from dinfer.structure.constraint import Constraint, deepest
 from dinfer.structure.json_apart import apart
-from dinfer.structure.json_formats import FORMATS
 from dinfer.structure.json_read import Reader, fail
 from dinfer.structure.json_shape import MOST_PROPERTIES, Part, Parts, Shape, at, type_of
 from dinfer.structure.json_text import (
     CHARACTER,
+    FORMATS,
     INTEGER,
     NUMBER,
     STRING,

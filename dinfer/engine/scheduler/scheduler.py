@@ -1,7 +1,15 @@
-"""Which steps a round takes. Host side; no token depends on it."""
+"""Which steps a round takes. Host side; no token depends on it.
 
+A step may be launched once more before the host knows where the last one leaves its rows. Then the device need not wait
+for the host between two steps. A step does not change rows that it does not fit, so a wrong guess changes no token. It
+costs the time of a step.
+"""
+
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import ceil
+from statistics import median
 from typing import NamedTuple
 
 from dinfer.abilities.branches import BranchLanes, branches_of
@@ -11,15 +19,107 @@ from dinfer.abilities.open_positions import OpenOnly
 from dinfer.abilities.slices import Sliced, sliceable
 from dinfer.abilities.verification import Verifies
 from dinfer.engine.row import PLACE, Row, StepWidth
-from dinfer.engine.runtime import Runtime, candidates_of
-from dinfer.engine.scheduler.candidates import CandidateChoice
+from dinfer.engine.runtime import AUTO_CANDIDATES, Runtime, candidates_of
 from dinfer.engine.scheduler.grouping import Group, PrefillBatching, free_positions, grouped
-from dinfer.engine.scheduler.lookahead import Lookahead, repeats
 from dinfer.engine.scheduler.settling import Settling
 from dinfer.recipe.recipe import Recipe
 from dinfer.step.canvas import Cursors, Phase
 from dinfer.step.shape import Extra, KeysOnly, StepShape, extras_of
 from dinfer.step.window import deciding, narrow_width, width_of
+
+# Positions of a step that fill the tiles of a matrix product. One more takes as long as many more: with LLaDA-8B on an
+# H200 a product of 128 rows takes 13.9 us, of 160 rows 19.3 us, and of 256 rows 16.8 us.
+FILLED = (64, 128, 192, 256, 384, 512)
+# Steps that follow a forward without one of their own, by candidates: the mean over the recipes of
+# benchmarks/results/speculation-*.json for 1, 2, 4 and 8, and between them for the others. It counts as what WEIGHT
+# forwards have shown; what the requests show is added to it.
+EXPECTED = (0.0, 0.29, 0.37, 0.42, 0.47, 0.50, 0.53, 0.55, 0.57)
+WEIGHT = 64
+BELIEVED = 3  # measured steps from which on a time is believed
+KEPT = 9  # of which the median is taken
+WORTH = 2  # more positions than so many times those that are free never pay: no number of candidates saves so much
+
+
+@dataclass(slots=True)
+class CandidateChoice:
+    """Tries each number of candidates for steps of a kind, and then takes the one that saves most time."""
+
+    free: int  # positions that take as long as one more step, see `grouping.free_positions`
+    times: dict[tuple[int, int, int], deque[float]] = field(default_factory=dict)  # by rows, width and candidates
+    forwards: dict[int, int] = field(default_factory=dict)  # by candidates
+    hits: dict[int, int] = field(default_factory=dict)
+
+    def pick(self, rows: int, width: int) -> int:
+        """The number of candidates for a step of so many rows, each with `width` positions."""
+        able = self.choices(rows * width)
+        for count in able:
+            if len(self.times.get((rows, width, count), ())) < BELIEVED and len(able) > 1:
+                return count
+        return max(able, key=lambda count: self.speed(rows, width, count)) if len(able) > 1 else 0
+
+    def choices(self, positions: int) -> list[int]:
+        """The numbers of candidates that a step of so many positions without them tries: none, and what fills tiles."""
+        filled = (min(size // positions - 1, AUTO_CANDIDATES) for size in FILLED if size <= WORTH * self.free)
+        return sorted({0, *(count for count in filled if count > 0)})
+
+    def speed(self, rows: int, width: int, count: int) -> float:
+        """Denoise steps a second."""
+        seen, hits = self.forwards.get(count, 0), self.hits.get(count, 0)
+        followed = (EXPECTED[count] * WEIGHT + hits) / (WEIGHT + seen)
+        return (1 + followed) / median(self.times[rows, width, count])
+
+    def timed(self, rows: int, width: int, count: int, seconds: float) -> None:
+        """Learns what a step took on the device."""
+        self.times.setdefault((rows, width, count), deque(maxlen=KEPT)).append(seconds)
+
+    def followed(self, count: int, hits: int) -> None:
+        """Learns how many steps of a row followed a forward with `count` candidates."""
+        self.forwards[count] = self.forwards.get(count, 0) + 1
+        self.hits[count] = self.hits.get(count, 0) + hits
+
+
+MISS = 32  # right guesses that pay for a wrong one: each saves the host's time, a few hundredths of a short step
+BURST = 2  # assume that no step commits more than BURST times the row's record
+
+
+def stays_open(left: int, fastest: int, blocks: int = 1) -> bool:
+    """Whether a row with `left` open positions will most likely finish no block in its next step.
+
+    `fastest`: most positions that one of its steps has committed. `blocks`: most active blocks. They open one after the
+    other, so the first has fewer open positions than the others: if one opens at each step, half of that number of
+    steps fewer than the average.
+    """
+    most = max(fastest, 1)
+    return left - most * (blocks - 1) / 2 > BURST * most
+
+
+def repeats(steps: Sequence[tuple[StepShape, list[int]]], rows: Collection[Row]) -> bool:
+    """Whether all rows will most likely need the one step of the last round once more."""
+    if len(steps) != 1:
+        return False
+    shape, slots = steps[0]
+    if shape.phase != Phase.WINDOW or shape.extra(KeysOnly) or shape.extra(OpenOnly) or len(rows) != len(slots):
+        return False
+    if {row.slot for row in rows} != {*slots}:
+        return False
+    return all(
+        row.steady and row.need.width == shape.width and stays_open(row.left, row.fastest, shape.blocks) for row in rows
+    )
+
+
+@dataclass(slots=True)
+class Lookahead:
+    """Whether guesses have been right often enough, including guesses that were not acted on."""
+
+    balance: int = 0
+
+    @property
+    def pays(self) -> bool:
+        return self.balance >= 0
+
+    def record(self, right: bool) -> None:
+        self.balance = min(self.balance + 1, MISS) if right else self.balance - MISS
+
 
 LATE = 64  # rows wait for a round if that costs less than such a part of it
 MANY = 1024  # positions of active blocks from which on the LM head runs on the open ones alone

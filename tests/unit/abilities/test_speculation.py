@@ -27,7 +27,7 @@ from dinfer.abilities.pacing import Edits
 from dinfer.abilities.verification import Verifies
 from dinfer.engine.request import Completion, Request
 from dinfer.engine.runtime import Runtime
-from dinfer.engine.scheduler.candidates import CandidateChoice
+from dinfer.engine.scheduler.scheduler import CandidateChoice
 from dinfer.recipe.recipe import IncompatibleRecipe, Recipe, compose
 from dinfer.recipe.registry import DECODERS
 from dinfer.step.canvas import BlockView, RowCursors

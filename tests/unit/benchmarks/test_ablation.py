@@ -13,7 +13,7 @@ from benchmarks import ablation
 from benchmarks.shapes import shape
 from dinfer.engine.scheduler import scheduler
 from dinfer.engine.scheduler.grouping import PrefillBatching
-from dinfer.engine.scheduler.lookahead import Lookahead
+from dinfer.engine.scheduler.scheduler import Lookahead
 from dinfer.kernels.dispatch import GROUPS, groups_off
 
 

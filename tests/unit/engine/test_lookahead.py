@@ -32,7 +32,7 @@ from dinfer.engine.reader import Asked, CanvasReader
 from dinfer.engine.request import Completion, Request, Wants
 from dinfer.engine.row import Row
 from dinfer.engine.scheduler import scheduler
-from dinfer.engine.scheduler.lookahead import MISS, Lookahead, stays_open
+from dinfer.engine.scheduler.scheduler import MISS, Lookahead, stays_open
 from dinfer.engine.worker import Worker
 from dinfer.recipe.recipe import Recipe, compose
 from dinfer.step.canvas import Cursors, Phase
@@ -92,7 +92,7 @@ def test_wrong_guesses_change_nothing_and_are_given_up(monkeypatch: pytest.Monke
     requests = [Request([5, 6], 12 * BLOCK - 2, recipe.resolve({}))] * 2
     want = run(engine_for(recipe), requests)
     engine, watch = launched_ahead(engine_for(recipe)), Watch(monkeypatch)
-    monkeypatch.setattr("dinfer.engine.scheduler.lookahead.stays_open", lambda *row: True)
+    monkeypatch.setattr("dinfer.engine.scheduler.scheduler.stays_open", lambda *row: True)
     assert run(engine, requests) == want and run(engine, requests) == want
     assert watch.guesses > 0 and watch.open == 0
     assert engine.loop.scheduler.lookahead.balance < MISS and not engine.loop.scheduler.lookahead.pays
@@ -104,8 +104,8 @@ def test_a_wrong_guess_is_harmless_with_any_recipe(combination: Combination, mon
     requests = requests_for(recipe)
     want = run(engine_for(recipe, rows=3), requests)
     engine = launched_ahead(engine_for(recipe, rows=3))
-    monkeypatch.setattr("dinfer.engine.scheduler.lookahead.stays_open", lambda *row: True)
-    monkeypatch.setattr("dinfer.engine.scheduler.lookahead.MISS", 0)  # however often they are wrong, guesses go on
+    monkeypatch.setattr("dinfer.engine.scheduler.scheduler.stays_open", lambda *row: True)
+    monkeypatch.setattr("dinfer.engine.scheduler.scheduler.MISS", 0)  # however often they are wrong, guesses go on
     assert run(engine, requests) == want
 
 
@@ -347,8 +347,8 @@ def test_an_interrupt_while_answers_are_read_loses_none(monkeypatch: pytest.Monk
 
 
 def test_room_grows_though_a_wrong_guess_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dinfer.engine.scheduler.lookahead.stays_open", lambda *row: True)
-    monkeypatch.setattr("dinfer.engine.scheduler.lookahead.MISS", 0)
+    monkeypatch.setattr("dinfer.engine.scheduler.scheduler.stays_open", lambda *row: True)
+    monkeypatch.setattr("dinfer.engine.scheduler.scheduler.MISS", 0)
     recipe = recipe_of(name="fixed", steps=BLOCK)
     engine = launched_ahead(engine_for(recipe, rows=4))
     requests = [Request([5, 6, 7 + i], 2 * BLOCK - 3, recipe.resolve({})) for i in range(4)]
@@ -361,8 +361,8 @@ def test_an_error_behind_a_guess_spoils_nothing_that_comes_later(monkeypatch: py
     requests = [Request([5, 6, 7 + i], (1 + i) * BLOCK - 3, recipe.resolve({})) for i in range(2)]
     want = run(engine_for(recipe, rows=2), requests)
     engine, watch = launched_ahead(engine_for(recipe, rows=2)), Watch(monkeypatch)
-    monkeypatch.setattr("dinfer.engine.scheduler.lookahead.stays_open", lambda *row: True)
-    monkeypatch.setattr("dinfer.engine.scheduler.lookahead.MISS", 0)
+    monkeypatch.setattr("dinfer.engine.scheduler.scheduler.stays_open", lambda *row: True)
+    monkeypatch.setattr("dinfer.engine.scheduler.scheduler.MISS", 0)
     with monkeypatch.context() as broken, pytest.raises(MemoryError):
         broken.setattr(Request, "answer", fails)
         run(engine, requests)
