@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dinfer.abilities.lines import Active, Kind, Whole
+from dinfer.abilities.reports import Forced
 from dinfer.kernels.canvas import rows_of
 from dinfer.kernels.languages import Sweeps, masked
 from dinfer.kernels.lines import Languages, Line
@@ -299,7 +300,8 @@ class Constraints(Ability):
             remask_RL=remask_RL,
             busy_R=busy_R,
         )
-        forced_RL = layout.by_row(forced_BX) & ~step.state.canvas.is_stop(written_token_RL)
+        forced_RL = layout.by_row(forced_BX & live_B[:, None]) & ~step.state.canvas.is_stop(written_token_RL)
+        step.notes[Forced] = forced_RL
         rows, count_B = step.kept(type(self)), forced_RL.view(step.shape.lanes, -1).sum(-1)
         rows.forced_N.index_add_(0, made.lanes.slot_B, count_B.masked_fill(~(live_B & made.lanes.live_B), 0))
         must_R = torch.ones_like(bound_R1[:, 0]) if view.must_progress_R is None else view.must_progress_R

@@ -22,7 +22,8 @@ from dinfer.step.shape import Extra, StepShape
 from dinfer.step.state import Entry
 
 TOP = 20  # alternatives that are reported of a token
-LEVELS = 256  # of confidence
+LEVELS = 256  # of confidence, and behind `SURE` one for a token that nothing else could stand for
+SURE, FORCED = LEVELS - 2, LEVELS - 1
 NONE = -1  # no step has reported anything of this position
 ROWS = 8  # whose log-probabilities are computed at a time: they take the memory of the logits in float32
 
@@ -51,6 +52,10 @@ class Reported(Extra):
 
     def holds(self, asked: Self | None, own: StepShape, shape: StepShape) -> bool:
         return asked == self or (self.level == Level.DRAFTS and asked is None)
+
+
+class Forced:
+    """Of the notes of a step: where it writes a token because the language of a row allows no other. bool [R, L]"""
 
 
 class TokenLogprob(NamedTuple):
@@ -101,7 +106,9 @@ class Reports:
         new_RL = ~commits.open_RL & (view.masked_RL | (commits.tokens_RL != view.tokens_RL)) & rows_RL
         vocab = step.recipe.model.spec.vocab
         token_RL = torch.where(commits.open_RL, stats.token_RL, commits.tokens_RL).clamp(0, vocab - 1)
-        level_RL = (stats.confidence_RL.nan_to_num(0).clamp(0, 1) * (LEVELS - 1)).to(torch.int64)
+        level_RL = (stats.confidence_RL.nan_to_num(0).clamp(0, 1) * SURE).to(torch.int64)
+        if (forced_RL := step.notes.get(Forced)) is not None:
+            level_RL = level_RL.masked_fill(forced_RL & ~commits.open_RL, FORCED)
         known_RL = new_RL | (commits.open_RL & rows_RL)
         self.draft_NS.index_put_(
             self._index(slot_B, view, known_RL), (token_RL * LEVELS + level_RL).view(len(slot_B), -1)

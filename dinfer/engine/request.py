@@ -4,7 +4,7 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from dinfer.abilities.reports import LEVELS, TokenLogprob
+from dinfer.abilities.reports import LEVELS, SURE, TokenLogprob
 from dinfer.step.canvas import Phase
 from dinfer.step.spec import ModelSpec
 
@@ -195,7 +195,7 @@ class Update:
         whether it is a token. Empty without drafts."""
         pairs = zip(self.active or [], self.offers or [], strict=True)
         return [
-            (offer // LEVELS if token < 0 else token, max(offer, 0) % LEVELS / (LEVELS - 1), token >= 0)
+            (offer // LEVELS if token < 0 else token, min(max(offer, 0) % LEVELS / SURE, 1.0), token >= 0)
             for token, offer in pairs
         ]
 

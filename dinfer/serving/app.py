@@ -262,7 +262,7 @@ def add_trace(app: FastAPI, server: Server) -> None:
         server.check()
         prompt = await encoded(server, served, body.conversation, "messages", **body.ending)
         chosen = served.options(body.asked, body.dinfer.options)
-        rows, unwanted = served.rows([prompt], body, chosen), threading.Event()
+        rows, unwanted = served.rows([prompt], body, chosen, await served.language(body)), threading.Event()
         job = server.job(served, rows, body.dinfer, Wanted(), stream=False)
         record = partial(record_request, served.pipe, rows[0], model=served.name, unwanted=unwanted)
         with server.admission.admit([rows[0].length]):

@@ -313,7 +313,7 @@ class TraceRequest(ChatRequest):
     @model_validator(mode="after")
     def _one_answer(self) -> Self:
         usual = TraceRequest.model_construct()
-        shown = Sampled.model_fields.keys() | {"max_tokens"}
+        shown = Sampled.model_fields.keys() | HeldFields.model_fields.keys() | {"max_tokens"}
         for field in (Generation.model_fields.keys() | ToolFields.model_fields.keys() | {"logprobs"}) - shown:
             value = getattr(self, field)
             asks = (value or value == 0) and value is not False  # as prompt_logprobs=0 does

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from dinfer.abilities.pacing import Edits
-from dinfer.abilities.reports import LEVELS, TokenLogprob
+from dinfer.abilities.reports import FORCED, LEVELS, SURE, TokenLogprob
 from dinfer.analysis.trace.record import Pieces
 from dinfer.engine.request import Completion, Counts, NonFiniteLogits, Request, StalledRow, Update, Wants
 from dinfer.parallel.leader import RankFailed
@@ -78,7 +78,8 @@ class StoppableText:
 
 
 VERSION = 1
-OPEN, COMMITTED, FINAL = 0, 1, 2  # a draft of a masked position; a token that may still be edited; one that stays
+# A draft of a masked position; a token that may still be edited; one that stays; one that a form left no choice of.
+OPEN, COMMITTED, FINAL, ONLY = range(4)
 BUCKETS = 10  # tenths of confidence, rounded down
 
 
@@ -109,24 +110,24 @@ class Drafts:
         skip = max(self._first - update.region[0], 0)
         start, end = update.region[0] + skip - self._first, min(update.region[1], self._asked) - self._first
         for position in range(self._left, min(start, len(self._known))):
-            if (known := self._known[position]) is not None and known[2] != FINAL:
+            if (known := self._known[position]) is not None and known[2] < FINAL:
                 self._note(position, (*known[:2], FINAL), changed)
         self._left = max(self._left, start)
         active, offers = (update.active or [])[skip:], (update.offers or [])[skip:]
         for position, token, offer in zip(range(start, end), active, offers, strict=False):
-            state = self._standing
+            state = ONLY if offer >= 0 and offer % LEVELS == FORCED else self._standing
             if token < 0:
                 if offer < 0:
                     continue
                 token, state = offer // LEVELS, OPEN
-            entry = token, offer % LEVELS * BUCKETS // (LEVELS - 1), state
+            entry = token, min(offer % LEVELS, SURE) * BUCKETS // SURE, state
             if self._known[position] != entry:
                 self._note(position, entry, changed)
         if update.completion is not None:
             for position, token in enumerate(update.completion.canvas[self._first : self._asked]):
                 known = self._known[position]
                 bucket = BUCKETS if known is None else known[1]
-                if known != (token, bucket, FINAL):
+                if known not in ((token, bucket, FINAL), (token, bucket, ONLY)):
                     self._note(position, (token, bucket, FINAL), changed)
         return start, end
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -136,6 +137,32 @@ def test_the_denoising_is_replayed_and_a_new_chat_keeps_settings(address: str, b
     browser.find_element(By.ID, "fresh").click()
     assert browser.execute_script("return [document.querySelectorAll('.turn').length, "
                                   "document.querySelector('.settings input').value]") == [0, "64"]  # fmt: skip
+
+
+def test_an_answer_is_held_to_a_schema_and_shows_what_it_forced(address: str, browser: Any) -> None:
+    browser.get(address)
+    until(browser, "document.querySelector('.settings input') !== null")
+    browser.find_element(By.CSS_SELECTOR, "#form summary").click()
+    schema = browser.find_element(By.ID, "schema")
+    schema.send_keys('{"type": ')
+    browser.find_element(By.ID, "question").send_keys(QUESTION + Keys.ENTER)
+    until(browser, "document.getElementById('error').textContent.includes('The JSON Schema is not JSON')")
+    assert browser.find_element(By.ID, "question").get_attribute("value") == QUESTION
+    schema.clear()
+    schema.send_keys('{"type": "object", "properties": {"answer": {"type": "integer"}}, "required": ["answer"]}')
+    assert browser.find_element(By.CSS_SELECTOR, "#form summary").text == "JSON Schema: on"
+    browser.find_element(By.ID, "send").click()
+    until(browser, "document.querySelector('.facts button') !== null")
+    assert isinstance(json.loads(answers(browser)[0])["answer"], int)
+    forced = browser.find_elements(By.CSS_SELECTOR, ".canvas .cell.forced")
+    assert forced and browser.find_element(By.CSS_SELECTOR, ".legend").is_displayed()
+    forced[0].click()
+    assert "the JSON Schema left no other token" in browser.find_element(By.CSS_SELECTOR, ".turn .about").text
+    lines = {state: browser.execute_script("return getComputedStyle(arguments[0]).borderBottomStyle", found)
+             for state in ("forced", "final:not(.forced)")
+             for found in browser.find_elements(By.CSS_SELECTOR, f".canvas .cell.{state}")[:1]}  # fmt: skip
+    assert lines == {"forced": "double", "final:not(.forced)": "solid"}, "colour is not all that tells them apart"
+    assert browser.execute_script("return document.documentElement.scrollWidth <= innerWidth")
 
 
 def test_the_key_is_asked_for_before_anything_is_sent(browser: Any, monkeypatch: pytest.MonkeyPatch) -> None:

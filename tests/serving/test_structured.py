@@ -149,3 +149,19 @@ def test_gaps_are_held_to_a_form(client: Client, fields: Any, gaps: tuple[str, s
 def test_forms_that_gaps_cannot_have(client: Client, fields: Any, what: str) -> None:
     answer = client.ask("/v1/infill", {"model": "tiny", "text": "[MASK:3] is [MASK:2]"} | fields)
     assert answer.status_code == 400 and what in answer.json()["error"]["message"]
+
+
+def test_a_stream_of_the_canvas_says_what_was_forced(client: Client) -> None:
+    body = ASK | {"regex": "(yes|no) it is [0-9]", "stream": True, "dinfer": {"drafts": True}}
+    shown = {}
+    for piece in pieces(client.ask(CHAT, body)):
+        for position, text, _, state in piece.get("dinfer", {}).get("canvas", {}).get("changes", []):
+            shown[position] = text, state
+    forced = "".join(text for text, state in shown.values() if state == 3)
+    assert forced and not set(forced) & set("0123456789")
+    assert {state for text, state in shown.values() if text == ""} <= {2}, "the end is not counted as forced"
+
+
+def test_a_trace_may_be_held_to_a_form(client: Client) -> None:
+    page = client.ask("/v1/trace", ASK | {"structured_outputs": {"choice": ["zebra"]}})
+    assert page.status_code == 200 and "zebra" in page.text

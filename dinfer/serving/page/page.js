@@ -3,7 +3,8 @@
 
 // By the server's number: a guess at a mask, a token that an edit may change, one that stays, one that the schema forced.
 const STATES = [["masked"], ["draft"], ["final"], ["final", "forced"]];
-const SAID = ["a guess", "decided, may be edited", "decided", "forced by the schema"];
+const FORCED = 3;
+const SAID = ["a guess", "decided, may be edited", "decided"];
 const RANGES = { temperature: [0, 2], guidance: [0, 4], repetition_penalty: [1, 2] }; // of sliders; others go from 0 to 1
 const EXAMPLES = { // the models in the box solve word problems; others chat
   tiny: ["Take the number 71, then add 124, subtract 59 and subtract 87. Which number is it?",
@@ -69,6 +70,8 @@ class Replay {
     this.play = make("button", { type: "button" }, "Replay");
     this.bar = make("div", { class: "replay" }, this.play, this.slider);
     this.bar.hidden = true;
+    this.legend = make("p", { class: "legend" }, make("span", { class: "cell final forced" }, "{"), " the JSON Schema left no other token");
+    this.legend.hidden = true;
     this.slider.addEventListener("input", () => this.show(Number(this.slider.value)));
     this.play.addEventListener("click", () => this.run());
     for (const event of ["click", "focusin"]) this.canvas.addEventListener(event, (at) => this.explain(at.target));
@@ -89,8 +92,11 @@ class Replay {
     }
     for (const [position, text, bucket, state] of changes) {
       const box = this.cells[position];
-      paint(box, shown(text) || "■", STATES[state], bucket / 10);
-      box.dataset.about = `Position ${position + 1}: ${SAID[state]}, at most ${Math.min(100, 10 * (bucket + 1))}% sure`;
+      const forced = state === FORCED;
+      paint(box, shown(text) || "■", STATES[state], forced ? null : bucket / 10);
+      const said = forced ? "the JSON Schema left no other token" : `${SAID[state]}, at most ${Math.min(100, 10 * (bucket + 1))}% sure`;
+      box.dataset.about = `Position ${position + 1}: ${said}`;
+      if (forced) this.legend.hidden = false;
     }
     this.cells.forEach((box, position) => box.classList.toggle("active", region[0] <= position && position < region[1]));
   }
@@ -176,7 +182,7 @@ class Side {
     return {
       model: this.model.value, messages: [...turns, { role: "user", content: question }], stream: true,
       max_tokens: Number(this.inputs.get("max_tokens").value), stream_options: { include_usage: true },
-      dinfer: { ...chosen, drafts: true },
+      dinfer: { ...chosen, drafts: true }, ...form(),
     };
   }
 
@@ -185,7 +191,7 @@ class Side {
     const answer = make("p", { class: "answer", "aria-live": "polite" });
     const facts = make("p", { class: "facts" });
     const replay = new Replay();
-    const turn = make("div", { class: "turn" }, make("div", { class: "user" }, question), replay.canvas, replay.bar, replay.about, answer, facts);
+    const turn = make("div", { class: "turn" }, make("div", { class: "user" }, question), replay.canvas, replay.legend, replay.bar, replay.about, answer, facts);
     this.log.append(turn);
     turn.scrollIntoView?.({ block: "nearest" });
     const body = this.request(question);
@@ -229,6 +235,17 @@ class Side {
   }
 }
 
+// What the answer is held to. Throws an Error for a text that is no JSON.
+function form() {
+  const text = byId("schema").value.trim();
+  if (!text) return {};
+  try {
+    return { response_format: { type: "json_schema", json_schema: { name: "page", schema: JSON.parse(text) } } };
+  } catch (error) {
+    throw new Error(`The JSON Schema is not JSON: ${error.message}`);
+  }
+}
+
 function report(error) {
   if (error.name !== "AbortError") byId("error").textContent = error.message;
 }
@@ -257,6 +274,11 @@ function send(event) {
   const question = byId("question").value.trim();
   if (running || !question) return;
   if (!models.length) return begin().then(() => send(event)).catch(report); // the question stays until it can be asked
+  try {
+    form();
+  } catch (error) {
+    return report(error);
+  }
   byId("question").value = "";
   submit(question);
 }
@@ -338,6 +360,7 @@ byId("question").addEventListener("keydown", (event) => {
   // While a word is composed (Chinese, Japanese, Korean), Enter ends the word.
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing && event.keyCode !== 229) send(event);
 });
+byId("schema").addEventListener("input", () => { byId("form-on").hidden = !byId("schema").value.trim(); });
 document.addEventListener("keydown", (event) => { if (event.key === "Escape") running?.abort(); });
 for (const name of ["chat", "infill"]) {
   byId(`tab-${name}`).addEventListener("click", () => choose(name));
