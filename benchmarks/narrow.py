@@ -70,15 +70,15 @@ def timed(base: dinfer.Pipeline, settings: list[tuple[Any, dict[str, int]]], in_
         }  # fmt: skip
 
 
-def measured(base: dinfer.Pipeline, cache: Any, options: dict[str, int], count: int) -> dict[str, Any]:
-    """The figures of one setting."""
-    pipe, problems = pipeline(base, cache, options), generate("heldout", count, 0)
+def figures(pipe: dinfer.Pipeline, count: int) -> dict[str, Any]:
+    """Accuracy and cost of a recipe on held-out problems."""
+    problems = generate("heldout", count, 0)
     results = pipe.generate([problem.question for problem in problems], max_new_tokens=NEW)
     counts = [result.counts for result in results]
     right = sum(is_correct(problem, result.text) for problem, result in zip(problems, results, strict=True))
     committed, positions = (sum(getattr(c, name) for c in counts) for name in ("committed", "positions"))
     return {
-        "cache": cache, **options, "problems": count, "accuracy": round(100 * right / count, 1),
+        "problems": count, "accuracy": round(100 * right / count, 1),
         "forwards": round(sum(c.forwards for c in counts) / count, 2),
         "positions_per_committed": round(positions / committed, 2),
         "positions_per_token": round(positions / sum(c.tokens for c in counts), 2),
@@ -102,7 +102,8 @@ def main() -> None:
         base = dinfer.load(model, device=given.device, dtype="float32", runtime=dinfer.Runtime(rows=given.rows))
         settings = [*recipes(CACHES.name_of(base.recipe.cache), given.windows, given.limits)]
         speeds = (run for count in given.in_flight for run in timed(base, settings, count, given.repeats))
-        for run in speeds if given.in_flight else (measured(base, *one, given.count) for one in settings):
+        solved = ({"cache": one[0], **one[1], **figures(pipeline(base, *one), given.count)} for one in settings)
+        for run in speeds if given.in_flight else solved:
             print(run := {"model": model} | run, flush=True)
             report["runs"].append(run)
             save(report, given.out)
