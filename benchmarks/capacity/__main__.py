@@ -58,6 +58,11 @@ def arguments(args: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rows", type=numbers(int), required=True, help="runtime.rows of a replica")
     parser.add_argument("--gather", action="store_true", help="prefills wait, as with runtime.favour=throughput")
     parser.add_argument("--max-requests", type=int, help="that run or wait at a replica; others are refused")
+    parser.add_argument(
+        "--few", type=int, help="as runtime.load=adaptive: so many in flight at most get another recipe"
+    )
+    parser.add_argument("--few-steps", type=Path, nargs="+", help="its steps, as --steps")
+    parser.add_argument("--few-tokens-per-step", type=number, help="its blocks, as --tokens-per-step")
     load = parser.add_mutually_exclusive_group(required=True)
     load.add_argument("--rate", type=numbers(number), help="Poisson: requests a second of all cards together")
     load.add_argument("--trace", type=Path, help="Azure's CSV or Mooncake's JSON lines")
@@ -79,10 +84,12 @@ def arguments(args: list[str] | None) -> argparse.Namespace:
     given = parser.parse_args(args)
     if not 0 <= given.warm < given.seconds:
         parser.error(f"--warm {given.warm} must be at least 0 and less than --seconds {given.seconds}")
+    if len({given.few is None, given.few_steps is None, given.few_tokens_per_step is None}) > 1:
+        parser.error("--few, --few-steps and --few-tokens-per-step belong together: give all of them, or none")
     for name, least in (("cards", 1), ("rows", 1)):
         if min(getattr(given, name)) < least:
             parser.error(f"--{name} {min(getattr(given, name))} must be at least {least}")
-    for name in ("prompt", "new", "routers", "max_requests"):
+    for name in ("prompt", "new", "routers", "max_requests", "few"):
         if (value := getattr(given, name)) is not None and value < 1:
             parser.error(f"--{name.replace('_', '-')} {value} must be at least 1")
     return given
@@ -95,6 +102,10 @@ def run(given: argparse.Namespace) -> list[dict[str, Any]]:
         denoising = Denoising.read(given.denoising, times.block)
     else:
         denoising = Denoising.at_rate(given.tokens_per_step, times.block)
+    few = None
+    if given.few:
+        own = StepTimes.read(*given.few_steps, reach=given.reach)
+        few = given.few, own, Denoising.at_rate(given.few_tokens_per_step, own.block)
     front = FrontEnd.read(given.front_end) if given.front_end else FrontEnd()
     played = trace(given.trace, given.speed) if given.trace else []
     left_out = longer(played, times.longest)
@@ -114,7 +125,7 @@ def run(given: argparse.Namespace) -> list[dict[str, Any]]:
         )  # fmt: skip
         router = Router(policy=given.policy, processes=given.routers, seconds=front.routed)
         cluster = Cluster(
-            times, denoising, setting, router, replicas=cards // times.cards, seed=given.seed, warm=given.warm
+            times, denoising, setting, router, replicas=cards // times.cards, seed=given.seed, warm=given.warm, few=few
         )
         draw = Random(given.seed)
         work = played if rate is None else poisson(rate, given.prompt, given.new, given.seconds, draw)

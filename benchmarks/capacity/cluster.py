@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Generator, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
 import simpy
 
 from benchmarks.capacity.denoising import Denoising
-from benchmarks.capacity.replica import Job, Replica, Setting
+from benchmarks.capacity.replica import ByLoad, Job, Replica, Setting
 from benchmarks.capacity.steps import StepTimes
 from benchmarks.capacity.traffic import Asked
 
@@ -56,8 +56,9 @@ class Cluster:
 
     def __init__(
         self, times: StepTimes, denoising: Denoising, setting: Setting, router: Router, *, replicas: int, seed: int,
-        warm: float = 0.0,
+        warm: float = 0.0, few: tuple[int, StepTimes, Denoising] | None = None,
     ) -> None:  # fmt: skip
+        """`few`: the number in flight up to which requests get another recipe, with its steps."""
         if replicas < 1:
             raise ValueError(f"--cards: {replicas} replicas of {times.cards} cards each: there must be at least 1")
         self.env, self.draw, self.router = simpy.Environment(), Random(seed), router
@@ -65,11 +66,23 @@ class Cluster:
         times.steps = times.beyond = 0
         self._ends: dict[Job, simpy.Event] = {}
         self._desk = simpy.Resource(self.env, capacity=router.processes)
-        self.replicas = [
-            Replica(self.env, times, denoising, setting, Random(self.draw.random()), self._finished, self._committed)
-            for _ in range(replicas)
-        ]
+        self.replicas = [self._replica(times, denoising, setting, few) for _ in range(replicas)]
+        for replica in self.replicas:
+            replica.start()
         self._turn = 0
+
+    def _replica(
+        self, times: StepTimes, denoising: Denoising, setting: Setting, few: tuple[int, StepTimes, Denoising] | None
+    ) -> Replica:
+        def one(times: StepTimes, denoising: Denoising, setting: Setting) -> Replica:
+            draw = Random(self.draw.random())
+            return Replica(self.env, times, denoising, setting, draw, self._finished, self._committed)
+
+        usual = one(times, denoising, setting)
+        if few is None:
+            return usual
+        rows, *own = few
+        return ByLoad([one(*own, replace(setting, rows=min(rows, setting.rows))), usual])
 
     def open_loop(self, requests: Iterable[Asked], seconds: float) -> dict[str, Any]:
         """Runs requests at their own times for some seconds, and does not wait for those that have not ended then."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from random import Random
@@ -82,7 +82,10 @@ class Replica:
         self._batching = PrefillBatching(self.free, setting.positions)
         self._work = 0.0  # seconds of work that the event loop must still do
         self._wake = env.event()
-        env.process(self._run())
+
+    def start(self) -> None:
+        """Runs rounds from now on."""
+        self.env.process(self._run())
 
     @property
     def load(self) -> int:
@@ -235,6 +238,47 @@ class Replica:
         else:
             found = self.times.wide(phase, lanes, wide)
         return found.at(self.draw.random()) if self.times.spreads else found.p50
+
+
+class ByLoad(Replica):
+    """A replica with `runtime.load=adaptive`: requests get the first recipe that has room for as many as are in flight.
+
+    The rounds of all recipes follow each other.
+    """
+
+    def __init__(self, levels: Sequence[Replica]) -> None:
+        """`levels`: a replica for each recipe, with `Setting.rows` up to which requests get it; the last is for all."""
+        last = levels[-1]
+        super().__init__(
+            last.env, last.times, last.denoising, last.setting, last.draw, last.finished, last.committed
+        )  # fmt: skip
+        self._levels = levels
+
+    @property
+    def load(self) -> int:
+        return len(self.waiting) + sum(level.load for level in self._levels)
+
+    def _admit(self) -> None:
+        self.running = sum(level.load for level in self._levels)
+        while self.waiting and self.running < self.setting.rows:
+            load = min(self.load, self.setting.rows)
+            level = next(level for level in self._levels if load <= level.setting.rows)
+            level.waiting.append(self.waiting.popleft())
+            self.running += 1
+        for level in self._levels:
+            level.rounds = self.rounds
+            level._admit()
+
+    def _round(self) -> tuple[float, Callable[[], None]]:
+        busy = [level for level in self._levels if level.load]
+        rounds = [level._round() for level in busy]
+
+        def moves() -> None:
+            for level, (_, move) in zip(busy, rounds, strict=True):
+                level.rounds = self.rounds
+                move()
+
+        return sum(spent for spent, _ in rounds), moves
 
 
 @lru_cache(maxsize=65536)

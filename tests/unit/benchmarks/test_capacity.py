@@ -40,9 +40,9 @@ def report(ms: float = 10.0, **setting: Any) -> dict[str, Any]:
 def cluster(rows: int = 1, rate: float = 32, replicas: int = 1, seed: int = 0, **more: Any) -> Cluster:
     router = Router(**{name: more.pop(name) for name in ("policy", "seconds") if name in more})
     times, warm = more.pop("times", None) or StepTimes(report(), "made"), more.pop("warm", 0.0)
-    return Cluster(
-        times, Denoising.at_rate(rate, 32), Setting(rows=rows, **more), router, replicas=replicas, seed=seed, warm=warm
-    )
+    few, denoising = more.pop("few", None), Denoising.at_rate(rate, 32)
+    setting = Setting(rows=rows, **more)
+    return Cluster(times, denoising, setting, router, replicas=replicas, seed=seed, warm=warm, few=few)
 
 
 def test_the_wait_of_a_lone_slot_is_that_of_an_m_d_1_queue_and_littles_law_holds() -> None:
@@ -65,6 +65,25 @@ def test_no_request_and_no_token_is_lost() -> None:
     assert busy["offered"] == sum(one.at < 5 for one in work) == busy["ended"] + busy["left"]
     every = cluster(rows=4, rate=3, replicas=2).open_loop(work, 60)
     assert every["tokens_per_s"] * 60 == pytest.approx(sum(one.new for one in work))
+
+
+def test_few_requests_get_another_recipe_and_keep_it() -> None:
+    """Steps of it take 10 ms and decode all of a block, the others take 20 ms and decode half of it."""
+    few = 2, StepTimes(report(10.0), "few"), Denoising.at_rate(32, 32)
+    usual = {"rows": 8, "rate": 16, "times": StepTimes(report(20.0), "usual")}
+    work = [Asked(0.0, 1, 31)] * 16
+
+    def latency(in_flight: int, **more: Any) -> float:
+        return float(cluster(**usual, **more).closed_loop(work, in_flight)["latency_s"]["p50"])
+
+    assert latency(2, few=few) == pytest.approx(0.010) and latency(2) == pytest.approx(0.040)
+    assert latency(8, few=few) == latency(8) == pytest.approx(0.040)
+    both = cluster(**usual, few=few)  # the second comes while the first, of two blocks, is on its way
+    found = both.open_loop([Asked(0.0, 1, 63), *[Asked(0.001, 1, 31)] * 7], 1.0)
+    assert found["ended"] == 8 and found["left"] == 0
+    first = min(both.tally.jobs, key=lambda job: job.sent)
+    assert first.ended == pytest.approx(0.010 + 0.030)  # its second round stands beside the first one of the others
+    assert max(job.ended for job in both.tally.jobs) == pytest.approx(0.060)
 
 
 def test_a_seed_says_it_all() -> None:
