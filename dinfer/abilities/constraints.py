@@ -22,7 +22,7 @@ from dinfer.kernels.languages import Sweeps, masked
 from dinfer.kernels.lines import Languages, Line
 from dinfer.kernels.upload import uploaded
 from dinfer.step.ability import Ability, Decision, Step
-from dinfer.step.canvas import BlockView, Canvas, Phase
+from dinfer.step.canvas import BlockView, Canvas, Phase, RowCursors
 from dinfer.step.commits import with_progress
 from dinfer.step.parts import Parts
 from dinfer.step.shape import Extra, Sampled, StepShape, power_of_2
@@ -31,6 +31,7 @@ from dinfer.structure.gaps import NOWHERE
 from dinfer.structure.language import Language
 
 LEAST = 64  # the number of states, and of pairs and edges, is rounded up to a power of two from here on
+TAKEN_BACK = 16  # steps of a block in which edits may take back what contradicts them: each costs forwards
 FREE = -1  # the language of a row without one
 ENTRIES = 2**18  # of the table of next states, for each slot; a large schema has as many
 ROOM = 2**23  # entries of it at least, so that a language of `MOST_STATES` and `MOST_CLASSES` fits alone
@@ -79,6 +80,7 @@ class Rows:
 
     row_N4: Tensor  # int64: place of the language or FREE, state before the active region, first and last position
     forced_N: Tensor  # int64: positions of the answer that got the one token that they could have
+    taken_back_N: Tensor  # int64: steps of the active region in which edits took something back
     vocab: int
     kind_NS: Tensor  # int8, of `Kind`
     languages: Languages | None = None  # allocated for the first request that brings one
@@ -221,7 +223,8 @@ class Constraints(Ability):
         slots, device = canvas.tokens_NS.shape[0], canvas.tokens_NS.device
         row_N4 = torch.tensor([FREE, 0, 0, 0], device=device).repeat(slots, 1)
         kind_NS = torch.zeros_like(canvas.status_NS, dtype=torch.int8)
-        return Rows(row_N4, torch.zeros_like(row_N4[:, 0]), recipe.model.spec.vocab, kind_NS)
+        forced_N, taken_back_N = (torch.zeros_like(row_N4[:, 0]) for _ in range(2))
+        return Rows(row_N4, forced_N, taken_back_N, recipe.model.spec.vocab, kind_NS)
 
     @classmethod
     def admit(cls, kept: Rows, slot_A: Tensor, entries: Sequence[Entry]) -> None:
@@ -230,7 +233,8 @@ class Constraints(Ability):
         if any(place != FREE for place, *_ in rows):
             kinds = (_kinds(entry.more.get("language"), kept.kind_NS.shape[1]) for entry in entries)
             kept.kind_NS.index_copy_(0, slot_A, uploaded(torch.stack([*kinds]), slot_A.device))
-        kept.forced_N.index_fill_(0, slot_A, 0)
+        for count_N in (kept.forced_N, kept.taken_back_N):
+            count_N.index_fill_(0, slot_A, 0)
 
     @classmethod
     def told(cls, kept: Rows, slots: Sequence[int]) -> dict[int, dict[str, int]]:
@@ -243,7 +247,11 @@ class Constraints(Ability):
     def allow(self, step: Step, view: BlockView, logits_RLV: Tensor) -> Tensor:
         sweeps, line, live_B = self._line(step, view)
         layout, class_RV = self._layout(step, view), rows_of(sweeps.class_BV, step.shape.blocks)
-        bound_RL, allowed_RLC = layout.by_row(~line.outside_BX & live_B[:, None]), layout.by_row(sweeps.allowed(line))
+        allowed_BXC = sweeps.allowed(line)
+        if view.edits:
+            loose_BXC = sweeps.allowed(self._loose(step, view, line, step.lanes))
+            allowed_BXC = torch.where(line.open_BX[..., None], allowed_BXC, loose_BXC)
+        bound_RL, allowed_RLC = layout.by_row(~line.outside_BX & live_B[:, None]), layout.by_row(allowed_BXC)
         if (mask_id := step.recipe.model.spec.mask_id) is None:
             logits_RLV = masked(logits_RLV, class_RV, allowed_RLC, bound_RL, keep=-1)
         else:
@@ -273,39 +281,74 @@ class Constraints(Ability):
         )
         writable_RL = ~view.given_RL if view.edits else view.masked_RL
         commit_RL = with_progress(proposal.commit_RL & writable_RL, stats, view)
-        chosen_BX, token_BX, open_BX = layout.by_lane(commit_RL), layout.by_lane(token_RL), line.open_BX
-        commit_BX, confidence_BX = chosen_BX & ~line.outside_BX, layout.by_lane(stats.confidence_RL)
-        admitted_BX = sweeps.admitted(line, commit_BX, token_BX, confidence_BX)
-        after = replace(
-            line,
-            token_BX=torch.where(admitted_BX, token_BX, line.token_BX),
-            open_BX=open_BX & ~admitted_BX,
-        )
+        chosen_BX, token_BX = layout.by_lane(commit_RL), layout.by_lane(token_RL)
+        after, admitted_BX = self._admitted(step, made, line, chosen_BX & ~line.outside_BX, token_BX)
         only_BX, only_token_BX = sweeps.forced(after)
         forced_BX = only_BX & after.open_BX
         written_RL = layout.by_row(admitted_BX | forced_BX | (line.outside_BX & chosen_BX))
         written_token_RL = layout.by_row(torch.where(forced_BX, only_token_BX, token_BX))
+        taken_RL = layout.by_row(after.open_BX & ~line.open_BX & ~forced_BX & live_B[:, None])
         bound_R1 = rows_of(live_B, step.shape.blocks)[:, None]
-        remask_RL, busy_R = proposal.remask_RL, proposal.busy_R
-        if remask_RL is not None:  # what can be nothing else is not decoded again
-            remask_RL = remask_RL & ~(layout.by_row(only_BX) & bound_R1)
-        if busy_R is not None:  # a change that was refused would be refused again
-            changes_RL = written_RL & (view.masked_RL | (written_token_RL != view.tokens_RL))
-            changes_R = (changes_RL if remask_RL is None else changes_RL | remask_RL).any(-1)
-            busy_R = busy_R & (changes_R | ~bound_R1[:, 0])
         made.proposal = replace(
             proposal,
             commit_RL=torch.where(bound_R1, written_RL, proposal.commit_RL),
             token_RL=torch.where(bound_R1, written_token_RL, token_RL),
-            remask_RL=remask_RL,
-            busy_R=busy_R,
         )
+        if view.edits:
+            fixed_RL = layout.by_row(only_BX) & bound_R1  # what can be nothing else is not decoded again
+            self._take_back(made, taken_RL, fixed_RL, bound_R1[:, 0])
         forced_RL = layout.by_row(forced_BX & live_B[:, None]) & ~step.state.canvas.is_stop(written_token_RL)
         step.notes[Forced] = forced_RL
-        rows, count_B = step.kept(type(self)), forced_RL.view(step.shape.lanes, -1).sum(-1)
-        rows.forced_N.index_add_(0, made.lanes.slot_B, count_B.masked_fill(~(live_B & made.lanes.live_B), 0))
+        self._count(step, made, live_B, forced_RL, taken_RL)
         must_R = torch.ones_like(bound_R1[:, 0]) if view.must_progress_R is None else view.must_progress_R
         made.view = replace(view, must_progress_R=must_R & ~bound_R1[:, 0])
+
+    def _admitted(
+        self, step: Step, made: Decision, line: Line, commit_BX: Tensor, token_BX: Tensor
+    ) -> tuple[Line, Tensor]:
+        """The line with what may be written of a choice, and where that is.
+
+        Of a decoder that edits, edits go first, and what it would say again; then what else is decoded, then masks.
+        """
+        sweeps, confidence_RL = step.notes[Constraints], made.stats.confidence_RL
+        confidence_BX = self._layout(step, made.view).by_lane(confidence_RL)
+        if not made.view.edits:
+            admitted_BX = sweeps.admitted(line, commit_BX, token_BX, confidence_BX)
+            return with_tokens(line, admitted_BX, token_BX), admitted_BX
+        loose = self._loose(step, made.view, line, made.lanes)
+        held_BX = loose.open_BX & ~line.open_BX
+        said_BX = held_BX & (commit_BX | (token_BX == line.token_BX))
+        said_BX = sweeps.admitted(loose, said_BX, token_BX, confidence_BX)
+        rest, stays_BX = with_tokens(loose, said_BX, token_BX), held_BX & ~said_BX
+        rest_BX = torch.where(stays_BX, line.token_BX, token_BX)
+        wanted_BX, first_BX = stays_BX | (commit_BX & ~held_BX), confidence_BX.masked_fill(stays_BX, 2.0)
+        other_BX = sweeps.admitted(rest, wanted_BX, rest_BX, first_BX)
+        return with_tokens(rest, other_BX, rest_BX), commit_BX & (said_BX | (other_BX & ~held_BX))
+
+    def _loose(self, step: Step, view: BlockView, line: Line, lanes: RowCursors) -> Line:
+        """The line with what edits may take back open. Edits often come in groups, as where a word moves by a position,
+        and each alone would contradict its neighbours."""
+        able_B = step.kept(type(self)).taken_back_N.index_select(0, lanes.slot_B) < TAKEN_BACK
+        decoded_BX = self._layout(step, view).by_lane(~view.given_RL) & ~line.outside_BX
+        return replace(line, open_BX=line.open_BX | (able_B[:, None] & decoded_BX))
+
+    def _take_back(self, made: Decision, taken_RL: Tensor, fixed_RL: Tensor, bound_R: Tensor) -> None:
+        """Masks again what contradicts an edit. A row that changes nothing is not busy: it would be refused again."""
+        proposal, view = made.proposal, made.view
+        remask_RL = taken_RL if proposal.remask_RL is None else (proposal.remask_RL & ~fixed_RL) | taken_RL
+        retry_R = taken_RL.any(-1) if proposal.retry_R is None else proposal.retry_R | taken_RL.any(-1)
+        busy_R = proposal.busy_R
+        if busy_R is not None:
+            changes_RL = proposal.commit_RL & (view.masked_RL | (proposal.token_RL != view.tokens_RL))
+            busy_R = busy_R & ((changes_RL | remask_RL).any(-1) | ~bound_R)
+        made.proposal = replace(proposal, remask_RL=remask_RL, retry_R=retry_R, busy_R=busy_R)
+
+    def _count(self, step: Step, made: Decision, live_B: Tensor, forced_RL: Tensor, taken_RL: Tensor) -> None:
+        rows, live_B = step.kept(type(self)), live_B & made.lanes.live_B
+        forced_B = forced_RL.view(step.shape.lanes, -1).sum(-1)
+        taken_B = taken_RL.view(step.shape.lanes, -1).any(-1).to(torch.int64)
+        for count_N, count_B in ((rows.forced_N, forced_B), (rows.taken_back_N, taken_B)):
+            count_N.index_add_(0, made.lanes.slot_B, count_B.masked_fill(~live_B, 0))
 
     def moved(self, step: Step, made: Decision) -> None:
         """The state moves on over the positions that the active region has left."""
@@ -317,9 +360,10 @@ class Constraints(Ability):
         left_BX = (pos_BX >= 0) & (pos_BX < after.start_B[:, None]) & ~line.outside_BX
         state_B = sweeps.run(line.state_B, token_BX, left_BX)
         live_B = live_B & after.live_B & before.live_B
-        column_N = rows.row_N4[:, 1]
-        old_B = column_N.index_select(0, after.slot_B)
-        column_N.index_copy_(0, after.slot_B, torch.where(live_B, state_B, old_B))
+        fresh_B = live_B & (after.start_B > before.start_B)
+        for column_N, change_B, new in ((rows.row_N4[:, 1], live_B, state_B), (rows.taken_back_N, fresh_B, 0)):
+            old_B = column_N.index_select(0, after.slot_B)
+            column_N.index_copy_(0, after.slot_B, torch.where(change_B, new, old_B))
 
     def _layout(self, step: Step, view: BlockView) -> Active:
         lanes, canvas = step.shape.lanes, step.state.canvas
@@ -348,6 +392,11 @@ class Constraints(Ability):
             room_B=(until_B - torch.maximum(end_B, first_B)).clamp_min(0),
         )
         return sweeps, line, place_B >= 0
+
+
+def with_tokens(line: Line, at_BX: Tensor, token_BX: Tensor) -> Line:
+    """The line with tokens written at these positions."""
+    return replace(line, token_BX=torch.where(at_BX, token_BX, line.token_BX), open_BX=line.open_BX & ~at_BX)
 
 
 def too_large(language: Language) -> str | None:

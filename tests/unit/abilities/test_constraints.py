@@ -263,6 +263,19 @@ def test_editing_ends_where_nothing_changes_any_more(decoder: str, kind: str) ->
         assert done.counts.forwards <= len(done.canvas) + 4, (pattern, done.counts)
 
 
+@pytest.mark.parametrize(("later", "end"), [("cd", 9.0), ("cb", 4.0)])
+def test_edits_that_are_only_possible_together_are_written(later: str, end: float) -> None:
+    """The model says "ab" first, and then "cd", or "c" and less surely "b": that is taken back, and d is left."""
+    table = torch.zeros(12, 3, VOCAB, dtype=torch.float64)
+    for call in range(12):
+        for place, letter in enumerate("ab" if call == 0 else later, start=1):
+            table[call, place, TEXTS.index(letter)] = 9.0 if place == 1 else end
+    decoder = component("decoder", "joint_threshold_speed")
+    recipe = compose(Scripted(table), iteration="blockwise", decoder=decoder, cache="none")
+    (done,) = completions(engine_for(recipe), [bound(Request([1], 2), language_of("ab|cd"))])
+    assert [TEXTS[token] for token in done.canvas[1:]] == ["c", "d"]
+
+
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_sets_are_those_of_the_reference(pattern: str) -> None:
     from support.languages import sweeps_of
