@@ -28,7 +28,7 @@ from benchmarks.provenance import begun, save
 from benchmarks.shapes import SHAPES
 from dinfer import Pipeline, Runtime, compose
 from dinfer.loading.checkpoint import family_of, random_network
-from dinfer.memory.kv import RESERVED, KVPool
+from dinfer.memory.kv import RESERVED, KVPool, PoolSize
 from dinfer.recipe.registry import MODELS
 
 PAGE, RUNS = 16, 3
@@ -67,7 +67,7 @@ def left_to_right(model: Any, rows: int, given: argparse.Namespace, card: dict[s
     device, spec = torch.device(given.device), model.spec
     length = given.prompt + given.steps * (RUNS + 1)
     pages = -(-length // PAGE)
-    kv = KVPool.alloc(spec, rows, length, rows * pages, PAGE, dtype=model.dtype, device=device)
+    kv = KVPool.alloc(spec, PoolSize(rows, length, rows * pages, PAGE), dtype=model.dtype, device=device)
     kv.assign({row: [*range(RESERVED + row * pages, RESERVED + (row + 1) * pages)] for row in range(rows)})
     for pool in (kv.k_JPTGE, kv.v_JPTGE):
         pool.normal_()
@@ -77,7 +77,7 @@ def left_to_right(model: Any, rows: int, given: argparse.Namespace, card: dict[s
 
     @torch.no_grad()
     def step() -> None:
-        attend = kv.attend(slot_B, pos_B1, (torch.zeros_like(pos_B1), pos_B1 + 1), pages)
+        attend = kv.attend(slot_B, pos_B1, ((torch.zeros_like(pos_B1), pos_B1 + 1), None, None), pages)
         logits_B1V = model.logits(model.forward(model.embed(token_B1), attend))
         token_B1.copy_(logits_B1V.argmax(-1))
         pos_B1.add_(1)

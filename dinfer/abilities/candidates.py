@@ -133,7 +133,7 @@ class States:
         pos_GW, place_GW = (t_BW.repeat(count, 1) for t_BW in (pos_BW, place_BW))
         start_GW, end_GW = (torch.cat(bounds) for bounds in zip(*intervals, strict=True))
         lane_G = torch.arange(table_GP.shape[0], device=table_GP.device)
-        return kv.attend(lane_G, pos_GW, (start_GW, end_GW), pages, place_BW=place_GW, table_NP=table_GP)
+        return kv.attend(lane_G, pos_GW, ((start_GW, end_GW), None, None), pages, place_BW=place_GW, table_NP=table_GP)
 
     def reached(self, canvas: Canvas, phase: Phase) -> tuple[RowCursors, Tensor]:
         """The lanes after a step, live where the state is a candidate, and which one it is. int64 [B]"""

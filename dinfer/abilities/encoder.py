@@ -5,7 +5,8 @@ from typing import Self
 from torch import Tensor
 
 from dinfer.kernels.attention import encoder_intervals, local_interval
-from dinfer.step.ability import Ability, Seen, Step
+from dinfer.memory.kv import Seen
+from dinfer.step.ability import Ability, Step
 from dinfer.step.canvas import RowCursors
 from dinfer.step.parts import Parts
 from dinfer.step.shape import StepShape

@@ -100,5 +100,5 @@ def guided(step: Step, run: Forward) -> tuple[Model, PagedAttend]:
     places = torch.cat((run.place_BW, torch.where(scale_B[:, None] > 0, run.place_BW, -1)))
     start_BW, end_BW = (torch.cat((bound_BW, bound_BW)) for bound_BW in run.seen[0])
     slots, positions = torch.cat((slot_B, kv.twin(slot_B))), torch.cat((run.pos_BW, twin_BW))
-    attend = kv.attend(slots, positions, (start_BW, end_BW), step.shape.pages, place_BW=places)
+    attend = kv.attend(slots, positions, ((start_BW, end_BW), None, None), step.shape.pages, place_BW=places)
     return GuidedModel(model, model.spec, bare_BW, scale_B), attend

@@ -105,9 +105,8 @@ class Slices(Ability):
         pos_BG, place_BG = places.cut(run.pos_BW), places.cut(run.place_BW)
         rows = step.state.canvas.lanes(slot_B, step.shape.phase)
         interval_BG, local_BG, _ = seen(step, rows, place_BG, None if stop_B is None else stop_B[places.row_B])
-        run.attend = step.state.kv.attend(
-            slot_B, pos_BG, interval_BG, step.shape.pages, place_BW=place_BG, local_BW=local_BG
-        )
+        sees = interval_BG, local_BG, None
+        run.attend = step.state.kv.attend(slot_B, pos_BG, sees, step.shape.pages, place_BW=place_BG)
         run.x_BWD = run.model.embed(places.cut(run.tokens_BW).clamp_min(0))
 
     def ran(self, step: Step, run: Forward) -> None:

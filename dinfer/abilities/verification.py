@@ -91,7 +91,7 @@ def verified(step: Step) -> Tensor:
     pos_BW = pos_BL.repeat(1, 2)
     end_BW = torch.cat(((pos_BL + 1).clamp_min(1), pos_BL.clamp_min(0)), 1)
     interval_BW = torch.zeros_like(end_BW), end_BW
-    attend = state.kv.attend(slot_B, pos_BW, interval_BW, shape.pages, self_keys=shape.block)
+    attend = state.kv.attend(slot_B, pos_BW, (interval_BW, None, None), shape.pages, self_keys=shape.block)
     masks_BL = torch.full_like(tokens_BL, model.spec.mask)
     h_BWD = model.forward(model.embed(torch.cat((tokens_BL, masks_BL), 1)), attend)
     return model.logits(h_BWD[:, shape.block :])

@@ -14,7 +14,7 @@ from torch import Tensor
 from dinfer.abilities.candidates import Candidates
 from dinfer.engine.runner import Runner, StepClock
 from dinfer.engine.runtime import BatchSize, Runtime, candidates_of, compiled
-from dinfer.memory.kv import kv_dtype
+from dinfer.memory.kv import PoolSize, kv_dtype
 from dinfer.recipe.recipe import Recipe
 from dinfer.startup.kernel_compiler import KernelCompiler
 from dinfer.step.canvas import Cursors
@@ -51,7 +51,7 @@ class Worker:
 
         def alloc(recipe: Recipe, device: torch.device) -> BatchState:
             return BatchState.alloc(
-                recipe, room.slots, room.length, page=self.runtime.page, pages=room.pages, dtype=self.kv,
+                recipe, PoolSize(room.slots, room.length, room.pages, self.runtime.page), dtype=self.kv,
                 device=device, block=room.block, extras=(Candidates(candidates_of(self.runtime)),),
             )  # fmt: skip
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -40,6 +40,20 @@ def kv_dtype(kv: str, model: torch.dtype, device: torch.device) -> torch.dtype:
     return FLOAT8
 
 
+Interval = tuple[Tensor, Tensor]  # each query sees the keys `[start, end)`. int64 [B, W] each
+# The interval, that of layers with local attention, and which queries are of the context: `dinfer.step.model.Attend`
+Seen = tuple[Interval, Interval | None, Tensor | None]
+
+
+class PoolSize(NamedTuple):
+    """Room for requests."""
+
+    slots: int
+    length: int  # positions of the longest request
+    pages: int  # in all
+    page: int  # positions of a page
+
+
 @dataclass(frozen=True, slots=True)
 class KVPool:
     """Shape suffixes: J layers, P pages, T positions a page, G key/value heads, E head size."""
@@ -55,10 +69,11 @@ class KVPool:
 
     @classmethod
     def alloc(
-        cls, spec: ModelSpec, slots: int, length: int, pages: int, page: int, *, dtype: torch.dtype, device,
-        candidates: int = 0, window: int = 0, ranks: Ranks = ALONE,
+        cls, spec: ModelSpec, size: PoolSize, *, dtype: torch.dtype, device, candidates: int = 0, window: int = 0,
+        ranks: Ranks = ALONE,
     ) -> Self:  # fmt: skip
-        """`pages` for requests, and as many more as the `candidates` of each slot need for a window of `window`."""
+        """Pages for requests, and as many more as the `candidates` of each slot need for a window of `window`."""
+        slots, length, pages, page = size
         fork = min(-(-(window - 1) // page) + 1, -(-length // page)) if candidates else 0
         pages += (slots + 1) * candidates * fork
         table_NP = torch.full((2 * (slots + 1), -(-length // page)), NULL, dtype=torch.int64, device=device)
@@ -145,17 +160,16 @@ class KVPool:
             self.local._copy(from_X, to_X)
 
     def attend(
-        self, slot_B: Tensor, pos_BW: Tensor, interval_BW: tuple[Tensor, Tensor], pages: int,
-        *, place_BW: Tensor | None = None, local_BW: tuple[Tensor, Tensor] | None = None,
-        context_BW: Tensor | None = None, table_NP: Tensor | None = None, self_keys: int = 0,
+        self, slot_B: Tensor, pos_BW: Tensor, seen: Seen, pages: int, *, place_BW: Tensor | None = None,
+        table_NP: Tensor | None = None, self_keys: int = 0,
     ) -> PagedAttend:  # fmt: skip
         """Attention of the queries at `pos_BW` over the first `pages` pages of their rows.
 
-        `place_BW`: where their keys are kept, if not at these positions; `interval_BW` is one of places, too.
-        `local_BW`: the interval in layers with local attention. `context_BW`: see `dinfer.step.model.Attend`.
+        `place_BW`: where their keys are kept, if not at these positions; intervals of `seen` are of places, too.
         `table_NP`: the pages of each slot, if not those of requests. The keys of the last `self_keys` queries are kept
         beside the canvas: each is seen by its own query and by no other.
         """
+        interval_BW, local_BW, context_BW = seen
         kept_BW = pos_BW if place_BW is None else place_BW
         pages_BP, write_X = key_places(
             self.table_NP if table_NP is None else table_NP, slot_B, kept_BW,

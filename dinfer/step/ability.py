@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from dinfer.memory.kv import PagedAttend
+from dinfer.memory.kv import PagedAttend, Seen
 from dinfer.step.canvas import BlockView, Canvas, Phase, RowCursors
 from dinfer.step.commits import Commits
 from dinfer.step.contracts import Moved, Proposal, State
@@ -21,9 +21,6 @@ from dinfer.step.shape import Extra, StepShape
 from dinfer.step.state import BatchState, Entry
 from dinfer.step.stats import TokenStats
 from dinfer.step.window import KeepsNothing, Window
-
-Interval = tuple[Tensor, Tensor]  # each query sees the keys `[start, end)`. int64 [B, W] each
-Seen = tuple[Interval, Interval | None, Tensor | None]  # the last two: see `KVPool.attend`
 
 
 class Ability:

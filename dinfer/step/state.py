@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dinfer.kernels.canvas import Rows, option_columns, store_rows
 from dinfer.kernels.upload import host_rows, uploaded
-from dinfer.memory.kv import KVPool
+from dinfer.memory.kv import KVPool, PoolSize
 from dinfer.step.canvas import Canvas, Cursors, Phase
 from dinfer.step.contracts import Large, Moved, State
 from dinfer.step.parts import Parts
@@ -89,15 +89,16 @@ class BatchState:
 
     @classmethod
     def alloc(
-        cls, recipe: Parts, slots: int, length: int, *, page: int, pages: int, dtype: torch.dtype, device,
-        block: int | None = None, extras: Sequence[Extra] = (),
+        cls, recipe: Parts, size: PoolSize, *, dtype: torch.dtype, device, block: int | None = None,
+        extras: Sequence[Extra] = (),
     ) -> BatchState:  # fmt: skip
-        """Room for `slots` requests of at most `length` positions, in `pages` pages of `page` positions in `dtype`.
+        """Room for requests, their keys and values in `dtype`.
 
-        `block` is L; None: what the iteration says for a generation of `length`. It is never longer than `length`:
+        `block` is L; None: what the iteration says for a generation of `size.length`. It is never longer:
         a block ends where the canvas does. `extras`: the largest that steps have, as far as they need memory.
         """
-        spec, iteration, n = recipe.model.spec, recipe.iteration, slots + 1
+        spec, iteration, (slots, length, *_) = recipe.model.spec, recipe.iteration, size
+        n = slots + 1
         # Empty slots and the scratch slot hold the defaults: 0 may be no value of an option at all.
         defaults_O = torch.tensor([float(o.default) for o in recipe.request_options], dtype=torch.float64)
         block = min(block or block_length(iteration, length), length)
@@ -108,10 +109,7 @@ class BatchState:
             canvas=canvas,
             kv=KVPool.alloc(
                 spec,
-                slots,
-                length,
-                pages,
-                page,
+                size,
                 dtype=dtype,
                 device=device,
                 candidates=max(kind.page_sets(recipe, extras) for kind in recipe.abilities),

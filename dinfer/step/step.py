@@ -13,7 +13,8 @@ from torch import Tensor
 
 from dinfer.kernels.attention import attention_interval
 from dinfer.kernels.canvas import active_rows, rows_of
-from dinfer.step.ability import Decision, Forward, Known, Seen, Step
+from dinfer.memory.kv import Seen
+from dinfer.step.ability import Decision, Forward, Known, Step
 from dinfer.step.canvas import BlockView, RowCursors, Status
 from dinfer.step.commits import blanks, commit, finish
 from dinfer.step.contracts import BlockAfter
@@ -60,11 +61,7 @@ def forward(step: Step) -> Forward:
     for ability in step.abilities:
         ability.prepare(step, run)
     if run.attend is None:
-        interval_BW, local_BW, context_BW = run.seen
-        run.attend = state.kv.attend(
-            step.lanes.slot_B, pos_BW, interval_BW, shape.pages, place_BW=place_BW, local_BW=local_BW,
-            context_BW=context_BW,
-        )  # fmt: skip
+        run.attend = state.kv.attend(step.lanes.slot_B, pos_BW, run.seen, shape.pages, place_BW=place_BW)
     for ability in step.abilities:
         ability.feed(step, run)
     x_BWD = run.model.embed(run.tokens_BW) if run.x_BWD is None else run.x_BWD

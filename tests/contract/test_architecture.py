@@ -16,10 +16,7 @@ from dinfer.recipe.registry import REGISTRIES
 ROOT = Path(__file__).parents[2]
 LINES, PARAMETERS = 60, 10  # of a function; kernels spell out their arguments
 LARGER = {  # functions above these limits, which are to be divided; nothing is added here
-    "dinfer/memory/kv.py:alloc",
-    "dinfer/memory/kv.py:attend",
-    "dinfer/step/plan.py:window_bounds",
-    "dinfer/step/state.py:alloc",
+    "dinfer/step/plan.py:window_bounds",  # Triton compiles it too
 }
 REFLECTIONS = 20  # calls of getattr and hasattr in all: each hides from the type checker what it reads
 
@@ -58,7 +55,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "step.ability": CORE | {"memory.kv", "step.commits", "step.shape", "step.state", "step.window"},
     "step.scores": CORE | {"step.ability", "step.shape"},
     "step.step": CORE | {
-        "step.ability", "step.commits", "step.scores", "step.shape", "step.state", "step.window",
+        "memory.kv", "step.ability", "step.commits", "step.scores", "step.shape", "step.state", "step.window",
     },
     "abilities": {"kernels", "memory.kv", "recipe.refusals", "recipe.registry", "step", "structure"},
     "layers": {"step.contracts", "step.model", "parallel.ranks", "recipe.registry", "kernels", "step.spec"},

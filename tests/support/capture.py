@@ -14,6 +14,7 @@ from dinfer.abilities.feeding import Feeds
 from dinfer.abilities.guidance import Guided
 from dinfer.abilities.open_positions import OpenOnly
 from dinfer.abilities.reports import Level, Reported, Reporting
+from dinfer.memory.kv import PoolSize
 from dinfer.recipe.recipe import Recipe
 from dinfer.step.canvas import Cursors
 from dinfer.step.shape import Extra, KeysOnly, Sampled, StepShape, extras_of
@@ -75,7 +76,7 @@ def meta_steps(recipe: Recipe, level: Level = Level.NOTHING) -> None:
     kind = BranchLanes if branches_of(iteration) else Candidates
     guessed = [deciding(recipe)] if able or branches_of(iteration) else []  # phases that may have candidates
     state = BatchState.alloc(
-        recipe, LANES, LENGTH, page=PAGE, pages=LANES * pages, dtype=recipe.model.dtype, device=torch.device("meta"),
+        recipe, PoolSize(LANES, LENGTH, LANES * pages, PAGE), dtype=recipe.model.dtype, device=torch.device("meta"),
         extras=(Candidates(int(able)),),
     )  # fmt: skip
     state.kept[Reporting].want_logprobs()

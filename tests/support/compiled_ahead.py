@@ -78,6 +78,7 @@ def main() -> None:
     from support.models import tiny_model
 
     from dinfer.kernels.triton import hopper_attention
+    from dinfer.memory.kv import PoolSize
     from dinfer.recipe.recipe import Recipe, compose
     from dinfer.startup.kernel_compiler import META, KernelCompiler, on_meta
     from dinfer.startup.meta_operators import Shapes
@@ -94,7 +95,7 @@ def main() -> None:
     )  # fmt: skip
 
     def alloc(recipe: Recipe, device: torch.device) -> BatchState:
-        return BatchState.alloc(recipe, 2, 64, page=16, pages=8, dtype=torch.bfloat16, device=device, block=8)
+        return BatchState.alloc(recipe, PoolSize(2, 64, 8, 16), dtype=torch.bfloat16, device=device, block=8)
 
     found: dict[str, Any] = {}
     for device in ("cpu", "cuda"):

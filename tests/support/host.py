@@ -8,7 +8,7 @@ import torch
 
 from dinfer.abilities.branches import BranchLanes, branches_of
 from dinfer.engine.request import Request
-from dinfer.memory.kv import RESERVED
+from dinfer.memory.kv import RESERVED, PoolSize
 from dinfer.recipe.recipe import Recipe
 from dinfer.step.canvas import CURSORS, Phase, Status
 from dinfer.step.shape import KeysOnly, StepShape, extras_of
@@ -30,7 +30,7 @@ class Host:
         each, slots = -(-self.capacity // page), len(requests) + 1
         model = recipe.model
         self.state = BatchState.alloc(
-            recipe, slots, self.capacity, page=page, pages=2 * slots * each, dtype=model.dtype, device=model.device
+            recipe, PoolSize(slots, self.capacity, 2 * slots * each, page), dtype=model.dtype, device=model.device
         )
         free = list(range(RESERVED, RESERVED + 2 * slots * each))
         self.random.shuffle(free)

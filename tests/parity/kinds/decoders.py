@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from dinfer.memory.kv import PoolSize
 from dinfer.recipe.recipe import Recipe
 from dinfer.recipe.registry import CACHES, DECODERS, SAMPLINGS, values_of
 from dinfer.step.canvas import Phase, Status
@@ -245,7 +246,7 @@ def begin(model: ScriptedModel, rule: Rule, x0_BL: Tensor, sampling: Sampling) -
     recipe = ReferenceRecipe(model, sweep, unforced(build(DECODERS, rule.config)), CACHES.build("none"), sampling)
     pages = -(-length // PAGE)
     state = BatchState.alloc(
-        recipe, batch, length, page=PAGE, pages=batch * pages, dtype=model.dtype, device=model.device
+        recipe, PoolSize(batch, length, batch * pages, PAGE), dtype=model.dtype, device=model.device
     )  # fmt: skip
     masked_BL = torch.ones_like(x0_BL, dtype=torch.bool) if mask_id is None else x0_BL == mask_id
     if rule.first is not None:

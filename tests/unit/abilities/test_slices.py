@@ -16,6 +16,7 @@ from dinfer.abilities.slices import Places, Sliced
 from dinfer.engine.request import Request
 from dinfer.engine.row import StepWidth
 from dinfer.engine.scheduler.grouping import Group, grouped
+from dinfer.memory.kv import PoolSize
 from dinfer.recipe.recipe import Recipe, compose
 from dinfer.step.contracts import Phase
 from dinfer.step.shape import StepShape
@@ -62,7 +63,7 @@ def test_no_token_depends_on_slices(
 def test_rows_without_lanes_sit_the_step_out() -> None:
     """Of two rows that need three lanes each, where four are there, the first goes on."""
     recipe = recipe_of(ITERATIONS[0], ahead=4, back=2)
-    state = BatchState.alloc(recipe, 2, 48, page=4, pages=24, dtype=torch.float64, device=torch.device("cpu"))
+    state = BatchState.alloc(recipe, PoolSize(2, 48, 24, 4), dtype=torch.float64, device=torch.device("cpu"))
     masked = [False] * 3 + [True] * 45
     pages = [*range(2, 26)]
     entries = [Entry(slot, [1] * 48, masked, 3, [], pages=pages[12 * slot :][:12], fresh=[]) for slot in range(2)]
@@ -101,7 +102,7 @@ def test_a_sliced_step_is_device_work_of_fixed_shapes() -> None:
         tiny_model("block_causal").to("meta"), iteration={**ITERATIONS[0], "block": BLOCK}, decoder="threshold",
         cache={"name": "narrow_block", "ahead": 4, "back": 2},
     )  # fmt: skip
-    state = BatchState.alloc(recipe, 3, 52, page=4, pages=39, dtype=torch.float64, device=torch.device("meta"))
+    state = BatchState.alloc(recipe, PoolSize(3, 52, 39, 4), dtype=torch.float64, device=torch.device("meta"))
     slot_B = torch.empty(5, dtype=torch.int64, device="meta")
     for extras in ([], [OpenOnly(7)]):
         with DeviceOnly():

@@ -18,7 +18,7 @@ from benchmarks.peers import ours, work
 from benchmarks.shapes import SHAPES, shape
 from dinfer.layers.linear import quantize
 from dinfer.loading.checkpoint import random_network
-from dinfer.memory.kv import KVPool
+from dinfer.memory.kv import KVPool, PoolSize
 from dinfer.recipe.recipe import Recipe, compose
 from dinfer.step.canvas import Phase
 from dinfer.step.shape import StepShape
@@ -83,7 +83,7 @@ def test_what_a_step_reads_and_multiplies() -> None:
     everything = sum(p.nbytes for p in model.parameters()) - model.embedding.weight.nbytes
     assert weight_bytes(model, None) == everything
     assert weight_bytes(model, 8) == pytest.approx(everything - 2 * (8 * each + 8) * 4)  # the bias is counted with them
-    kv = KVPool.alloc(spec, 1, 128, 8, 16, dtype=torch.float32, device="cpu")
+    kv = KVPool.alloc(spec, PoolSize(1, 128, 8, 16), dtype=torch.float32, device="cpu")
     card = {"copy_bytes_per_s": 1e9, "weights_per_s": 1e9, "bfloat16_per_s": 1e8}
     found = limits(model, kv, rows=1, width=40, block=32, keys=100, experts=8, rates=card)
     cached = 2 * 3 * 100 * 2 * 16 * 4

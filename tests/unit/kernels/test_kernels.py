@@ -19,7 +19,7 @@ from dinfer.kernels.rotary import rotary_table, rotate
 from dinfer.kernels.selection import descending_rank
 from dinfer.kernels.token_stats import token_stats
 from dinfer.kernels.types import Projections
-from dinfer.memory.kv import NULL, RESERVED, SCRATCH, KVPool
+from dinfer.memory.kv import NULL, RESERVED, SCRATCH, KVPool, PoolSize
 
 
 def rng(seed: int) -> torch.Generator:
@@ -179,7 +179,7 @@ def test_paged_attention_is_attention_over_what_was_written(page: int) -> None:
     spec, generator = tiny_spec(), rng(page)
     lengths, capacity, heads, groups = [11, 6], 16, spec.heads, spec.kv_heads
     need = [-(-n // page) for n in lengths]
-    kv = KVPool.alloc(spec, 2, capacity, sum(need), page, dtype=torch.float64, device="cpu")
+    kv = KVPool.alloc(spec, PoolSize(2, capacity, sum(need), page), dtype=torch.float64, device="cpu")
     order = (torch.randperm(sum(need), generator=generator) + RESERVED).tolist()
     kv.assign({0: order[: need[0]]})
     kv.assign({1: order[need[0] :]})
@@ -191,7 +191,7 @@ def test_paged_attention_is_attention_over_what_was_written(page: int) -> None:
         rows = [[p if p < n else -1 for p in part] for n in lengths]
         pos_BW = torch.tensor(rows)
         at_BWXE = pos_BW.clamp_min(0)[..., None, None].expand(-1, -1, heads + 2 * groups, spec.head_dim)
-        attend = kv.attend(slot_B, pos_BW, attention_interval(pos_BW, zero_B, end_B, None), pages)
+        attend = kv.attend(slot_B, pos_BW, (attention_interval(pos_BW, zero_B, end_B, None), None, None), pages)
         still = rotary_table(torch.zeros_like(pos_BW), spec.head_dim, 1e4, torch.float64)
         out = attend(1, Projections(torch.cat((q, k, v), 2).gather(1, at_BWXE), heads, still))
     for b, n in enumerate(lengths):
@@ -205,13 +205,13 @@ def test_paged_attention_is_attention_over_what_was_written(page: int) -> None:
 
 def test_padding_and_scratch_lanes_write_to_the_scratch_page_alone() -> None:
     spec = tiny_spec()
-    kv = KVPool.alloc(spec, 1, 8, 2, 4, dtype=torch.float64, device="cpu")
+    kv = KVPool.alloc(spec, PoolSize(1, 8, 2, 4), dtype=torch.float64, device="cpu")
     kv.assign({0: [RESERVED]})  # four of eight positions have a page
     pos_BW = torch.tensor([[-1, 6], [0, 1]])
     interval = attention_interval(pos_BW, torch.tensor([0, 0]), torch.tensor([4, 0]), None)
     qkv = torch.full((2, 2, spec.heads + 2 * spec.kv_heads, spec.head_dim), math.nan, dtype=torch.float64)
     qkv[:, :, : spec.heads] = 1.0
-    attend = kv.attend(torch.tensor([0, 1]), pos_BW, interval, 2)
+    attend = kv.attend(torch.tensor([0, 1]), pos_BW, (interval, None, None), 2)
     table = rotary_table(pos_BW, spec.head_dim, 1e4, torch.float64)
     out = attend(0, Projections(qkv, spec.heads, table))
     assert kv.k_JPTGE[0, SCRATCH].isnan().any()
@@ -220,7 +220,7 @@ def test_padding_and_scratch_lanes_write_to_the_scratch_page_alone() -> None:
 
 
 def test_wiped_pages_are_zero() -> None:
-    kv = KVPool.alloc(tiny_spec(), 1, 8, 3, 4, dtype=torch.float32, device="cpu")
+    kv = KVPool.alloc(tiny_spec(), PoolSize(1, 8, 3, 4), dtype=torch.float32, device="cpu")
     kv.k_JPTGE.fill_(math.nan)
     kv.v_JPTGE.fill_(math.nan)
     kv.wipe([RESERVED + 1])

@@ -16,7 +16,7 @@ from dinfer.engine.request import Request
 from dinfer.kernels.attention import attention_interval
 from dinfer.layers.transformer import Transformer
 from dinfer.loading.checkpoint import save_network
-from dinfer.memory.kv import RESERVED, KVPool
+from dinfer.memory.kv import RESERVED, KVPool, PoolSize
 from dinfer.models.llada import Llada
 from dinfer.step.canvas import Phase
 
@@ -131,7 +131,7 @@ def test_a_window_over_fresh_keys_equals_the_full_forward(variant: str) -> None:
     model = tiny_model(variant)
     spec, (rows, length), page = model.spec, IDS.shape, 4
     pages = -(-length // page)
-    kv = KVPool.alloc(spec, rows, length, rows * pages, page, dtype=model.dtype, device="cpu")
+    kv = KVPool.alloc(spec, PoolSize(rows, length, rows * pages, page), dtype=model.dtype, device="cpu")
     for row in range(rows):
         kv.assign({row: [RESERVED + row + rows * i for i in range(pages)]})
     slot_B, end_B = torch.arange(rows), torch.tensor([length, 9])
@@ -139,7 +139,7 @@ def test_a_window_over_fresh_keys_equals_the_full_forward(variant: str) -> None:
     def hidden(pos_BW: torch.Tensor) -> torch.Tensor:
         interval = attention_interval(pos_BW, torch.zeros_like(end_B), end_B, spec.causal_block)
         tokens_BW = IDS.gather(1, pos_BW.clamp_min(0))
-        return model(model.embed(tokens_BW), kv.attend(slot_B, pos_BW, interval, pages))
+        return model(model.embed(tokens_BW), kv.attend(slot_B, pos_BW, (interval, None, None), pages))
 
     every_BW = torch.arange(length).expand(rows, -1)
     full = hidden(torch.where(every_BW < end_B[:, None], every_BW, -1))

@@ -17,7 +17,7 @@ from dinfer.engine.request import Request
 from dinfer.engine.runtime import Runtime
 from dinfer.kernels.rotary import put
 from dinfer.kernels.types import FLOAT8
-from dinfer.memory.kv import KVPool
+from dinfer.memory.kv import KVPool, PoolSize
 from dinfer.pipeline import Pipeline
 from dinfer.recipe.recipe import Recipe, compose
 
@@ -66,7 +66,9 @@ def test_guidance_shared_pages_and_pieces(cache: str, monkeypatch: pytest.Monkey
 
 def test_it_changes_something_and_takes_a_quarter_of_float32() -> None:
     model = tiny_model(dtype=torch.float32)
-    pools = [KVPool.alloc(model.spec, 2, 64, 8, 16, dtype=dtype, device="cpu") for dtype in (torch.float32, FLOAT8)]
+    pools = [
+        KVPool.alloc(model.spec, PoolSize(2, 64, 8, 16), dtype=dtype, device="cpu") for dtype in (torch.float32, FLOAT8)
+    ]
     sizes = [pool.k_JPTGE.nbytes + pool.v_JPTGE.nbytes for pool in pools]
     assert sizes[1] * 4 == sizes[0]
     recipe = compose(model, iteration={"name": "blockwise", "block": 8}, decoder="threshold", cache="dual")

@@ -20,7 +20,7 @@ from dinfer.kernels.attention import encoder_intervals, local_interval
 from dinfer.layers.gemma import Gemma
 from dinfer.loading.checkpoint import load_network, save_network
 from dinfer.loading.files import CheckpointError
-from dinfer.memory.kv import RESERVED, KVPool
+from dinfer.memory.kv import RESERVED, KVPool, PoolSize
 from dinfer.models.diffusion_gemma import DiffusionGemma
 from dinfer.pipeline import Pipeline
 from dinfer.recipe.recipe import IncompatibleRecipe, Recipe, compose
@@ -156,7 +156,7 @@ def test_a_window_over_the_encoders_keys_equals_the_full_forward(page: int) -> N
     spec, prompt, length = model.spec, 9, 9 + 2 * CANVAS
     assert spec.local is not None
     ids = torch.randint(VOCAB, (2, length), generator=rng(0))
-    kv = KVPool.alloc(spec, 2, length, 2 * length, page, dtype=torch.float64, device="cpu")
+    kv = KVPool.alloc(spec, PoolSize(2, length, 2 * length, page), dtype=torch.float64, device="cpu")
     pages = -(-length // page)
     for row in range(2):
         kv.assign({row: [RESERVED + row + 2 * i for i in range(pages)]})
@@ -167,7 +167,7 @@ def test_a_window_over_the_encoders_keys_equals_the_full_forward(page: int) -> N
         start_B, end_B = torch.tensor([start, start]), torch.tensor([end, end])
         context_BW, interval_BW = encoder_intervals(pos_BW, start_B, end_B)
         near_BW = local_interval(interval_BW, pos_BW, start_B, spec.local.window)
-        attend = kv.attend(torch.arange(2), pos_BW, interval_BW, pages, local_BW=near_BW, context_BW=context_BW)
+        attend = kv.attend(torch.arange(2), pos_BW, (interval_BW, near_BW, context_BW), pages)
         return model(model.embed(ids[:, first:stop]), attend)
 
     first, second = (model.hidden(ids[:, :p], ids[:, p : p + CANVAS]) for p in (prompt, prompt + CANVAS))

@@ -16,7 +16,7 @@ from dinfer.engine.request import Request
 from dinfer.kernels.attention import attention_interval
 from dinfer.loading.checkpoint import family_of, load_network, read_spec, save_network
 from dinfer.loading.files import CheckpointError
-from dinfer.memory.kv import RESERVED, KVPool
+from dinfer.memory.kv import RESERVED, KVPool, PoolSize
 from dinfer.models.fast_dllm_v2 import FastDllmV2
 from dinfer.models.llada2 import Llada2
 from dinfer.models.sdar import Sdar
@@ -39,7 +39,7 @@ def test_a_window_over_kept_keys_equals_the_full_forward(name: str) -> None:
     model = random_model(name)
     spec, (rows, length), page = model.spec, IDS.shape, 4
     pages = -(-length // page)
-    kv = KVPool.alloc(spec, rows, length, rows * pages, page, dtype=model.dtype, device="cpu")
+    kv = KVPool.alloc(spec, PoolSize(rows, length, rows * pages, page), dtype=model.dtype, device="cpu")
     for row in range(rows):
         kv.assign({row: [RESERVED + row + rows * i for i in range(pages)]})
     end_B = torch.tensor([length, 9])
@@ -47,7 +47,7 @@ def test_a_window_over_kept_keys_equals_the_full_forward(name: str) -> None:
     def hidden(pos_BW: torch.Tensor) -> torch.Tensor:
         interval = attention_interval(pos_BW, torch.zeros_like(end_B), end_B, spec.causal_block)
         tokens_BW = IDS.gather(1, pos_BW.clamp_min(0))
-        return model(model.embed(tokens_BW), kv.attend(torch.arange(rows), pos_BW, interval, pages))
+        return model(model.embed(tokens_BW), kv.attend(torch.arange(rows), pos_BW, (interval, None, None), pages))
 
     every_BW = torch.arange(length).expand(rows, -1)
     full = hidden(torch.where(every_BW < end_B[:, None], every_BW, -1))
