@@ -173,7 +173,8 @@ def families() -> str:
     """What the families of published checkpoints are, a line each."""
     rows = []
     for family in MODELS.names():
-        entries = [entry for entry in catalog() if entry.family == family]
+        if not (entries := [entry for entry in catalog() if entry.family == family]):
+            continue  # such as the family of the tutorial
         attention = " and ".join(dict.fromkeys(entry.attention for entry in entries if not entry.prompt_block))
         rows.append((family, entries, attention))
     return table(
