@@ -229,3 +229,10 @@ def test_a_session_on_a_card_goes_on_with_its_file_and_is_compared(
     card.main(["--compare", str(out), str(tmp_path / "other.json")])
     told = capsys.readouterr().out
     assert "llada-8b FULL 1x104" in told and "kernels, in the same order" in told and "and with ['new']" in told
+
+
+def test_a_family_without_a_published_checkpoint_is_in_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the model of the tutorial, whose author runs the tests."""
+    usual, names = tables.families(), tables.MODELS.names()
+    monkeypatch.setattr(type(tables.MODELS), "names", lambda self: [*names, "plain"])
+    assert tables.families() == usual
