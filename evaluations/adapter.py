@@ -20,7 +20,7 @@ from dinfer.analysis.metrics import Sample
 from dinfer.engine.runtime import Runtime
 from dinfer.parallel.divided_model import everywhere
 from dinfer.pipeline import Pipeline, load
-from dinfer.pipeline.structured import Form, form_of
+from dinfer.pipeline.form import Form, form_of
 from dinfer.recipe.recipe import Recipe
 from dinfer.recipe.registry import REGISTRIES, check_range, unknown
 from evaluations.ledger import Ledger, key_of

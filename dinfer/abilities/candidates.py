@@ -58,11 +58,6 @@ DRAFTED = (
 )  # fmt: skip
 
 
-def longest_chain(count: int) -> int:
-    """The most denoise steps in a row that `count` candidates can serve, if each commits at least one token."""
-    return max(len(ranks) for ranks in DRAFTED[:count])
-
-
 @dataclass(frozen=True, slots=True)
 class Guesses:
     """What the last known logits propose for each active position."""
@@ -192,7 +187,7 @@ class Speculation(Ability):
         logits_CRLV = logits_of_versions(step, run, self.count + 1)
         row_R = torch.arange(logits_CRLV.shape[1], device=logits_CRLV.device)
         yield Known(logits_RLV=logits_CRLV[0].clone())
-        for _ in range(longest_chain(self.count)):
+        for _ in range(max(map(len, DRAFTED[: self.count]))):  # if each step commits at least one token
             states.live_B = step.lanes.live_B
             step.lanes, choice_B = states.reached(step.state.canvas, step.shape.phase)
             slot_B, state = step.lanes.slot_B, step.state

@@ -5,13 +5,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
-from torch import Tensor
 
 from dinfer.step.ability import Ability, Decision, Step
 from dinfer.step.contracts import Proposal
 from dinfer.step.parts import Parts
 from dinfer.step.shape import Extra, StepShape
-from dinfer.step.stats import TokenStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +48,9 @@ class Holding(Ability):
         if made.view.must_progress_R is not None:  # one of several blocks may have no mask that it could commit
             must_R = made.view.must_progress_R & (made.view.masked_RL & free_RL).any(-1)
             made.view = replace(made.view, must_progress_R=must_R)
-        made.stats = held_back(made.stats, ~free_RL)
+        # The masks that are held back have 0, as if the model preferred the mask there: no commit is forced on them.
+        declined_RL = made.stats.declined_RL | ~free_RL
+        stats = made.stats.each(lambda stat_RL: stat_RL.masked_fill(~free_RL, 0))
+        made.stats = replace(stats, mask_drawn_RL=declined_RL)
         proposal = step.recipe.decoder.select(made.stats, made.view, made.decoder_state)
         return replace(proposal, commit_RL=proposal.commit_RL & free_RL)
-
-
-def held_back(stats: TokenStats, held_RL: Tensor) -> TokenStats:
-    """The statistics with 0 at these positions. The model prefers the mask there, so no commit is forced on them."""
-    declined_RL = stats.declined_RL | held_RL
-    stats = stats.each(lambda stat_RL: stat_RL.masked_fill(held_RL, 0))
-    return replace(stats, mask_drawn_RL=declined_RL)

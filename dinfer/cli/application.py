@@ -28,7 +28,7 @@ from omegaconf import DictConfig
 from dinfer.cli import conf
 from dinfer.cli.arguments import divided
 from dinfer.cli.conf import components, explained, parse
-from dinfer.cli.recipe import located, ranks_of
+from dinfer.cli.settings import located, ranks_of
 from dinfer.cli.terminal import FAILED, debugging, failures, input_errors, message, reported, say
 from dinfer.parallel.leader import check_copies, follows
 from dinfer.recipe.registry import unknown

@@ -20,7 +20,7 @@ from dinfer.analysis.outputs import write
 from dinfer.cli import conf
 from dinfer.cli.application import check
 from dinfer.cli.conf import parse
-from dinfer.cli.recipe import beside, counted, setting
+from dinfer.cli.settings import beside, counted, setting
 from dinfer.cli.terminal import say
 from dinfer.cli.watch import answer_picture, explain_empty, frames, in_colour, summary
 from dinfer.engine.request import Counts, Update

@@ -12,7 +12,7 @@ from dinfer.analysis.comparison import solve
 from dinfer.analysis.metrics import Metrics
 from dinfer.analysis.tuning import Measured, Parts, Split
 from dinfer.cli import conf
-from dinfer.cli.recipe import beside, counted, need, pipeline, problems_of, ranks_of, setting
+from dinfer.cli.settings import beside, counted, need, pipeline, problems_of, ranks_of, setting
 from dinfer.demo.problems import Problem
 
 

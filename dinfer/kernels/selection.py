@@ -25,16 +25,11 @@ def descending_rank(score_RL: Tensor) -> Tensor:
     return before_RLL.sum(-1)
 
 
-def run_ids(masked_RL: Tensor) -> Tensor:
-    """The number of each masked position's run of neighbouring masks, from 1; 0 elsewhere. int64 [R, L]"""
-    starts_RL = masked_RL.clone()
-    starts_RL[:, 1:] &= ~masked_RL[:, :-1]
-    return starts_RL.cumsum(-1) * masked_RL
-
-
 def run_leaders(score_RL: Tensor, masked_RL: Tensor, *, first: bool) -> Tensor:
     """Positions with the largest score of their run. `first`: of equals only the leftmost. bool [R, L]"""
-    run_RL = run_ids(masked_RL)
+    starts_RL = masked_RL.clone()
+    starts_RL[:, 1:] &= ~masked_RL[:, :-1]
+    run_RL = starts_RL.cumsum(-1) * masked_RL  # the number of each run of neighbouring masks, from 1; 0 elsewhere
     best_RX = score_RL.new_full((score_RL.shape[0], score_RL.shape[1] + 1), float("-inf"))
     best_RX = best_RX.scatter_reduce(1, run_RL, score_RL, "amax")
     leads_RL = masked_RL & (score_RL == best_RX.gather(1, run_RL))

@@ -201,7 +201,8 @@ def packing(config: Mapping[str, Any]) -> Packing | None:
     method = found.get("quant_method")
     if method == "gptq":
         expect(found, {"bits": (4, 8), "checkpoint_format": ("gptq", "gptq_v2", None)})
-        if not _leaves_out(found.get("dynamic") or {}):
+        dynamic = found.get("dynamic") or {}  # of GPTQModel: "-:" says which weights are packed, as their tensors do
+        if not isinstance(dynamic, Mapping) or not all(pattern.startswith("-:") for pattern in dynamic):
             raise CheckpointError(
                 f"config.json: {FIELD}.dynamic={found['dynamic']!r:.80} is not supported: it may only leave weights as "
                 "they are, by patterns that begin with '-:'"
@@ -226,11 +227,6 @@ def packing(config: Mapping[str, Any]) -> Packing | None:
             )
         return made.pop()
     return None
-
-
-def _leaves_out(dynamic: Any) -> bool:
-    """Whether the `dynamic` of GPTQModel changes nothing but which weights are packed, as their tensors say."""
-    return isinstance(dynamic, Mapping) and all(pattern.startswith("-:") for pattern in dynamic)
 
 
 def _scheme(name: str, group: Any) -> Packing:

@@ -235,7 +235,8 @@ class RankCommands:
             case "forget", [number]:
                 del self._networks[number]
             case "engine", [number, model, parts, runtime]:
-                self._workers[number] = worker_of(self._networks[model], parts, Runtime(**runtime))
+                recipe = Recipe(self._networks[model], **{kind: read(part) for kind, part in parts.items()})
+                self._workers[number] = Worker(recipe, Runtime(**runtime))
             case "drop", [number]:
                 del self._workers[number]
             case "call", [number, module, function, args, named]:
@@ -262,12 +263,6 @@ class RankCommands:
                 worker.compare_ranks()
             case _:
                 raise RuntimeError(f"rank {self._rank} does not know what {name!r} means")
-
-
-def worker_of(network: Any, parts: Mapping[str, Any], runtime: Runtime) -> Worker:
-    """The worker of an engine of rank 0."""
-    recipe = Recipe(network, **{kind: read(part) for kind, part in parts.items()})
-    return Worker(recipe, runtime)
 
 
 def follow(follower: Follower) -> NoReturn:

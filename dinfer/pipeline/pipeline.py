@@ -23,6 +23,7 @@ from dinfer.engine.runtime import Runtime
 from dinfer.loading.checkpoint import family_of, load_network, read_config
 from dinfer.loading.files import boxed, locate
 from dinfer.parallel.divided_model import Source, divided
+from dinfer.pipeline.form import Held, compiler_of, form_of, in_gaps_of, languages_of
 from dinfer.pipeline.inputs import (
     Infilled,
     as_html,
@@ -40,7 +41,6 @@ from dinfer.pipeline.inputs import (
 )
 from dinfer.pipeline.reading import Layout, layout, questions
 from dinfer.pipeline.streaming import TextStream
-from dinfer.pipeline.structured import Held, compiler_of, form_of, in_gaps_of, languages_of
 from dinfer.pipeline.tokenizer import ChatTemplate, read_tokenizer
 from dinfer.recipe.recipe import Recipe, compose
 from dinfer.recipe.registry import CACHES, MODELS

@@ -66,12 +66,6 @@ def brief(component: Any) -> str:
     return f"{type(component).__name__}({', '.join(f'{name}={value!r}' for name, value in changed(component).items())})"
 
 
-def description_of(cls: Any) -> Description:
-    """What a component's class says of itself."""
-    summary = inspect.cleandoc(cls.__doc__ or "").split("\n")[0]
-    return Description(summary, cls.paper, tuple(options_of(cls)))
-
-
 def check_range(kind: str, component: Any, *names: str, least: float, most: float = math.inf, what: str = "") -> None:
     """Raises ValueError for an option of a component outside `[least, most]`, NaN included; for its `__post_init__`.
 
@@ -204,8 +198,10 @@ class Registry(Generic[T]):
 
     def describe(self, name: str) -> Description:
         """Summary, paper and options of a component, which is not imported for that. Raises UnknownName."""
-        unread = name in self._written and name not in self._table
-        return self._written[name][1] if unread else description_of(self.get(name))
+        if name in self._written and name not in self._table:
+            return self._written[name][1]
+        cls: Any = self.get(name)
+        return Description(inspect.cleandoc(cls.__doc__ or "").split("\n")[0], cls.paper, tuple(options_of(cls)))
 
     def check(self, config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         """The name and the options of `{"name": ..., option: ...}`. Raises ValueError for a name, an option or a type.

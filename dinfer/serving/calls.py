@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dinfer.serving.answers import Answer
+from dinfer.serving.functions import ToolFields
 from dinfer.serving.rows import Event
-from dinfer.serving.tools import ToolFields
 from dinfer.structure import calls_in
 from dinfer.structure.tools import CLOSE, OPEN, head
 

@@ -11,8 +11,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validat
 from dinfer.abilities.reading import STEPS
 from dinfer.pipeline.inputs import encodable
 from dinfer.serving.errors import invalid, refused
-from dinfer.serving.structured import HeldFields, Strict
-from dinfer.serving.tools import ToolCall, ToolFields
+from dinfer.serving.forms import HeldFields, Strict
+from dinfer.serving.functions import ToolCall, ToolFields
 
 SEEDS = 2**53  # others are taken modulo this, so that a float64 holds them
 MAX_CHOICES, MAX_STOPS, MAX_STOP_LENGTH, MAX_TOP_LOGPROBS, MAX_BIASES = 128, 4, 256, 20, 1024

@@ -18,7 +18,7 @@ from dinfer.serving.answers import Answer, Stream, sse
 from dinfer.serving.errors import ApiError, refused
 from dinfer.serving.guard import HELD
 from dinfer.serving.log import REQUEST_ID
-from dinfer.serving.metrics import Metrics
+from dinfer.serving.prometheus import Metrics
 from dinfer.serving.protocol import Own
 from dinfer.serving.rows import Event, Wanted, merged, row_events
 from dinfer.serving.served import Catalogue, Served

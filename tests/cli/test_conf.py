@@ -17,7 +17,7 @@ from hydra.core.config_loader import ConfigLoader
 from dinfer.cli import conf
 from dinfer.cli.commands.demo import decoders_of
 from dinfer.cli.program import parsers
-from dinfer.cli.recipe import pipeline
+from dinfer.cli.settings import pipeline
 from dinfer.demo.problems import generate, is_correct
 from dinfer.engine.runtime import Runtime
 from dinfer.recipe import presets

@@ -23,7 +23,7 @@ from rich.console import RenderableType
 from dinfer.analysis.outputs import check_file, replacing
 from dinfer.cli.application import launch, numbered
 from dinfer.cli.arguments import configured
-from dinfer.cli.recipe import counted, pipeline, problems_of, ranks_of, setting, text_of
+from dinfer.cli.settings import counted, pipeline, problems_of, ranks_of, setting, text_of
 from dinfer.cli.terminal import Report, say, several, show, table
 
 if TYPE_CHECKING:

@@ -28,11 +28,11 @@ from dinfer.analysis.outputs import check_file
 from dinfer.cli.application import launch
 from dinfer.cli.arguments import OVERRIDE, configured
 from dinfer.cli.conf import GROUPS
-from dinfer.cli.recipe import check_ahead, counted, held_of, need, ranks_of, setting
+from dinfer.cli.settings import check_ahead, counted, held_of, need, ranks_of, setting
 from dinfer.cli.terminal import FAILED, Interrupted, Report, fail, say, several
 
 if TYPE_CHECKING:
-    from dinfer.serving.batch import Answering
+    from dinfer.serving.batch_file import Answering
     from dinfer.serving.server import Server
 
 STANDARD = "-"
@@ -53,7 +53,7 @@ def run(args: Namespace) -> None:
 def batch(config: dict[str, Any], _text: str | None, *, paths: list[str], line: list[str]) -> None:
     """Answers what is not answered yet. `line`: the command line."""
     from dinfer.cli.commands.serve import made, name_of, needed, recipes
-    from dinfer.pipeline.structured import form_of
+    from dinfer.pipeline.form import form_of
 
     needed("dinfer batch")
     source, target = paths[0], Path("/dev/stdout" if paths[1] == STANDARD else paths[1])
@@ -71,7 +71,7 @@ def batch(config: dict[str, Any], _text: str | None, *, paths: list[str], line: 
         check_text(asked, source)
         report.at("loading")
         from dinfer.parallel.leader import RankFailed
-        from dinfer.serving.batch import Output, run, settings
+        from dinfer.serving.batch_file import Output, run, settings
         from dinfer.serving.run import EngineFailed
 
         limits = settings(setting(config, "round_timeout", float))
@@ -92,7 +92,7 @@ def batch(config: dict[str, Any], _text: str | None, *, paths: list[str], line: 
 
 def answering_of(config: dict[str, Any], make: partial[Server]) -> Answering:
     """What answers the requests: an engine here, or several on a Ray cluster. Raises ValueError."""
-    from dinfer.serving.batch import answer_here
+    from dinfer.serving.batch_file import answer_here
 
     rows = config["runtime"]["rows"]
     address, replicas = setting(config, "ray", str | None), setting(config, "replicas", int | None)

@@ -22,7 +22,7 @@ from typing import Any
 
 from dinfer.cli.application import launch
 from dinfer.cli.arguments import configured
-from dinfer.cli.recipe import pipeline, text_of
+from dinfer.cli.settings import pipeline, text_of
 from dinfer.cli.terminal import debugging, failures, message, say
 
 PROMPT, MORE = "> ", ". "

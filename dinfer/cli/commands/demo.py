@@ -22,7 +22,7 @@ from rich.rule import Rule
 
 from dinfer.cli.application import launch
 from dinfer.cli.arguments import configured
-from dinfer.cli.recipe import counted, pipeline, problems_of, setting
+from dinfer.cli.settings import counted, pipeline, problems_of, setting
 from dinfer.cli.terminal import Report, show, table
 from dinfer.demo.problems import Problem, is_correct
 from dinfer.recipe.registry import DECODERS

@@ -26,7 +26,7 @@ from dinfer.analysis.outputs import check_folder
 from dinfer.cli.application import launch
 from dinfer.cli.arguments import configured
 from dinfer.cli.conf import GROUPS
-from dinfer.cli.recipe import check_ahead, counted, group, held_of, need, pipeline, ranks_of, setting
+from dinfer.cli.settings import check_ahead, counted, group, held_of, need, pipeline, ranks_of, setting
 from dinfer.cli.terminal import Interrupted, Report, say, several, show, table
 from dinfer.recipe.registry import typed
 

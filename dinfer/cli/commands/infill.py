@@ -16,7 +16,7 @@ from typing import Any
 
 from dinfer.cli.application import launch
 from dinfer.cli.arguments import configured
-from dinfer.cli.recipe import held_of, pipeline, setting, text_of
+from dinfer.cli.settings import held_of, pipeline, setting, text_of
 from dinfer.cli.terminal import say
 
 

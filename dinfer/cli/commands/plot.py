@@ -25,7 +25,7 @@ from rich.console import RenderableType
 from dinfer.analysis.outputs import check_file, replacing
 from dinfer.analysis.plots import AXES, FEW, areas, draw, front
 from dinfer.cli.arguments import Parser
-from dinfer.cli.recipe import need
+from dinfer.cli.settings import need
 from dinfer.cli.terminal import say, show, table
 from dinfer.recipe.registry import unknown
 

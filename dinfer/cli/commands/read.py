@@ -17,7 +17,7 @@ from typing import Any
 
 from dinfer.cli.application import launch
 from dinfer.cli.arguments import configured
-from dinfer.cli.recipe import counted, pipeline, setting, text_of
+from dinfer.cli.settings import counted, pipeline, setting, text_of
 from dinfer.cli.terminal import say
 
 

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 from dinfer.cli import conf
 from dinfer.cli.application import launch
 from dinfer.cli.arguments import configured
-from dinfer.cli.recipe import check_ahead, counted, need, of_recipe, pipeline, ranks_of, runtime_of, setting
+from dinfer.cli.settings import check_ahead, counted, need, of_recipe, pipeline, ranks_of, runtime_of, setting
 from dinfer.cli.terminal import FAILED, check_interrupted, fail, say
 from dinfer.recipe.registry import typed
 

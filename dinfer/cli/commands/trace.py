@@ -29,7 +29,7 @@ from dinfer.cli import conf
 from dinfer.cli.application import launch, numbered
 from dinfer.cli.arguments import configured
 from dinfer.cli.conf import parse
-from dinfer.cli.recipe import beside, pipeline, setting, text_of
+from dinfer.cli.settings import beside, pipeline, setting, text_of
 from dinfer.cli.terminal import say
 from dinfer.recipe.registry import unknown
 

@@ -31,7 +31,7 @@ from dinfer.cli import preset
 from dinfer.cli.application import launch
 from dinfer.cli.arguments import Parser, configured
 from dinfer.cli.conf import GROUPS
-from dinfer.cli.recipe import need, setting
+from dinfer.cli.settings import need, setting
 from dinfer.cli.terminal import Report, say
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from ray.data import ActorPoolStrategy, DataContext
 from ray.exceptions import RayError
 
 from dinfer.serving.app import application
-from dinfer.serving.batch import Line, answered, check
+from dinfer.serving.batch_file import Line, answered, check
 from dinfer.serving.run import EngineFailed
 from dinfer.serving.server import Server
 

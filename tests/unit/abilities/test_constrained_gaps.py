@@ -16,7 +16,7 @@ from support.scripted import Scripted
 from unit.abilities.test_constraints import BYTES, PATTERNS, REFUSED, adversarial, bound, language_of, recipes
 
 from dinfer.engine.request import Request
-from dinfer.pipeline.structured import in_gaps_of
+from dinfer.pipeline.form import in_gaps_of
 from dinfer.recipe.recipe import compose
 from dinfer.recipe.registry import DECODERS
 from dinfer.structure.gaps import in_gaps

@@ -21,10 +21,10 @@ from dinfer.analysis.outputs import JsonLines
 from dinfer.serving.app import application, of_validation
 from dinfer.serving.errors import ApiError, refused
 from dinfer.serving.exchange import Asked, messages
+from dinfer.serving.forms import HeldFields, Strict
 from dinfer.serving.run import ended
 from dinfer.serving.server import Server
 from dinfer.serving.settings import NO_LIMIT, Settings
-from dinfer.serving.structured import HeldFields, Strict
 
 PREFIX = "batch_req_"  # of the ids of answers
 BEGIN = f'{{"id": "{PREFIX}'.encode()  # of the lines of answers

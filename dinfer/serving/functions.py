@@ -10,7 +10,7 @@ from pydantic import AfterValidator
 
 from dinfer.pipeline.inputs import encodable
 from dinfer.serving.errors import ApiError, invalid, refused
-from dinfer.serving.structured import Held, HeldFields, Strict, wrong
+from dinfer.serving.forms import Held, HeldFields, Strict, wrong
 from dinfer.structure import ConstraintError, functions_of
 from dinfer.structure import tools as calling
 
