@@ -282,8 +282,9 @@ class Constraints(Ability):
         writable_RL = ~view.given_RL if view.edits else view.masked_RL
         commit_RL = with_progress(proposal.commit_RL & writable_RL, stats, view)
         chosen_BX, token_BX = layout.by_lane(commit_RL), layout.by_lane(token_RL)
-        after, admitted_BX = self._admitted(step, made, line, chosen_BX & ~line.outside_BX, token_BX)
-        only_BX, only_token_BX = sweeps.forced(after)
+        after, admitted_BX, (only_BX, only_token_BX) = self._settled(
+            step, made, sweeps, line, chosen_BX & ~line.outside_BX, token_BX
+        )
         forced_BX = only_BX & after.open_BX
         written_RL = layout.by_row(admitted_BX | forced_BX | (line.outside_BX & chosen_BX))
         written_token_RL = layout.by_row(torch.where(forced_BX, only_token_BX, token_BX))
@@ -303,18 +304,17 @@ class Constraints(Ability):
         must_R = torch.ones_like(bound_R1[:, 0]) if view.must_progress_R is None else view.must_progress_R
         made.view = replace(view, must_progress_R=must_R & ~bound_R1[:, 0])
 
-    def _admitted(
-        self, step: Step, made: Decision, line: Line, commit_BX: Tensor, token_BX: Tensor
-    ) -> tuple[Line, Tensor]:
-        """The line with what may be written of a choice, and where that is.
+    def _settled(
+        self, step: Step, made: Decision, sweeps: Sweeps, line: Line, commit_BX: Tensor, token_BX: Tensor
+    ) -> tuple[Line, Tensor, list[Tensor]]:
+        """The line with what may be written of a choice, where that is, and what is forced then.
 
         Of a decoder that edits, edits go first, and what it would say again; then what else is decoded, then masks.
         """
-        sweeps, confidence_RL = step.notes[Constraints], made.stats.confidence_RL
-        confidence_BX = self._layout(step, made.view).by_lane(confidence_RL)
+        confidence_BX = self._layout(step, made.view).by_lane(made.stats.confidence_RL)
         if not made.view.edits:
-            admitted_BX = sweeps.admitted(line, commit_BX, token_BX, confidence_BX)
-            return with_tokens(line, admitted_BX, token_BX), admitted_BX
+            admitted_BX, *forced = sweeps.settled(line, commit_BX, token_BX, confidence_BX)
+            return with_tokens(line, admitted_BX, token_BX), admitted_BX, forced
         loose = self._loose(step, made.view, line, made.lanes)
         held_BX = loose.open_BX & ~line.open_BX
         said_BX = held_BX & (commit_BX | (token_BX == line.token_BX))
@@ -322,8 +322,8 @@ class Constraints(Ability):
         rest, stays_BX = with_tokens(loose, said_BX, token_BX), held_BX & ~said_BX
         rest_BX = torch.where(stays_BX, line.token_BX, token_BX)
         wanted_BX, first_BX = stays_BX | (commit_BX & ~held_BX), confidence_BX.masked_fill(stays_BX, 2.0)
-        other_BX = sweeps.admitted(rest, wanted_BX, rest_BX, first_BX)
-        return with_tokens(rest, other_BX, rest_BX), commit_BX & (said_BX | (other_BX & ~held_BX))
+        other_BX, *forced = sweeps.settled(rest, wanted_BX, rest_BX, first_BX)
+        return with_tokens(rest, other_BX, rest_BX), commit_BX & (said_BX | (other_BX & ~held_BX)), forced
 
     def _loose(self, step: Step, view: BlockView, line: Line, lanes: RowCursors) -> Line:
         """The line with what edits may take back open. Edits often come in groups, as where a word moves by a position,
@@ -371,12 +371,16 @@ class Constraints(Ability):
 
     def _line(self, step: Step, view: BlockView) -> tuple[Sweeps, Line, Tensor]:
         """The languages of the lanes, their active positions, and which lanes are in a language."""
+        sweeps, seen, *found = step.notes.get(Constraints, (None, None))
+        if seen is view.tokens_RL:  # the same positions once more
+            return sweeps, *found
         rows = step.kept(type(self))
         row_B4 = rows.row_N4.index_select(0, step.lanes.slot_B)
         place_B, state_B, first_B, until_B = row_B4.unbind(1)
-        if (sweeps := step.notes.get(Constraints)) is None:  # a step's rows stay in their languages
+        if sweeps is None:  # a step's rows stay in their languages
             most = self.extra.states, self.extra.pairs, self.extra.edges
-            sweeps = step.notes[Constraints] = Sweeps(rows.languages, place_B.clamp_min(0), *most)
+            sweeps = Sweeps(rows.languages, place_B.clamp_min(0), *most)
+            step.notes[Constraints] = sweeps, None
         layout = self._layout(step, view)
         if isinstance(layout, Whole):
             between_B = rows.languages.token_GC[:, NOWHERE].index_select(0, place_B.clamp_min(0))
@@ -391,7 +395,9 @@ class Constraints(Ability):
             state_B=state_B,
             room_B=(until_B - torch.maximum(end_B, first_B)).clamp_min(0),
         )
-        return sweeps, line, place_B >= 0
+        live_B = place_B >= 0
+        step.notes[Constraints] = sweeps, view.tokens_RL, line, live_B
+        return sweeps, line, live_B
 
 
 def with_tokens(line: Line, at_BX: Tensor, token_BX: Tensor) -> Line:

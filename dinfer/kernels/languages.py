@@ -122,17 +122,28 @@ class Sweeps:
             found.append(allowed_BC.scatter_(1, torch.where(through_BE, class_BE, most), True)[:, :-1])
         return torch.stack(found, 1)
 
+    def settled(
+        self, line: Line, commit_BX: Tensor, token_BX: Tensor, confidence_BX: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What is `admitted`, and what is `forced` once that is written: bool, bool and int64 [B, X]."""
+        if use_triton(line.token_BX, "languages"):
+            from dinfer.kernels.triton.languages import settled as kernel
+
+            return kernel(self.languages, self.language_B, self.states, line, commit_BX, token_BX, confidence_BX)
+        admitted_BX = self.admitted(line, commit_BX, token_BX, confidence_BX)
+        token_BX = torch.where(admitted_BX, token_BX, line.token_BX)
+        after = replace(line, token_BX=token_BX, open_BX=line.open_BX & ~admitted_BX)
+        return admitted_BX, *self.forced(after)
+
     def admitted(self, line: Line, commit_BX: Tensor, token_BX: Tensor, confidence_BX: Tensor) -> Tensor:
         """The part of a choice that is written: in falling order of confidence, each position that, with those written
         before it, leaves the row an accepted completion. bool [B, X]
 
         A commit may replace a decoded token.
         """
-        order_BX = _order(commit_BX, confidence_BX)
         if use_triton(line.token_BX, "languages"):
-            from dinfer.kernels.triton.languages import admitted as kernel
-
-            return kernel(self.languages, self.language_B, self.states, line, commit_BX, token_BX, order_BX)
+            return self.settled(line, commit_BX, token_BX, confidence_BX)[0]
+        order_BX = _order(commit_BX, confidence_BX)
         if on_host(line.token_BX):
             from dinfer.kernels.cpu import languages as in_c
 

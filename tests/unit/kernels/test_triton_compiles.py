@@ -159,8 +159,8 @@ def test_sets_of_states_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     line = Line(empty(2, 7), flags_BX, flags_BX, empty(2), empty(2))
     with recorded_launches(monkeypatch) as launches:
         triton_languages.allowed(held, empty(2), 64, line)
-        triton_languages.admitted(held, empty(2), 64, line, flags_BX, empty(2, 7), empty(2, 7))
+        triton_languages.settled(held, empty(2), 64, line, flags_BX, empty(2, 7), empty(2, 7, dtype=torch.float32))
         triton_languages.run(held, empty(2), empty(2), empty(2, 7), flags_BX)
         logits_RLV, class_RV = empty(2, 7, 99, dtype=torch.float32), empty(2, 99, dtype=torch.int16)
         triton_languages.masked(logits_RLV, class_RV, empty(2, 7, 9, dtype=torch.bool), flags_BX, 5)
-    assert len(launches) == 5 and failures(launches) == []
+    assert len(launches) == 6 and failures(launches) == []
