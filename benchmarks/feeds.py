@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dinfer.abilities.feeding import Feeds
-from dinfer.iterations.block_diffusion import BlockDiffusion
-from dinfer.iterations.blockwise import Blockwise
 from dinfer.layers.mlp import Experts
 from dinfer.parallel.divided_model import everywhere
 from dinfer.recipe.recipe import Recipe
-from dinfer.recipe.registry import values_of
-from dinfer.step.contracts import Iteration, ModelSpec, RowCursors, State
+from dinfer.step.contracts import ModelSpec
 from dinfer.step.model import Attend, Model
 
-STRIDE = 7919  # prime, and longer than most canvases, so that rows and forwards get other tokens
-ROWS = 64  # rows whose forwards get other tokens
+STRIDE = 7919  # prime, so that neighbours get tokens that are far apart
+PLACES = 2**18  # positions that a step may have
 
 
 def plain_tokens(spec: ModelSpec) -> range:
@@ -34,55 +29,35 @@ def random_prompts(spec: ModelSpec, count: int, length: int) -> list[list[int]]:
     return torch.randint(plain.start, plain.stop, (count, length), generator=generator).tolist()
 
 
-class Spread(Iteration, Feeds):
-    """Feeds every masked position its own token, another one at every forward of every row."""
-
-    def incompatibility(self, spec: ModelSpec) -> str | None:
-        if spec.mask_id is None:
-            return "--spread is for models with a mask token; open positions of this one hold noise. Leave it out."
-        return super().incompatibility(spec)
-
-    def embed(self, model: Model, tokens_BW: Tensor, pos_BW: Tensor, lanes: RowCursors, state: State) -> Tensor:
-        plain, mask_id = plain_tokens(model.spec), model.spec.mask
-        if tokens_BW.is_cuda:
-            from benchmarks.spread import spread
-
-            fed_BW = spread(tokens_BW, pos_BW, lanes.slot_B, lanes.forwards_B, mask_id, plain, STRIDE, ROWS)
-        else:
-            row_B = torch.add(lanes.slot_B, lanes.forwards_B, alpha=ROWS)
-            other_BW = torch.add(pos_BW.clamp_min(0), row_B[:, None], alpha=STRIDE) % len(plain) + plain.start
-            fed_BW = torch.where(tokens_BW == mask_id, other_BW, tokens_BW)
-        return model.embed(fed_BW)
-
-
-class SpreadBlockwise(Spread, Blockwise):
-    """The iteration of `apart` for models that see the whole canvas."""
-
-
-class SpreadBlockDiffusion(Spread, BlockDiffusion):
-    """The iteration of `apart` for models of block diffusion."""
-
-
-APART: dict[type[Iteration], type[Iteration]] = {Blockwise: SpreadBlockwise, BlockDiffusion: SpreadBlockDiffusion}
-
-
-def choose_apart(model: Any) -> None:
-    """Changes a network so that only embeddings decide which experts tokens choose."""
-    model.embedding.weight.mul_(4 * model.spec.hidden**0.5)
-    for module in model.modules():
-        if isinstance(module, Experts) and module.choice_bias is not None:
-            module.choice_bias.zero_()
-
-
 def apart(recipe: Recipe) -> Recipe:
     """The recipe with tokens that choose experts independently. Changes the network in place, on all ranks.
 
     With random weights all masks are alike, attention adds almost the same to all tokens, and a random bias prefers
-    some experts, so a step reads few experts. Here each mask gets its own token (`Spread`), embeddings are so long that
-    they decide the choice, and the bias is 0. A step does the same work, except for one small kernel.
+    some experts, so a step reads few experts. Here each mask of a step is fed as a token of its own, embeddings are so
+    long that they decide the choice, and the bias is 0. A step does the same work, and two small kernels.
+
+    Raises ValueError.
     """
+    if recipe.model.spec.mask_id is None:
+        raise ValueError("--spread is for models with a mask token; this one has noise instead: leave it out")
     everywhere(recipe, choose_apart)
-    return replace(recipe, iteration=APART[type(recipe.iteration)](**values_of(recipe.iteration)))
+    return recipe
+
+
+def choose_apart(model: Any) -> None:
+    """Changes a network so that only embeddings decide which experts tokens choose, and each mask has its own."""
+    plain, mask_id, embed = plain_tokens(model.spec), model.spec.mask_id, model.embed
+    other_Z = torch.arange(PLACES, device=model.device) * STRIDE % len(plain) + plain.start
+
+    def embed_apart(tokens_BW: Tensor) -> Tensor:
+        other_BW = other_Z[: tokens_BW.numel()].view(tokens_BW.shape)
+        return embed(torch.where(tokens_BW == mask_id, other_BW, tokens_BW))
+
+    model.embed = embed_apart
+    model.embedding.weight.mul_(4 * model.spec.hidden**0.5)
+    for module in model.modules():
+        if isinstance(module, Experts) and module.choice_bias is not None:
+            module.choice_bias.zero_()
 
 
 class Hollow:
