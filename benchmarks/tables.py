@@ -273,7 +273,13 @@ def step_parts() -> str:
     return table(columns, found.values())
 
 
-ABLATIONS = ("ablation-h200", "ablation-experts-h200", "ablation-more-h200", "ablation-decoders-h200")
+ABLATIONS = (
+    "ablation-h200",
+    "ablation-experts-h200",
+    "ablation-more-h200",
+    "ablation-decoders-h200",
+    "ablation-host-h200",
+)
 
 
 def ablation() -> str:
@@ -558,16 +564,32 @@ def narrow() -> str:
     """Throughput with whole blocks and with the narrow window."""
     reports = {title: load(name) for title, name in NARROW.items()}
     rows = [
-        {"title": title, **run, "busy": run["device_share"], "least": run["limit"]["tokens_per_s"]}
+        {"title": title, "commit": report["commit"], **run,
+         "busy": run["device_share"], "least": run["limit"]["tokens_per_s"]}
         for title, report in reports.items() for run in reversed(report["runs"])
     ]  # fmt: skip
     columns: dict[str, Cell] = {
         "cache": "{title}", "in flight": "{in_flight}", "tokens/s, steady": "{steady_tokens_per_s:,.0f}",
-        "limit of its steps": "{least:,.0f}", "GPU busy": "{busy:.0%}",
+        "limit of its steps": "{least:,.0f}", "GPU busy": "{busy:.0%}", "commit": "{commit}",
     }  # fmt: skip
     some = next(iter(reports.values()))
+    return f"LLaDA2-mini, 512 tokens in and out, one {machine(some)}.\n\n{table(columns, rows)}"
+
+
+def constrained() -> str:
+    """What a step costs whose rows are in a language."""
+    report = load("constrained-llada-8b-h200")
+    rows = [
+        {"batch": batch, "step": step, "plain": found["none"]["ms"]}
+        | {name: f"{own['ms']:.2f} ms, {own['more']:+.1%}" for name, own in found.items()}
+        for batch, steps in report["batches"].items() for step, found in steps.items()
+    ]  # fmt: skip
+    columns: dict[str, Cell] = {"step, rows x positions": "{step}", "without": "{plain:.2f} ms"}
+    for name, size in report["languages"].items():
+        columns[f"{size['states']:,} states"] = lambda row, name=name: row.get(name, "-")
     return (
-        f"LLaDA2-mini, 512 tokens in and out, one {machine(some)}, commit {some['commit']}.\n\n{table(columns, rows)}"
+        f"LLaDA-8B's shape, one {machine(report)}, kernels of commit {report['commit']}, medians of three runs. -: no "
+        f"such step, since answers of this language are short.\n\n{table(columns, rows)}"
     )
 
 
@@ -858,7 +880,7 @@ def setting_of(run: Report) -> str:
 SECTIONS: dict[str, Callable[[], str]] = {
     "families": families, "summary": summary, "box": box, "further": further,
     "everything": everything, "short": short, "steps": steps, "step-runs": step_runs, "parts": step_parts,
-    "peers": peers, "rival": rival, "narrow-card": narrow,
+    "peers": peers, "rival": rival, "narrow-card": narrow, "constrained": constrained,
     "sides": sides, "diffulex": diffulex, "llama-cpp": llama_cpp, "quantized": quantized, "goals": goals,
     "long-prompts": long_prompts, "curve": curve, "startup": startup, "throughput": throughput, "ablation": ablation,
     "open-blocks": open_blocks, "experts": experts, "sampled": sampled, "narrow_windows": narrow_windows,
