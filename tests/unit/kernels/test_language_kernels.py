@@ -83,6 +83,7 @@ def test_kernels_find_the_sets_and_choices_of_the_reference(seed: int, both: Any
     choice["commit_BX"] &= ~line.outside_BX
     for work in (
         lambda: sweeps.allowed(line),
+        lambda: sweeps.admitted(line, **choice),
         lambda: torch.stack([found.long() for found in sweeps.settled(line, **choice)]),
         lambda: sweeps.run(line.state_B, line.token_BX, ~line.outside_BX),
         lambda: languages.masked(
