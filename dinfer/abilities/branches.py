@@ -273,7 +273,10 @@ class Branched(Ability):
         yield Known(logits_RLV=logits_RLV, gained_B=gained_B, opened_BK=opened_BK)
 
     def moved(self, step: Step, made: Decision) -> None:
-        step.kept(Branched).keep(step.lanes, made, branching(step.recipe.iteration).value(made.stats))
+        value_RL = branching(step.recipe.iteration).value(made.stats)
+        if (fits_RL := step.notes.get(Added)) is not None:  # of rows that are held to a form, see `Constraints.written`
+            value_RL = value_RL.masked_fill(~fits_RL, float("-inf"))
+        step.kept(Branched).keep(step.lanes, made, value_RL)
 
 
 def best_branch(step: Step, versions: Versions, logits_CRLV: Tensor) -> Tensor:

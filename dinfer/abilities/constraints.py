@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dinfer.abilities.branches import Added, branches_of
 from dinfer.abilities.lines import Active, Kind, Whole
 from dinfer.abilities.reports import Forced
 from dinfer.kernels.canvas import rows_of
@@ -349,6 +350,16 @@ class Constraints(Ability):
         taken_B = taken_RL.view(step.shape.lanes, -1).any(-1).to(torch.int64)
         for count_N, count_B in ((rows.forced_N, forced_B), (rows.taken_back_N, taken_B)):
             count_N.index_add_(0, made.lanes.slot_B, count_B.masked_fill(~live_B, 0))
+
+    def written(self, step: Step, made: Decision) -> None:
+        """Says which proposed tokens a branch may add: those that some answer has beside what is written now."""
+        if not branches_of(step.recipe.iteration):
+            return
+        view = replace(made.view, tokens_RL=made.commits.tokens_RL, masked_RL=made.commits.open_RL)
+        (sweeps, line, live_B), layout = self._line(step, view), self._layout(step, view)
+        class_BX1 = sweeps.classes_of(layout.by_lane(made.stats.token_RL))[..., None]
+        fits_BX = sweeps.allowed(line).gather(2, class_BX1)[..., 0] | line.outside_BX
+        step.notes[Added] = layout.by_row(fits_BX | ~live_B[:, None])
 
     def moved(self, step: Step, made: Decision) -> None:
         """The state moves on over the positions that the active region has left."""

@@ -120,8 +120,6 @@ REFUSALS: tuple[Refusal, ...] = (
     # What requests ask for.
     Refusal("{decoder} moves tokens or lengthens the canvas, so what it leaves could have no accepted answer.",
             decoder=Moves, request=IN_LANGUAGE),
-    Refusal("{iteration} adds tokens to branches without a step that checks them.",
-            iteration=Branches, request=IN_LANGUAGE),
     Refusal("constraints need a model on one card for now.", model=DIVIDED, request=IN_LANGUAGE),
     Refusal("{decoder} moves what stands already, so nothing can be read.", decoder=Moves, request=READ),
     Refusal("{iteration} adds tokens to branches, so nothing can be read.", iteration=Branches, request=READ),

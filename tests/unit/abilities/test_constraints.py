@@ -197,6 +197,19 @@ def test_candidates_change_no_token() -> None:
     assert plain == tried
 
 
+@pytest.mark.parametrize("kind", ["random", "wrong", "ties", "goes_on"])
+def test_a_branch_adds_what_leaves_an_answer(kind: str) -> None:
+    """A branch's token is written without the projection, so it is tested before the branch is made."""
+    iteration = {"name": "lopa", "block": 4, "blocks": 2, "branches": 3}
+    recipe = compose(Scripted(adversarial(kind, 5)), iteration=iteration, decoder="threshold", cache="none")
+    requests = [bound(Request([1, 2], language_of(p).shortest + 6), language_of(p)) for p in PATTERNS]
+    done = completions(engine_for(recipe, rows=3), requests)
+    assert all(accepted(language_of(p), one.canvas[2:]) for p, one in zip(PATTERNS, done, strict=True))
+    free = [Request([1, 2, 3 + i], 17) for i in range(2)]
+    together = completions(engine_for(recipe, rows=4), [*free, *requests[:2]])[:2]
+    assert [one.canvas for one in together] == [one.canvas for one in completions(engine_for(recipe), free)]
+
+
 @pytest.mark.parametrize("decoder", ["insert_delete", "daedal"])
 def test_decoders_that_move_or_grow_are_refused_by_name(decoder: str) -> None:
     model = fitted(Scripted(adversarial("random", 0)), decoder)
