@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from dinfer.abilities.slices import Sliced
 from dinfer.engine.engine import Engine
 from dinfer.step.shape import KeysOnly, StepShape
 
@@ -36,7 +37,8 @@ class Clock:
         yield
         if self.engine.runner.captured > captured:
             self.captures.add(len(self.marks))
-        self.marks.append((step_shape, len(slots), begin, self._mark()))
+        rows = step_shape.lanes if step_shape.extra(Sliced) else len(slots)  # a row may take several lanes
+        self.marks.append((step_shape, rows, begin, self._mark()))
 
     def _mark(self) -> Any:
         if not self.cuda:

@@ -161,16 +161,17 @@ def run_limit(
 ) -> dict[str, Any]:  # fmt: skip
     """The least time of a run's steps, as they were grouped: of all, of each phase, and of the most frequent step.
 
-    `steps`: the table of a `Clock`. On average half of a block is open, and only that needs the head. A row sees its
-    whole canvas. In a block-causal model it sees its prompt and, on average, half of the answer. In a prefill it sees
-    half of the prompt.
+    `steps`: the table of a `Clock`. On average half of a block is open, and only that needs the head, as far as it is
+    computed. A row sees its whole canvas. In a block-causal model it sees its prompt and, on average, half of the
+    answer. In a prefill it sees half of the prompt.
     """
     spec, found = model.spec, []
     for step in steps:
         prefill = step["phase"] == "PREFILL"
         seen = prompt / 2 if prefill else prompt + new / (2 if spec.causal_block else 1)
         each = limits(
-            model, kv, rows=step["rows"], width=step["width"], block=0 if prefill else block / 2, keys=seen,
+            model, kv, rows=step["rows"], width=step["width"], keys=seen,
+            block=0 if prefill else min(block / 2, step["width"]),
             experts=experts_chosen(spec, step["rows"] * step["width"]), rates=rates,
         )  # fmt: skip
         found.append((step, each))
