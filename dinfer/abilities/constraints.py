@@ -18,10 +18,9 @@ from torch import Tensor
 from dinfer.abilities.branches import Added, branches_of
 from dinfer.abilities.lines import Active, Kind, Whole
 from dinfer.abilities.reports import Forced
-from dinfer.kernels.canvas import rows_of
+from dinfer.kernels.canvas import rows_of, uploaded
 from dinfer.kernels.languages import Sweeps, masked
 from dinfer.kernels.lines import Languages, Line
-from dinfer.kernels.upload import uploaded
 from dinfer.step.ability import Ability, Decision, Step
 from dinfer.step.canvas import BlockView, Canvas, Phase, RowCursors
 from dinfer.step.commits import with_progress

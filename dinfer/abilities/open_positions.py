@@ -1,8 +1,8 @@
-"""Hidden states and logits that nobody reads: the last layer and the LM head leave them out."""
+"""What a step leaves out: hidden states and logits that nobody reads, and rows whose keys it computes alone."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
 import torch
@@ -18,7 +18,7 @@ from dinfer.step.ability import Ability, Decision, Forward, Step
 from dinfer.step.canvas import Phase
 from dinfer.step.parts import Parts
 from dinfer.step.scores import read_logits, statistics
-from dinfer.step.shape import Extra, StepShape
+from dinfer.step.shape import Extra, KeysOnly, StepShape
 from dinfer.step.stats import TokenStats
 
 FEWEST = 64  # skip unread positions only if there are at least so many, since skipping adds a few kernels
@@ -111,3 +111,30 @@ class OpenPositions(Ability):
 
         step.narrow(live_B & fits_B)
         return stats.each(placed)
+
+
+class KeyPasses(Ability):
+    """Stores the cursors of such rows after the forward, and takes them out of the step."""
+
+    @classmethod
+    def of(cls, recipe: Parts, shape: StepShape) -> Self | None:
+        return cls() if shape.phase == Phase.PREFILL or shape.extra(KeysOnly) else None
+
+    def ran(self, step: Step, run: Forward) -> None:
+        final_until_B, lanes, prefill = run.window.final_until_B, step.lanes, step.shape.phase == Phase.PREFILL
+        if final_until_B is None:  # the cache has none
+            return
+        kept_B = lanes.kept_B if run.window.kept_B is None else run.window.kept_B
+        rest_B = (final_until_B < kept_B) & prefill  # a prefill continues in the next step where keys are missing
+        passed = replace(
+            lanes,
+            live_B=lanes.live_B & (final_until_B >= 0),
+            kept_B=final_until_B,
+            forwards_B=lanes.forwards_B + 1,
+            phase_B=torch.where(rest_B, int(Phase.PREFILL), int(Phase.WINDOW)),
+        )
+        step.state.canvas.store(passed)
+        step.state.cache.store(lanes.slot_B, step.cache_state, passed.live_B)
+        run.decodes = not prefill
+        if run.decodes:
+            step.narrow(lanes.live_B & ~passed.live_B)

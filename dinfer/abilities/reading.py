@@ -18,8 +18,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from dinfer.kernels.canvas import rows_of
-from dinfer.kernels.upload import uploaded
+from dinfer.kernels.canvas import rows_of, uploaded
 from dinfer.step.ability import Ability, Decision, Step
 from dinfer.step.canvas import Canvas, Phase
 from dinfer.step.parts import Parts

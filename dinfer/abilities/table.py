@@ -8,8 +8,7 @@ from dinfer.abilities.encoder import Encoder
 from dinfer.abilities.feeding import Feeding, Feeds, scores_of
 from dinfer.abilities.guidance import Guidance
 from dinfer.abilities.holding import Holding, LeavesMasks
-from dinfer.abilities.keys_only import KeyPasses
-from dinfer.abilities.open_positions import OpenPositions, ReadPositions
+from dinfer.abilities.open_positions import KeyPasses, OpenPositions, ReadPositions
 from dinfer.abilities.pacing import Aligned, Editing, Edits, Grows, LeavesDecoded, Moves, Pacing
 from dinfer.abilities.reading import Reading
 from dinfer.abilities.reports import Reporting

@@ -7,16 +7,17 @@ from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from dinfer.cli.conf import GROUPS
 from dinfer.demo.problems import Problem, generate
-from dinfer.loading.files import SMALL, locate
+from dinfer.loading.files import SMALL, CheckpointError, local, locate
 from dinfer.recipe.registry import typed, unknown
 
 if TYPE_CHECKING:
     from dinfer.engine.runtime import Runtime
+    from dinfer.loading.inspect import Inspection
     from dinfer.pipeline import Pipeline
 
 
@@ -79,15 +80,38 @@ def check_ahead(config: dict[str, Any], others: Mapping[str, dict[str, Any]] = M
 
     For models that processes of Ray will load: they can only fail with pages of tracebacks. `others`: further recipes.
     """
-    from dinfer.pipeline.ahead import check
     from dinfer.recipe.recipe import compose
 
     runtime_of(config, setting(config, "device", str | None) or "cpu")
     dtype, quantize = setting(config, "dtype", str | None), setting(config, "quantize", str | None)
-    described = check(config["model"], dtype=dtype, quantize=quantize)
+    described = SimpleNamespace(spec=inspected(config["model"], dtype, quantize).spec)
     for name, parts in {"": config, **others}.items():
         with of_recipe(name):
             compose(described, **{kind: parts[kind] for kind in GROUPS if kind != "model"})
+
+
+def inspected(model: dict[str, Any], dtype: str | None, quantize: str | None) -> Inspection:
+    """What is known of a model. Raises ValueError if `load` would, as far as the small files and headers tell.
+
+    A folder must hold its weights; those of a hub name may still be downloaded.
+    """
+    from dinfer.layers.linear import taken
+    from dinfer.loading.inspect import inspect
+    from dinfer.loading.safetensors_io import stored
+    from dinfer.pipeline.pipeline import dtype_of
+
+    taken(quantize)
+    if dtype is not None:
+        dtype_of(dtype)
+    name, options = GROUPS["model"].check(model)
+    family = GROUPS["model"].build(model)
+    folder = locate(family.checkpoint, family.revision, wanted=SMALL)
+    found = inspect(folder, {"name": name, **options})
+    if found.problems:
+        raise CheckpointError(found.problems[0])
+    if local(family.checkpoint).is_dir():
+        stored(folder)
+    return found
 
 
 @contextmanager

@@ -8,8 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from dinfer.analysis.comparison import solve
-from dinfer.analysis.metrics import Metrics
+from dinfer.analysis.metrics import Metrics, solve
 from dinfer.analysis.tuning import Measured, Parts, Split
 from dinfer.cli import conf
 from dinfer.cli.settings import beside, counted, need, pipeline, problems_of, ranks_of, setting

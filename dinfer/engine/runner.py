@@ -14,7 +14,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from dinfer.kernels.upload import upload
+from dinfer.kernels.canvas import upload
 from dinfer.recipe.recipe import Recipe
 from dinfer.startup.kernel_compiler import KernelCompiler
 from dinfer.startup.patches import no_waiting

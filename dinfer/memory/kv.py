@@ -20,10 +20,9 @@ import torch
 from torch import Tensor
 
 from dinfer.kernels.attention import attention_received, paged_attention, taken
-from dinfer.kernels.canvas import at, key_places
+from dinfer.kernels.canvas import at, host_rows, key_places, uploaded
 from dinfer.kernels.linear import FLOAT8, check_float8
 from dinfer.kernels.rotary import rotate_and_store
-from dinfer.kernels.upload import host_rows, uploaded
 from dinfer.parallel.ranks import ALONE, Ranks
 from dinfer.step.spec import ModelSpec
 

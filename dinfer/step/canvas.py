@@ -16,8 +16,16 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from dinfer.kernels.canvas import canvas_values, lane_columns, padded, span, store_rows, window_values
-from dinfer.kernels.upload import host_rows, uploaded
+from dinfer.kernels.canvas import (
+    canvas_values,
+    host_rows,
+    lane_columns,
+    padded,
+    span,
+    store_rows,
+    uploaded,
+    window_values,
+)
 
 
 class Phase(IntEnum):

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dinfer.kernels.canvas import Rows, option_columns, store_rows
-from dinfer.kernels.upload import host_rows, uploaded
+from dinfer.kernels.canvas import Rows, host_rows, option_columns, store_rows, uploaded
 from dinfer.memory.kv import KVPool, PoolSize
 from dinfer.step.canvas import Canvas, Cursors, Phase
 from dinfer.step.contracts import Large, Moved, State

@@ -39,7 +39,7 @@ def demo(config: dict[str, Any], _text: str | None) -> None:
     with Report() as progress:
         progress.at("loading the model")
         pipe = pipeline(config)
-    from dinfer.analysis.comparison import compare
+    from dinfer.analysis.metrics import compare
 
     show(heading("a held-out problem"))
     work_out(pipe, problems[0], new_tokens, delay)

@@ -85,8 +85,7 @@ def trace(config: dict[str, Any], question: str | None, *, changes: list[str]) -
         check_file(path)
     configs = [config] + ([changed("trace", changes)] if changes else [])
     pipe = pipeline(config)
-    from dinfer.analysis.trace.animation import animation
-    from dinfer.analysis.trace.record import document, page
+    from dinfer.analysis.trace.record import animation, document, page
 
     traces = []
     for each in configs:

@@ -19,6 +19,7 @@ accuracy on the held-out problems, forwards, positions, and tokens a second at e
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from argparse import Namespace
 from collections.abc import Sequence
@@ -26,13 +27,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from omegaconf import OmegaConf
+
 from dinfer.analysis.outputs import check_file, write
-from dinfer.cli import preset
+from dinfer.cli import conf
 from dinfer.cli.application import launch
 from dinfer.cli.arguments import Parser, configured
 from dinfer.cli.conf import GROUPS
 from dinfer.cli.settings import need, setting
 from dinfer.cli.terminal import Report, say
+from dinfer.recipe.registry import options_of
 
 if TYPE_CHECKING:
     from dinfer.analysis.tuning import Found, Parts, Tried
@@ -63,7 +67,7 @@ def run_search(config: dict[str, Any], _text: str | None, *, command: str) -> No
     goal = setting(config, "goal", str)
     if goal not in GOALS:
         raise ValueError(f"goal={goal} must be tps (tokens a second) or tpf (tokens a forward)")
-    path = preset.target(Path(setting(config, "preset", str)))
+    path = preset_file(Path(setting(config, "preset", str)))
     out = setting(config, "out", str | None)
     table, counts = setting(config, "table", str | None), setting(config, "in_flight", tuple[int, ...])
     if not counts or min(counts) < 1:
@@ -143,7 +147,7 @@ def told(one: Tried, goal: str) -> str:
 
 
 def words(kind: str, part: dict[str, Any]) -> str:
-    options = [f"{name}={value}" for name, value in preset.changed(kind, part).items()]
+    options = [f"{name}={value}" for name, value in changed_options(kind, part).items()]
     return f"{part['name']}({', '.join(options)})" if options else str(part["name"])
 
 
@@ -166,10 +170,57 @@ def finish(config: dict[str, Any], found: Found, path: Path, command: str) -> No
     reference = ", ".join(words(kind, config[kind]) for kind in ("iteration", "decoder", "cache"))
     limit = f"At most {config['max_drop']} points lost against {reference}."
     model = config["model"].get("checkpoint") or config["model"]["name"]
-    for file in preset.save(path, found.parts, [f"Found by `dinfer tune` for {model}. {limit}", *lines]):
+    for file in save_preset(path, found.parts, [f"Found by `dinfer tune` for {model}. {limit}", *lines]):
         say(f"wrote {file}")
     if out is not None:
         report = {"command": command, "settings": config, **found.to_json()}
         write(Path(out), json.dumps(report, indent=1) + "\n")
         say(f"wrote {out}")
-    print(f'use it: dinfer generate "question" {preset.usage(path, path.stem)}')
+    print(f'use it: dinfer generate "question" {preset_usage(path, path.stem)}')
+
+
+def preset_file(path: Path) -> Path:
+    """The file of a recipe. Raises ValueError for one that is none, or whose name a preset of dinfer's has."""
+    folder, name, own = path.parent.parent, path.stem, conf.folder()
+    if not re.fullmatch(rf"(.*/)?{conf.RECIPE}/[A-Za-z]\w*\.yaml", str(path)):
+        raise ValueError(
+            f"preset={path} must be FOLDER/{conf.RECIPE}/NAME.yaml, NAME of letters, digits and underscores"
+        )
+    taken = {path.stem for path in (own / conf.RECIPE).glob("*.yaml")} if folder.resolve() != own.resolve() else set()
+    if name in taken | {choice for registry in conf.GROUPS.values() for choice in registry.names()}:
+        raise ValueError(f"preset={path}: {name} is a component or recipe of dinfer's: choose another name")
+    return path
+
+
+def changed_options(kind: str, part: dict[str, Any]) -> dict[str, Any]:
+    """The options of a component that are not at their defaults."""
+    infos = options_of(conf.GROUPS[kind].get(part["name"]))
+    defaults = {info.name: list(info.default) if isinstance(info.default, tuple) else info.default for info in infos}
+    return {name: value for name, value in part.items() if name != "name" and value != defaults.get(name)}
+
+
+def save_preset(path: Path, parts: dict[str, dict[str, Any]], heading: Sequence[str]) -> list[Path]:
+    """Writes the recipe, and a preset of each component with an option that is not at its default; all files.
+
+    So a component of the recipe can be exchanged like any other, its options with it. Raises OSError.
+    """
+    comments = [f"# {line}" for line in heading]
+    lines, files = ["# @package _global_", *comments, "defaults:"], {}
+    for kind, part in parts.items():
+        own = changed_options(kind, part)
+        lines.append(f"  - override /{kind}: {path.stem if own else part['name']}")
+        if own:
+            text = f"defaults: [{part['name']}, _self_]\n{OmegaConf.to_yaml(own)}"
+            files[path.parent.parent / kind / path.name] = "\n".join([*comments, text])
+    files[path] = "\n".join(lines) + "\n"
+    for file, text in files.items():
+        check_file(file)
+        write(file, text)
+    return list(files)
+
+
+def preset_usage(path: Path, name: str) -> str:
+    """The arguments that use a preset."""
+    folder = path.parent.parent
+    here = folder.resolve() == conf.folder().resolve()
+    return f"{conf.RECIPE}={name}" if here else f"--config-dir {folder} {conf.RECIPE}={name}"

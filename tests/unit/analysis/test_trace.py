@@ -16,8 +16,7 @@ from support.browser import PROGRAM, dom, needs_chromium
 from support.models import MASK, tiny_model
 
 from dinfer.abilities.pacing import LeavesDecoded
-from dinfer.analysis.trace.animation import animation
-from dinfer.analysis.trace.record import Trace, document, embedded, page, record_request, spans
+from dinfer.analysis.trace.record import Trace, animation, document, embedded, page, record_request, spans
 from dinfer.engine.request import Request
 from dinfer.engine.runtime import Runtime
 from dinfer.pipeline import Pipeline

@@ -14,7 +14,8 @@ from support.command_line import write_checkpoint
 from dinfer.__main__ import main
 from dinfer.analysis.metrics import Difference, Sample, measure
 from dinfer.analysis.tuning import Found, Measured, NothingFound, Parts, Split, Tried, by_load, check_space, tune
-from dinfer.cli import conf, preset
+from dinfer.cli import conf
+from dinfer.cli.commands.tune import preset_file, save_preset
 from dinfer.recipe.recipe import IncompatibleRecipe
 
 REFERENCE: Parts = {
@@ -220,9 +221,9 @@ def test_from_the_command_line_to_the_next_command(
 
 
 def test_a_preset_holds_what_is_not_at_its_default(tmp_path: Path) -> None:
-    path = preset.target(tmp_path / "recipe" / "fast.yaml")
+    path = preset_file(tmp_path / "recipe" / "fast.yaml")
     parts = {"decoder": {"name": "threshold", "threshold": 0.9, "least": 2}, "cache": {"name": "none"}}
-    preset.save(path, parts, ["why"])
+    save_preset(path, parts, ["why"])
     assert path.read_text() == (
         "# @package _global_\n# why\ndefaults:\n  - override /decoder: fast\n  - override /cache: none\n"
     )
