@@ -22,7 +22,6 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 from unittest.mock import PropertyMock, patch
 
@@ -30,7 +29,7 @@ import torch
 
 from benchmarks.clock import Clock
 from benchmarks.feeds import apart, random_prompts
-from benchmarks.provenance import provenance, save
+from benchmarks.provenance import command_line, provenance, save
 from benchmarks.shapes import random_model
 from benchmarks.tables import lost
 from dinfer import Pipeline, Runtime, compose
@@ -205,12 +204,10 @@ def listed(text: str) -> list[str]:
 
 
 def arguments(args: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, device="cuda")
     parser.add_argument("--cases", "--shapes", type=listed, help=f"of {', '.join(CASES)}; default: all but the small")
     parser.add_argument("--only", type=listed, help=f"what to turn off, of {', '.join((*GROUPS, *HOST))}; default: all")
     parser.add_argument("--new", type=int, help="max_new_tokens, a multiple of 4; default: 64, two blocks")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--out", type=Path)
     given = parser.parse_args(args)
     given.cases = given.cases or [name for name in CASES if not name.startswith("small")]
     given.only = given.only or [*GROUPS, *HOST]

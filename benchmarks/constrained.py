@@ -9,17 +9,15 @@ words, repeated as often as that many states allow. Steps are timed in turns wit
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import statistics
-from pathlib import Path
 
 import torch
 
 from benchmarks.clock import Clock
 from benchmarks.feeds import random_prompts
-from benchmarks.provenance import begun, save
+from benchmarks.provenance import begun, command_line, save
 from benchmarks.shapes import SHAPES, random_model
 from dinfer import Pipeline, Runtime, compose
 from dinfer.abilities.constraints import InLanguage
@@ -63,14 +61,12 @@ def times(pipe: Pipeline, requests: list[Request]) -> dict[str, float]:
 
 
 def main(args: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, device="cuda")
     parser.add_argument("--shape", choices=SHAPES, default="llada-8b")
-    parser.add_argument("--device", default="cuda")
     parser.add_argument("--batch", default="1,8")
     parser.add_argument("--states", default="64,512,4096")
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--new", type=int, default=256)
-    parser.add_argument("--out", type=Path)
     given = parser.parse_args(args)
     device = torch.device(given.device)
     report = begun(given, device) | {"languages": {}, "batches": {}}

@@ -11,17 +11,15 @@ all of them.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
 import dinfer
-from benchmarks.provenance import begun, save
+from benchmarks.provenance import begun, command_line, save
 from benchmarks.throughput import closed_loop
 from dinfer.demo.problems import generate, is_correct
 from dinfer.recipe.registry import CACHES
@@ -86,7 +84,7 @@ def figures(pipe: dinfer.Pipeline, count: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, device="cpu")
     parser.add_argument("--models", nargs="+", default=MODELS)
     parser.add_argument("--windows", nargs="*", default=WINDOWS, metavar="AHEAD,BACK")
     parser.add_argument("--limits", nargs="*", type=int, default=(8, 11), help="settings of sampling.leftmost")
@@ -94,8 +92,6 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=32, help="requests in flight")
     parser.add_argument("--in-flight", nargs="*", type=int, default=(), help="measure speed with so many requests")
     parser.add_argument("--repeats", type=int, default=9, help="of each measurement of speed")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     report = begun(given, torch.device(given.device)) | {"runs": []}
     for model in given.models:

@@ -10,7 +10,6 @@ have every pair of a model, an iteration, a decoder and a cache as far as 40 can
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 from collections.abc import Iterator
@@ -25,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dinfer.engine.runner as launching
 from benchmarks.feeds import random_prompts
-from benchmarks.provenance import begun, save
+from benchmarks.provenance import begun, command_line, save
 from benchmarks.shapes import shape
 from dinfer import CACHES, DECODERS, ITERATIONS, Runtime, compose
 from dinfer.engine.engine import Engine
@@ -169,9 +168,8 @@ def differences(record: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--compare", type=Path, help="a record; prints what differs from it, and fails for a number")
-    parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     if given.compare:
         found = [*differences(json.loads(given.compare.read_text())["recipes"])]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,15 @@ def provenance(device: torch.device) -> dict[str, Any]:
     settings = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("DINFER_")]
     settings = [setting for setting in settings if not setting.startswith("DINFER_COMMIT=")]
     return {"command": " ".join([*settings, "python", "-m", *module, *sys.argv[1:]])} | found(device)
+
+
+def command_line(doc: str | None, device: str | None = None) -> ArgumentParser:
+    """A parser with `--out`, and with `--device` if a default is given."""
+    parser = ArgumentParser(description=doc, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    if device is not None:
+        parser.add_argument("--device", default=device)
+    return parser
 
 
 def begun(given: Namespace, device: torch.device) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ import torch
 from benchmarks.clock import Clock
 from benchmarks.feeds import random_prompts
 from benchmarks.limits import limits, rates
-from benchmarks.provenance import begun, save
+from benchmarks.provenance import begun, command_line, save
 from benchmarks.shapes import SHAPES
 from dinfer import Pipeline, Runtime, compose
 from dinfer.loading.checkpoint import family_of, random_network
@@ -136,13 +135,11 @@ def in_blocks(model: Any, rows: int, block: int, given: argparse.Namespace) -> d
 
 
 def main(args: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, device="cuda")
     parser.add_argument("--shape", choices=[name for name in SHAPES if "sdar" in name], default="sdar-8b")
-    parser.add_argument("--device", default="cuda")
     parser.add_argument("--in-flight", default="1,8,64,256")
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--steps", type=int, default=64, help="tokens of each timed run of the rival")
-    parser.add_argument("--out", type=Path)
     given = parser.parse_args(args)
     device = torch.device(given.device)
     card = rates(device, None) if device.type == "cuda" else None

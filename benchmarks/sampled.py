@@ -11,18 +11,16 @@ table of docs/results.md.
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import dinfer
 from benchmarks.multi_block import load
-from benchmarks.provenance import begun, save
+from benchmarks.provenance import begun, command_line, save
 from benchmarks.quality import options_of, samples_of
 from dinfer.analysis.metrics import measure
 from dinfer.demo.problems import generate
@@ -72,7 +70,7 @@ def one_a_step(model: str) -> Iterator[Wanted]:
 
 
 def main(args: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, device="cpu")
     parser.add_argument("--model", choices=["tiny", "tiny-llada2"], default="tiny")
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=4, help="of the problem generator")
@@ -81,8 +79,6 @@ def main(args: list[str] | None = None) -> None:
     parser.add_argument("--only", nargs="*", help="names of decoders or iterations; default: all")
     parser.add_argument("--one", action="store_true", help="decoders that commit one token a step, and no others")
     parser.add_argument("--settings", nargs="*", choices=[*SETTINGS], default=[*SETTINGS])
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--out", type=Path)
     given = parser.parse_args(args)
     report: dict[str, Any] = {**begun(given, torch.device(given.device)), "rows": []}
     problems = generate("heldout", given.count, given.seed)

@@ -10,17 +10,15 @@ high entropy; here after one of low confidence. Neither is in the package: docs/
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import dinfer
 from benchmarks.narrow import DECODER, figures
-from benchmarks.provenance import begun, save
+from benchmarks.provenance import begun, command_line, save
 from dinfer.step.contracts import BlockAfter, Iteration, ModelSpec, Moved, RowCursors, State
 
 NEW = 96  # max_new_tokens
@@ -76,12 +74,10 @@ def recipes(plain: str, iteration: str) -> Iterator[tuple[str, Any, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, device="cpu")
     parser.add_argument("--models", nargs="+", default=("tiny-llada2", "tiny"))
     parser.add_argument("--count", type=int, default=200, help="held-out problems")
     parser.add_argument("--rows", type=int, default=64, help="requests in flight")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     report = begun(given, torch.device(given.device)) | {"runs": []}
     for model in given.models:

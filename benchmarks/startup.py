@@ -20,13 +20,12 @@ import sys
 import tempfile
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.feeds import random_prompts
-from benchmarks.provenance import begun, save
+from benchmarks.provenance import begun, command_line, save
 from benchmarks.shapes import SHAPES, random_model
 from benchmarks.throughput import Scripted, closed_loop
 from dinfer.engine.engine import Engine
@@ -116,9 +115,8 @@ def child(args: list[str], cache: str) -> dict[str, Any]:
 
 
 def arguments(args: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, device="cuda")
     parser.add_argument("--shape", choices=SHAPES, default="llada2-mini", help="random weights")
-    parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", help="default: bfloat16, on a CPU float32")
     parser.add_argument("--quantize", choices=("fp8", "int8", "int4"))
     parser.add_argument("--block", type=int)
@@ -127,7 +125,6 @@ def arguments(args: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--in-flight", type=int, default=16)
     parser.add_argument("--rate", type=float, default=2.6, help="tokens a step")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path)
     given = parser.parse_args(args)
     given.dtype = given.dtype or ("float32" if given.device == "cpu" else "bfloat16")
     return given

@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from benchmarks.clock import Clock
 from benchmarks.feeds import Hollow, apart, random_prompts
 from benchmarks.limits import limits, rates
 from benchmarks.parts import by_kernel, by_part, profiled, told
-from benchmarks.provenance import begun, save
+from benchmarks.provenance import begun, command_line, save
 from benchmarks.shapes import SHAPES, shape
 from dinfer import Pipeline, Runtime, compose
 from dinfer.engine.engine import Engine
@@ -99,9 +98,8 @@ def pool(engine: Engine) -> KVPool:
 
 
 def arguments(args: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, device="cuda")
     parser.add_argument("--shape", choices=SHAPES, default="llada-8b")
-    parser.add_argument("--device", default="cuda")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--new", type=int, default=256)
@@ -111,7 +109,6 @@ def arguments(args: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--quantize", choices=("fp8", "int8", "int4"))
     parser.add_argument("--kv", choices=KV, default="model", help="runtime.kv")
     parser.add_argument("--spread", action="store_true", help="tokens choose experts independently")
-    parser.add_argument("--out", type=Path)
     return parser.parse_args(args)
 
 

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.provenance import begun, save
+from benchmarks.provenance import begun, command_line, save
 from dinfer.structure import ConstraintError, Limits, Vocabulary, json_schema, vocabulary_of
 from dinfer.structure.compiler import compile_automaton
 from dinfer.structure.language import language
@@ -151,13 +151,12 @@ def compiled(given: argparse.Namespace) -> dict[str, Any]:
 COMMANDS = {"suite": suite, "bench": bench, "compile": compiled}
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("command", choices=COMMANDS)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--tokens", type=Path)
     parser.add_argument("--sample", type=int)
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     report = begun(given, torch.device("cpu")) | COMMANDS[given.command](given)
     print(json.dumps({key: value for key, value in report.items() if key != "exceptions"}, indent=1, default=str))

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.provenance import begun, save
+from benchmarks.provenance import begun, command_line, save
 from dinfer.structure import json_schema, regex
 from dinfer.structure.automaton import Automaton
 from dinfer.structure.compiler import compile_automaton
@@ -150,10 +150,9 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--texts", type=int, default=200)
-    parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     report = begun(given, torch.device("cpu")) | run(given)
     print(json.dumps(report, indent=1, ensure_ascii=False, default=str))

@@ -13,7 +13,6 @@ tokens. Free text is measured without the adapter.
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +23,7 @@ import torch
 
 import dinfer
 from benchmarks.constraint_variants import VARIANTS, used
-from benchmarks.provenance import begun, save
+from benchmarks.provenance import begun, command_line, save
 from dinfer.analysis.metrics import wilson
 from dinfer.demo.problems import Problem, generate, is_correct
 from dinfer.pipeline import Pipeline
@@ -79,16 +78,14 @@ def measured(pipe: Pipeline, form: Form, problems: list[Problem], tokens: int) -
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, device="cpu")
     parser.add_argument("--model", default="tiny", help="a preset")
     parser.add_argument("--adapter", type=Path, help="a folder of tools.json_tiny")
     parser.add_argument("--forms", nargs="+", default=[*FORMS], choices=FORMS)
     parser.add_argument("--variants", nargs="+", default=[*VARIANTS], choices=VARIANTS)
     parser.add_argument("--count", type=int, default=500)
     parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--device", default="cpu")
     parser.add_argument("--rows", type=int, default=32, help="answers at a time")
-    parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     problems, rows = generate("heldout", given.count, 0), list[dict[str, Any]]()
     report = begun(given, torch.device(given.device)) | {"schema": SCHEMA, "rows": rows}

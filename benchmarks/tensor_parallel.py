@@ -31,7 +31,7 @@ import torch.distributed as dist
 from benchmarks.feeds import apart, random_prompts
 from benchmarks.limits import limits, rates
 from benchmarks.parts import by_kernel, by_part, profiled
-from benchmarks.provenance import begun, save
+from benchmarks.provenance import begun, command_line, save
 from benchmarks.shapes import shape
 from benchmarks.step import experts_read, pool, timed_run
 from dinfer import Pipeline, Runtime, compose
@@ -247,13 +247,11 @@ def compared(report: dict[str, Any]) -> None:
 
 
 def main(args: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda")
+    parser = command_line(__doc__, device="cuda")
     parser.add_argument("--tiny", action="store_true", help="small shapes, for a dry run")
     parser.add_argument("--only", nargs="+", default=[""], help="cases with one of these in their names")
     parser.add_argument("--budget", type=float, default=290, help="seconds; what has not come out by then is left out")
     parser.add_argument("--longest", type=float, default=75, help="seconds that a case may take")
-    parser.add_argument("--out", type=Path)
     for name in ("--rank", "--place", "--cases"):
         parser.add_argument(name, help=argparse.SUPPRESS)
     given = parser.parse_args(args)

@@ -27,7 +27,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import cycle
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,7 +35,7 @@ import dinfer
 from benchmarks.clock import Clock
 from benchmarks.feeds import apart, random_prompts
 from benchmarks.limits import WARM, rates, run_limit
-from benchmarks.provenance import begun, save
+from benchmarks.provenance import begun, command_line, save
 from benchmarks.shapes import SHAPES, random_model, shape
 from benchmarks.step import pool
 from dinfer.demo.problems import generate
@@ -284,10 +283,9 @@ def numbers(text: str) -> list[int]:
 
 
 def arguments(args: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, device="cuda")
     parser.add_argument("--shape", choices=SHAPES, default="llada2-mini", help="random weights")
     parser.add_argument("--model", help="a real model in place of random weights, such as tiny")
-    parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", help="default: bfloat16, on a CPU float32")
     parser.add_argument("--in-flight", type=numbers, default=[64])
     parser.add_argument(
@@ -313,7 +311,6 @@ def arguments(args: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tensor-parallel", type=int, default=1, help="runtime.tensor_parallel")
     parser.add_argument("--expert-parallel", action="store_true", help="runtime.expert_parallel")
     parser.add_argument("--kept-kernels", action="store_true", help="take kernels that earlier programs have compiled")
-    parser.add_argument("--out", type=Path)
     given = parser.parse_args(args)
     if given.spread and given.model:
         parser.error("--spread is for random weights: leave it out, or --model")

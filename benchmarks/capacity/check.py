@@ -5,7 +5,6 @@ python -m benchmarks.capacity.check --steps FILE.json --measured FILE.json
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from benchmarks.capacity.front_end import FrontEnd
 from benchmarks.capacity.replica import Setting
 from benchmarks.capacity.steps import StepTimes, Unmeasured
 from benchmarks.capacity.traffic import Asked
-from benchmarks.provenance import provenance
+from benchmarks.provenance import command_line, provenance
 from benchmarks.throughput import lengths
 
 
@@ -52,12 +51,11 @@ def asked(setting: dict[str, Any], run: dict[str, Any]) -> list[Asked]:
 
 
 def main(args: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--steps", type=Path, nargs="+", required=True)
     parser.add_argument("--reach", type=float, default=0.0, help="share by which a step may exceed what was measured")
     parser.add_argument("--measured", type=Path, nargs="+", required=True)
     parser.add_argument("--front-end", type=Path, help="of benchmarks.capacity.front_end, for servers")
-    parser.add_argument("--out", type=Path)
     given = parser.parse_args(args)
     front = FrontEnd.read(given.front_end) if given.front_end else FrontEnd()
     times, rows = StepTimes.read(*given.steps, reach=given.reach), list[dict[str, Any]]()

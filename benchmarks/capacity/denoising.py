@@ -17,7 +17,7 @@ from random import Random
 from typing import Any
 
 import dinfer
-from benchmarks.provenance import begun, show
+from benchmarks.provenance import begun, command_line, show
 from dinfer.analysis.outputs import check_file
 from dinfer.demo.problems import generate
 from dinfer.engine.request import Update
@@ -95,7 +95,7 @@ def measured(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(args: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--model", default="tiny-llada2")
     parser.add_argument("--device", help="default: CUDA if there is any")
     parser.add_argument("--prompts", type=Path, help="a file with a text a line; default: problems of the box")
@@ -103,7 +103,6 @@ def main(args: list[str] | None = None) -> None:
     parser.add_argument("--new", type=int, default=96)
     parser.add_argument("--decoder", default="threshold")
     parser.add_argument("--threshold", type=float, default=0.9)
-    parser.add_argument("--out", type=Path)
     given = parser.parse_args(args)
     try:
         show(measured(given), given.out)

@@ -9,7 +9,6 @@ times. CPU time counts only the thread's own work, so other load on the machine 
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -22,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.provenance import begun, show
+from benchmarks.provenance import begun, command_line, show
 from benchmarks.serving.process import Started, started
 
 SHORT, LONG = 4, 256  # tokens of answers
@@ -92,9 +91,8 @@ def answered(server: Started, requests: int, new: int, streams: int) -> dict[str
 
 
 def main(args: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--requests", type=int, default=96, help="of each length")
-    parser.add_argument("--out", type=Path)
     given = parser.parse_args(args)
     command = [sys.executable, "-m", "benchmarks.serving.full_size", *SERVER]
     with tempfile.TemporaryDirectory() as folder, started(command, f"{folder}/server.log") as server:

@@ -9,15 +9,13 @@ positions, how many rows enter in a round, and the bytes of weights that a launc
 
 from __future__ import annotations
 
-import argparse
 import math
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.limits import experts_chosen, operations, weight_bytes
-from benchmarks.provenance import begun, save
+from benchmarks.provenance import begun, command_line, save
 from benchmarks.shapes import SHAPES, shape
 from dinfer.loading.checkpoint import random_network
 
@@ -50,14 +48,13 @@ def counted(
 
 
 def main(args: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="llada2-mini")
     parser.add_argument("--in-flight", nargs="+", type=int, default=[64, 128, 256, 512])
     parser.add_argument("--windows", nargs="+", default=["0,0", "8,4", "8,2", "6,4"], metavar="AHEAD,BACK")
     parser.add_argument("--block", type=int, default=32)
     parser.add_argument("--rate", type=float, default=2.6, help="tokens a step")
     parser.add_argument("--keys", type=int, default=768, help="of a row, on average")
-    parser.add_argument("--out", type=Path)
     given = parser.parse_args(args)
     family, spec = shape(given.shape)
     model = random_network(family, spec, dtype=torch.bfloat16, device=torch.device("meta"))

@@ -11,7 +11,6 @@ that wait for each other count too. `--float` is timed once, as our float32. Rat
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -25,7 +24,7 @@ from typing import Any
 import torch
 
 import dinfer
-from benchmarks.provenance import provenance, save
+from benchmarks.provenance import command_line, provenance, save
 from dinfer.engine.request import Wants
 
 PROMPT, NEW, BLOCK, STEPS = 128, 256, 32, 64
@@ -105,7 +104,7 @@ def medians(rounds: list[dict[str, float]]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("files", type=Path, nargs="+")
     parser.add_argument("--program", type=Path, required=True)
     parser.add_argument("--float", type=Path, help="the same model in 16 bits")
@@ -113,7 +112,6 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--ours", action="store_true", help="what the program calls itself with")
-    parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     if given.ours:
