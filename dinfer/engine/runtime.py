@@ -28,13 +28,13 @@ class Runtime:
     page: int = 16  # positions per page of keys and values
     pages: int | None = None  # pages in all; None: enough for the requests that run at a time
     positions: int = 8192  # most positions of one step; longer prompts are prefilled in pieces
-    # throughput: in large batches rows enter a block with a narrow extra pass, which counts in NFE, and prefills wait
-    # for others to share a step with, so that first blocks come later (cache=block)
+    # throughput: with a cache that keeps keys, rows of large batches enter a block with a narrow extra pass, which
+    # counts in NFE, and prefills wait for others to share a step with, so that first blocks come later
     favour: Literal["latency", "throughput"] = "latency"
     load: Literal["adaptive"] | None = None  # adaptive: `load_table` says which recipe a request gets (`adaptive.py`)
     load_table: str | None = None  # a file that `dinfer tune` writes
     max_accuracy_loss: float | None = None  # points that a recipe of the table may have lost against this one
-    share: bool = False  # prompts that begin alike share keys (cache=block). Faster; NFE counts fewer prefills
+    share: bool = False  # prompts that begin alike share keys that a cache keeps. Faster; NFE counts fewer prefills
     speculate: int | Literal["auto"] = 0  # candidates, `abilities/candidates.py`; auto: what pays, as measured
     graphs: bool = False  # run each step as a CUDA graph
     kv: Kv = "model"  # keep keys and values in the model's dtype or in float8
