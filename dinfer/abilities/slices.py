@@ -73,7 +73,8 @@ class Places:
         column_W = torch.arange(widest, device=lane_B.device)
         own_BW = begin_B[:, None] + column_W // width - 1
         back_BW = torch.where(column_W < width, lane_B[:, None], own_BW.clamp(0, last)) * width + column_W % width
-        return cls(row_B, torch.where(there_BG, row_B[:, None] * widest + column_BG, -1), back_BW), until_B <= last + 1
+        fits_B = (until_B <= last + 1) | (more_B == 0)
+        return cls(row_B, torch.where(there_BG, row_B[:, None] * widest + column_BG, -1), back_BW), fits_B
 
     def cut(self, x_BW: Tensor) -> Tensor:
         """The rows' values in the lanes, -1 where a lane computes nothing. [B, W] -> [B, G]"""

@@ -86,6 +86,11 @@ def test_lanes_are_dealt_out_in_order() -> None:
     assert back_3W[0].tolist() == [0, 1, 2, 3, 4, 5] and back_3W[2, :4].tolist() == [12, 13, 14, 15]
 
 
+def test_who_needs_no_further_lane_goes_on_where_others_find_none() -> None:
+    _, fits_B = Places.of(torch.tensor([2, 0, 0]), torch.tensor([False, False, True]), 2, 6)
+    assert fits_B.tolist()[:2] == [False, True]
+
+
 def test_a_round_has_one_launch() -> None:
     needs = {slot: StepWidth(64 if slot % 8 == 0 else 12) for slot in range(64)}
     found = grouped(Phase.WINDOW, needs, free=256, limit=8192, unit=32, slices=True)
