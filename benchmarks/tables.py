@@ -725,48 +725,6 @@ def short() -> str:
     )
 
 
-# Several open blocks
-
-
-WANTED = {(2, 0): 1.06, (4, 0): 1.12, (1, 4): 1.12}  # by blocks and candidates: the highest ratio to the first step
-BLOCK = 32
-
-
-def positions(run: Report) -> int:
-    """Positions that a step computes for its row."""
-    return int(run["width"] * (1 + run["candidates"]))
-
-
-def open_blocks() -> str:
-    """The time of a window step by open blocks and candidates, and of its parts."""
-    report = load("open-blocks-h200")
-    first, *others = report["runs"]
-    opened: dict[str, Cell] = {"open blocks": "{blocks}", "candidates": "{candidates}"}
-    timed: dict[str, Cell] = {
-        "positions": positions,
-        "window step": "{step_ms:.2f} ms",
-        "of the first": "{ratio:.2f}",
-        "wanted": lambda run: (
-            "-" if (most := WANTED.get((run["blocks"], run["candidates"]))) is None else f"{most:.2f}"
-        ),
-    }
-    more: dict[str, Cell] = {
-        name: lambda run, name=name: f"{run['parts_us'][name] - first['parts_us'][name]:+.0f}"
-        for name, us in first["parts_us"].items()
-        if us
-    }
-    return "\n\n".join(
-        [
-            f"One request of the shape {report['setting']['shape']} with random weights in bfloat16, the dual cache, "
-            f"prompt {report['setting']['prompt']} + {report['setting']['new']} new, blocks of {BLOCK}, CUDA graphs, "
-            f"{machine(report)}, commit {report['commit']}.",
-            table(opened | timed, report["runs"]),
-            "Where the rest of the time goes: microseconds more than in the first step, by part.",
-            table(opened | more, others),
-        ]
-    )
-
-
 # How many cards a load needs
 
 
@@ -883,7 +841,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "peers": peers, "rival": rival, "narrow-card": narrow, "constrained": constrained,
     "sides": sides, "diffulex": diffulex, "llama-cpp": llama_cpp, "quantized": quantized, "goals": goals,
     "long-prompts": long_prompts, "curve": curve, "startup": startup, "throughput": throughput, "ablation": ablation,
-    "open-blocks": open_blocks, "experts": experts, "sampled": sampled, "narrow_windows": narrow_windows,
+    "experts": experts, "sampled": sampled, "narrow_windows": narrow_windows,
     "checked": lambda: checked(load("scaling-check-h200")["runs"]),
     "checked_two_cards": lambda: checked(two_cards()),
 }  # fmt: skip
