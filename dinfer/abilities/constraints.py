@@ -28,7 +28,7 @@ from dinfer.step.parts import Parts
 from dinfer.step.shape import Extra, Sampled, StepShape, power_of_2
 from dinfer.step.state import Entry
 from dinfer.structure.gaps import NOWHERE
-from dinfer.structure.language import Language
+from dinfer.structure.language import Language, as_text, of_text
 
 LEAST = 64  # the number of states, and of pairs and edges, is rounded up to a power of two from here on
 TAKEN_BACK = 16  # steps of a block in which edits may take back what contradicts them: each costs forwards
@@ -47,6 +47,16 @@ class InLanguage:
     first: int
     until: int
     kinds: list[int] | None = None  # of `Kind`, for each position; None: nothing is given behind an open position
+
+    @classmethod
+    def of(cls, more: Mapping[str, Any]) -> Self | None:
+        """None: the request is free. Other ranks get what `plain` says."""
+        brought = more.get("language")
+        return cls(of_text(brought[0]), *brought[1:]) if isinstance(brought, list) else brought
+
+    def plain(self) -> list[Any]:
+        """In values that can be sent to other processes."""
+        return [as_text(self.language), self.first, self.until, self.kinds]
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +206,10 @@ class Constraints(Ability):
 
     extra: Constrained
 
+    @property
+    def whole_logits(self) -> bool:
+        return True
+
     @classmethod
     def of(cls, recipe: Parts, shape: StepShape) -> Self | None:
         extra = shape.extra(Constrained)
@@ -228,10 +242,11 @@ class Constraints(Ability):
 
     @classmethod
     def admit(cls, kept: Rows, slot_A: Tensor, entries: Sequence[Entry]) -> None:
-        rows = [kept.admit(entry.slot, entry.more.get("language")) for entry in entries]
+        brought = [InLanguage.of(entry.more) for entry in entries]
+        rows = [kept.admit(entry.slot, own) for entry, own in zip(entries, brought, strict=True)]
         kept.row_N4.index_copy_(0, slot_A, uploaded(torch.tensor(rows), slot_A.device))
         if any(place != FREE for place, *_ in rows):
-            kinds = (_kinds(entry.more.get("language"), kept.kind_NS.shape[1]) for entry in entries)
+            kinds = (_kinds(own, kept.kind_NS.shape[1]) for own in brought)
             kept.kind_NS.index_copy_(0, slot_A, uploaded(torch.stack([*kinds]), slot_A.device))
         for count_N in (kept.forced_N, kept.taken_back_N):
             count_N.index_fill_(0, slot_A, 0)

@@ -20,7 +20,6 @@ from dinfer.recipe.registry import values_of
 from dinfer.step.ability import Ability
 from dinfer.step.canvas import Phase
 from dinfer.step.contracts import Decoder, Large
-from dinfer.step.model import Divided
 
 ABILITIES: tuple[type[Ability], ...] = (
     Adjusting, Offering, Encoder, Branched, Speculation, Following, Holding, Feeding, Watching, Guidance, KeyPasses,
@@ -39,11 +38,6 @@ GUIDED, HELD, EOS_LAST = sampled("guidance", "above 0"), sampled("leftmost", "ab
 NO_MASK = Trait(lambda model: model.spec.mask_id is None, "a model without a mask token")
 COUNTED = Trait(lambda model: model.spec.prompt_block, "a model whose attention blocks begin behind the prompt")
 CAUSAL = Trait(lambda model: model.spec.causal_block is not None, "a model that reads from left to right")
-DIVIDED = Trait(
-    lambda model: isinstance(model, Divided) and model.ranks.size > 1,
-    "a model on several cards",
-    instead="runtime.tensor_parallel=1",
-)
 SPECULATES = Trait(lambda runtime: runtime.speculate != 0, "`runtime.speculate`", instead="runtime.speculate=0")
 IN_LANGUAGE = Trait(lambda request: request.more.get("language"), "a constraint", instead="no constraint")
 READ = Trait(lambda request: request.more.get("read"), "a read")
@@ -119,7 +113,6 @@ REFUSALS: tuple[Refusal, ...] = (
     # What requests ask for.
     Refusal("{decoder} moves tokens or lengthens the canvas, so what it leaves could have no accepted answer.",
             decoder=Moves, request=IN_LANGUAGE),
-    Refusal("constraints need a model on one card for now.", model=DIVIDED, request=IN_LANGUAGE),
     Refusal("{decoder} moves what stands already, so nothing can be read.", decoder=Moves, request=READ),
     Refusal("{iteration} adds tokens to branches, so nothing can be read.", iteration=Branches, request=READ),
     Refusal("{cache} leaves out open positions, so nothing can be read.", cache=LeavesMasks, request=READ),

@@ -30,8 +30,8 @@ class Channel:
         self._held = bytearray()
 
     def send(self, *message: Any) -> None:
-        """Raises OSError if the other end is gone."""
-        data = json.dumps(message, separators=(",", ":")).encode()
+        """For what JSON has no form, its `plain()` is sent. Raises OSError if the other end is gone."""
+        data = json.dumps(message, separators=(",", ":"), default=lambda value: value.plain()).encode()
         with self._sending:
             self.socket.sendall(LENGTH.pack(len(data)) + data)
 

@@ -10,6 +10,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -251,7 +252,8 @@ class RankCommands:
             case "launch", [shape, slots, run]:
                 worker.launch(shape_of(shape), slots, shape_of(run))
             case "admit", [entries]:
-                worker.admit(entries_of(entries))
+                with suppress(MemoryError):  # rank 0 meets it too, and ends the request
+                    worker.admit(entries_of(entries))
             case "open", room:
                 try:
                     worker.open(BatchSize(*room))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -71,14 +74,37 @@ class Language:
         return int(self.distance_Q[0])
 
     @property
+    def arrays(self) -> dict[str, np.ndarray]:
+        """All arrays by name."""
+        return {
+            "class_V": self.class_V, "next_QC": self.next_QC, "accepting_Q": self.accepting_Q,
+            "distance_Q": self.distance_Q, "token_C": self.token_C, "edges_E3": self.edges_E3,
+            "pairs_P2": self.pairs_P2, "pairs_by_next_P2": self.pairs_by_next_P2,
+        }  # fmt: skip
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
-        arrays = (self.class_V, self.next_QC, self.accepting_Q, self.distance_Q, self.token_C, self.edges_E3)
-        return sum(array.nbytes for array in (*arrays, self.pairs_P2, self.pairs_by_next_P2))
+        return sum(array.nbytes for array in self.arrays.values())
 
     def right(self, room: int) -> np.ndarray:
         """bool [Q]: states from which an answer can end in exactly `room` open positions, tail tokens included."""
         return self.distance_Q <= room
+
+
+@lru_cache(64)
+def as_text(language: Language) -> str:
+    """The arrays of a language as text, for another process. `of_text` reads it."""
+    file = io.BytesIO()
+    np.savez(file, **language.arrays)  # type: ignore[arg-type]
+    return base64.b64encode(file.getvalue()).decode()
+
+
+@lru_cache(64)
+def of_text(text: str) -> Language:
+    """The language of a text, without its automaton over bytes. The same one for the same text."""
+    with np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False) as held:
+        return Language(**dict(held), automaton=Automaton([], []))
 
 
 def language(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from functools import cache
@@ -208,6 +209,14 @@ def test_a_branch_adds_what_leaves_an_answer(kind: str) -> None:
     free = [Request([1, 2, 3 + i], 17) for i in range(2)]
     together = completions(engine_for(recipe, rows=4), [*free, *requests[:2]])[:2]
     assert [one.canvas for one in together] == [one.canvas for one in completions(engine_for(recipe), free)]
+
+
+def test_a_language_reaches_other_processes_as_text() -> None:
+    found = language_of(PATTERNS[2])
+    sent = json.loads(json.dumps(InLanguage(found, 3, 9, None).plain()))
+    came, again = (InLanguage.of({"language": sent}) for _ in range(2))
+    assert came.language is again.language and (came.first, came.until, came.kinds) == (3, 9, None)
+    assert all(np.array_equal(came.language.arrays[name], array) for name, array in found.arrays.items())
 
 
 @pytest.mark.parametrize("decoder", ["insert_delete", "daedal"])

@@ -50,6 +50,9 @@ def test_two_processes_do_what_one_does_until_one_is_killed(capsys: pytest.Captu
     alone = dinfer.load("tiny", dtype="float64", sampling={"name": "standard", "seed": 3})
     same(pipe, alone)
     same(pipe, alone, options=[{"temperature": 0.9}, {"threshold": 0.5}, {"guidance": 1.0}])
+    same(pipe, alone, schema={"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]})
+    filled = [each.infill("[MASK:2] + [MASK:3]", regex=["[a-f]+", "[0-9]+"], scope="gap") for each in (pipe, alone)]
+    assert filled[0].ids == filled[1].ids
 
     updates = pipe.engine.run(pipe.requests([[5, 6, 7]] * 3, 32, None), Wants(snapshots=True))
     next(updates)
