@@ -121,7 +121,10 @@ def test_the_head_runs_on_open_positions_alone(
     monkeypatch.setattr("dinfer.engine.runner.denoise_step", short)
     got = completions(engine_for(recipe, rows=4), requests)
     assert [tokens_and_steps(c) for c in got] == [tokens_and_steps(c) for c in want]
-    assert any(shape.extra(OpenOnly) for shape in shapes)
+    plain = [shape for shape in shapes if not any(extra.whole_logits for extra in shape.extras)]
+    assert (
+        any(shape.extra(OpenOnly) for shape in plain) or not plain
+    )  # without a cache, lopa has branches in every step
 
 
 @pytest.mark.parametrize("block", [4, 8])

@@ -19,6 +19,7 @@ from dinfer.step.canvas import ACTIVE, CURSORS, Phase
 from dinfer.step.window import first_phase
 from tests.parity.golden import Fields
 from tests.parity.plans import ALGORITHMS
+from tests.parity.references import build
 
 BLOCK = 8
 # Attention blocks as long as those of the sweep, shorter, longer, autoregressive; logits that predict the next token.
@@ -259,7 +260,8 @@ def test_the_goldens_translations_give_the_tokens_of_a_plain_loop(
         "stop_on_eos": True,
     }  # fmt: skip
     plan = ALGORITHMS["sdar_block_diffusion"]([ids], Fields("case", params))
-    recipe = compose(model, iteration=plan.iteration, decoder=plan.decoder, cache=plan.cache)
+    decoder = build(DECODERS, plan.decoder)
+    recipe = compose(model, iteration=plan.iteration, decoder=decoder, cache=plan.cache)
     got = completions(engine_for(recipe), [Request(ids, plan.new_tokens, recipe.resolve({}))])[0]
     end = next((i for i, token in enumerate(want) if token == MASK), len(want))
     assert got.canvas[:end] == want[:end] and len(got.canvas) == len(want)
