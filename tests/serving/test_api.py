@@ -178,6 +178,12 @@ def test_gaps_are_filled(client: Client) -> None:
     assert error["message"] == "top_logprobs needs logprobs=true"
 
 
+def test_a_chat_names_the_path_of_reads(client: Client) -> None:
+    error = client.ask("/v1/chat/completions", ASK | {"vllm_xargs": {"diffusion_read_only": True}}).json()["error"]
+    assert error["param"] == "vllm_xargs" and "POST /v1/read takes answer" in error["message"]
+    assert client.ask("/v1/chat/completions", ASK | {"vllm_xargs": {}}).status_code == 200
+
+
 def test_slots_are_read(client: Client) -> None:
     body = {"model": "tiny", "messages": ASK["messages"], "answer": "Answer: [SLOT:n].", "slots": {"n": ["1", "2"]}}
     answer = client.ask("/v1/read", body).json()
