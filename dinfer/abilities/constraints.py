@@ -66,7 +66,7 @@ class Constrained(Extra):
     states: int
     pairs: int
     edges: int
-    length: int = 0  # positions of the longest of these rows; 0: not needed
+    length: int = 0  # at least the positions of the longest of these rows; 0: not needed
     behind: bool = False  # in some of them text stands behind a gap, so the whole canvas counts
 
     @property
@@ -220,7 +220,9 @@ class Constraints(Ability):
         if (brought := more.get("language")) is None:
             return None
         own = brought.language
-        return Constrained(own.states, len(own.pairs_P2), len(own.edges_E3), brought.until, brought.kinds is not None)
+        return Constrained(
+            own.states, len(own.pairs_P2), len(own.edges_E3), power_of_2(brought.until), brought.kinds is not None
+        )
 
     @classmethod
     def refusal(cls, recipe: Parts, options: Sequence[float], more: Mapping[str, Any]) -> str | None:
