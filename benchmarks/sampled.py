@@ -3,6 +3,7 @@
     python -m benchmarks.sampled --model tiny --device cuda --rows 600 --out benchmarks/results/sampled-tiny-h200.json
     python -m benchmarks.sampled --model tiny-llada2 --device cuda --rows 600 --out FILE     # minutes on a card
     python -m benchmarks.sampled --one --settings T=0 T=0.7 T=1 top_p=0.9 --out benchmarks/results/sampled-one-cpu.json
+    python -m benchmarks.sampled --settings T=0 "system message" --only threshold --out FILE
     python -m benchmarks.sampled --count 3 --new 64     # dry run on a CPU
 
 All settings of a decoder run in one batch, each request with its own options and seed. `benchmarks.report` makes the
@@ -36,6 +37,7 @@ SETTINGS: dict[str, dict[str, float]] = {
     "top_p=0.9": {"temperature": 1.0, "top_p": 0.9},
     "repetition 1.05": {"repetition_penalty": 1.05},
 }
+SYSTEM = "system message"  # many clients always send one
 BLOCKS, CAUSAL = {"name": "blockwise", "block": 32}, {"name": "block_diffusion"}
 SPEED = {"name": "joint_threshold", "threshold": 0.5, "edit_threshold": 0.0}
 EIGHT = {"name": "fixed", "steps": 8}
@@ -69,6 +71,14 @@ def one_a_step(model: str) -> Iterator[Wanted]:
         yield iteration, decoder, cache, None
 
 
+def asked(question: str, setting: str) -> Any:
+    """A question as a prompt, or as a conversation that begins with a system message."""
+    if setting != SYSTEM:
+        return question
+    system = {"role": "system", "content": "You are a helpful assistant."}
+    return [system, {"role": "user", "content": question}]
+
+
 def main(args: list[str] | None = None) -> None:
     parser = command_line(__doc__, device="cpu")
     parser.add_argument("--model", choices=["tiny", "tiny-llada2"], default="tiny")
@@ -78,12 +88,12 @@ def main(args: list[str] | None = None) -> None:
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--only", nargs="*", help="names of decoders or iterations; default: all")
     parser.add_argument("--one", action="store_true", help="decoders that commit one token a step, and no others")
-    parser.add_argument("--settings", nargs="*", choices=[*SETTINGS], default=[*SETTINGS])
+    parser.add_argument("--settings", nargs="*", choices=[*SETTINGS, SYSTEM], default=[*SETTINGS])
     given = parser.parse_args(args)
     report: dict[str, Any] = {**begun(given, torch.device(given.device)), "rows": []}
     problems = generate("heldout", given.count, given.seed)
-    questions = [problem.question for problem in problems] * len(given.settings)
-    options = [SETTINGS[name] | {"sampling.seed": i} for name in given.settings for i in range(given.count)]
+    questions = [asked(problem.question, name) for name in given.settings for problem in problems]
+    options = [SETTINGS.get(name, {}) | {"sampling.seed": i} for name in given.settings for i in range(given.count)]
     pipes: dict[str | None, dinfer.Pipeline] = {}
     for iteration, decoder, cache, adapter in (one_a_step if given.one else recipes)(given.model):
         if given.only and not {decoder["name"], iteration["name"]} & {*given.only}:
