@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cache, wraps
 from importlib.util import find_spec
-from typing import Any, ClassVar, Literal, ParamSpec, TypeVar, cast, get_args
+from typing import Any, Literal, ParamSpec, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -151,35 +151,6 @@ def groups_off(choice: str) -> frozenset[str]:
             f"'triton,-canvas,-commit'. Groups: {', '.join(GROUPS)}."
         )
     return frozenset(names)
-
-
-class Untraced:
-    """Stands for an `untraced` method while its class is made, then notes the method and puts it back."""
-
-    waiting: ClassVar[list[tuple[type, str]]] = []
-
-    def __init__(self, method: Callable[..., Any]) -> None:
-        self.method = method
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        setattr(owner, name, self.method)
-        self.waiting.append((owner, name))
-
-
-def untraced(method: Callable[Args, Result]) -> Callable[Args, Result]:
-    """Marks a method that torch.compile is to leave out, because our kernels are faster than what it makes.
-
-    `keep_untraced` calls `torch.compiler.disable`, not this decorator: that imports the compiler, which takes as long
-    as torch itself and 145 MB.
-    """
-    return cast(Callable[Args, Result], Untraced(method))
-
-
-def keep_untraced() -> None:
-    """Makes torch.compile leave out `untraced` methods. Call it before compiling."""
-    while Untraced.waiting:
-        owner, name = Untraced.waiting.pop()
-        setattr(owner, name, torch.compiler.disable(getattr(owner, name)))
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:

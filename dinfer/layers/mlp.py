@@ -4,10 +4,10 @@ import torch
 from torch import Tensor, nn
 
 from dinfer.kernels.deferred import close, share
-from dinfer.kernels.dispatch import untraced
 from dinfer.kernels.moe import Gate, Shared, block_experts, expert_mixture, route, wide_linear
 from dinfer.kernels.norm import swiglu
 from dinfer.kernels.types import Dealt, Deferred, InGroups, InputFormat, Summing
+from dinfer.layers.compiling import untraced
 from dinfer.layers.formats.plain import PLAIN
 from dinfer.layers.linear import Formatted, Linear
 from dinfer.parallel.ranks import Ranks

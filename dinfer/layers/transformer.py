@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from dinfer.kernels.attention import attention_interval, interval_attention, interval_mask
 from dinfer.kernels.canvas import at
-from dinfer.kernels.deferred import close
-from dinfer.kernels.dispatch import keep_untraced, on_own_device
+from dinfer.kernels.dispatch import on_own_device
 from dinfer.kernels.norm import add, add_rms_norm
 from dinfer.kernels.rotary import projections, queries_keys_values, rotary_table
 from dinfer.kernels.types import Deferred, Grouped, HeadNorm, Projections, Table
+from dinfer.layers.compiling import compiled_pieces
 from dinfer.layers.linear import Embedding, Linear
 from dinfer.layers.mlp import Experts, GatedMLP
 from dinfer.parallel.ranks import ALONE, Ranks
@@ -135,22 +135,9 @@ class Transformer(nn.Module):
             block.join(ranks)
 
     def compiled(self, mode: str) -> Transformer:
-        """The same network, its weights shared, with torch.compile for what is neither attention nor experts.
-
-        `mode` as torch.compile has it, but never with CUDA graphs of its own: they would be captured in ours.
-        Attention writes keys and values in place, which a traced graph would do to a copy of the whole pool.
-        """
-        keep_untraced()
+        """The same network, its weights shared, with torch.compile for what is neither attention nor experts."""
         twin = copy.copy(self)
-        mode = "max-autotune-no-cudagraphs" if mode == "max-autotune" else mode
-        before, after = torch.compile(Block.before, mode=mode), torch.compile(Block.after, mode=mode)
-
-        def closed(block: Block, x_BWD: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
-            # Dynamo would trace `before` once for each kind of deferred value, more often than it allows.
-            x_BWD, delta_BWD = after(block, x_BWD, *others)
-            return x_BWD, close(delta_BWD).view_as(x_BWD)
-
-        twin.pieces = (before, closed)
+        twin.pieces = compiled_pieces(Block.before, Block.after, mode)
         return twin
 
     @property

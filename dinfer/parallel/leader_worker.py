@@ -21,8 +21,6 @@ from dinfer.step.canvas import Cursors, Phase
 from dinfer.step.shape import StepShape
 from dinfer.step.state import Entry
 
-COMPILING = 900.0  # seconds that torch.compile may wait for its own processes
-
 
 class LeadingWorker(Worker):
     """Sends each action before it does it, so that all ranks act at about the same time.
@@ -35,8 +33,6 @@ class LeadingWorker(Worker):
         """`plain`: the recipe of other ranks, without components that only watch. Raises ValueError, RankFailed."""
         super().__init__(recipe, runtime)
         self._leader, self._number = leader, leader.number()
-        if runtime.compile != "none":
-            leader.patience = COMPILING
         parts = {kind: spelled(part) for kind, part in values_of(plain).items() if kind != "model"}
         leader.together("engine", self._number, model_number(leader, plain), parts, values_of(runtime), work=int)
         weakref.finalize(self, leader.forgotten.append, ("drop", self._number)).atexit = False

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from dinfer.kernels.deferred import close
-from dinfer.kernels.dispatch import prepare_native, untraced
+from dinfer.kernels.dispatch import prepare_native
 from dinfer.kernels.moe import ExpertWeight
 from dinfer.kernels.packed import BlockExperts, Dequantise, blocks_linear, widened
 from dinfer.kernels.types import Deferred, Part
+from dinfer.layers.compiling import untraced
 from dinfer.layers.formats.format import Format, Weight
 
 

@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from dinfer.kernels.dispatch import untraced
 from dinfer.kernels.linear import round_rows, rounded, scaled_linear
 from dinfer.kernels.moe import ExpertWeight, ScaledExperts
 from dinfer.kernels.types import Deferred, InputFormat, Matrices
+from dinfer.layers.compiling import untraced
 from dinfer.recipe.registry import Registry
 
 FORMATS: Registry = Registry("format", "dinfer.layers.formats")

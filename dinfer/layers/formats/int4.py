@@ -3,10 +3,11 @@
 import torch
 from torch import Tensor
 
-from dinfer.kernels.dispatch import multiplies_integers, prepare_native, untraced
+from dinfer.kernels.dispatch import multiplies_integers, prepare_native
 from dinfer.kernels.moe import ExpertWeight
 from dinfer.kernels.packed import PackedExperts, group_of, halves, inputs_of_group, pack, packed_linear, tiled
 from dinfer.kernels.types import Deferred, InGroups, InputFormat
+from dinfer.layers.compiling import untraced
 from dinfer.layers.formats.format import FORMATS, Format, Weight
 
 
