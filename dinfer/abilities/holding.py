@@ -49,8 +49,9 @@ class Holding(Ability):
             must_R = made.view.must_progress_R & (made.view.masked_RL & free_RL).any(-1)
             made.view = replace(made.view, must_progress_R=must_R)
         # The masks that are held back have 0, as if the model preferred the mask there: no commit is forced on them.
-        declined_RL = made.stats.declined_RL | ~free_RL
-        stats = made.stats.each(lambda stat_RL: stat_RL.masked_fill(~free_RL, 0))
+        held_RL = ~free_RL
+        declined_RL = made.stats.declined_RL | held_RL
+        stats = made.stats.each(lambda stat_RL: stat_RL.masked_fill(held_RL, 0))
         made.stats = replace(stats, mask_drawn_RL=declined_RL)
         proposal = step.recipe.decoder.select(made.stats, made.view, made.decoder_state)
         return replace(proposal, commit_RL=proposal.commit_RL & free_RL)
