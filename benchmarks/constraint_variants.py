@@ -1,9 +1,9 @@
 """Other ways to make logits fit a constraint, on the arrays of `dinfer.abilities.constraints`: an experiment.
 
-`greedy`, which the package has, offers each position what some accepted answer has there, and renormalises. `model`
-offers the same with the probabilities before that. `path` offers the most probable accepted answer alone, with those
-probabilities (DINGO, arXiv:2505.23061, with a counted end). `posterior` offers the distribution of each token, given
-that the answer is accepted. The last two take positions to be independent, as decoders do.
+The package has two. `greedy` offers each position what some accepted answer has there, and renormalises. `posterior`
+is the option of that name (`dinfer.abilities.posterior`). `model` offers what `greedy` does, with the probabilities
+before it renormalises. `path` offers the most probable accepted answer alone, with those probabilities (DINGO,
+arXiv:2505.23061, with a counted end).
 
 Shape suffixes: R rows of blocks, L block length, B lanes, X active positions in order, Q states, C classes, E edges,
 V vocabulary.
@@ -11,7 +11,7 @@ V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -19,14 +19,12 @@ import torch
 from torch import Tensor
 
 from dinfer.abilities.constraints import Constraints
+from dinfer.abilities.posterior import NEVER, class_weights
 from dinfer.kernels.languages import Sweeps
 from dinfer.kernels.lines import Line
 from dinfer.recipe import recipe
 from dinfer.step.ability import Ability, Step
 from dinfer.step.canvas import BlockView
-
-NEVER = float("-inf")
-Joined = Callable[[Tensor, Tensor, int], Tensor]
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ class Model(Constraints):
 
     def _bound(self, step: Step, view: BlockView) -> Tensor:
         """Open positions of a language. bool [R, L]"""
-        _, line, live_B = self._line(step, view)
+        _, line, live_B = self.line(step, view)
         return (line.open_BX & ~line.outside_BX & live_B[:, None]).view(view.pos_RL.shape)
 
 
@@ -58,7 +56,7 @@ class Path(Model):
     def allow(self, step: Step, view: BlockView, logits_RLV: Tensor) -> Tensor:
         own_RLV = logits_RLV.log_softmax(-1)
         allowed_RLV = super().allow(step, view, logits_RLV)
-        sweeps, line, _ = self._line(step, view)
+        sweeps, line, _ = self.line(step, view)
         own_BXV = own_RLV.view(*line.open_BX.shape, -1)
         class_BX = best_path(sweeps, line, class_weights(sweeps, line, own_BXV, largest))
         of_class_BXV = sweeps.class_BV[:, None].to(torch.int64) == class_BX[..., None]
@@ -67,23 +65,8 @@ class Path(Model):
         return self._rest_waits(step, view, offered_RLV, allowed_RLV)
 
 
-@dataclass(frozen=True)
-class Posterior(Model):
-    """Each position is offered the distribution of its token in accepted answers."""
-
-    def allow(self, step: Step, view: BlockView, logits_RLV: Tensor) -> Tensor:
-        own_RLV = logits_RLV.log_softmax(-1)
-        allowed_RLV = super(Model, self).allow(step, view, logits_RLV)
-        sweeps, line, _ = self._line(step, view)
-        own_BXV = own_RLV.view(*line.open_BX.shape, -1)
-        others_BXC = given_accepted(sweeps, line, class_weights(sweeps, line, own_BXV, log_sums))
-        class_BXV = sweeps.class_BV[:, None].to(torch.int64).expand(own_BXV.shape)
-        posterior_RLV = (own_BXV + others_BXC.gather(2, class_BXV)).view(own_RLV.shape)
-        return torch.where(self._bound(step, view)[..., None], posterior_RLV, allowed_RLV)
-
-
 VARIANTS: dict[str, type[Constraints]] = {
-    "greedy": Constraints, "model": Model, "path": Path, "posterior": Posterior,
+    "greedy": Constraints, "model": Model, "path": Path, "posterior": Constraints,
 }  # fmt: skip
 
 
@@ -98,26 +81,9 @@ def used(kind: type[Constraints]) -> Iterator[None]:
         recipe.ABILITIES = before
 
 
-def class_weights(sweeps: Sweeps, line: Line, own_BXV: Tensor, joined: Joined) -> Tensor:
-    """The largest log-probability in each class, or the log of their sum; 0 for that of a decoded token. [B, X, C]"""
-    classes = sweeps.languages.size_GC.shape[1]
-    class_BXV = sweeps.class_BV[:, None].to(torch.int64).expand(own_BXV.shape)
-    open_BXC = joined(own_BXV, class_BXV, classes)
-    held_BX1 = sweeps.classes_of(line.token_BX)[..., None]
-    held_BXC = torch.full_like(open_BXC, NEVER).scatter(2, held_BX1, 0.0)
-    return torch.where(line.open_BX[..., None], open_BXC, held_BXC)
-
-
 def largest(value: Tensor, group: Tensor, groups: int) -> Tensor:
     """The largest value of each group, along the last dimension; of none -inf."""
     return value.new_full((*value.shape[:-1], groups), NEVER).scatter_reduce(-1, group, value, "amax")
-
-
-def log_sums(value: Tensor, group: Tensor, groups: int) -> Tensor:
-    """The log-sum-exp of each group, along the last dimension."""
-    most = largest(value, group, groups)
-    most = most.masked_fill(most == NEVER, 0.0)
-    return torch.zeros_like(most).scatter_add(-1, group, (value - most.gather(-1, group)).exp()).log() + most
 
 
 def best_path(sweeps: Sweeps, line: Line, weight_BXC: Tensor) -> Tensor:
@@ -143,28 +109,3 @@ def best_path(sweeps: Sweeps, line: Line, weight_BXC: Tensor) -> Tensor:
         found.append(class_BE.gather(1, edge_B1))
         state_B1 = torch.where(line.outside_BX[:, x, None], state_B1, from_BE.gather(1, edge_B1))
     return torch.cat(found[::-1], 1)
-
-
-def given_accepted(sweeps: Sweeps, line: Line, weight_BXC: Tensor) -> Tensor:
-    """The log-probability that the other positions make an accepted line with each class at a position, less that of
-    any accepted line. [B, X, C]"""
-    from_BE, class_BE, to_BE = sweeps.edge_BE3.unbind(-1)
-    classes, states = weight_BXC.shape[-1], sweeps.states + 1
-    class_BE = class_BE.clamp_max(classes - 1)
-    none_BQ = weight_BXC.new_full((len(from_BE), states), NEVER)
-    enter, leave = [none_BQ.scatter(1, line.state_B[:, None], 0.0)], [none_BQ.clone()]
-    leave[0][:, :-1] = torch.where(sweeps.distance_BQ <= line.room_B[:, None], 0.0, NEVER)
-    for x in range(weight_BXC.shape[1]):
-        here_BE = weight_BXC[:, x].gather(1, class_BE)
-        moved_BQ = log_sums(enter[-1].gather(1, from_BE) + here_BE, to_BE, states)
-        enter.append(torch.where(line.outside_BX[:, x, None], enter[-1], moved_BQ))
-    for x in reversed(range(weight_BXC.shape[1])):
-        here_BE = weight_BXC[:, x].gather(1, class_BE)
-        moved_BQ = log_sums(leave[-1].gather(1, to_BE) + here_BE, from_BE, states)
-        leave.append(torch.where(line.outside_BX[:, x, None], leave[-1], moved_BQ))
-    whole_B1 = leave[-1].gather(1, line.state_B[:, None])
-    found = []
-    for enter_BQ, leave_BQ in zip(enter[:-1], leave[-2::-1], strict=True):
-        through_BE = enter_BQ.gather(1, from_BE) + leave_BQ.gather(1, to_BE) - whole_B1
-        found.append(log_sums(through_BE, class_BE, classes))
-    return torch.stack(found, 1)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from benchmarks.provenance import begun, command_line, save
 from dinfer.analysis.metrics import wilson
 from dinfer.demo.problems import Problem, generate, is_correct
 from dinfer.pipeline import Pipeline
-from dinfer.structure import json_schema
+from dinfer.structure import json_schema, regex
 
 SCHEMA = {
     "type": "object",
@@ -49,16 +50,17 @@ def as_json(problem: Problem, text: str) -> bool:
 
 FORMS: dict[str, Form] = {
     "free text": ({}, "", is_correct),
-    "own lines": ({"regex": LINES}, "", is_correct),
+    "own lines": ({"constraint": regex(LINES)}, "", is_correct),
     "JSON": ({"constraint": json_schema(SCHEMA)}, "", as_json),
     "JSON, no spaces": ({"constraint": json_schema(SCHEMA, whitespace="compact")}, "", as_json),
     "JSON, schema in the prompt": ({"constraint": json_schema(SCHEMA)}, IN_PROMPT, as_json),
 }
 
 
-def measured(pipe: Pipeline, form: Form, problems: list[Problem], tokens: int) -> dict[str, Any]:
+def measured(pipe: Pipeline, form: Form, problems: list[Problem], tokens: int, posterior: bool) -> dict[str, Any]:
     """One form on one model."""
     held, said, judge = form
+    held = {name: replace(constraint, posterior=posterior) for name, constraint in held.items()}
     pipe.generate("2 and 2?", max_new_tokens=tokens, **held)  # compiles
     began = time.perf_counter()
     results = pipe.generate([problem.question + said for problem in problems], max_new_tokens=tokens, **held)
@@ -101,7 +103,8 @@ def main() -> None:
                     preset=given.model, model=dinfer.presets()[given.model].model | changed, device=given.device,
                     dtype="float32", runtime=runtime,
                 )  # fmt: skip
-                row = {"variant": variant, "form": form} | measured(pipe, FORMS[form], problems, given.tokens)
+                row = {"variant": variant, "form": form}
+                row |= measured(pipe, FORMS[form], problems, given.tokens, posterior=variant == "posterior")
             pace = pace or (None if held else row["tokens_per_forward"])
             rows.append(row if pace is None else row | {"free_text_forwards": round(row["tokens"] / pace, 2)})
             print(rows[-1], flush=True)

@@ -262,8 +262,8 @@ class Constraints(Ability):
     # The step.
 
     def allow(self, step: Step, view: BlockView, logits_RLV: Tensor) -> Tensor:
-        sweeps, line, live_B = self._line(step, view)
-        layout, class_RV = self._layout(step, view), rows_of(sweeps.class_BV, step.shape.blocks)
+        sweeps, line, live_B = self.line(step, view)
+        layout, class_RV = self.layout(step, view), rows_of(sweeps.class_BV, step.shape.blocks)
         allowed_BXC = sweeps.allowed(line)
         if view.edits:
             loose_BXC = sweeps.allowed(self._loose(step, view, line, step.lanes))
@@ -289,8 +289,8 @@ class Constraints(Ability):
     def proposed(self, step: Step, made: Decision) -> None:
         """The projection of what the decoder chose, and forced commits."""
         view, proposal, stats = made.view, made.proposal, made.stats
-        sweeps, line, live_B = self._line(step, view)
-        layout = self._layout(step, view)
+        sweeps, line, live_B = self.line(step, view)
+        layout = self.layout(step, view)
         token_RL = (
             stats.token_RL
             if proposal.token_RL is None
@@ -328,7 +328,7 @@ class Constraints(Ability):
 
         Of a decoder that edits, edits go first, and what it would say again; then what else is decoded, then masks.
         """
-        confidence_BX = self._layout(step, made.view).by_lane(made.stats.confidence_RL)
+        confidence_BX = self.layout(step, made.view).by_lane(made.stats.confidence_RL)
         if not made.view.edits:
             admitted_BX, *forced = sweeps.settled(line, commit_BX, token_BX, confidence_BX)
             return with_tokens(line, admitted_BX, token_BX), admitted_BX, forced
@@ -346,7 +346,7 @@ class Constraints(Ability):
         """The line with what edits may take back open. Edits often come in groups, as where a word moves by a position,
         and each alone would contradict its neighbours."""
         able_B = step.kept(type(self)).taken_back_N.index_select(0, lanes.slot_B) < TAKEN_BACK
-        decoded_BX = self._layout(step, view).by_lane(~view.given_RL) & ~line.outside_BX
+        decoded_BX = self.layout(step, view).by_lane(~view.given_RL) & ~line.outside_BX
         return replace(line, open_BX=line.open_BX | (able_B[:, None] & decoded_BX))
 
     def _take_back(self, made: Decision, taken_RL: Tensor, fixed_RL: Tensor, bound_R: Tensor) -> None:
@@ -372,7 +372,7 @@ class Constraints(Ability):
         if not branches_of(step.recipe.iteration):
             return
         view = replace(made.view, tokens_RL=made.commits.tokens_RL, masked_RL=made.commits.open_RL)
-        (sweeps, line, live_B), layout = self._line(step, view), self._layout(step, view)
+        (sweeps, line, live_B), layout = self.line(step, view), self.layout(step, view)
         class_BX1 = sweeps.classes_of(layout.by_lane(made.stats.token_RL))[..., None]
         fits_BX = sweeps.allowed(line).gather(2, class_BX1)[..., 0] | line.outside_BX
         step.notes[Added] = layout.by_row(fits_BX | ~live_B[:, None])
@@ -380,8 +380,8 @@ class Constraints(Ability):
     def moved(self, step: Step, made: Decision) -> None:
         """The state moves on over the positions that the active region has left."""
         before, after, rows = made.lanes, step.lanes, step.kept(type(self))
-        sweeps, line, live_B = self._line(step, made.view)
-        layout = self._layout(step, made.view)
+        sweeps, line, live_B = self.line(step, made.view)
+        layout = self.layout(step, made.view)
         pos_BX = layout.pos_BX
         token_BX = line.token_BX if self.extra.behind else layout.by_lane(made.commits.tokens_RL)
         left_BX = (pos_BX >= 0) & (pos_BX < after.start_B[:, None]) & ~line.outside_BX
@@ -392,11 +392,11 @@ class Constraints(Ability):
             old_B = column_N.index_select(0, after.slot_B)
             column_N.index_copy_(0, after.slot_B, torch.where(change_B, new, old_B))
 
-    def _layout(self, step: Step, view: BlockView) -> Active:
+    def layout(self, step: Step, view: BlockView) -> Active:
         lanes, canvas = step.shape.lanes, step.state.canvas
         return Whole(view, lanes, min(self.extra.length, canvas.capacity)) if self.extra.behind else Active(view, lanes)
 
-    def _line(self, step: Step, view: BlockView) -> tuple[Sweeps, Line, Tensor]:
+    def line(self, step: Step, view: BlockView) -> tuple[Sweeps, Line, Tensor]:
         """The languages of the lanes, their active positions, and which lanes are in a language."""
         sweeps, seen, *found = step.notes.get(Constraints, (None, None))
         if seen is view.tokens_RL:  # the same positions once more
@@ -408,7 +408,7 @@ class Constraints(Ability):
             most = self.extra.states, self.extra.pairs, self.extra.edges
             sweeps = Sweeps(rows.languages, place_B.clamp_min(0), *most)
             step.notes[Constraints] = sweeps, None
-        layout = self._layout(step, view)
+        layout = self.layout(step, view)
         if isinstance(layout, Whole):
             between_B = rows.languages.token_GC[:, NOWHERE].index_select(0, place_B.clamp_min(0))
             stands = layout.stands(step.state.canvas, rows.kind_NS, step.lanes.slot_B, between_B[:, None])

@@ -10,6 +10,7 @@ from dinfer.abilities.guidance import Guidance
 from dinfer.abilities.holding import Holding, LeavesMasks
 from dinfer.abilities.open_positions import KeyPasses, OpenPositions, ReadPositions
 from dinfer.abilities.pacing import Aligned, Editing, Edits, Grows, LeavesDecoded, Moves, Pacing
+from dinfer.abilities.posterior import Posterior
 from dinfer.abilities.reading import Reading
 from dinfer.abilities.reports import Reporting
 from dinfer.abilities.slices import Slices
@@ -23,7 +24,8 @@ from dinfer.step.contracts import Decoder, Large
 
 ABILITIES: tuple[type[Ability], ...] = (
     Adjusting, Offering, Encoder, Branched, Speculation, Following, Holding, Feeding, Watching, Guidance, KeyPasses,
-    Slices, ReadPositions, OpenPositions, Editing, Pacing, Bias, Reading, Verification, Constraints, Reporting,
+    Slices, ReadPositions, OpenPositions, Editing, Pacing, Bias, Reading, Verification, Posterior, Constraints,
+    Reporting,
 )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 
 from dinfer.structure.automaton import Automaton, alt, build, cat, without
 from dinfer.structure.constraint import Constraint, free_text, utf8_text
@@ -74,9 +75,12 @@ class Compiler:
             if constraint in self._languages:
                 self._languages.move_to_end(constraint)
                 return self._languages[constraint]
-        budget = Budget(self.limits, cancelled)
-        automaton, exact, depth = compile_automaton(constraint, budget)
-        found = language(automaton, self.vocabulary, budget, exact=exact, depth=depth)
+        if constraint.posterior:
+            found = replace(self.compile(replace(constraint, posterior=False), cancelled), posterior=True)
+        else:
+            budget = Budget(self.limits, cancelled)
+            automaton, exact, depth = compile_automaton(constraint, budget)
+            found = language(automaton, self.vocabulary, budget, exact=exact, depth=depth)
         with self._lock:
             self._languages[constraint] = found
             while len(self._languages) > self.kept:

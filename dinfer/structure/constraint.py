@@ -36,6 +36,9 @@ class Constraint:
     """Texts that occur nowhere in the answer."""
     after: str = ""
     """The answer begins behind this text, such as "</think>"; before it anything else may stand. Empty: at once."""
+    posterior: bool = False
+    """Tokens are weighed by how probable an accepted answer with them is. It takes longer, and helps with forms that a
+    model would not write by itself."""
 
     def __post_init__(self) -> None:
         if self.whitespace not in WHITESPACE:

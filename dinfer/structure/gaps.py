@@ -55,4 +55,5 @@ def in_gaps(languages: tuple[Language, ...]) -> Language:
     return Language(
         class_V.astype(np.uint16), next_QC, accepting_Q, np.where(accepting_Q, 0, 1).astype(np.int32), token_C,
         edges_E3, pairs_P2, by_next_P2, last.automaton, exact=all(own.exact for own in languages), depth=last.depth,
+        posterior=any(own.posterior for own in languages),
     )  # fmt: skip

@@ -52,6 +52,8 @@ class Language:
     """Whether the language is all that the constraint allows. False: what nests too deep is left out."""
     depth: int | None = None
     """How deep recursion was unrolled; None: there is none."""
+    posterior: bool = False
+    """As of the constraint."""
 
     @property
     def states(self) -> int:
@@ -96,7 +98,7 @@ class Language:
 def as_text(language: Language) -> str:
     """The arrays of a language as text, for another process. `of_text` reads it."""
     file = io.BytesIO()
-    np.savez(file, **language.arrays)  # type: ignore[arg-type]
+    np.savez(file, posterior=np.array(language.posterior), **language.arrays)  # type: ignore[arg-type]
     return base64.b64encode(file.getvalue()).decode()
 
 
@@ -104,7 +106,8 @@ def as_text(language: Language) -> str:
 def of_text(text: str) -> Language:
     """The language of a text, without its automaton over bytes. The same one for the same text."""
     with np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False) as held:
-        return Language(**dict(held), automaton=Automaton([], []))
+        arrays = dict(held)
+        return Language(posterior=bool(arrays.pop("posterior")), automaton=Automaton([], []), **arrays)
 
 
 def language(

@@ -134,7 +134,7 @@ def wished(recipe: Recipe, wish: dict[str, float]) -> list[float]:
 
 
 def some_request(recipe: Recipe, random: Random) -> tuple[Request, Language]:
-    found = language_of(random.choice(PATTERNS))
+    found = replace(language_of(random.choice(PATTERNS)), posterior=random.random() < 0.3)
     options = wished(recipe, random.choice(WISHES))
     room = max(random.randint(found.shortest, found.shortest + 12), 1)
     asked = bound(Request([random.randrange(1, 9)] * random.randint(1, 9), room, options), found)
@@ -143,10 +143,11 @@ def some_request(recipe: Recipe, random: Random) -> tuple[Request, Language]:
 
 
 @pytest.mark.parametrize("name", [name for name in DECODERS.names() if name not in REFUSED])
-@examples(16)
+@pytest.mark.parametrize("part", range(4))
+@examples(4)
 @given(st.data())
-def test_every_answer_is_in_its_language(name: str, data: st.DataObject) -> None:
-    """Of 10^5 in `make test-all`: 16 decoders, 160 examples, 43 answers each."""
+def test_every_answer_is_in_its_language(part: int, name: str, data: st.DataObject) -> None:
+    """100,000 answers in `make test-all`: of 16 decoders, in 4 parts, 40 examples with 43 answers on average."""
     decoder = data.draw(st.sampled_from([s for s in settings_of(DECODERS) if dict(s)["name"] == name]))
     recipe = data.draw(recipes(dict(decoder)))
     count, random = data.draw(st.sampled_from([2, 64, 64])), Random(data.draw(st.integers(0, 2**32)))

@@ -7,9 +7,10 @@ import pytest
 import torch
 from support.languages import sweeps_of
 
-from benchmarks.constraint_variants import VARIANTS, best_path, class_weights, given_accepted, largest, log_sums, used
+from benchmarks.constraint_variants import VARIANTS, best_path, largest, used
 from benchmarks.structured_answers import LINES
 from dinfer import load
+from dinfer.abilities.posterior import class_weights, log_sums, others
 from dinfer.kernels.lines import Line
 from dinfer.structure.compiler import compile_automaton
 from dinfer.structure.constraint import regex
@@ -39,7 +40,8 @@ def test_the_best_path_and_the_posterior_are_those_of_the_reference(seed: int) -
     line = Line(token_BX, open_BX, torch.zeros_like(open_BX), torch.zeros(lanes).long(), torch.ones(lanes).long())
     own_BXV = torch.from_numpy(logits).log_softmax(-1)
     class_BX = best_path(sweeps, line, class_weights(sweeps, line, own_BXV, largest))
-    others_BXC = given_accepted(sweeps, line, class_weights(sweeps, line, own_BXV, log_sums))
+    others_BXC, found_B = others(sweeps, line, class_weights(sweeps, line, own_BXV, log_sums))
+    assert found_B.all()
     for lane, row in enumerate(rows):
         tokens, _ = best(row, logits[lane], range(length))
         assert [row.language.class_V[token] for token in tokens.values()] == [class_BX[lane, x] for x in tokens]
@@ -50,7 +52,8 @@ def test_the_best_path_and_the_posterior_are_those_of_the_reference(seed: int) -
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_answers_of_each_variant_are_in_the_language(variant: str) -> None:
+    held = regex(LINES, posterior=variant == "posterior")
     with used(VARIANTS[variant]):
         pipe = load("tiny", device="cpu")
-        result = pipe.generate("Start with 7, then add 5. What is it?", regex=LINES, max_new_tokens=32)
+        result = pipe.generate("Start with 7, then add 5. What is it?", constraint=held, max_new_tokens=32)
     assert "Answer: " in result.text

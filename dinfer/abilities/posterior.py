@@ -1,0 +1,133 @@
+"""Tokens weighed by how probable an answer with them is that is in the language: `posterior` of a constraint.
+
+A language alone rules out what no accepted answer has, and leaves the other tokens of a position their shares. But a
+token that starts a text which the model would hardly write should count less. So each open position is offered the
+distribution of its token given that the whole line is accepted, if positions were independent. That is what a decoder
+supposes, too. It takes the place of the logits; the commits are projected as ever.
+
+Shape suffixes: N slots, R rows of blocks, L block length, B lanes, X active positions in order, Q states, C classes,
+E edges, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from dinfer.abilities.constraints import Constraints
+from dinfer.kernels.languages import Sweeps
+from dinfer.kernels.lines import Line
+from dinfer.kernels.upload import uploaded
+from dinfer.step.ability import Ability, Step
+from dinfer.step.canvas import BlockView, Canvas
+from dinfer.step.parts import Parts
+from dinfer.step.shape import Extra, StepShape
+from dinfer.step.state import Entry
+
+NEVER = float("-inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Weighed(Extra):
+    """Some row asks for the posterior."""
+
+    @property
+    def whole_logits(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class Posterior(Ability):
+    """Steps in which some row asks for the posterior. It goes before `Constraints`, which finds nothing to rule out."""
+
+    constraints: Constraints
+
+    @classmethod
+    def of(cls, recipe: Parts, shape: StepShape) -> Self | None:
+        constraints = Constraints.of(recipe, shape) if shape.extra(Weighed) else None
+        return None if constraints is None else cls(constraints)
+
+    @classmethod
+    def asks(cls, recipe: Parts, options: Sequence[float], more: Mapping[str, Any]) -> Extra | None:
+        return Weighed() if asked(more) else None
+
+    @classmethod
+    def refusal(cls, recipe: Parts, options: Sequence[float], more: Mapping[str, Any]) -> str | None:
+        if asked(more) and more["language"].kinds is not None:
+            return "posterior=True weighs what ends an answer, and here text stands behind a gap: leave it out"
+        return None
+
+    @classmethod
+    def alloc(cls, recipe: Parts, canvas: Canvas, block: int, extras: Sequence[Extra]) -> Tensor:
+        return torch.zeros_like(canvas.tokens_NS[:, 0], dtype=torch.bool)
+
+    @classmethod
+    def admit(cls, kept: Tensor, slot_A: Tensor, entries: Sequence[Entry]) -> None:
+        kept.index_copy_(0, slot_A, uploaded(torch.tensor([asked(entry.more) for entry in entries]), kept.device))
+
+    def allow(self, step: Step, view: BlockView, logits_RLV: Tensor) -> Tensor:
+        sweeps, line, live_B = self.constraints.line(step, view)
+        own_RLV = logits_RLV.log_softmax(-1)
+        own_BXV = own_RLV.view(*line.open_BX.shape, -1)
+        class_BXV = sweeps.class_BV[:, None].to(torch.int64).expand(own_BXV.shape)
+        others_BXC, found_B = others(sweeps, line, class_weights(sweeps, line, own_BXV, log_sums))
+        weighed_B = step.kept(Posterior).index_select(0, step.lanes.slot_B) & live_B & found_B
+        at_BX = line.open_BX & ~line.outside_BX & weighed_B[:, None]
+        at_RL1 = at_BX.view(*view.pos_RL.shape, 1)
+        posterior_RLV = (own_BXV + others_BXC.gather(2, class_BXV)).view(own_RLV.shape).to(logits_RLV.dtype)
+        if (mask_id := step.recipe.model.spec.mask_id) is not None:  # the model may rather wait
+            at_RL1 = at_RL1 & (torch.arange(own_RLV.shape[-1], device=at_RL1.device) != mask_id)
+            logits_RLV = torch.where(at_BX.view(*view.pos_RL.shape, 1), own_RLV, logits_RLV)
+        return torch.where(at_RL1, posterior_RLV, logits_RLV)
+
+
+def asked(more: Mapping[str, Any]) -> bool:
+    return "language" in more and more["language"] is not None and more["language"].language.posterior
+
+
+def class_weights(
+    sweeps: Sweeps, line: Line, own_BXV: Tensor, joined: Callable[[Tensor, Tensor, int], Tensor]
+) -> Tensor:
+    """What is `joined` of the log-probabilities in each class at open positions, where tokens are decoded 0 for theirs.
+
+    [B, X, C]
+    """
+    class_BXV = sweeps.class_BV[:, None].to(torch.int64).expand(own_BXV.shape)
+    open_BXC = joined(own_BXV, class_BXV, sweeps.languages.size_GC.shape[1])
+    held_BXC = torch.full_like(open_BXC, NEVER).scatter(2, sweeps.classes_of(line.token_BX)[..., None], 0.0)
+    return torch.where(line.open_BX[..., None], open_BXC, held_BXC)
+
+
+def others(sweeps: Sweeps, line: Line, weight_BXC: Tensor) -> tuple[Tensor, Tensor]:
+    """The log-probability that the other positions make an accepted line with each class at a position, less that of
+    any accepted line; and whether there is any whose probability is above 0. [B, X, C], bool [B]"""
+    from_BE, class_BE, to_BE = sweeps.edge_BE3.unbind(-1)
+    length, classes, states = *weight_BXC.shape[1:], sweeps.states + 1
+    class_BE = class_BE.clamp_max(classes - 1)
+    none_BQ = weight_BXC.new_full((len(from_BE), states), NEVER)
+    enter, leave = [none_BQ.scatter(1, line.state_B[:, None], 0.0)], [none_BQ.clone()]
+    leave[0][:, :-1] = torch.where(sweeps.distance_BQ <= line.room_B[:, None], 0.0, NEVER)
+    for x in range(length):
+        moved_BQ = log_sums(enter[-1].gather(1, from_BE) + weight_BXC[:, x].gather(1, class_BE), to_BE, states)
+        enter.append(torch.where(line.outside_BX[:, x, None], enter[-1], moved_BQ))
+    for x in reversed(range(length)):
+        moved_BQ = log_sums(leave[-1].gather(1, to_BE) + weight_BXC[:, x].gather(1, class_BE), from_BE, states)
+        leave.append(torch.where(line.outside_BX[:, x, None], leave[-1], moved_BQ))
+    whole_B1 = leave[-1].gather(1, line.state_B[:, None])
+    found = [
+        log_sums(enter_BQ.gather(1, from_BE) + leave_BQ.gather(1, to_BE) - whole_B1, class_BE, classes)
+        for enter_BQ, leave_BQ in zip(enter[:-1], leave[-2::-1], strict=True)
+    ]
+    return torch.stack(found, 1), whole_B1[:, 0] > NEVER
+
+
+def log_sums(value: Tensor, group: Tensor, groups: int) -> Tensor:
+    """The log-sum-exp of each group along the last dimension; of none -inf."""
+    shape = *value.shape[:-1], groups
+    most = value.new_full(shape, NEVER).scatter_reduce(-1, group, value, "amax")
+    most = most.masked_fill(most == NEVER, 0.0)
+    return value.new_zeros(shape).scatter_add(-1, group, (value - most.gather(-1, group)).exp()).log() + most
