@@ -18,10 +18,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from dinfer.abilities.constraints import Constraints
+from dinfer.abilities.constraints import Constraints, InLanguage
+from dinfer.kernels.canvas import uploaded
 from dinfer.kernels.languages import Sweeps
 from dinfer.kernels.lines import Line
-from dinfer.kernels.upload import uploaded
 from dinfer.step.ability import Ability, Step
 from dinfer.step.canvas import BlockView, Canvas
 from dinfer.step.parts import Parts
@@ -57,7 +57,7 @@ class Posterior(Ability):
 
     @classmethod
     def refusal(cls, recipe: Parts, options: Sequence[float], more: Mapping[str, Any]) -> str | None:
-        if asked(more) and more["language"].kinds is not None:
+        if (brought := InLanguage.of(more)) is not None and brought.language.posterior and brought.kinds is not None:
             return "posterior=True weighs what ends an answer, and here text stands behind a gap: leave it out"
         return None
 
@@ -86,7 +86,8 @@ class Posterior(Ability):
 
 
 def asked(more: Mapping[str, Any]) -> bool:
-    return "language" in more and more["language"] is not None and more["language"].language.posterior
+    brought = InLanguage.of(more)
+    return brought is not None and brought.language.posterior
 
 
 def class_weights(

@@ -216,10 +216,14 @@ def test_a_branch_adds_what_leaves_an_answer(kind: str) -> None:
 
 
 def test_a_language_reaches_other_processes_as_text() -> None:
-    found = language_of(PATTERNS[2])
+    found = replace(language_of(PATTERNS[2]), posterior=True)
     sent = json.loads(json.dumps(InLanguage(found, 3, 9, None).plain()))
     came, again = (InLanguage.of({"language": sent}) for _ in range(2))
-    assert came.language is again.language and (came.first, came.until, came.kinds) == (3, 9, None)
+    assert (
+        came.language is again.language
+        and came.language.posterior
+        and (came.first, came.until, came.kinds) == (3, 9, None)
+    )
     assert all(np.array_equal(came.language.arrays[name], array) for name, array in found.arrays.items())
 
 
