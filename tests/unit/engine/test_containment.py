@@ -26,6 +26,7 @@ from dinfer.engine.request import Request, StalledRow, Update
 from dinfer.engine.runtime import Runtime
 from dinfer.engine.scheduler.scheduler import Scheduler
 from dinfer.layers.linear import quantize
+from dinfer.memory.kv import PoolSize
 from dinfer.pipeline import Pipeline
 from dinfer.recipe.recipe import Recipe, compose
 from dinfer.step.shape import StepShape
@@ -223,10 +224,10 @@ def small_memory(pages: int, patch: pytest.MonkeyPatch) -> None:
     """Memory for so many pages of 16 positions."""
     alloc = BatchState.alloc
 
-    def limited(*given: Any, **named: Any) -> BatchState:
-        if named["pages"] > pages:
+    def limited(recipe: Recipe, size: PoolSize, **named: Any) -> BatchState:
+        if size.pages > pages:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return alloc(*given, **named)
+        return alloc(recipe, size, **named)
 
     patch.setattr("dinfer.engine.worker.BatchState.alloc", limited)
 
