@@ -107,7 +107,7 @@ def table(registry: Registry, names: list[str]) -> str:
     head = [registry.kind, "in a line", *(["accuracy", "tokens a forward", "with"] if figures else [])]
     lines = [f"| {' | '.join(head)} |", "| --- |" + " --- |" * (len(head) - 1)]
     for name in names:
-        idea = re.sub(r" \([^()]*\)\.$|\.$", "", described(registry, registry.get(name)))
+        idea = re.sub(r" \([^()]*\)\.$|\.$", "", described(registry, name))
         lines.append(f"| {' | '.join([f'[`{name}`](#{name})', idea, *figures.get(name, [])])} |")
     if figures:
         rest = "`cache=none`" if registry is DECODERS else "`decoder=threshold`"
@@ -138,11 +138,14 @@ def measured(registry: Registry, name: str) -> list[str]:
     return ["-", "-", ""]
 
 
-def described(registry: Registry, cls: type) -> str:
-    """The first paragraph of a component's module; of its class, where the module has several components."""
-    alone = sum(registry.get(name).__module__ == cls.__module__ for name in registry.names()) == 1
-    text = importlib.import_module(cls.__module__).__doc__ if alone else cls.__doc__
-    return inspect.cleandoc(text or "").split("\n\n")[0].replace("\n", " ")
+def described(registry: Registry, name: str) -> str:
+    """What the docstring of its module says of a component; else the first paragraph of its class."""
+    cls = registry.get(name)
+    module = inspect.cleandoc(importlib.import_module(cls.__module__).__doc__ or "")
+    alone = sum(registry.get(each).__module__ == cls.__module__ for each in registry.names()) == 1
+    listed = re.search(rf"^\* {name}: (.+(?:\n  .+)*)", module, re.M)
+    text = listed[1] if listed else module if alone else inspect.cleandoc(cls.__doc__ or "")
+    return re.sub(r"\s+", " ", text.split("\n\n")[0])
 
 
 def owner(cls: type, name: str) -> type:

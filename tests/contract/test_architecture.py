@@ -275,7 +275,7 @@ def test_imports_point_down(path: Path) -> None:
     ("unit", "source"),
     [
         ("decoders", "from dinfer.caches.window import DualCache"),
-        ("caches", "import dinfer.iterations.blockwise"),
+        ("caches", "import dinfer.iterations.sweep"),
         ("step.step", "from dinfer.decoders.threshold import Threshold"),
         ("step.step", "from dinfer import decoders"),
         ("kernels", "def f():\n    from dinfer.step.contracts import ModelSpec"),

@@ -26,9 +26,9 @@ from support.matrix import (
 )
 from support.models import MASK, tiny_model
 
-from dinfer.decoders.fixed import Fixed
+from dinfer.decoders.schedule import Fixed
 from dinfer.engine.request import Request
-from dinfer.iterations.blockwise import Blockwise
+from dinfer.iterations.sweep import Blockwise
 from dinfer.recipe.recipe import IncompatibleRecipe, compose
 from dinfer.recipe.registry import option
 from dinfer.step.contracts import BlockView, Decoder, Proposal, State, TokenStats

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dinfer.decoders.dream import Dream
+from dinfer.decoders.schedule import Dream
 from dinfer.recipe.registry import DECODERS, values_of
 from dinfer.step.contracts import BlockView
 from tests.parity.golden import Fields, GoldenError

@@ -10,16 +10,12 @@ from torch import Tensor
 
 from dinfer.abilities.adjusting import Adjusts
 from dinfer.caches.vicinity import VicinityCache
-from dinfer.decoders.credit import Credit
-from dinfer.decoders.dmax import DMax
-from dinfer.decoders.factor import Factor
-from dinfer.decoders.joint_threshold import JointThreshold
+from dinfer.decoders.confidence import Credit, Factor
+from dinfer.decoders.editing import DMax, JointThreshold
 from dinfer.decoders.threshold import Threshold
-from dinfer.iterations._sweep import BlockSweep
-from dinfer.iterations.blockwise import Blockwise
-from dinfer.iterations.dmax import DMaxSweep
-from dinfer.iterations.multi_block import MultiBlock
-from dinfer.iterations.smooth import Smooth
+from dinfer.iterations.feeding import Smooth
+from dinfer.iterations.multi_block import DMaxSweep, MultiBlock
+from dinfer.iterations.sweep import BlockSweep, Blockwise
 from dinfer.kernels.attention import attention_interval
 from dinfer.kernels.selection import confident, descending_rank
 from dinfer.recipe.recipe import Recipe

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dinfer.abilities.pacing import Paces
-from dinfer.iterations.blockwise import Blockwise
+from dinfer.iterations.sweep import Blockwise
 from dinfer.step.canvas import RowCursors
 from dinfer.step.contracts import ModelSpec
 from dinfer.step.model import Attend

@@ -8,7 +8,7 @@ from support.matrix import completions, engine_for, outcome, requests_for
 from support.models import MASK, tiny_model
 
 from dinfer.engine.runtime import Runtime
-from dinfer.iterations.lopa import Lopa
+from dinfer.iterations.multi_block import Lopa
 from dinfer.pipeline.pipeline import Pipeline
 from dinfer.recipe.recipe import IncompatibleRecipe, Recipe, compose
 

@@ -8,7 +8,7 @@ from support.matrix import completions, engine_for, observed
 from support.models import VOCAB, tiny_model
 from torch import Tensor
 
-from dinfer.caches.d2cache import D2Cache
+from dinfer.caches.chosen import D2Cache
 from dinfer.engine.request import Request, Wants
 from dinfer.kernels.attention import attention_received
 from dinfer.recipe.recipe import IncompatibleRecipe, compose

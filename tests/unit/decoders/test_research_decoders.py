@@ -10,8 +10,8 @@ from support.decoding import PROMPT, decode, decoded, script, view_of
 from support.models import MASK, VOCAB
 from torch import Tensor
 
-from dinfer.decoders.dream import Dream
-from dinfer.decoders.klass import Klass
+from dinfer.decoders.confidence import Klass
+from dinfer.decoders.schedule import Dream
 from dinfer.kernels.canvas import Rows
 from dinfer.kernels.random import uniform
 from dinfer.kernels.timesteps import linear_timesteps

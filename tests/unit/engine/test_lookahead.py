@@ -26,7 +26,7 @@ from support.matrix import (
 from support.models import tiny_model
 from torch import Tensor
 
-from dinfer.caches.adaptive import AdaptiveCache
+from dinfer.caches.chosen import AdaptiveCache
 from dinfer.engine.engine import Engine
 from dinfer.engine.reader import Asked, CanvasReader
 from dinfer.engine.request import Completion, Request, Wants

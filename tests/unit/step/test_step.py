@@ -17,7 +17,7 @@ from dinfer.abilities.feeding import Feeds
 from dinfer.abilities.pacing import Edits
 from dinfer.abilities.watching import Watches
 from dinfer.caches.block import BlockCache
-from dinfer.decoders.fixed import Fixed
+from dinfer.decoders.schedule import Fixed
 from dinfer.engine.request import Request, StalledRow, Wants
 from dinfer.recipe.recipe import Recipe, compose
 from dinfer.recipe.registry import ITERATIONS

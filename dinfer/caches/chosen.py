@@ -1,6 +1,8 @@
-"""Recompute masks that are about to be decoded, and tokens that others attend to (d2Cache, arXiv:2509.23094).
+"""Cache policies that recompute single positions of the canvas, wherever they are.
 
-Published names: current_k is `masks`, rollout_p is `mass`, inflate_w is `bridge`.
+* delayed: A decoded token's keys are kept one step after it was decoded (dKV-Cache, arXiv:2505.15781).
+* adaptive: Refresh prompt and response at intervals, and in between the positions that move (dLLM-Cache).
+* d2cache: Recompute masks that are about to be decoded, and tokens that others attend to (d2Cache, arXiv:2509.23094).
 """
 
 from collections.abc import Callable
@@ -13,7 +15,7 @@ from torch import Tensor
 
 from dinfer.abilities.holding import LeavesMasks
 from dinfer.abilities.pacing import LeavesDecoded
-from dinfer.abilities.watching import Follows
+from dinfer.abilities.watching import Follows, Watches
 from dinfer.kernels.canvas import padded
 from dinfer.kernels.selection import density, descending_rank
 from dinfer.recipe.registry import CACHES, check_range, option
@@ -22,10 +24,149 @@ from dinfer.step.model import Followed
 from dinfer.step.plan import SHARES
 from dinfer.step.window import CanvasRows, Chooses
 
+
+# Keys change most in the step after the token appears, the first one that sees it. Published: dKV-Cache-Decode with a
+# refresh every 8 steps, dKV-Cache-Greedy with one every 2 and a local window of 4. d3LLM (arXiv:2601.07568) waits
+# longer where several blocks are open, since what stands around a token is not final either.
+@CACHES.register("delayed")
+@dataclass(frozen=True, kw_only=True)
+class DelayedCache(CachePolicy, Chooses, LeavesDecoded):
+    """Recomputes masks and the tokens that the last `delay` steps decoded; others keep their keys until a refresh.
+
+    With `decode` it recomputes every mask of the canvas. With `greedy` it recomputes the masks of the active block and
+    the neighbours of tokens decoded last. Keys are refreshed when a row enters a block, and after every `interval`
+    steps in it. Decoders that edit refuse it: decoded positions are not computed, so they have no logits.
+
+    In the published code the second pass of every block is a full pass too. Its greedy variant draws the next position
+    in advance and recomputes that one instead of the masks of the block. A step is as wide as its widest row, so
+    `decode` costs as much as `prefix`, and `greedy` a little more than `dual`.
+    """
+
+    paper = "dKV-Cache, arXiv:2505.15781"
+
+    variant: Literal["decode", "greedy"] = option("decode", "recompute all masks, or those of the active block")
+    interval: int = option(8, "steps in a block after which keys are refreshed; 0: only on entering it")
+    delay: int = option(1, "steps after which a decoded token's keys are kept")
+    around: int = option(2, "greedy: positions recomputed on either side of a token that was just decoded")
+
+    def __post_init__(self) -> None:
+        check_range("cache", self, "interval", "around", least=0)
+        check_range("cache", self, "delay", least=1)
+
+    def fresh_state(self, spec: ModelSpec, length: int) -> State:
+        return {"age": torch.tensor(self.delay).expand(length + 1)}  # steps that have seen each token; masks: 0
+
+    def plan(self, phase: Phase) -> WindowPlan:
+        if phase == Phase.FULL:
+            return WindowPlan(None, None, chosen=True)
+        back, ahead = (0, None) if self.variant == "decode" else (self.around, self.around)
+        return WindowPlan(back, ahead, chosen=True)
+
+    def choose(self, lanes: RowCursors, rows: CanvasRows, spec: ModelSpec, phase: Phase, state: State) -> Tensor:
+        open_BS = rows.open_BS
+        pos_S = torch.arange(open_BS.shape[1], device=open_BS.device)
+        active_BS = (pos_S >= lanes.start_B[:, None]) & (pos_S < lanes.end_B[:, None])
+        fresh_BS = ~open_BS & (state["age"] < self.delay)
+        state["age"].copy_((state["age"] + ~open_BS).clamp_max(self.delay) * ~open_BS)
+        asked_BS = open_BS & active_BS
+        # Logits of a mask may stand one position before it.
+        flags_BS = fresh_BS | asked_BS | F.pad(asked_BS[:, spec.shift :], (0, spec.shift))
+        if self.variant == "decode":
+            flags_BS = flags_BS | open_BS
+        elif self.around:
+            near_BS = F.max_pool1d(fresh_BS[:, None].float(), 2 * self.around + 1, 1, self.around)[:, 0] > 0
+            flags_BS = flags_BS | near_BS
+        return torch.ones_like(flags_BS) if phase == Phase.FULL else flags_BS
+
+    def needs_full_pass(self, lanes: RowCursors, moved: Moved, phase: Phase, state: State) -> Tensor:
+        if not self.interval:
+            return moved.entered_B
+        return moved.entered_B | ((lanes.step_BK.amax(-1) + 1) % self.interval == 0)
+
+
+FARTHEST = 2.0  # the largest cosine distance
+DISTANCE_STEPS = 2.0**20  # distances are told apart down to one part in this
+
+
+# Published settings: prompt interval 50 to 100, response interval 5 to 8, ratio 0.25.
+# The published cache works inside every layer: it projects the values of all response tokens at every step, and
+# recomputes the `ratio` of them whose values have moved most. Here a position is computed in all layers or in none, so
+# its movement is estimated. Whenever a position is computed, the cosine distance of its last-layer values from those
+# before, divided by the steps between, is its rate. The positions with the largest rate times the steps since are
+# chosen. Before all others come those whose token has changed since. Nothing but keys and values is kept.
+@CACHES.register("adaptive")
+@dataclass(frozen=True, kw_only=True)
+class AdaptiveCache(CachePolicy, Chooses, Watches):
+    """Recomputes the active block, and the share `ratio` of the other response positions that move most.
+
+    It recomputes the whole response every `response_interval` steps of a request, and the prompt too every
+    `prompt_interval` steps. Entering a block causes no refresh. dLLM-Cache chooses among all response positions. This
+    cache always computes the active block, whose logits are needed, and chooses the others by the drift of last-layer
+    values. Use it for long prompts and short answers.
+    """
+
+    paper = "dLLM-Cache, arXiv:2506.06295"
+
+    prompt_interval: int = option(100, "steps after which everything is recomputed; 0: only the first step does")
+    response_interval: int = option(7, "steps after which the whole response is recomputed; 0: never")
+    ratio: float = option(0.25, "share of the response, beside the active block, that other steps recompute")
+
+    def __post_init__(self) -> None:
+        check_range("cache", self, "prompt_interval", "response_interval", least=0)
+        check_range("cache", self, "ratio", least=0, most=1)
+
+    def fresh_state(self, spec: ModelSpec, length: int) -> State:
+        zeros_S = torch.zeros((), dtype=torch.int64).expand(length + 1)
+        return {
+            "rate": torch.ones(()).expand(length + 1),  # distance per step, as last measured
+            "when": zeros_S - 1,  # the forward at which the position was last computed
+            "seen": zeros_S - 1,  # the token it held then
+        }
+
+    def plan(self, phase: Phase) -> WindowPlan:
+        if phase == Phase.FULL:
+            return WindowPlan(None, None, unseen=True, chosen=True)
+        return WindowPlan(
+            0, None, response=True, unseen=True, chosen=True, share=round(self.ratio * SHARES),
+            every=self.response_interval,
+        )  # fmt: skip
+
+    def choose(self, lanes: RowCursors, rows: CanvasRows, spec: ModelSpec, phase: Phase, state: State) -> Tensor:
+        tokens_BS = rows.tokens_BS
+        pos_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
+        prompt_B1, length_B1, forwards_B1 = (t[:, None] for t in (lanes.prompt_B, lanes.length_B, lanes.forwards_B))
+        active_BS = (pos_S >= lanes.start_B[:, None] - spec.shift) & (pos_S < lanes.end_B[:, None])
+        inside_BS = pos_S < length_B1
+        if phase == Phase.FULL:
+            flags_BS = inside_BS
+        else:
+            others_BS = inside_BS & (pos_S >= prompt_B1) & ~active_BS
+            drift_BS = state["rate"] * (forwards_B1 - state["when"]) + FARTHEST * (tokens_BS != state["seen"])
+            order_BS = drift_BS.masked_fill(~others_BS, -1.0).sort(dim=-1, descending=True, stable=True).indices
+            most_B1 = self.plan(phase).allowance(length_B1 - prompt_B1, forwards_B1)
+            chosen_BS = torch.zeros_like(others_BS).scatter(1, order_BS, (pos_S < most_B1).expand_as(order_BS))
+            flags_BS = active_BS | (chosen_BS & others_BS)
+        state["seen"].copy_(torch.where(flags_BS, tokens_BS, state["seen"]))
+        return flags_BS
+
+    def observe(self, pos_BW: Tensor, old_BWX: Tensor, new_BWX: Tensor, lanes: RowCursors, state: State) -> None:
+        index_BW = padded(pos_BW, state["when"].shape[1] - 1)
+        steps_BW = (lanes.forwards_B[:, None] - state["when"].gather(1, index_BW)).clamp_min(1)
+        distance_BW = 1 - F.cosine_similarity(old_BWX, new_BWX, dim=-1).clamp_max(1)
+        # Rounded, or values that did not change at all would be ranked by rounding errors.
+        distance_BW = (distance_BW * DISTANCE_STEPS).round() / DISTANCE_STEPS
+        state["rate"].scatter_(1, index_BW, (distance_BW / steps_BW).to(state["rate"].dtype))
+        state["when"].scatter_(1, index_BW, lanes.forwards_B[:, None].expand_as(index_BW))
+
+    def needs_full_pass(self, lanes: RowCursors, moved: Moved, phase: Phase, state: State) -> Tensor | bool:
+        return (lanes.forwards_B + 1) % self.prompt_interval == 0 if self.prompt_interval else False
+
+
 FAR = 2**40  # behind every position
-GRAIN = 2**22
+ATTENTION_STEPS = 2**22  # shares of attention are told apart down to one part in this
 
 
+# Published names: current_k is `masks`, rollout_p is `mass`, inflate_w is `bridge`.
 @CACHES.register("d2cache")
 @dataclass(frozen=True, kw_only=True)
 class D2Cache(CachePolicy, Chooses, Follows, LeavesDecoded, LeavesMasks):
@@ -162,7 +303,7 @@ class D2Cache(CachePolicy, Chooses, Follows, LeavesDecoded, LeavesMasks):
             got_BS = attend.received(layer, half_BW)[:, :size]
             flow_BS = flow_BS + F.pad(got_BS, (0, size - got_BS.shape[1]))
         # Rounded, or the order of what receives the same would be that of rounding errors.
-        state["attention"].copy_((flow_BS / flow_BS.sum(-1, keepdim=True) * GRAIN).round() / GRAIN)
+        state["attention"].copy_((flow_BS / flow_BS.sum(-1, keepdim=True) * ATTENTION_STEPS).round() / ATTENTION_STEPS)
         if phase == Phase.FULL:
             first_BW, second_BW = logits().float().softmax(-1).topk(2, -1).values.unbind(-1)
             sure_BW = first_BW if self.score == "low_confidence" else first_BW - second_BW
