@@ -28,7 +28,7 @@ from evaluations.replicas import Replicas, replicas
 
 DEFAULT_LENGTH = 128
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-FORMS = ("schema", "regex", "choice", "grammar")  # what answers are held to, as `Pipeline.generate` takes it
+FORMS = ("schema", "regex", "choice", "grammar", "posterior")  # as `Pipeline.generate` takes them
 OURS = ("until", "do_sample", "temperature", "infill", *LENGTHS, *FORMS)
 
 

@@ -5,6 +5,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -96,10 +97,11 @@ def evaluate(
     versions = {name.replace("-", "_"): version(name) for name in ("lm-eval", "transformers")}
     setup = provenance(among.device) | versions | {"replicas": among.size}
     date = setup.pop("date")
-    with in_sandbox(settings.code), Ledger(stem, among=among, setup=setup, overwrite=overwrite) as ledger:
+    with in_sandbox(settings.code), ExitStack() as files:
         set_seed(SEED)  # before tasks shuffle their documents
         say("loading the tasks")
         tasks = load_tasks(settings)
+        ledger = files.enter_context(Ledger(stem, among=among, setup=setup, overwrite=overwrite))
         say("loading the model")
         pipe = load()
         chat = _chat(pipe, settings.chat)

@@ -172,6 +172,7 @@ def held_of(config: dict[str, Any]) -> dict[str, Any]:
                 held[name] = Path(path).read_text("utf-8")
             except (OSError, UnicodeDecodeError) as error:
                 raise ValueError(f"{name}={path} is not a file of text: {error}") from error
+    held["posterior"] = setting(config, "posterior", bool) or None
     return {name: value for name, value in held.items() if value is not None}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypedDict
 
@@ -14,19 +14,21 @@ from dinfer.pipeline.inputs import gaps_of, named
 from dinfer.recipe.recipe import Recipe
 from dinfer.recipe.registry import values_of
 from dinfer.structure import Compiler, Constraint, Language, choice, grammar, json_schema, regex, vocabulary_of
+from dinfer.structure.compiler import compile_automaton
 from dinfer.structure.gaps import OPEN, fits, in_gaps
 
 SCOPES = "answer", "gap"  # of a constraint, where gaps are filled
 
 
 class Held(TypedDict, total=False):
-    """What every answer is held to. One of them may be given."""
+    """What every answer is held to. One of them may be given, and `posterior` beside it."""
 
     schema: Any  # a pydantic model or another type that pydantic knows, a JSON Schema, or its text
     regex: str
     choice: Sequence[str]
     grammar: str  # Lark or EBNF
     constraint: Constraint  # of a function of `dinfer.structure`, for its options
+    posterior: bool  # an option of every constraint
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +44,21 @@ class Form:
         with named(self.name):
             return compiler.compile(self.constraint)
 
+    def check(self) -> None:
+        """Raises what `language` would for every tokenizer."""
+        with named(self.name):
+            compile_automaton(self.constraint)
+
 
 def given_of(held: Mapping[str, Any]) -> dict[str, Any]:
     """The argument that says what answers are held to, if any does. Raises ValueError and TypeError as `form_of`."""
     if unknown := held.keys() - Held.__annotations__.keys():
         raise TypeError(f"got an unexpected keyword argument {min(unknown)!r}")
-    given = {name: value for name, value in held.items() if value is not None}
+    given = {name: value for name, value in held.items() if value is not None and name != "posterior"}
     if len(given) > 1:
         raise ValueError(f"{' and '.join(given)} are both given: an answer is held to one of them")
+    if (weighed := held.get("posterior")) and not given:
+        raise ValueError(f"posterior={weighed!r:.80} says how a constraint is met, and there is none: give schema, ...")
     return given
 
 
@@ -57,10 +66,12 @@ def form_of(held: Mapping[str, Any]) -> Form | None:
     """None: answers are free. Raises ValueError for two constraints or a wrong one, and TypeError for other names."""
     for name, value in given_of(held).items():
         with named(name):
-            if name == "schema" and not isinstance(value, (dict, bool, str)):
-                return Form(name, _schema_of(value), partial(_instance, value))
-            constraint = MAKERS[name](value)
-            return Form(name, constraint, partial(value_of, constraint))
+            typed = name == "schema" and not isinstance(value, (dict, bool, str))
+            constraint = _schema_of(value) if typed else MAKERS[name](value)
+            read = partial(_instance, value) if typed else partial(value_of, constraint)
+        if (weighed := held.get("posterior")) is not None:
+            constraint = replace(constraint, posterior=weighed)
+        return Form(name, constraint, read)
     return None
 
 
@@ -75,7 +86,7 @@ def languages_of(held: Mapping[str, Any], scope: str, compiler: Callable[[], Com
     for name, value in given.items():
         several = isinstance(value, list) and not (name == "choice" and all(isinstance(one, str) for one in value))
         for one in value if several and scope == "gap" else [value]:
-            form = form_of({name: one})
+            form = form_of({name: one, "posterior": held.get("posterior")})
             found += [] if form is None else [form.language(compiler())]
     return found
 

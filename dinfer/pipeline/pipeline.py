@@ -156,8 +156,9 @@ class Pipeline:
         for each prompt, such as {"threshold": 0.8}. `max_new_tokens`: one number for all, or one for each.
 
         `held`: what every answer is held to, whatever the model says: schema=, a pydantic model, a JSON Schema or its
-        text; regex=; choice=, a list of texts; grammar=, Lark or EBNF; or constraint=, of `dinfer.structure`. The
-        result's `value` is then the parsed answer. The model does not see it: say in the prompt what is wanted.
+        text; regex=; choice=, a list of texts; grammar=, Lark or EBNF; or constraint=, of `dinfer.structure`. With
+        posterior=True, tokens are weighed by how probable an accepted answer with them is. The result's `value` is
+        then the parsed answer. The model does not see it: say in the prompt what is wanted.
 
         Raises ValueError for bad input, and NonFiniteLogits or StalledRow for a request that fails.
         """

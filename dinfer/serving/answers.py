@@ -34,6 +34,13 @@ def spent(counts: Sequence[Counts], tokens: int) -> dict[str, Any]:
     } | ({"recipe": "; ".join(recipes)} if recipes else {})  # fmt: skip
 
 
+def structured(language: Language, done: Sequence[Counts], slack: Sequence[int]) -> dict[str, Any]:
+    """What usage tells of a constraint. `forced`: tokens that nothing else could stand for. `slack`, of each row: the
+    positions behind its answer. If the least is 0, the canvas may have cut an answer short."""
+    told = {"forced": sum(counts.more["forced"] for counts in done), "slack": min(slack)} if done else {}
+    return {"states": language.states, "depth": language.depth, "exact": language.exact} | told
+
+
 @dataclass(frozen=True, slots=True)
 class Logprobs:
     """Makes the objects of a chat or a completion. `top`: alternatives of each token."""
@@ -150,7 +157,9 @@ class Answer:
         told = [choice.last for choice in self.choices if choice.last is not None]
         tokens, counts = sum(last.tokens for last in told), [last.counts for last in told if last.counts is not None]
         prompts = sum(map(len, self.prompts))
-        form = {} if self.language is None else self._form(self.language)
+        ended = [(r, one.last.completion) for r, one in enumerate(self.choices) if one.last and one.last.completion]
+        slack = [len(done.canvas) - len(self.prompts[row // self.n]) - len(done.output) for row, done in ended]
+        form = self.language and structured(self.language, [done.counts for _, done in ended], slack)
         return {
             "prompt_tokens": prompts,
             "completion_tokens": tokens,
@@ -158,17 +167,6 @@ class Answer:
             "prompt_tokens_details": {"cached_tokens": sum(c.last.cached for c in self.choices[:: self.n] if c.last)},
             "dinfer": spent(counts, tokens) | ({"structure": form} if form else {}),
         }
-
-    def _form(self, language: Language) -> dict[str, Any]:
-        """What `usage` tells of a constraint. `forced`: tokens that nothing else could stand for. `slack`: positions
-        behind the longest answer; 0: the canvas may have cut it short."""
-        forced, slack = 0, list[int]()
-        for row, choice in enumerate(self.choices):
-            if choice.last is not None and (done := choice.last.completion) is not None:
-                forced += done.counts.more["forced"]
-                slack.append(len(done.canvas) - len(self.prompts[row // self.n]) - len(done.output))
-        told = {"forced": forced, "slack": min(slack)} if slack else {}
-        return {"states": language.states, "depth": language.depth, "exact": language.exact} | told
 
     def whole(self) -> dict[str, Any]:
         made, style = [], self.style

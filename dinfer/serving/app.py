@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import asdict
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -25,7 +26,7 @@ from dinfer.analysis.trace.record import page as trace_page
 from dinfer.engine.request import Counts
 from dinfer.pipeline.inputs import NoTools, escaped
 from dinfer.serving import page
-from dinfer.serving.answers import Answer, Logprobs, Style, prompt_logprobs, spent
+from dinfer.serving.answers import Answer, Logprobs, Style, prompt_logprobs, spent, structured
 from dinfer.serving.calls import Calling
 from dinfer.serving.errors import ApiError, invalid, named, refused
 from dinfer.serving.guard import Guard
@@ -230,7 +231,7 @@ async def generated(
         for prompt in prompts:
             LOG.info("prompt", extra={"model": served.name, "prompt": served.pipe.decode(prompt)})
     chosen = served.options(body.asked, body.dinfer.options)
-    language = await served.language(body)
+    language = next(iter(await served.languages(body)), None)
     rows = [] if body.max_tokens == 0 else served.rows(prompts, body, chosen, language)
     scores: list[list[Any]] = []
     if (best := body.prompt_logprobs) is not None:
@@ -262,7 +263,8 @@ def add_trace(app: FastAPI, server: Server) -> None:
         server.check()
         prompt = await encoded(server, served, body.conversation, "messages", **body.ending)
         chosen = served.options(body.asked, body.dinfer.options)
-        rows, unwanted = served.rows([prompt], body, chosen, await served.language(body)), threading.Event()
+        languages, unwanted = await served.languages(body), threading.Event()
+        rows = served.rows([prompt], body, chosen, *languages)
         job = server.job(served, rows, body.dinfer, Wanted(), stream=False)
         record = partial(record_request, served.pipe, rows[0], model=served.name, unwanted=unwanted)
         with server.admission.admit([rows[0].length]):
@@ -284,7 +286,7 @@ def add_infill(app: FastAPI, server: Server) -> None:
         server.check()
         served.check_size(body.text, "text")
         chosen = served.options(body.asked, body.dinfer.options)
-        languages = [] if (held := body.held) is None else [await held.language(lambda: served.pipe.compiler, [])]
+        languages = await served.languages(body)
         try:  # in a thread: a form is followed over the whole text
             made = partial(served.pipe.infill_request, body.text, chosen, languages, body.scope)
             request = await asyncio.to_thread(made)
@@ -302,12 +304,17 @@ def add_infill(app: FastAPI, server: Server) -> None:
             shown = Logprobs(served.pieces, body.top, chat=True)
             pairs = zip(found.gaps, found.logprobs or (), strict=True)
             scores = [shown.of(gap, told, 0)["content"] for gap, told in pairs]
+        cost = spent([found.counts], tokens)
+        if (brought := request.more.get("language")) is not None:
+            ends = served.pipe.model.spec.stop_ids if request.masked[-1] else ()
+            slack = len([*takewhile(ends.__contains__, reversed(found.ids))])
+            cost["structure"] = structured(brought.language, [found.counts], [slack])
         return {
             "id": f"infill-{uuid.uuid4().hex}", "object": "infill", "created": int(time.time()), "model": served.name,
             "text": escaped(found.text), "gaps": found.gap_texts, "logprobs": scores,
             "usage": {
                 "prompt_tokens": len(found.ids) - tokens, "completion_tokens": tokens, "total_tokens": len(found.ids),
-                "dinfer": spent([found.counts], tokens),
+                "dinfer": cost,
             },
         }  # fmt: skip
 

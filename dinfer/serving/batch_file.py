@@ -108,11 +108,11 @@ def run(
 ) -> None:  # fmt: skip
     """Answers all lines of `asked` that `output` lacks.
 
-    `progress` gets the number of answered lines, the number of lines, and the last answer. `form`: a field of
-    `HeldFields`, for lines that have none of these. Raises ValueError if `output` has answers to other lines or of
-    another setup, OSError, EngineFailed, RankFailed.
+    `progress` gets the number of answered lines, the number of lines, and the last answer. `form`: what lines that say
+    no form are held to, by the names of `dinfer.pipeline.form.Held`. Raises ValueError if `output` has answers to other
+    lines or of another setup, OSError, EngineFailed, RankFailed.
     """
-    setup = {**setup, **form}
+    setup, formed = {**setup, **form}, set[str]()
     ids = {line.id for line in lines(asked, setup)}
     if others := output.ids.keys() - ids:
         raise ValueError(
@@ -123,7 +123,7 @@ def run(
 
     def keep(answer: dict[str, Any]) -> None:
         if answer["id"] not in output.ids:
-            output.write(answer)
+            output.write(renamed(answer) if answer["id"] in formed else answer)
             progress(len(output.ids), len(ids), answer)
 
     def left() -> Iterator[Line]:
@@ -139,7 +139,9 @@ def run(
                 keep(refusal(line, error))
             else:
                 if line.id not in output.ids:
-                    yield held(line, ask, form)
+                    if (own := held(line, ask, form)) is not line:
+                        formed.add(line.id)
+                    yield own
 
     if len(output.ids) < len(ids):
         answering(left(), keep)
@@ -217,11 +219,29 @@ def read(line: Line) -> Ask:
     return ask
 
 
+FIELDS = {"schema": "guided_json", "regex": "guided_regex", "choice": "guided_choice", "grammar": "guided_grammar"}
+
+
 def held(line: Line, ask: Ask, form: Mapping[str, Any]) -> Line:
     """The line with this form, unless it has a field of its own that says one."""
-    if not form or any(ask.body.get(field) is not None for field in HeldFields.model_fields):
+    body = ask.body
+    if not form or any(body.get(field) is not None for field in (*HeldFields.model_fields, "forms")):
         return line
-    return replace(line, text=json.dumps(ask.model_dump() | {"body": {**ask.body, **form}}).encode())
+    own = {FIELDS[name]: value for name, value in form.items() if name in FIELDS}
+    mine = body.get("dinfer") or {}
+    if form.get("posterior") and isinstance(mine, dict):
+        own["dinfer"] = {"posterior": True} | mine
+    return replace(line, text=json.dumps(ask.model_dump() | {"body": {**body, **own}}).encode())
+
+
+def renamed(answer: dict[str, Any]) -> dict[str, Any]:
+    """The answer to a line with the command's form: an error names the form as the command does."""
+    if answer["error"] is None:
+        return answer
+    told = json.dumps({part: answer[part] for part in ("response", "error")})
+    for name, field in FIELDS.items():
+        told = told.replace(field, name)
+    return answer | json.loads(told)
 
 
 def parsed(text: bytes) -> Any:

@@ -76,7 +76,11 @@ class HeldFields(Strict):
     @property
     def held(self) -> Held | None:
         """What the answer is held to. Raises ApiError."""
-        made = list(_asked(self))
+        return self.held_at("")
+
+    def held_at(self, path: str) -> Held | None:
+        """`path`: what errors put before the names of fields."""
+        made = [(f"{path}{field}", make, value) for field, make, value in _asked(self)]
         if len(made) > 1:
             told = " and ".join(field for field, _, _ in made)
             raise ApiError(400, f"{told} are both given: an answer is held to one form", made[1][0], "invalid_value")
@@ -124,11 +128,11 @@ class Held:
     field: str
     constraint: Constraint
 
-    async def language(self, compiler: Callable[[], Compiler], stops: list[str]) -> Language:
-        """Compiles it in a worker thread, without the stop strings. If the caller is cancelled, so is this."""
+    async def language(self, compiler: Callable[[], Compiler], **options: Any) -> Language:
+        """Compiles it in a worker thread, with these options. If the caller is cancelled, so is this."""
         try:
             made = await asyncio.to_thread(compiler)
-            work = made.submit(replace(self.constraint, stop=tuple(stops)))
+            work = made.submit(replace(self.constraint, **options))
             try:
                 return await asyncio.wrap_future(work.future)
             finally:

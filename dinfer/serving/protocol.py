@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validat
 from dinfer.abilities.reading import STEPS
 from dinfer.pipeline.inputs import encodable
 from dinfer.serving.errors import invalid, refused
-from dinfer.serving.forms import HeldFields, Strict
+from dinfer.serving.forms import Held, HeldFields, Strict
 from dinfer.serving.functions import ToolCall, ToolFields
 
 SEEDS = 2**53  # others are taken modulo this, so that a float64 holds them
@@ -77,6 +77,7 @@ class Own(Strict):
     drafts: bool = False  # the stream carries the canvas as well
     decoder: str | None = None  # the recipe of the same model that has this decoder
     deadline: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None  # seconds the request may take
+    posterior: bool = False  # of what the answer is held to, as in Python
 
     @property
     def options(self) -> dict[str, Any]:
@@ -190,6 +191,11 @@ class Generation(Sampled, HeldFields):
             if held is not None and (value := getattr(self, field)):
                 raise refused(field, value, f"contradicts {held.field}, to which the answer is held")
         return self
+
+    @property
+    def each_held(self) -> list[Held]:
+        """What the answer is held to. Raises ApiError."""
+        return [] if (held := self.held) is None else [held]
 
     @property
     def stops(self) -> list[str]:
@@ -347,11 +353,25 @@ class InfillRequest(Scored, Sampled, HeldFields):
 
     text: Text
     scope: Literal["answer", "gap"] = "answer"  # what a form holds: all text from the first gap on, or each gap
+    forms: Annotated[list[HeldFields], Field(min_length=1)] | None = None  # of each gap its own
+
+    @property
+    def each_held(self) -> list[Held]:
+        """What all gaps are held to, or each of them. Raises ApiError."""
+        own = [form.held_at(f"forms.{i}.") for i, form in enumerate(self.forms or ())]
+        if None in own:
+            raise invalid(f"forms.{own.index(None)}", " says no form: give one, such as response_format")
+        return [held for held in (*own, self.held) if held is not None]
 
     @model_validator(mode="after")
     def _something_held(self) -> Self:
-        if self.scope == "gap" and self.held is None:
+        held = self.each_held
+        if self.scope == "gap" and not held:
             raise invalid("scope", "='gap' says what a form holds: give one too, such as response_format")
+        if self.forms and self.scope != "gap":
+            raise invalid("forms", " are of each gap by itself: set scope='gap', or give one form for all text")
+        if self.forms and self.held:
+            raise invalid("forms", f" and {self.held.field} are both given: a gap is held to one form")
         return self
 
 
@@ -395,8 +415,8 @@ class ReadRequest(Neutral, Conversation):
 
     @model_validator(mode="after")
     def _nothing_drawn(self) -> Self:
-        if options := self.dinfer.options:
-            raise refused(f"dinfer.{min(options)}", options[min(options)], "has no effect here: nothing is drawn.")
+        if told := self.dinfer.model_dump(exclude={"decoder", "deadline"}, exclude_defaults=True):
+            raise refused(f"dinfer.{min(told)}", told[min(told)], "has no effect here: nothing is drawn.")
         return self
 
 

@@ -14,7 +14,7 @@ from dinfer.pipeline.inputs import texts_in
 from dinfer.recipe.recipe import Recipe
 from dinfer.recipe.registry import DECODERS, options_of
 from dinfer.serving.errors import SHOWN, ApiError, invalid, refused
-from dinfer.serving.protocol import SEEDS, Generation
+from dinfer.serving.protocol import SEEDS, Generation, InfillRequest
 from dinfer.structure import Language
 
 
@@ -124,11 +124,13 @@ class Served:
             values["sampling.seed"] = secrets.randbelow(SEEDS)
         return values
 
-    async def language(self, asked: Generation) -> Language | None:
-        """What the answers are held to. Raises ApiError."""
-        if (held := asked.held) is None:
-            return None
-        return await held.language(lambda: self.pipe.compiler, asked.stops)
+    async def languages(self, asked: Generation | InfillRequest) -> list[Language]:
+        """What the answers are held to, or each gap. Raises ApiError."""
+        if not (each := asked.each_held) and asked.dinfer.posterior:
+            raise refused("dinfer.posterior", True, "says how a form is met: give one too, such as response_format")
+        stops = tuple(asked.stops) if isinstance(asked, Generation) else ()
+        own = {"stop": stops, "posterior": asked.dinfer.posterior}
+        return [await held.language(lambda: self.pipe.compiler, **own) for held in each]
 
     def rows(
         self,

@@ -47,6 +47,7 @@ class Constraint:
             raise ConstraintError(f"depth={self.depth} is not from 1 to {DEEPEST}")
         if "" in self.stop:
             raise ConstraintError("an empty stop string occurs in every answer")
+        _checked(self.posterior, bool, "posterior")
 
 
 def regex(pattern: str, **options: Any) -> Constraint:

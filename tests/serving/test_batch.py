@@ -142,6 +142,21 @@ def test_lines_without_a_form_of_their_own_take_the_command_s(dinfer: CommandLin
     assert both.status == 2 and "regex and schema are both given" in both.err
 
 
+def test_the_command_s_form_is_named_as_the_command_names_it(dinfer: CommandLine) -> None:
+    Path("form.json").write_text('{"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}')
+    Path("wrong.json").write_text('{"properties": {"n": {"$dynamicRef": "#m"}}}')
+    write(line(0, ignore_eos=True), line(1, ignore_eos=True, guided_regex="a+"), line(2))
+    args = ("batch", "in.jsonl", "out.jsonl", *QUICK)
+    wrong = dinfer(*args, "schema=wrong.json")
+    assert wrong.status == 2 and "schema: properties.n.$dynamicRef" in wrong.err and not Path("out.jsonl").exists()
+    assert dinfer(*args, "schema=form.json", "posterior=true").status == 0
+    got = answers()
+    assert "contradicts schema," in got["q0"]["error"]["message"]
+    assert "contradicts schema," in got["q0"]["response"]["body"]["error"]["message"]
+    assert "contradicts guided_regex," in got["q1"]["error"]["message"]
+    assert isinstance(json.loads(text(got["q2"]))["n"], int)
+
+
 def test_a_run_goes_on_with_other_rows(dinfer: CommandLine) -> None:
     write(line(0), line(1, model="tiny:careful"))
     args = ("batch", "in.jsonl", "out.jsonl", "recipes=[careful]", *QUICK)

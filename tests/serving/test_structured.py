@@ -111,7 +111,7 @@ def test_a_client_that_leaves_stops_its_compilation(client: Client) -> None:
 
     async def leave() -> None:
         first = compiler.submit(slow)
-        asked = asyncio.create_task(Held("regex", slow).language(lambda: compiler, []))
+        asked = asyncio.create_task(Held("regex", slow).language(lambda: compiler))
         await asyncio.sleep(0.05)
         asked.cancel()
         await asyncio.gather(asked, return_exceptions=True)
@@ -129,12 +129,33 @@ def test_a_client_that_leaves_stops_its_compilation(client: Client) -> None:
     [
         ({"regex": "[0-9]+", "scope": "gap"}, ("[0-9]+", "[0-9]+"), ".* is .*"),
         ({"structured_outputs": {"regex": "x+y+ is z+"}}, ("x*y*", "z+"), "x+y+ is z+"),
+        ({"forms": [{"guided_choice": ["abc", "xyz"]}, {"json_schema": "{\"type\": \"integer\"}"}], "scope": "gap"},
+         ("abc|xyz", "-?[0-9]+"), ".* is .*"),
     ],
-)
+)  # fmt: skip
 def test_gaps_are_held_to_a_form(client: Client, fields: Any, gaps: tuple[str, str], text: str) -> None:
     answer = client.ask("/v1/infill", {"model": "tiny", "text": "[MASK:3] is [MASK:2]"} | fields).json()
     assert all(re.fullmatch(form, gap) for form, gap in zip(gaps, answer["gaps"], strict=True)), answer
     assert re.fullmatch(text, answer["text"])
+    told = answer["usage"]["dinfer"]["structure"]
+    assert told["exact"] is True and 0 <= told["forced"] <= 5 and 0 <= told["slack"] < 2
+
+
+def test_the_slack_of_a_gap_is_what_stands_behind_its_answer(client: Client) -> None:
+    body = {"model": "tiny", "text": "It is [MASK:9]", "guided_choice": ["abc"]}
+    told = client.ask("/v1/infill", body).json()["usage"]["dinfer"]["structure"]
+    assert told["slack"] >= 6 and told["forced"] >= 0
+
+
+def test_the_posterior_is_an_option_of_every_form(client: Client) -> None:
+    body = ASK | {"regex": r"(so|start|add) \d+\n[a-z ]{2,30}", "max_tokens": 32}
+    plain, weighed = client.ask(CHAT, body).json(), client.ask(CHAT, body | {"dinfer": {"posterior": True}}).json()
+    assert plain["choices"] != weighed["choices"]
+    for path, without in ((CHAT, ASK), ("/v1/infill", {"model": "tiny", "text": "[MASK:3]"})):
+        said = client.ask(path, without | {"dinfer": {"posterior": True}}).json()["error"]
+        assert said["param"] == "dinfer.posterior" and "says how a form is met" in said["message"]
+    read = {"model": "tiny", "messages": ASK["messages"], "choice": ["a", "b"], "dinfer": {"posterior": True}}
+    assert client.ask("/v1/read", read).json()["error"]["param"] == "dinfer.posterior"
 
 
 @pytest.mark.parametrize(
@@ -144,6 +165,11 @@ def test_gaps_are_held_to_a_form(client: Client, fields: Any, gaps: tuple[str, s
         ({"regex": "[0-9]+"}, "text: no text that the constraint allows has what stands around these gaps"),
         ({"regex": "[0-9]+", "guided_regex": "a"}, "guided_regex and regex are both given"),
         ({"regex": "["}, "regex"),
+        ({"forms": [{"regex": "a"}, {"regex": "["}], "scope": "gap"}, "forms.1.regex"),
+        ({"forms": [{"regex": "a"}, {}], "scope": "gap"}, "forms.1 says no form"),
+        ({"forms": [{"regex": "a"}]}, "forms are of each gap by itself: set scope='gap'"),
+        ({"forms": [{"regex": "a"}], "scope": "gap", "regex": "a"}, "forms and regex are both given"),
+        ({"forms": [{"regex": "a+"}] * 3, "scope": "gap"}, "3 constraints for 2 gaps"),
     ],
 )
 def test_forms_that_gaps_cannot_have(client: Client, fields: Any, what: str) -> None:

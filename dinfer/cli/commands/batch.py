@@ -60,8 +60,8 @@ def batch(config: dict[str, Any], _text: str | None, *, paths: list[str], line: 
     target = target.resolve() if target.is_file() else target
     overwrite, others = setting(config, "overwrite", bool), recipes(config, "batch")
     counted(config, "max_new_tokens")
-    form_of(held := held_of(config))  # raises for two, or for a wrong one
-    form = {{"schema": "guided_json"}.get(name, f"guided_{name}"): value for name, value in held.items()}
+    if (form := form_of(held := held_of(config))) is not None:
+        form.check()  # what is wrong with it would be so for every line
     parts = {name: config[name] for name in ("name", "dtype", "quantize", "max_new_tokens", *GROUPS)}
     if target.is_file() or target.is_dir() or not target.exists():
         check_file(target)  # a named pipe, once it is closed, has no reader any more
@@ -79,7 +79,7 @@ def batch(config: dict[str, Any], _text: str | None, *, paths: list[str], line: 
         progress = Progress(report)
         with Output(target, overwrite=overwrite) as output:
             try:
-                run(asked, parts | {"recipes": others}, output, answering, progress, form)
+                run(asked, parts | {"recipes": others}, output, answering, progress, held)
             except (KeyboardInterrupt, OSError, EngineFailed, RankFailed) as error:
                 kept = f"{target} keeps {several(len(output.ids), 'answer')}. To go on: {shlex.join(line)}"
                 if isinstance(error, OSError):

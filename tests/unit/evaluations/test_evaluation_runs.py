@@ -77,6 +77,12 @@ def test_settings_that_cannot_be(pipe: Pipeline, settings: dict[str, Any], messa
         run(pipe, **{"limit": 1} | settings)
 
 
+def test_a_task_that_does_not_exist_leaves_no_file(pipe: Pipeline, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="there is no such file"):
+        run(pipe, tmp_path, tasks=("nowhere.yaml",))
+    assert not [*tmp_path.iterdir()]
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

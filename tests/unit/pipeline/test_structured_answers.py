@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field
 
 import dinfer
 from dinfer.pipeline import Pipeline
-from dinfer.structure import ConstraintError, json_schema
+from dinfer.structure import ConstraintError, json_schema, regex
 
 QUESTION = "Take the number 71, then add 124, subtract 59 and subtract 87. Which number is it?"
 SCHEMA = {"type": "object", "properties": {"answer": {"type": "integer", "minimum": 0}}, "required": ["answer"]}
@@ -64,6 +64,17 @@ def test_a_constraint_has_options_of_its_own(pipe: Pipeline) -> None:
     assert result.text.startswith('{\n  "answer": ') and set(result.value) == {"answer"}
 
 
+def test_a_constraint_of_any_kind_may_be_met_by_the_posterior(pipe: Pipeline) -> None:
+    pattern = r"(so|start|add) \d+\n[a-z ]{2,30}"
+    weighed = pipe.generate(QUESTION, regex=pattern, posterior=True, max_new_tokens=32).text
+    constraint = regex(pattern, posterior=True)
+    assert weighed == pipe.generate(QUESTION, constraint=constraint, max_new_tokens=32).text
+    assert weighed != pipe.generate(QUESTION, regex=pattern, max_new_tokens=32).text
+    gap = "Q [MASK:8]"
+    filled = pipe.infill(gap, regex=pattern, posterior=True).gap_texts
+    assert filled == pipe.infill(gap, constraint=constraint).gap_texts != pipe.infill(gap, regex=pattern).gap_texts
+
+
 def test_an_answer_that_is_free_has_no_value(pipe: Pipeline) -> None:
     assert pipe.generate(QUESTION, max_new_tokens=32).value is None
 
@@ -76,6 +87,8 @@ def test_an_answer_that_is_free_has_no_value(pipe: Pipeline) -> None:
         ({"choice": "yes"}, "choice: choices are a list"),
         ({"schema": 5}, "schema: 5 is no JSON Schema"),
         ({"constraint": "a"}, "constraint: 'a' is not made by"),
+        ({"posterior": True}, "posterior=True says how a constraint is met, and there is none"),
+        ({"regex": "a", "posterior": "yes"}, "posterior is a bool, not str"),
         ({"schema": {"type": "object", "properties": {"a": {"$dynamicRef": "#b"}}}}, r"schema: properties\.a"),
         ({"schema": Answer, "max_new_tokens": 3}, r"prompt 0: the shortest answer .* has \d+ tokens, not 3"),
     ],
