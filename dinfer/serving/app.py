@@ -1,14 +1,17 @@
 """The routes of the HTTP application."""
 
 import asyncio
+import html
+import json
 import logging
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import asdict
 from functools import partial
+from importlib import resources
 from itertools import takewhile
 from typing import Any
 
@@ -21,13 +24,10 @@ from starlette.exceptions import HTTPException
 import dinfer
 from dinfer.abilities.reports import TokenLogprob
 from dinfer.analysis.likelihood import left_to_right
-from dinfer.analysis.trace.record import document, record_request
-from dinfer.analysis.trace.record import page as trace_page
+from dinfer.analysis.trace.record import asset, document, page, record_request
 from dinfer.engine.request import Counts
 from dinfer.pipeline.inputs import NoTools, escaped
-from dinfer.serving import page
-from dinfer.serving.answers import Answer, Logprobs, Style, prompt_logprobs, spent, structured
-from dinfer.serving.calls import Calling
+from dinfer.serving.answers import Answer, Calling, Logprobs, Style, prompt_logprobs, spent, structured
 from dinfer.serving.errors import ApiError, invalid, named, refused
 from dinfer.serving.guard import Guard
 from dinfer.serving.protocol import (
@@ -47,8 +47,13 @@ from dinfer.serving.server import Server
 
 LOG = logging.getLogger("dinfer.serving")
 LONG = 8192  # bytes from which a thread encodes a prompt, so that the event loop serves others meanwhile
-
-
+# The page loads its own files and nothing else.
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'"
+)
+KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
+PAGE = ("cells.css", "cells.js", "page.css", "page.js")
 REFUSALS: dict[int | str, dict[str, Any]] = {
     400: {"description": "A field is wrong, or asks for what cannot be honoured: an error as OpenAI's API gives it"},
     404: {"description": "There is no such model, or no such path: likewise"},
@@ -145,17 +150,47 @@ def add_operations(app: FastAPI, server: Server) -> None:
 
     @app.get("/", include_in_schema=False)
     async def start() -> Response:
-        return page.file("index.html")
+        return page_file("index.html")
 
     @app.get("/docs", include_in_schema=False)
     async def docs() -> Response:
-        return page.reference(app.openapi())
+        return reference(app.openapi())
 
     @app.get("/static/{name}", include_in_schema=False)
     async def static(name: str) -> Response:
-        if name not in page.FILES:
+        if name not in PAGE:
             raise ApiError(404, f"there is no file {name!r:.80}")
-        return page.file(name)
+        return page_file(name)
+
+
+def page_file(name: str) -> Response:
+    """A file of the web page: index.html or one of `PAGE`."""
+    own = resources.files("dinfer.serving") / "page"
+    text = asset(name) if name.startswith("cells.") else (own / name).read_text(encoding="utf-8")
+    return _shown(text, KINDS[name.rsplit(".", 1)[1]])
+
+
+def reference(schema: Mapping[str, Any]) -> Response:
+    """The OpenAPI schema as a page. Unlike Swagger's it loads nothing from other sites."""
+    parts = []
+    for path, methods in schema["paths"].items():
+        for method, operation in methods.items():
+            about = html.escape(operation.get("description", ""))
+            parts.append(f"<h2>{method.upper()} {html.escape(path)}</h2><p>{about}</p>")
+            body = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
+            if found := body.get("$ref"):
+                fields = json.dumps(schema["components"]["schemas"][found.rsplit("/", 1)[1]], indent=1)
+                parts.append(f"<details><summary>Fields</summary><pre>{html.escape(fields)}</pre></details>")
+    text = f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>dinfer: API</title>
+<link rel="stylesheet" href="static/cells.css"><link rel="stylesheet" href="static/page.css"></head>
+<body><h1>API</h1><p>As OpenAPI: <a href="openapi.json">openapi.json</a></p>{"".join(parts)}</body></html>"""
+    return _shown(text, KINDS["html"])
+
+
+def _shown(text: str, kind: str) -> Response:
+    headers = {"Content-Security-Policy": POLICY, "Cache-Control": "no-cache"}
+    return Response(text, media_type=kind, headers=headers)
 
 
 def add_models(app: FastAPI, server: Server) -> None:
@@ -275,7 +310,7 @@ def add_trace(app: FastAPI, server: Server) -> None:
                 raise failure(error) from error
             finally:
                 unwanted.set()
-        return Response(trace_page(document(body.conversation[-1]["content"], [found])), media_type="text/html")
+        return Response(page(document(body.conversation[-1]["content"], [found])), media_type="text/html")
 
 
 def add_infill(app: FastAPI, server: Server) -> None:

@@ -1,4 +1,7 @@
-"""Checks the key and limits of every request, gives it an id, and notices clients that leave or do not read."""
+"""Checks the key and limits of every request, gives it an id, and notices clients that leave or do not read. Logs.
+
+A caller in this process can be a client too: `messages`.
+"""
 
 import asyncio
 import hmac
@@ -7,22 +10,19 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack
 from contextvars import ContextVar
-from typing import Any
+from dataclasses import dataclass
 
 from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dinfer.serving.errors import ApiError
-from dinfer.serving.log import REQUEST_ID
 from dinfer.serving.settings import Settings, is_loopback
 
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-
+REQUEST_ID: ContextVar[str | None] = ContextVar("request_id", default=None)
+FIELDS = ("method", "path", "status", "seconds", "model", "prompt")  # optional fields of a record
 LOG = logging.getLogger("dinfer.serving")
 OPEN = ("/", "/health", "/ready")  # need no key: the page asks for one, and probes have none
 QUIET = ("/health", "/ready", "/metrics")  # polled every few seconds
@@ -35,10 +35,79 @@ MAX_HEAD = 65_536  # bytes of a request's path and headers
 LEAST_RATE = 16_384  # bytes a second of a body that takes longer than `send_timeout`
 BODIES = 16  # times `max_body` that the bodies of all requests may take
 GONE = 499  # nginx's status for a client that has left; only the log shows it
-
 # What a request holds: its place in the queue, and its rows. `Guard` releases them however the request ends. A response
 # cannot, because it may never be sent, or not to the end.
 HELD: ContextVar[AsyncExitStack] = ContextVar("held")
+
+
+def log_as_json() -> None:
+    """Makes dinfer and uvicorn log to stderr in JSON, a record a line. Requests are logged unless -q is given."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonFormatter())
+    for name in ("dinfer", "uvicorn"):
+        logger = logging.getLogger(name)
+        logger.handlers, logger.propagate = [handler], False
+    serving = logging.getLogger("dinfer.serving")
+    if serving.isEnabledFor(logging.WARNING):
+        serving.setLevel(logging.INFO)
+
+
+class JsonFormatter(logging.Formatter):
+    """One object a line: time, level, logger, message, the request's id, and the record's `FIELDS`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            "request_id": REQUEST_ID.get(),
+            **{name: value for name, value in vars(record).items() if name in FIELDS},
+        }
+        if record.exc_info:
+            line["error"] = self.formatException(record.exc_info)
+        return json.dumps({name: value for name, value in line.items() if value is not None}, ensure_ascii=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A complete HTTP request."""
+
+    method: str
+    path: str
+    body: bytes = b""
+    query: bytes = b""
+    headers: Sequence[tuple[bytes, bytes]] = ((b"content-type", b"application/json"),)
+    id: str | None = None  # its name in logs; None: the application chooses one
+
+
+async def messages(app: ASGIApp, asked: Asked) -> AsyncGenerator[Message]:
+    """The ASGI messages of the answer. To the application, a caller that stops early is a client that leaves."""
+    queue: asyncio.Queue[Message | None] = asyncio.Queue()
+    bodies: list[Message] = [{"type": "http.request", "body": asked.body, "more_body": False}]
+    scope: Scope = {
+        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "scheme": "http", "method": asked.method,
+        "path": asked.path, "query_string": asked.query, "root_path": "", "headers": [*asked.headers],
+        "request_id": asked.id,
+    }  # fmt: skip
+
+    async def receive() -> Message:
+        return bodies.pop() if bodies else await asyncio.Future()  # this client stays
+
+    async def answer() -> None:
+        try:
+            await app(scope, receive, queue.put)
+        finally:
+            queue.put_nowait(None)
+
+    task = asyncio.create_task(answer())
+    try:
+        while (message := await queue.get()) is not None:
+            yield message
+        await task  # raises what the application raised
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 class NotRead(Exception):
@@ -49,7 +118,7 @@ class Guard:
     """ASGI middleware. The application sees only allowed and complete requests, and ends when its client leaves."""
 
     def __init__(
-        self, app: Callable[[Scope, Receive, Send], Awaitable[None]], settings: Settings,
+        self, app: ASGIApp, settings: Settings,
         refuse: Callable[[ApiError], None] = lambda error: None,
     ) -> None:  # fmt: skip
         """`refuse` is called with the errors that are answered here."""

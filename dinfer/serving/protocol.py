@@ -4,19 +4,36 @@ The server refuses unknown fields, and known ones that a diffusion language mode
 their value asks for nothing (`use_beam_search: false`, `tools: []`, any null), since clients send it by default.
 """
 
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from dinfer.abilities.reading import STEPS
 from dinfer.pipeline.inputs import encodable
-from dinfer.serving.errors import invalid, refused
-from dinfer.serving.forms import Held, HeldFields, Strict
-from dinfer.serving.functions import ToolCall, ToolFields
+from dinfer.serving.errors import SHOWN, ApiError, invalid, refused
+from dinfer.structure import (
+    Compiler,
+    Constraint,
+    ConstraintError,
+    Language,
+    choice,
+    functions_of,
+    grammar,
+    json_schema,
+    regex,
+)
+from dinfer.structure import tools as calling
 
+Schema = dict[str, Any] | bool | str
+ANY_OBJECT = {"type": "object"}
 SEEDS = 2**53  # others are taken modulo this, so that a float64 holds them
 MAX_CHOICES, MAX_STOPS, MAX_STOP_LENGTH, MAX_TOP_LOGPROBS, MAX_BIASES = 128, 4, 256, 20, 1024
-
 # Fields that this server cannot honour: the values that ask for nothing, and why it refuses others.
 NO_FUNCTIONS = "is not supported: use tools and tool_choice in a chat."
 PLAIN = "is not supported here: it is for chats and completions."
@@ -62,11 +79,240 @@ NOT_SUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
 }  # fmt: skip
 # Hints with no effect on the answer.
 IGNORABLE = {"prompt_cache_key", "safety_identifier", "prompt_cache_retention", "metadata", "request_id"}
-
 Text = Annotated[str, AfterValidator(encodable)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 Token = Annotated[int, Field(ge=0)]
+
+
+class Strict(BaseModel):
+    """Takes only its own fields, and converts no value to another type."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class JsonObject(Strict):
+    type: Literal["json_object"]
+    own: Schema | None = Field(None, alias="schema")  # Together's
+
+
+class NamedSchema(Strict):
+    own: Schema = Field(alias="schema")
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None  # guaranteed either way
+
+
+class JsonSchema(Strict):
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+class Pattern(Strict):
+    type: Literal["regex"]
+    pattern: str
+
+
+class Grammar(Strict):
+    type: Literal["grammar"]
+    grammar: str
+    syntax: Literal["lark", "ebnf"] | None = None
+
+
+class StructuredOutputs(Strict):
+    """vLLM's."""
+
+    own: Schema | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: Literal[True] | None = None
+
+
+class HeldFields(Strict):
+    """Fields that hold an answer to a form. At most one may be given."""
+
+    response_format: Annotated[JsonObject | JsonSchema | Pattern | Grammar, Field(discriminator="type")] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | None = None  # vLLM's before 0.12
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    regex: str | None = None  # SGLang's
+    ebnf: str | None = None
+    json_schema: str | None = None
+
+    @property
+    def held(self) -> Held | None:
+        """What the answer is held to. Raises ApiError."""
+        return self.held_at("")
+
+    def held_at(self, path: str) -> Held | None:
+        """`path`: what errors put before the names of fields."""
+        made = [(f"{path}{field}", make, value) for field, make, value in _asked(self)]
+        if len(made) > 1:
+            told = " and ".join(field for field, _, _ in made)
+            raise ApiError(400, f"{told} are both given: an answer is held to one form", made[1][0], "invalid_value")
+        for field, make, value in made:
+            try:
+                return Held(field, make(value))
+            except ConstraintError as error:
+                raise wrong(field, error) from error
+        return None
+
+
+def _asked(body: HeldFields) -> list[tuple[str, Callable[[Any], Constraint], Any]]:
+    """The fields that are given: their names, what makes constraints of them, and their values."""
+    form, outputs = body.response_format, body.structured_outputs or StructuredOutputs.model_validate({})
+    found: list[tuple[str, Callable[[Any], Constraint], Any]] = [
+        ("structured_outputs.json", json_schema, outputs.own),
+        ("structured_outputs.regex", regex, outputs.regex),
+        ("structured_outputs.choice", choice, outputs.choice),
+        ("structured_outputs.grammar", grammar, outputs.grammar),
+        ("structured_outputs.json_object", json_schema, ANY_OBJECT if outputs.json_object else None),
+        ("guided_json", json_schema, body.guided_json),
+        ("guided_regex", regex, body.guided_regex),
+        ("guided_choice", choice, body.guided_choice),
+        ("guided_grammar", grammar, body.guided_grammar),
+        ("regex", regex, body.regex),
+        ("ebnf", lambda text: grammar(text, "ebnf"), body.ebnf),
+        ("json_schema", json_schema, body.json_schema),
+    ]
+    match form:
+        case JsonObject():
+            found.append(("response_format.schema", json_schema, ANY_OBJECT if form.own is None else form.own))
+        case JsonSchema():
+            found.append(("response_format.json_schema.schema", json_schema, form.json_schema.own))
+        case Pattern():
+            found.append(("response_format.pattern", regex, form.pattern))
+        case Grammar():
+            found.append(("response_format.grammar", lambda text: grammar(text, form.syntax), form.grammar))
+    return [one for one in found if one[2] is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What an answer is held to. `field`: the one that says it."""
+
+    field: str
+    constraint: Constraint
+
+    async def language(self, compiler: Callable[[], Compiler], **options: Any) -> Language:
+        """Compiles it in a worker thread, with these options. If the caller is cancelled, so is this."""
+        try:
+            made = await asyncio.to_thread(compiler)
+            work = made.submit(replace(self.constraint, **options))
+            try:
+                return await asyncio.wrap_future(work.future)
+            finally:
+                work.cancel()
+        except ConstraintError as error:
+            raise wrong(self.field, error) from error
+        except ValueError as error:  # of the recipe or the tokenizer
+            raise refused(self.field, None, f"cannot be guaranteed: {error}") from error
+
+
+def wrong(field: str, error: ConstraintError) -> ApiError:
+    """The error for a constraint that cannot be compiled, with the path of the keyword."""
+    path = f"{field}.{error.path}" if error.path else field
+    return ApiError(400, f"{path:.{3 * SHOWN}}: {error.message}", path, "invalid_value")
+
+
+class FunctionName(Strict):
+    name: str
+
+
+class NamedFunction(Strict):
+    """A `tool_choice` of one function."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+def _object(text: str) -> str:
+    try:
+        value = json.loads(encodable(text) or "{}")
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise ValueError("must be the text of a JSON object")
+    return text
+
+
+class CalledFunction(Strict):
+    name: Annotated[str, AfterValidator(encodable)]
+    arguments: Annotated[str, AfterValidator(_object)]
+
+
+class ToolCall(Strict):
+    """A call in a message of the assistant."""
+
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    id: Annotated[str, AfterValidator(encodable)] | None = None
+    index: int | None = None  # of streams, whose pieces some clients send back
+
+    def plain(self) -> dict[str, Any]:
+        """As chat templates read it: `arguments` is the object."""
+        function = {"name": self.function.name, "arguments": json.loads(self.function.arguments or "{}")}
+        return {"type": self.type, "id": self.id, "function": function}
+
+
+class ToolFields(HeldFields):
+    """Fields of a chat whose answer may call functions."""
+
+    tools: list[dict[str, Any]] | None = None  # the chat template gets them as they are
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    parallel_tool_calls: bool | None = None
+
+    @property
+    def named(self) -> str | None:
+        """The function that the answer must call."""
+        return self.tool_choice.function.name if isinstance(self.tool_choice, NamedFunction) else None
+
+    @property
+    def choice(self) -> str:
+        """auto, required, or the name of a function."""
+        return self.tool_choice if isinstance(self.tool_choice, str) else self.named or "auto"
+
+    @property
+    def functions(self) -> Mapping[str, dict[str, Any] | None]:
+        """The parameters of each function. Raises ApiError."""
+        try:
+            return functions_of(self.tools or [])
+        except ConstraintError as error:
+            raise wrong("tools", error) from error
+
+    @property
+    def called(self) -> list[str]:
+        """The functions that the answer may call."""
+        return [*self.functions] if self.named is None else [self.named]
+
+    @property
+    def form(self) -> Held | None:
+        """What an answer without calls is held to. Raises ApiError."""
+        return super().held
+
+    @property
+    def held(self) -> Held | None:
+        """Calls, or what an answer without calls is held to. Raises ApiError."""
+        form, choice, functions = self.form, self.choice, self.functions
+        if self.named is not None and self.named not in functions:
+            known = ", ".join(functions) or "no tools"
+            raise invalid("tool_choice.function.name", f"={self.named!r:.80} is none of the functions: {known:.80}")
+        if not functions:
+            if self.tool_choice is not None:
+                raise refused("tool_choice", choice, "needs tools: say which functions there are")
+            return form
+        if form is not None and (choice != "auto" or form.constraint.kind != "json_schema"):
+            what = f"tool_choice={choice!r:.80}" if choice != "auto" else "tools"
+            raise ApiError(400, f"{form.field} and {what} are both given: leave one out", form.field, "invalid_value")
+        content = None if form is None else json.loads(form.constraint.text)
+        try:
+            one = self.parallel_tool_calls is False
+            return Held("tools", calling(functions, choice, parallel=not one, content=content))
+        except ConstraintError as error:
+            raise wrong("tools", error) from error
 
 
 class Own(Strict):

@@ -17,7 +17,7 @@ from dinfer.engine.request import Completion, Counts, NonFiniteLogits, Request, 
 from dinfer.parallel.leader import RankFailed
 from dinfer.pipeline.streaming import Decode, GrowingText
 from dinfer.serving.errors import ApiError
-from dinfer.serving.log import REQUEST_ID
+from dinfer.serving.guard import REQUEST_ID
 from dinfer.serving.served import Served
 
 

@@ -1,31 +1,171 @@
-"""What all routes share: the models, the limits, and how a request is answered."""
+"""What all routes share: the models, the limits, the metrics, and how a request is answered."""
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
 from fastapi import Response
 from fastapi.responses import JSONResponse
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
 
-from dinfer.engine.async_engine import EngineThread
+from dinfer.engine.async_engine import AsyncEngine, EngineThread
 from dinfer.engine.request import Request as Row
-from dinfer.serving.admission import Admission
 from dinfer.serving.answers import Answer, Stream, sse
 from dinfer.serving.errors import ApiError, refused
-from dinfer.serving.guard import HELD
-from dinfer.serving.log import REQUEST_ID
-from dinfer.serving.prometheus import Metrics
+from dinfer.serving.guard import HELD, REQUEST_ID
 from dinfer.serving.protocol import Own
 from dinfer.serving.rows import Event, Wanted, merged, row_events
 from dinfer.serving.served import Catalogue, Served
 from dinfer.serving.settings import Settings
+from dinfer.step.shape import StepShape
 
+SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
+STEP_SECONDS = (0.002, 0.004, 0.006, 0.008, 0.012, 0.016, 0.024, 0.032, 0.064, 0.128, 0.256, 1)
 ENCODERS = 2  # long prompts that are encoded at a time, since each takes memory
 WATCH = 0.2  # seconds between looks at the engines
+
+
+@dataclass(slots=True)
+class Admission:
+    """Counts the rows that run or wait. Refuses a row without room with status 429."""
+
+    max_requests: int
+    max_tokens: int  # positions of the canvases of all rows
+    requests: int = 0
+    tokens: int = 0
+    open: bool = True  # False: the server is shutting down
+
+    def close(self) -> None:
+        """Refuses new requests. Running ones continue."""
+        self.open = False
+
+    @property
+    def retry_after(self) -> int:
+        """Seconds after which a refused client may try again."""
+        return 1 + self.requests // 64
+
+    def check_open(self) -> None:
+        if not self.open:
+            raise ApiError(503, "the server is shutting down", code="shutting_down", retry_after=self.retry_after)
+
+    def check(self, rows: int, tokens: int = 0) -> None:
+        """Raises ApiError for more rows or tokens than an idle server takes."""
+        self.check_open()
+        for what, more, most in (("requests", rows, self.max_requests), ("tokens", tokens, self.max_tokens)):
+            if more > most:
+                raise ApiError(400, f"{more} {what} at once exceed the {most} this server takes", code="too_large")
+
+    @contextmanager
+    def admit(self, lengths: Sequence[int]) -> Iterator[None]:
+        """Reserves room for the rows of one request. `lengths`: positions of each row's canvas. Raises ApiError."""
+        self.check(len(lengths), sum(lengths))
+        for what, more, now, most in (
+            ("requests", len(lengths), self.requests, self.max_requests),
+            ("tokens", sum(lengths), self.tokens, self.max_tokens),
+        ):
+            if now + more > most:
+                raise ApiError(
+                    429, f"the server has {now} of at most {most} {what}: try again later",
+                    code="queue_full", retry_after=self.retry_after,
+                )  # fmt: skip
+        self.requests, self.tokens = self.requests + len(lengths), self.tokens + sum(lengths)
+        try:
+            yield
+        finally:
+            self.requests, self.tokens = self.requests - len(lengths), self.tokens - sum(lengths)
+
+
+class Metrics:
+    """The counters of one server. They have their own registry, so that a process may run two servers."""
+
+    def __init__(self, engines: Mapping[str, AsyncEngine], admission: Admission) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(_Gauges(engines, admission))
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"dinfer_{name}", text, labels, registry=self.registry)
+
+        def seconds(name: str, text: str) -> Histogram:
+            return Histogram(f"dinfer_{name}_seconds", text, ("model",), buckets=SECONDS, registry=self.registry)
+
+        self.finished = counter("requests_finished", "Rows that ended, by finish reason", "model", "reason")
+        self.refused = counter("requests_refused", "Requests answered with an error, by its code", "code")
+        self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts", "model")
+        self.tokens = counter("generated_tokens", "Tokens of answers, before the first stop token", "model")
+        self.forwards = counter("forwards", "Forwards (NFE), counted for each row", "model")
+        self.first = seconds("time_to_first_text", "From the request to its first text")
+        self.between = seconds("inter_commit", "Between two pieces of text of a row")
+        self.whole = seconds("request", "From the request to the end of a row")
+        rounds = Histogram(
+            "dinfer_round_seconds", "Rounds of steps, by the shape of their largest step, rounded up to powers of two",
+            ("model", "phase", "rows", "width"), buckets=STEP_SECONDS, registry=self.registry,
+        )  # fmt: skip
+        for name, engine in engines.items():
+            _Rounds(name, engine, rounds)
+
+    def count(self, model: str, event: Event, since: float, whole: float, *, first: bool) -> None:
+        """Counts an event of a row.
+
+        `since`: seconds since its last text, or since the request if this is the `first`; `whole`: since the request.
+        """
+        if event.text:
+            (self.first if first else self.between).labels(model).observe(since)
+        if event.finish is not None and event.counts is not None:
+            self.finished.labels(model, event.finish).inc()
+            self.tokens.labels(model).inc(event.tokens)
+            self.forwards.labels(model).inc(event.counts.forwards)
+            self.whole.labels(model).observe(whole)
+
+
+class _Rounds:
+    """Observes how long each round takes, by the shape of its largest step."""
+
+    def __init__(self, model: str, engine: AsyncEngine, rounds: Histogram) -> None:
+        self._model, self._rounds, self._launched = model, rounds, list[StepShape]()
+        engine.engine.runner.observer, engine.observer = self._note, self._tell
+
+    @contextmanager
+    def _note(self, shape: StepShape, slots: Sequence[int]) -> Iterator[None]:
+        self._launched.append(shape)
+        yield
+
+    def _tell(self, seconds: float) -> None:
+        launched, self._launched = self._launched, []
+        if launched:
+            largest = max(launched, key=lambda shape: shape.lanes * shape.width)
+            rows, width = (1 << (count - 1).bit_length() for count in (largest.lanes, largest.width))
+            self._rounds.labels(self._model, largest.phase.name.lower(), rows, width).observe(seconds)
+
+
+class _Gauges(Collector):
+    """Queues, slots and pages, read when Prometheus asks."""
+
+    def __init__(self, engines: Mapping[str, AsyncEngine], admission: Admission) -> None:
+        self._engines, self._admission = engines, admission
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        yield GaugeMetricFamily("dinfer_requests_in_flight", "Rows that wait or run", value=self._admission.requests)
+        yield GaugeMetricFamily("dinfer_tokens_in_flight", "Positions of their canvases", value=self._admission.tokens)
+        for name, text in (
+            ("waiting", "Rows that wait for a slot"),
+            ("running", "Rows that have a slot"),
+            ("pages_free", "Pages of keys and values without an owner"),
+            ("pages", "Pages of keys and values"),
+        ):
+            family = GaugeMetricFamily(f"dinfer_{name}", text, labels=["model"])
+            for model, engine in self._engines.items():
+                family.add_metric([model], engine.engine.occupancy()[name])
+            yield family
+        graphs = GaugeMetricFamily("dinfer_graphs", "CUDA graphs that have been captured", labels=["model"])
+        for model, engine in self._engines.items():
+            graphs.add_metric([model], engine.engine.runner.captured)
+        yield graphs
 
 
 @dataclass(frozen=True, slots=True)

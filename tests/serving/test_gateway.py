@@ -21,9 +21,8 @@ from ray.serve.exceptions import BackPressureError
 from support.serving import QUESTION, tiny
 
 from dinfer.serving.app import application
-from dinfer.serving.exchange import Asked, messages
-from dinfer.serving.ray.gateway import Gateway, conversation
-from dinfer.serving.ray.replicas import Plan
+from dinfer.serving.guard import Asked, messages
+from dinfer.serving.ray.replicas import Gateway, Plan, conversation
 from dinfer.serving.served import catalogue
 from dinfer.serving.server import Server
 from dinfer.serving.settings import Settings

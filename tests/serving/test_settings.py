@@ -13,9 +13,8 @@ from support.serving import served, tiny
 import dinfer
 from dinfer.engine.request import Wants
 from dinfer.engine.runner import bucket
-from dinfer.serving.served import catalogue
+from dinfer.serving.served import catalogue, meet_shapes, warm_up
 from dinfer.serving.settings import Settings
-from dinfer.serving.warm_up import meet_shapes, warm_up
 from dinfer.step.shape import StepShape
 
 

@@ -12,7 +12,7 @@ pytest.importorskip("fastapi")
 
 from support.serving import QUESTION, Client, pieces, served
 
-from dinfer.serving.calls import CallReader
+from dinfer.serving.answers import CallReader
 
 CHAT = "/v1/chat/completions"
 ASK = {"model": "tiny", "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 120}

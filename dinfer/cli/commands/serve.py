@@ -59,7 +59,7 @@ def serve(config: dict[str, Any], text: str | None) -> None:
 
     with listen(settings) as socket:
         server = made(config, others, settings)
-        from dinfer.serving.log import log_as_json
+        from dinfer.serving.guard import log_as_json
         from dinfer.serving.run import serve, tuned
 
         log_as_json()
@@ -98,8 +98,8 @@ def serve_replicas(config: dict[str, Any], others: dict[str, dict[str, Any]], se
 def made(config: dict[str, Any], others: dict[str, dict[str, Any]], settings: Settings) -> Server:
     """The server of one process. Ray calls it in the process of each replica."""
     pipe = fitted(pipeline(config))
+    from dinfer.serving.served import warm_up
     from dinfer.serving.server import Server  # while a compiler may be at the kernels of `pipe`
-    from dinfer.serving.warm_up import warm_up
 
     server = Server(served(config, others, pipe), settings)
     if settings.warm_up:
