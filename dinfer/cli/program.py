@@ -13,8 +13,7 @@ import warnings
 
 import dinfer
 from dinfer.cli import commands, conf
-from dinfer.cli.application import in_hydra
-from dinfer.cli.arguments import Parser, complete
+from dinfer.cli.application import Parser, complete, in_hydra
 from dinfer.cli.terminal import check_arguments, debugging, reported
 from dinfer.recipe.registry import unknown
 

@@ -11,7 +11,7 @@ from typing import Any
 from dinfer.analysis.metrics import Metrics, solve
 from dinfer.analysis.tuning import Measured, Parts, Split
 from dinfer.cli import conf
-from dinfer.cli.settings import beside, counted, need, pipeline, problems_of, ranks_of, setting
+from dinfer.cli.conf import beside, counted, need, pipeline, problems_of, ranks_of, setting
 from dinfer.demo.problems import Problem
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from support.command_line import CommandLine, write_checkpoint
 
-from dinfer.cli.arguments import divided
+from dinfer.cli.application import divided
 from dinfer.cli.commands import generate
 from dinfer.pipeline import Pipeline, load
 

@@ -16,8 +16,8 @@ from hydra.core.config_loader import ConfigLoader
 
 from dinfer.cli import conf
 from dinfer.cli.commands.demo import decoders_of
+from dinfer.cli.conf import pipeline
 from dinfer.cli.program import parsers
-from dinfer.cli.settings import pipeline
 from dinfer.demo.problems import generate, is_correct
 from dinfer.engine.runtime import Runtime
 from dinfer.recipe import presets

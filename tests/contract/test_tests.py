@@ -50,7 +50,7 @@ def test_no_test_reads_what_is_private() -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        "engine._pages.free", "from dinfer.cli.settings import _runtime", 'patch.setattr(engine, "_seen", 1)',
+        "engine._pages.free", "from dinfer.cli.conf import _runtime", 'patch.setattr(engine, "_seen", 1)',
         'patch.setattr("dinfer.engine.reader._event", 1)', 'getattr(pool, "_owners")',
     ],
 )  # fmt: skip

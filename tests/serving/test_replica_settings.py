@@ -14,7 +14,7 @@ pytest.importorskip("ray", reason="Ray is not installed: pip install 'dinfer[ray
 from ray.exceptions import RayError
 from support.command_line import CommandLine
 
-import dinfer.cli.settings
+import dinfer.cli.conf
 from dinfer.loading.files import locate
 from dinfer.serving.batch_file import Line
 from dinfer.serving.ray import cluster, replicas, shards
@@ -64,7 +64,7 @@ def test_a_missing_ray_names_its_extra(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("in.jsonl").write_text("{}\n")
-    monkeypatch.setattr(dinfer.cli.settings, "find_spec", lambda name: None)
+    monkeypatch.setattr(dinfer.cli.conf, "find_spec", lambda name: None)
     said = dinfer_command(*args)
     assert said.status == 2 and "pip install 'dinfer[ray]'" in said.err
 

@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import RenderableType
 
 from dinfer.analysis.outputs import check_file, replacing
-from dinfer.cli.application import launch, numbered
-from dinfer.cli.arguments import configured
-from dinfer.cli.settings import counted, pipeline, problems_of, ranks_of, setting, text_of
+from dinfer.cli.application import configured, launch, numbered
+from dinfer.cli.conf import counted, pipeline, problems_of, ranks_of, setting, text_of
 from dinfer.cli.terminal import Report, say, several, show, table
 
 if TYPE_CHECKING:

@@ -25,10 +25,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from dinfer.analysis.outputs import check_file
-from dinfer.cli.application import launch
-from dinfer.cli.arguments import OVERRIDE, configured
-from dinfer.cli.conf import GROUPS
-from dinfer.cli.settings import check_ahead, counted, held_of, need, ranks_of, setting
+from dinfer.cli.application import OVERRIDE, configured, launch
+from dinfer.cli.conf import GROUPS, check_ahead, counted, held_of, need, ranks_of, setting
 from dinfer.cli.terminal import FAILED, Interrupted, Report, fail, say, several
 
 if TYPE_CHECKING:

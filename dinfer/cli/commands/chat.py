@@ -20,9 +20,8 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from dinfer.cli.application import launch
-from dinfer.cli.arguments import configured
-from dinfer.cli.settings import pipeline, text_of
+from dinfer.cli.application import configured, launch
+from dinfer.cli.conf import pipeline, text_of
 from dinfer.cli.terminal import debugging, failures, message, say
 
 PROMPT, MORE = "> ", ". "
@@ -38,7 +37,7 @@ def run(args: Any) -> None:
 def chat(config: dict[str, Any], _text: str | None, *, folders: Sequence[str]) -> None:
     """Answers each line of standard input."""
     system = text_of(config, "system", None)
-    from dinfer.cli.conversation import Conversation, Ended, interruptible
+    from dinfer.cli.watch import Conversation, Ended, interruptible
 
     talk = Conversation(config, pipeline(config), system=system, folders=folders)
     if not sys.stdin.isatty():

@@ -17,7 +17,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from dinfer.cli.arguments import Parser
+from dinfer.cli.application import Parser
 from dinfer.cli.terminal import show, table
 from dinfer.recipe.registry import unknown
 

@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import RenderableType
 from rich.rule import Rule
 
-from dinfer.cli.application import launch
-from dinfer.cli.arguments import configured
-from dinfer.cli.settings import counted, pipeline, problems_of, setting
+from dinfer.cli.application import configured, launch
+from dinfer.cli.conf import counted, pipeline, problems_of, setting
 from dinfer.cli.terminal import Report, show, table
 from dinfer.demo.problems import Problem, is_correct
 from dinfer.recipe.registry import DECODERS

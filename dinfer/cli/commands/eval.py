@@ -23,10 +23,8 @@ from typing import Any, get_type_hints
 from rich.console import RenderableType
 
 from dinfer.analysis.outputs import check_folder
-from dinfer.cli.application import launch
-from dinfer.cli.arguments import configured
-from dinfer.cli.conf import GROUPS
-from dinfer.cli.settings import check_ahead, counted, group, held_of, need, pipeline, ranks_of, setting
+from dinfer.cli.application import configured, launch
+from dinfer.cli.conf import GROUPS, check_ahead, counted, group, held_of, need, pipeline, ranks_of, setting
 from dinfer.cli.terminal import Interrupted, Report, say, several, show, table
 from dinfer.recipe.registry import typed
 

@@ -19,9 +19,8 @@ import sys
 from functools import partial
 from typing import Any
 
-from dinfer.cli.application import launch
-from dinfer.cli.arguments import Parser, configured
-from dinfer.cli.settings import held_of, pipeline, setting, text_of
+from dinfer.cli.application import Parser, configured, launch
+from dinfer.cli.conf import held_of, pipeline, setting, text_of
 from dinfer.cli.terminal import say
 
 

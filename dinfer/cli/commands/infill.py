@@ -14,9 +14,8 @@ on stderr. max_new_tokens has no effect here.
 from functools import partial
 from typing import Any
 
-from dinfer.cli.application import launch
-from dinfer.cli.arguments import configured
-from dinfer.cli.settings import held_of, pipeline, setting, text_of
+from dinfer.cli.application import configured, launch
+from dinfer.cli.conf import held_of, pipeline, setting, text_of
 from dinfer.cli.terminal import say
 
 

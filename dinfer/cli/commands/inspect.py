@@ -30,7 +30,7 @@ from rich.text import Text
 
 import dinfer.recipe.presets as presets
 from dinfer.cli import conf
-from dinfer.cli.arguments import Parser
+from dinfer.cli.application import Parser
 from dinfer.cli.terminal import FAILED, show
 from dinfer.loading.files import SMALL, boxed, local, locate
 from dinfer.recipe.presets import attention

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dinfer.cli import conf
-from dinfer.cli.arguments import Parser
+from dinfer.cli.application import Parser
 from dinfer.cli.terminal import show
 from dinfer.recipe.registry import Registry, unknown
 

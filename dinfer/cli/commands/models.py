@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 import dinfer.recipe.presets as presets
-from dinfer.cli.arguments import Parser
+from dinfer.cli.application import Parser
 from dinfer.cli.terminal import show
 from dinfer.recipe.presets import Published, catalog
 from dinfer.recipe.registry import MODELS, unknown

@@ -24,8 +24,8 @@ from rich.console import RenderableType
 
 from dinfer.analysis.outputs import check_file, replacing
 from dinfer.analysis.plots import AXES, FEW, areas, draw, front
-from dinfer.cli.arguments import Parser
-from dinfer.cli.settings import need
+from dinfer.cli.application import Parser
+from dinfer.cli.conf import need
 from dinfer.cli.terminal import say, show, table
 from dinfer.recipe.registry import unknown
 

@@ -15,9 +15,8 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from dinfer.cli.application import launch
-from dinfer.cli.arguments import configured
-from dinfer.cli.settings import counted, pipeline, setting, text_of
+from dinfer.cli.application import configured, launch
+from dinfer.cli.conf import counted, pipeline, setting, text_of
 from dinfer.cli.terminal import say
 
 

@@ -25,9 +25,8 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from dinfer.cli import conf
-from dinfer.cli.application import launch
-from dinfer.cli.arguments import configured
-from dinfer.cli.settings import check_ahead, counted, need, of_recipe, pipeline, ranks_of, runtime_of, setting
+from dinfer.cli.application import configured, launch
+from dinfer.cli.conf import check_ahead, counted, need, of_recipe, pipeline, ranks_of, runtime_of, setting
 from dinfer.cli.terminal import FAILED, check_interrupted, fail, say
 from dinfer.recipe.registry import typed
 

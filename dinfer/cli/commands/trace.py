@@ -26,10 +26,8 @@ from hydra.core.hydra_config import HydraConfig
 
 from dinfer.analysis.outputs import check_file, write
 from dinfer.cli import conf
-from dinfer.cli.application import launch, numbered
-from dinfer.cli.arguments import configured
-from dinfer.cli.conf import parse
-from dinfer.cli.settings import beside, pipeline, setting, text_of
+from dinfer.cli.application import configured, launch, numbered
+from dinfer.cli.conf import beside, parse, pipeline, setting, text_of
 from dinfer.cli.terminal import say
 from dinfer.recipe.registry import unknown
 

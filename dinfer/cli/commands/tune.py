@@ -31,10 +31,8 @@ from omegaconf import OmegaConf
 
 from dinfer.analysis.outputs import check_file, write
 from dinfer.cli import conf
-from dinfer.cli.application import launch
-from dinfer.cli.arguments import Parser, configured
-from dinfer.cli.conf import GROUPS
-from dinfer.cli.settings import need, setting
+from dinfer.cli.application import Parser, configured, launch
+from dinfer.cli.conf import GROUPS, need, setting
 from dinfer.cli.terminal import Report, say
 from dinfer.recipe.registry import options_of
 

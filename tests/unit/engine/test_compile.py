@@ -14,7 +14,7 @@ from support.matrix import completions, engine_for, outcome, requests_for
 from support.models import tiny_model
 from support.scripted import Scripted
 
-from dinfer.cli.settings import pipeline
+from dinfer.cli.conf import pipeline
 from dinfer.engine.runtime import Runtime
 from dinfer.kernels import moe
 from dinfer.kernels.types import Parts
