@@ -73,7 +73,8 @@ class Editing(Ability):
         if not isinstance(recipe.decoder, Grows):
             return len(entry.tokens)
         names = [f"{o.kind}.{o.name}" for o in recipe.request_options]
-        return min(entry.prompt + int(options[names.index("decoder.initial")]), len(entry.tokens))
+        given = max((behind for behind, masked in enumerate(entry.masked, 1) if not masked), default=0)
+        return min(max(entry.prompt + int(options[names.index("decoder.initial")]), given), len(entry.tokens))
 
     def view(self, step: Step, lanes: RowCursors, view: BlockView) -> BlockView:
         return replace(view, edits=True)

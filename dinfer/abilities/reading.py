@@ -18,7 +18,8 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from dinfer.kernels.canvas import rows_of, uploaded
+from dinfer.abilities.branches import Branched, branches_of
+from dinfer.kernels.canvas import rows_of, store_rows, uploaded
 from dinfer.step.ability import Ability, Decision, Step
 from dinfer.step.canvas import Canvas, Phase
 from dinfer.step.parts import Parts
@@ -235,7 +236,8 @@ class Reading(Ability):
             return None if flags is None else flags & ~read_R.view(-1, *(1,) * (flags.dim() - 1))
 
         others_RL = made.stats.token_RL if proposal.token_RL is None else proposal.token_RL
-        draft_RL = proposal.draft_RL
+        draft_RL, source_RL = proposal.draft_RL, proposal.source_RL
+        place_L = torch.arange(due_RL.shape[1], device=due_RL.device)
         made.proposal = replace(
             proposal,
             commit_RL=torch.where(read_R[:, None], due_RL, proposal.commit_RL),
@@ -244,9 +246,18 @@ class Reading(Ability):
             remask_RL=other(proposal.remask_RL),
             verify_R=other(proposal.verify_R),
             draft_RL=None if draft_RL is None else draft_RL.masked_fill(read_R[:, None], -1),
+            source_RL=None if source_RL is None else torch.where(read_R[:, None], place_L, source_RL),
         )
         must_R = torch.ones_like(read_R) if view.must_progress_R is None else view.must_progress_R
         made.view = replace(view, must_progress_R=must_R & ~read_R)
+
+    def moved(self, step: Step, made: Decision) -> None:
+        """Rows that are read have no other versions."""
+        if branches_of(step.recipe.iteration):
+            lanes, pos_NJ = step.lanes, step.kept(Branched).pos_NJ
+            read_B = step.kept(Reading).notes.steps_N.index_select(0, lanes.slot_B) > 0
+            none_BJ = pos_NJ.new_full((len(read_B), pos_NJ.shape[1]), -1)
+            store_rows(pos_NJ, lanes.slot_B, lanes.live_B & read_B, none_BJ)
 
     def _due(self, step: Step, made: Decision) -> tuple[Tensor, Tensor]:
         """Which open positions are filled by this step, and their best fillings. bool and int64 [R, L]"""

@@ -115,8 +115,6 @@ REFUSALS: tuple[Refusal, ...] = (
     # What requests ask for.
     Refusal("{decoder} moves tokens or lengthens the canvas, so what it leaves could have no accepted answer.",
             decoder=Moves, request=IN_LANGUAGE),
-    Refusal("{decoder} moves what stands already, so nothing can be read.", decoder=Moves, request=READ),
-    Refusal("{iteration} adds tokens to branches, so nothing can be read.", iteration=Branches, request=READ),
     Refusal("{cache} leaves out open positions, so nothing can be read.", cache=LeavesMasks, request=READ),
     Refusal("there is text behind a gap, but this model reads from left to right: it would fill the gap without having "
             "seen that text.",
