@@ -23,8 +23,8 @@ from dinfer.pipeline import Pipeline, load
 from dinfer.pipeline.form import Form, form_of
 from dinfer.recipe.recipe import Recipe
 from dinfer.recipe.registry import REGISTRIES, check_range, unknown
-from evaluations.ledger import Ledger, key_of
 from evaluations.replicas import Replicas, replicas
+from evaluations.report import Ledger, key_of
 
 DEFAULT_LENGTH = 128
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")

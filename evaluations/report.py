@@ -1,20 +1,157 @@
-"""The report of a run: a JSON with scores, figures and settings, and a table with a line for each task."""
+"""The answers of a run on disk, and its report: a JSON with scores, figures and settings, and a table of the tasks.
+
+Each answer is a JSON line that is written at once, so that a killed run can continue. A run has a file for each rank. A
+later session reads the files of all ranks. The first line of a session holds its settings, since sessions that would
+answer differently must not share a file.
+"""
 
 import csv
 import fcntl
+import hashlib
 import json
 import os
+import uuid
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from dinfer.analysis.metrics import measure
-from dinfer.analysis.outputs import replacing
-from evaluations.ledger import Answer, seconds
+from dinfer.analysis.metrics import Sample, measure
+from dinfer.analysis.outputs import JsonLines, check_folder, replacing, whole_lines
+from evaluations.replicas import ALONE, Replicas
 
 KINDS = ("model", "iteration", "decoder", "cache", "sampling")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The answer to one request."""
+
+    key: str
+    task: str
+    document: int
+    response: Any  # a text; [log-likelihood, greedy]; or a log-likelihood
+    at: float  # seconds of the rank's work on this task in this session
+    session: str = ""
+    rank: int = 0
+    sample: Sample | None = None  # of a generation
+    error: float | None = None  # standard error of a log-likelihood
+    passes: int = 0  # forwards behind a log-likelihood
+
+
+def key_of(*parts: Any) -> str:
+    """A unique name of a request, the same in every session."""
+    return hashlib.blake2b(json.dumps(parts, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
+
+
+class Ledger:
+    """All answers so far. Without a path it keeps them only in memory."""
+
+    def __init__(
+        self, stem: Path | None = None, *, among: Replicas = ALONE, setup: dict[str, Any] | None = None,
+        overwrite: bool = False,
+    ) -> None:  # fmt: skip
+        """`stem`: the path without `.answers-RANK.jsonl`. `overwrite`: removes the files of an earlier run.
+
+        Raises ValueError for files of another setup or of a run that has not ended, and OSError.
+        """
+        self._answers: dict[str, Answer] = {}
+        self._session, self._rank, self._file = uuid.uuid4().hex, among.rank, None
+        if stem is None:
+            return
+        check_folder(stem.parent)
+        self._file = JsonLines(stem.with_name(f"{stem.name}.answers-{self._rank}.jsonl"), overwrite=overwrite)
+        if overwrite:
+            if self._rank == 0:
+                _forget(stem, of=among.size)
+            among.wait()
+        self._file.mend()
+        for path in files(stem):
+            for answer in _read(path, setup or {}):
+                self._answers[answer.key] = answer
+        self._file.write({"session": self._session, "setup": setup or {}})
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def get(self, key: str) -> Answer | None:
+        return self._answers.get(key)
+
+    def add(self, key: str, task: str, document: int, response: Any, at: float, **fields: Any) -> Answer:
+        """Keeps an answer, which is then in the file. Raises OSError."""
+        answer = Answer(key, task, document, response, at, self._session, self._rank, **fields)
+        self._answers[key] = answer
+        if self._file is not None:
+            self._file.write(asdict(answer))
+        return answer
+
+    @property
+    def answers(self) -> list[Answer]:
+        return list(self._answers.values())
+
+
+def files(stem: Path) -> list[Path]:
+    """The files of a run, one for each rank."""
+    return sorted(path for path in stem.parent.glob("*.jsonl") if path.name.startswith(f"{stem.name}.answers-"))
+
+
+def kept(stem: Path) -> int:
+    """How many answers the files of a run hold."""
+    return sum(b'"key"' in line for path in files(stem) for line in path.read_bytes().splitlines())
+
+
+def _forget(stem: Path, of: int) -> None:
+    """Removes the report of a run, and the answers of ranks that this run does not have."""
+    own = {f"{stem.name}.answers-{rank}.jsonl" for rank in range(of)}
+    report = [stem.with_name(f"{stem.name}{ending}") for ending in (".json", ".samples.jsonl")]
+    for path in [*report, *(path for path in files(stem) if path.name not in own)]:
+        path.unlink(missing_ok=True)
+
+
+def seconds(answers: Sequence[Answer]) -> float:
+    """The wall time of a task: the sum of a rank's sessions, of the rank for which it is longest."""
+    sessions: dict[tuple[int, str], float] = {}
+    for answer in answers:
+        own = answer.rank, answer.session
+        sessions[own] = max(sessions.get(own, 0.0), answer.at)
+    ranks = {rank for rank, _ in sessions}
+    return max((sum(at for (own, _), at in sessions.items() if own == rank) for rank in ranks), default=0.0)
+
+
+def sessions(answers: Sequence[Answer]) -> int:
+    """In how many sessions a run was made: of the replica that had most."""
+    own = {(answer.rank, answer.session) for answer in answers}
+    return max(Counter(rank for rank, _ in own).values(), default=0)
+
+
+def _read(path: Path, setup: dict[str, Any]) -> Iterator[Answer]:
+    for number, text in enumerate(whole_lines(path), 1):  # another rank may be writing the last one
+        try:
+            line = json.loads(text)
+            if "setup" in line:
+                _check(path, line["setup"], setup)
+                continue
+            sample = None if line["sample"] is None else Sample(**line["sample"])
+            yield Answer(**{**line, "sample": sample})
+        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{path}, line {number}, is not an answer ({error}); overwrite=true begins anew"
+            ) from error
+
+
+def _check(path: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
+    for name in sorted(old.keys() | new.keys()):
+        if old.get(name) != new.get(name):
+            raise ValueError(
+                f"{path} was begun with {name}={old.get(name)!r}, and this run has {new.get(name)!r}, so the figures "
+                "would mix both. Give another folder with out=, or overwrite=true to begin anew."
+            )
 
 
 def report(results: Mapping[str, Any], answers: Sequence[Answer], metric: str | None) -> dict[str, Any]:

@@ -22,9 +22,8 @@ from dinfer.analysis.provenance import provenance
 from dinfer.pipeline import Pipeline
 from dinfer.recipe.registry import check_range
 from evaluations.adapter import DinferLM, Likelihood, Progress
-from evaluations.ledger import Ledger, sessions
 from evaluations.replicas import Replicas
-from evaluations.report import report, samples_of, write_table
+from evaluations.report import Ledger, report, samples_of, sessions, write_table
 from evaluations.sandbox import Limits, in_sandbox, warn_of_gaps
 
 TASKS = Path(__file__).parent / "tasks"

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from dinfer.loading.files import GGUF, CheckpointError, Folder, locate, read_object, refuse
+from dinfer.loading.files import CONFIG, GGUF, CheckpointError, Folder, locate, read_object, refuse, token_ids
 from dinfer.loading.lora import CONFIG as ADAPTER
 from dinfer.loading.lora import Adapter, read_adapter
 from dinfer.loading.quantized import (
@@ -38,7 +38,6 @@ from dinfer.loading.quantized import (
     spare_biases,
 )
 from dinfer.loading.safetensors_io import FLOATS, Slices, Stored, mismatches, read, read_slices, stored
-from dinfer.loading.token_ids import CONFIG, token_ids
 from dinfer.parallel.split import WHOLE, Placement, Rank, Split
 from dinfer.recipe.registry import MODELS
 from dinfer.step.model import ModelFamily

@@ -18,10 +18,21 @@ from jinja2 import TemplateError
 from dinfer.layers.formats.plain import PLAIN
 from dinfer.layers.linear import format_of, formatted, roundings
 from dinfer.loading.checkpoint import LoadPlan, empty_network, family_of, headers, layout, read_spec, small_files
-from dinfer.loading.files import GGUF, CheckpointError, Folder, read_object
+from dinfer.loading.files import (
+    CONFIG,
+    GGUF,
+    PUBLISHED,
+    TOKENIZER,
+    CheckpointError,
+    Folder,
+    TokenIds,
+    named_roles,
+    read_object,
+    token_ids,
+    vocabularies,
+)
 from dinfer.loading.quantized import FIELD, SCALES, packed, packed_names, packing, scale_block, spare_biases
 from dinfer.loading.safetensors_io import FLOATS, INDEX, SINGLE, Stored, refuse_absent, stored, stored_in, weight_map
-from dinfer.loading.token_ids import CONFIG, PUBLISHED, TOKENIZER, TokenIds, named_roles, token_ids, vocabularies
 from dinfer.parallel.split import Placement
 from dinfer.recipe.registry import MODELS
 from dinfer.step.model import ModelFamily

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from dinfer.layers.transformer import Transformer
-from dinfer.loading.token_ids import PUBLISHED, listed
+from dinfer.loading.files import PUBLISHED, listed
 from dinfer.parallel.split import Placement, Section, Split
 from dinfer.recipe.registry import option
 from dinfer.step.model import ModelFamily

@@ -19,8 +19,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
-from dinfer.parallel.channel import BEAT, SILENT, STILL, Channel, Motion, uninterrupted
-from dinfer.parallel.follower import Follower
+from dinfer.parallel.follower import BEAT, SILENT, STILL, Channel, Follower, Motion, uninterrupted
 
 START = 120.0  # seconds in which a rank that torchrun has started must connect; it may load torch first
 FAREWELL = 5.0  # seconds in which ranks that are told to end must end

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dinfer.engine.runtime import BatchSize, Runtime
 from dinfer.engine.worker import Worker
-from dinfer.parallel.channel import uninterrupted
+from dinfer.parallel.follower import uninterrupted
 from dinfer.parallel.leader import Leader, RankFailed
 from dinfer.recipe.recipe import Recipe
 from dinfer.recipe.registry import values_of

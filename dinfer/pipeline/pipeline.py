@@ -40,8 +40,7 @@ from dinfer.pipeline.inputs import (
     user_errors,
 )
 from dinfer.pipeline.reading import Layout, layout, questions
-from dinfer.pipeline.streaming import TextStream
-from dinfer.pipeline.tokenizer import ChatTemplate, read_tokenizer
+from dinfer.pipeline.tokenizer import ChatTemplate, TextStream, read_tokenizer
 from dinfer.recipe.recipe import Recipe, compose
 from dinfer.recipe.registry import CACHES, MODELS
 from dinfer.step.contracts import CachePolicy

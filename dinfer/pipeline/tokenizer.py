@@ -1,4 +1,4 @@
-"""The tokenizer of a checkpoint, and the token ids of a conversation.
+"""The tokenizer of a checkpoint, the token ids of a conversation, and an answer as text that grows.
 
 Text in a message stays text, even where it spells a special token.
 """
@@ -8,17 +8,23 @@ from __future__ import annotations
 import copy
 import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dinfer.engine.request import Completion, Update
 from dinfer.loading.checkpoint import small_files
 from dinfer.loading.files import Folder, read_object
 from dinfer.pipeline.inputs import NoTools, encodable, texts_in
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+PRIVATE = range(0xE000, 0xF900)  # characters that mean nothing in Unicode, and are neither spaces nor letters
+Decode = Callable[[list[int]], str]
+WINDOW = 16  # tokens that are decoded again with those that follow
 
 
 def read_tokenizer(folder: Path, name: str | None) -> PreTrainedTokenizerBase | None:
@@ -59,9 +65,6 @@ def _from_metadata(files: Folder) -> PreTrainedTokenizerBase | None:
     settings = read_object(files / "tokenizer_config.json")
     whole = Tokenizer.from_str((files / "tokenizer.json").read_text())
     return PreTrainedTokenizerFast(tokenizer_object=whole, **settings)
-
-
-PRIVATE = range(0xE000, 0xF900)  # characters that mean nothing in Unicode, and are neither spaces nor letters
 
 
 class ChatTemplate:
@@ -160,3 +163,66 @@ def _changed(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, Mapping):
         return {change(name): _changed(one, change) for name, one in value.items()}
     return [_changed(one, change) for one in value] if isinstance(value, Sequence) else value
+
+
+class GrowingText:
+    """The text of tokens that come bit by bit, in pieces of which none is taken back."""
+
+    def __init__(self, decode: Decode) -> None:
+        self._decode = decode
+        self._ids: list[int] = []  # the last tokens: the text of those before has been told, and stays as it is
+        self._told = ""  # of their text
+        self._limit = 2 * WINDOW
+        self.pending = ""  # text that is there and may still change
+
+    def push(self, ids: Sequence[int], *, last: bool = False) -> str:
+        """Takes the tokens that follow and returns the text that is now certain. `last`: no others come."""
+        self._ids += ids
+        whole = text = self._decode(self._ids)
+        if not last:
+            # The last character may lack bytes that are in tokens to come, and a tokenizer may drop the space before
+            # some of them.
+            text = text.rstrip("\N{REPLACEMENT CHARACTER}").rstrip()
+            if not text.startswith(self._told):
+                return ""
+        piece, self.pending = text[len(self._told) :], whole[len(text) :]
+        self._told = text
+        if len(self._ids) > self._limit:
+            self._shorten(whole)
+        return piece
+
+    def _shorten(self, whole: str) -> None:
+        """Lets go of all but the last tokens, unless their text depends on those before."""
+        tail = self._ids[-WINDOW:]
+        after = self._decode(tail)
+        gone = len(whole) - len(after)
+        if whole.endswith(after) and gone <= len(self._told):
+            self._ids, self._told = tail, self._told[gone:]
+        else:
+            self._limit *= 2
+
+
+class TextStream(Iterator[str]):
+    """Pieces of text, in order, none of which is taken back. `completion` is there once the last one is.
+
+    Given up before, by `close` or by leaving it to the garbage collector, it cancels its request.
+    """
+
+    def __init__(self, updates: Generator[Update], decode: Decode) -> None:
+        """`updates`: of one request, with the new output."""
+        self.completion: Completion | None = None
+        self._pieces = self._texts(updates, GrowingText(decode))
+
+    def __next__(self) -> str:
+        return next(self._pieces)
+
+    def close(self) -> None:
+        self._pieces.close()
+
+    def _texts(self, updates: Generator[Update], text: GrowingText) -> Generator[str]:
+        with closing(updates):  # the end of this generator does not end those it reads, not from Python 3.12 on
+            for update in updates:
+                self.completion = update.completion
+                last = update.completion is not None
+                if (update.new or last) and (piece := text.push(update.new or [], last=last)):
+                    yield piece

@@ -15,7 +15,7 @@ from dinfer.abilities.reports import FORCED, LEVELS, SURE, TokenLogprob
 from dinfer.analysis.trace.record import Pieces
 from dinfer.engine.request import Completion, Counts, NonFiniteLogits, Request, StalledRow, Update, Wants
 from dinfer.parallel.leader import RankFailed
-from dinfer.pipeline.streaming import Decode, GrowingText
+from dinfer.pipeline.tokenizer import Decode, GrowingText
 from dinfer.serving.errors import ApiError
 from dinfer.serving.guard import REQUEST_ID
 from dinfer.serving.served import Served

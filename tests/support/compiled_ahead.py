@@ -80,8 +80,7 @@ def main() -> None:
     from dinfer.kernels.triton import hopper_attention
     from dinfer.memory.kv import PoolSize
     from dinfer.recipe.recipe import Recipe, compose
-    from dinfer.startup.kernel_compiler import META, KernelCompiler, on_meta
-    from dinfer.startup.meta_operators import Shapes
+    from dinfer.startup.kernel_compiler import META, KernelCompiler, Shapes, on_meta
     from dinfer.startup.parallel_compiling import compiled_beside
     from dinfer.startup.prepare import prepare, prepared
     from dinfer.step.canvas import Phase

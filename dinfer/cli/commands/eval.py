@@ -73,8 +73,8 @@ def measured(config: dict[str, Any], line: list[str]) -> dict[str, Any] | None:
     with Report() as progress:
         progress.at("importing lm-eval")
         from evaluations import run as runs
-        from evaluations.ledger import kept
         from evaluations.replicas import replicas
+        from evaluations.report import kept
 
         settings = settings_of(config)
         among = replicas(setting(config, "device", str | None), ranks_of(config))

@@ -28,9 +28,8 @@ from support.files import small_files
 from dinfer.analysis.metrics import Sample
 from dinfer.demo.problems import FAMILIES, generate
 from dinfer.pipeline import Pipeline
-from evaluations.ledger import Ledger, files, kept, key_of, seconds
 from evaluations.replicas import Replicas, replicas
-from evaluations.report import rows_of
+from evaluations.report import Ledger, files, kept, key_of, rows_of, seconds
 from evaluations.run import TASKS, Settings, evaluate, load_tasks, report_of, stem_of
 from evaluations.sandbox import CODE_EVAL, Limits, in_sandbox
 

@@ -18,9 +18,9 @@ from support.real_configs import FOLDERS, REAL, copied
 
 from dinfer.layers.linear import roundings
 from dinfer.loading.checkpoint import load_network, read_spec
+from dinfer.loading.files import PUBLISHED as DEFAULT
 from dinfer.loading.files import locate
 from dinfer.loading.inspect import Inspection, inspect
-from dinfer.loading.token_ids import PUBLISHED as DEFAULT
 from dinfer.recipe.registry import MODELS
 
 INDEX = "model.safetensors.index.json"

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from dinfer.loading.files import CheckpointError
-from dinfer.loading.token_ids import token_ids
+from dinfer.loading.files import CheckpointError, token_ids
 
 ADDED = {"7": {"content": "<m>"}, "8": {"content": "<e>"}}
 WHOLE = {"model": {"vocab": {"a": 0, "<e>": 4}}, "added_tokens": [{"id": 9, "content": "<m>"}]}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from support.rank_processes import runs, until
 
-from dinfer.parallel.channel import uninterrupted
+from dinfer.parallel.follower import uninterrupted
 from dinfer.parallel.leader import Leader, RankFailed
 
 WORK = """

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import dinfer
-from dinfer.recipe.declarations import Description
-from dinfer.recipe.registry import REGISTRIES, Registry, options_of
+from dinfer.recipe.registry import REGISTRIES, Description, Registry, options_of
 
 HEAD = """
 from dataclasses import dataclass

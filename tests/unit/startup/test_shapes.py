@@ -12,7 +12,7 @@ from support.matrix import SAMPLE, Combination, thinned
 from support.models import UNIFORM, tiny_model
 from torch.nn import functional
 
-from dinfer.startup.meta_operators import META, Shapes
+from dinfer.startup.kernel_compiler import META, Shapes
 
 
 @pytest.mark.parametrize("combination", thinned(sorted(SAMPLE, key=str)[::16]), ids=str)
