@@ -3,6 +3,7 @@
     python -m benchmarks.quality --preset foundation --device cuda --out benchmarks/results/tiny-quality-h200
     python -m benchmarks.quality --model tiny-llada2 --device cuda --out benchmarks/results/tiny-llada2-quality-h200
     python -m benchmarks.quality --preset further --out benchmarks/results/tiny-further-cpu
+    python -m benchmarks.quality --preset several --adapter tiny-d2f --block 32 --rows 1000 --device cuda --out OUT
 
 It writes OUT.json, with command, commit, hardware and refused recipes, and OUT.csv. Counts are those of
 `dinfer.Counts`: tokens from the first stop token on do not count, and forwards are summed over the problems. On a GPU
@@ -19,7 +20,6 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -28,11 +28,14 @@ import torch
 
 import dinfer
 from benchmarks.provenance import provenance
-from dinfer.analysis.metrics import Metrics, Sample
+from dinfer.analysis.metrics import Sample
 from dinfer.analysis.metrics import measure as metrics_of
 from dinfer.demo.problems import Problem, generate, is_correct
+from dinfer.loading.checkpoint import family_of, read_config
+from dinfer.loading.files import locate
 from dinfer.step.spec import ModelSpec
 
+Recipe = tuple[Any, Any, Any]  # iteration, decoder, cache
 BLOCK = 32
 FREQUENCIES = "benchmarks/results/tiny-token-counts.json"
 FOUNDATION = [
@@ -51,7 +54,7 @@ CALIBRATED: list[dict[str, Any]] = [  # tokens a step as with `fixed` in 16 and 
 ]
 
 
-def further(spec: ModelSpec) -> Iterator[tuple[Any, Any, Any]]:
+def further(spec: ModelSpec) -> Iterator[Recipe]:
     """Recipes that need another iteration or cache than others, or options of a cache."""
     if spec.causal_block is not None:
         yield {"name": "block_diffusion"}, {"name": "s2d2"}, "block"
@@ -67,23 +70,32 @@ def further(spec: ModelSpec) -> Iterator[tuple[Any, Any, Any]]:
     yield block, CALIBRATED[0], "dual"
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One recipe."""
+def several(spec: ModelSpec, edits: bool, blocks: int) -> Iterator[Recipe]:
+    """Recipes with several open blocks, and the same decoders with one. `edits`: the model was trained to edit."""
+    aligned = spec.causal_block is not None and not spec.prompt_block
+    block, cache = spec.causal_block or 32, "block" if spec.causal_block else "none"
+    pairs = [*product((0.3, 0.4, 0.5, 0.6, 0.7, 0.9), (0.0, 0.5))]
+    decoders: list[dict[str, Any]] = [
+        *({"name": "threshold", "threshold": bar} for bar in (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)),
+        *({"name": "entropy_bound", "bound": bound} for bound in (0.1, 0.2, 0.4, 0.8)),
+        *({"name": "hierarchical", "threshold": bar, "low_threshold": bar / 2} for bar in (0.7, 0.9)),
+        {"name": "factor", "factor": 1.0},
+    ]
+    for name in (*(["joint_threshold"] if edits else []), *(["insert_delete"] if spec.moving_ids else [])):
+        decoders += ({"name": name, "threshold": bar, "edit_threshold": edit} for bar, edit in pairs)
+    decoders += ({"name": "dmax", "threshold": bar} for bar in (0.3, 0.5, 0.7) if edits)
+    sweep = {"name": "multi_block", "blocks": blocks, "block": block, "align": aligned}
+    for decoder in decoders:
+        mixed = {"name": "dmax"} if decoder["name"] == "dmax" else {}
+        yield sweep | mixed, decoder, cache
+        yield sweep | {"add_at": 0.0, "force_at": 0.0} | mixed, decoder, cache
+        if decoder["name"] == "threshold" and decoder["threshold"] >= 0.7:
+            yield sweep | {"name": "lopa"}, decoder, cache
+    one: dict[str, Any] = {"name": "block_diffusion"} if aligned else {"name": "blockwise", "block": block}
+    yield from ((one, decoder, cache) for decoder in ({"name": "fixed", "steps": block}, *decoders))
 
-    iteration: str
-    decoder: str
-    options: str
-    cache: str
-    metrics: Metrics
 
-    def to_dict(self) -> dict[str, Any]:
-        """The line of the table: recipe and figures."""
-        recipe = {name: getattr(self, name) for name in ("iteration", "decoder", "options", "cache")}
-        return recipe | self.metrics.row()
-
-
-def recipes(preset: str, spec: ModelSpec) -> Iterator[tuple[Any, Any, Any]]:
+def recipes(preset: str, spec: ModelSpec) -> Iterator[Recipe]:
     """Configurations of iteration, decoder and cache of a preset.
 
     "foundation": two decoders at several settings, and for block-causal models decoders that edit. "everything": every
@@ -106,15 +118,14 @@ def recipes(preset: str, spec: ModelSpec) -> Iterator[tuple[Any, Any, Any]]:
     yield from (recipe for recipe in foundation if recipe[1] not in decoders)
 
 
-def label(recipe: tuple[Any, Any, Any]) -> str:
-    """A recipe in words: iteration, decoder, its options, cache."""
-    iteration, decoder, cache = recipe
-    return " ".join([iteration["name"], decoder["name"], options_of(decoder), words(cache)])
+def label(recipe: Recipe) -> str:
+    """A recipe in words."""
+    return " ".join(map(words, recipe))
 
 
-def words(cache: Any) -> str:
-    """A cache in words: its name, and its options if there are any."""
-    return cache if isinstance(cache, str) else f"{cache['name']} {options_of(cache)}"
+def words(part: Any) -> str:
+    """A component in words: its name, and its options if there are any."""
+    return part if isinstance(part, str) else f"{part['name']} {options_of(part)}".rstrip()
 
 
 def options_of(part: dict[str, Any]) -> str:
@@ -131,7 +142,7 @@ def token_counts(pipe: dinfer.Pipeline) -> dict[str, Any]:
     return {"total": counts.total(), "counts": {str(token): count for token, count in sorted(counts.items())}}
 
 
-def sifted(model: Any, wanted: Iterable[tuple[Any, Any, Any]]) -> tuple[list[tuple[Any, Any, Any]], dict[str, int]]:
+def sifted(model: Any, wanted: Iterable[Recipe]) -> tuple[list[Recipe], dict[str, int]]:
     """The recipes that compose, and the number of refused ones by reason."""
     legal, refused = [], Counter[str]()
     for recipe in wanted:
@@ -151,21 +162,27 @@ def samples_of(problems: Sequence[Problem], results: Sequence[Any]) -> list[Samp
     return [Sample.of(r.counts, r.stopped, float(is_correct(problem, r.text))) for problem, r in pairs]
 
 
-def measure(base: dinfer.Pipeline, problems: list[Problem], new_tokens: int, recipe: tuple[Any, Any, Any]) -> Row:
-    """Solves all problems with one recipe."""
+def load(name: str, adapter: str | None, block: int, device: str, rows: int) -> dinfer.Pipeline:
+    """A model in the box, or a folder with one, as a pipeline; with an adapter."""
+    given: dict[str, Any] = {"name": family_of(read_config(locate(name))), "checkpoint": name}
+    given |= {"adapter": adapter} if adapter else {}
+    given |= {"block": block} if block else {}
+    return dinfer.load(given, cache="none", device=device, dtype="float32", runtime=dinfer.Runtime(rows=rows))
+
+
+def measure(base: dinfer.Pipeline, problems: list[Problem], new_tokens: int, recipe: Recipe) -> dict[str, Any]:
+    """Solves all problems with one recipe: the line of the table."""
     iteration, decoder, cache = recipe
     composed = dinfer.compose(base.model, iteration=iteration, decoder=decoder, cache=cache)
     pipe = dinfer.Pipeline(composed, base.tokenizer, base.engine.runtime)
     began = time.perf_counter()
     results = pipe.generate([problem.question for problem in problems], max_new_tokens=new_tokens)
     seconds = time.perf_counter() - began
-    return Row(
-        iteration=iteration["name"],
-        decoder=decoder["name"],
-        options=options_of(decoder),
-        cache=words(cache),
-        metrics=metrics_of(samples_of(problems, results), seconds),
-    )
+    return {
+        "iteration": iteration["name"], "iteration_options": options_of(iteration), "decoder": decoder["name"],
+        "options": options_of(decoder), "cache": words(cache),
+        **metrics_of(samples_of(problems, results), seconds).row(),
+    }  # fmt: skip
 
 
 def with_problems(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -182,33 +199,34 @@ def with_problems(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="tiny", help="a model in the box, or a folder with one trained likewise")
-    parser.add_argument("--preset", choices=("foundation", "everything", "further"), default="foundation")
+    parser.add_argument("--preset", choices=("foundation", "everything", "further", "several"), default="foundation")
+    parser.add_argument("--adapter", help="folder or name of an adapter that is merged into it")
+    parser.add_argument("--block", type=int, default=0, help="its attention blocks from the prompt's end (D2F)")
+    parser.add_argument("--edits", action="store_true", help="with several: decoders that edit too")
+    parser.add_argument("--blocks", type=int, default=4, help="with several: blocks open at once, at most")
     parser.add_argument("--only", default="", help="a regular expression: only recipes whose line has it")
     given = with_problems(parser).parse_args()
 
     device = torch.device(given.device)
     problems = generate("heldout", given.count, given.seed)
-    base = dinfer.load(given.model, device=device, dtype="float32", runtime=dinfer.Runtime(rows=given.rows))
+    base = load(given.model, given.adapter, given.block, given.device, given.rows)
     if given.preset == "further" and base.model.spec.causal_block is None:
         Path(FREQUENCIES).write_text(json.dumps(token_counts(base)) + "\n")
-    wanted = (recipe for recipe in recipes(given.preset, base.model.spec) if re.search(given.only, label(recipe)))
-    legal, refused = sifted(base.model, wanted)
+    blocks = several(base.model.spec, given.edits, given.blocks)
+    wanted = blocks if given.preset == "several" else recipes(given.preset, base.model.spec)
+    legal, refused = sifted(base.model, (recipe for recipe in wanted if re.search(given.only, label(recipe))))
     if device.type == "cuda":
         for parts in {json.dumps((recipe[0], recipe[2])) for recipe in legal}:
             iteration, cache = json.loads(parts)
             measure(base, problems, given.new, (iteration, {"name": "threshold", "threshold": 0.5}, cache))
     rows = []
     for recipe in legal:
-        row = measure(base, problems, given.new, recipe)
-        rows.append(row)
-        print(
-            f"{row.iteration:10} {row.decoder:16} {row.options:16} {row.cache:18} {row.metrics.accuracy:5.1f}% "
-            f"NFE {row.metrics.nfe:6.2f}  TPF {row.metrics.tpf:6.3f}  {row.metrics.seconds:6.2f} s",
-            flush=True,
-        )
+        rows.append(row := measure(base, problems, given.new, recipe))
+        figures = "{accuracy:5.1f}%  NFE {nfe:6.2f}  TPF {tpf:6.3f}  {seconds:6.2f} s".format_map(row)
+        print(f"{label(recipe):60} {figures}", flush=True)
         if given.out:
             setting = {"setting": vars(given) | {"out": str(given.out)}, "refused": refused}
-            write(given.out, [row.to_dict() for row in rows], setting | provenance(device))
+            write(given.out, rows, setting | provenance(device))
 
 
 def write(out: Path, table: list[dict[str, Any]], about: dict[str, Any]) -> None:

@@ -20,9 +20,8 @@ from typing import Any
 import torch
 
 import dinfer
-from benchmarks.multi_block import load
 from benchmarks.provenance import begun, command_line, save
-from benchmarks.quality import options_of, samples_of
+from benchmarks.quality import load, options_of, samples_of
 from dinfer.analysis.metrics import measure
 from dinfer.demo.problems import generate
 

@@ -801,47 +801,13 @@ def sampled() -> str:
     return "\n".join(lines)
 
 
-def narrow_windows() -> str:
-    """Accuracy and cost of narrow windows beside whole blocks, and tokens a second on a CPU."""
-    reports = [load(path.stem) for path in sorted(RESULTS.glob("narrow-*.json"))]  # a card's behind a CPU's
-    runs = {(run["model"], setting_of(run), run.get("in_flight")): run for one in reports for run in one["runs"]}
-    whole = {(model, count): run for (model, _, count), run in runs.items() if run["cache"] in ("block", "dual")
-             and "leftmost" not in run}  # fmt: skip
-
-    def beside(run: Report, name: str, digits: int) -> str:
-        return f"{run[name]:.{digits}f} ({run[name] / whole[run['model'], run.get('in_flight')][name]:.2f})"
-
-    columns: dict[str, Cell] = {"model": "`{model}`", "cache": setting_of}
-    solved = columns | {
-        "problems": "{problems}", "accuracy": "{accuracy:.1f}%",
-        "forwards": lambda run: beside(run, "forwards", 1),
-        "positions per token": lambda run: beside(run, "positions_per_committed", 2),
-    }  # fmt: skip
-    speed = columns | {
-        "in flight": "{in_flight}",
-        "tokens per second of processor time": lambda run: beside(run, "median_per_processor_s", 0),
-        "from, to": lambda run: f"{run['per_processor_s'][0]:.0f}, {run['per_processor_s'][-1]:.0f}",
-    }
-    ordered = sorted(runs.values(), key=lambda run: (run["model"], run.get("in_flight", 0)))
-    parts = [[run for run in ordered if ("in_flight" in run) == timed] for timed in (False, True)]
-    return "\n\n".join([table(solved, parts[0]), table(speed, parts[1])])
-
-
-def setting_of(run: Report) -> str:
-    """The cache of a run of `benchmarks.narrow`, and its limit."""
-    cache = run["cache"] if isinstance(run["cache"], dict) else {"name": run["cache"]}
-    if cache["name"].startswith("narrow"):
-        return "`{name}` ahead={ahead} back={back}".format_map({"ahead": 8, "back": 4} | cache)
-    return f"`{cache['name']}`" + (f", leftmost={run['leftmost']}" if "leftmost" in run else "")
-
-
 SECTIONS: dict[str, Callable[[], str]] = {
     "families": families, "summary": summary, "box": box, "further": further,
     "everything": everything, "short": short, "steps": steps, "step-runs": step_runs, "parts": step_parts,
     "peers": peers, "rival": rival, "narrow-card": narrow, "constrained": constrained,
     "sides": sides, "diffulex": diffulex, "llama-cpp": llama_cpp, "quantized": quantized, "goals": goals,
     "long-prompts": long_prompts, "curve": curve, "startup": startup, "throughput": throughput, "ablation": ablation,
-    "experts": experts, "sampled": sampled, "narrow_windows": narrow_windows,
+    "experts": experts, "sampled": sampled,
     "checked": lambda: checked(load("scaling-check-h200")["runs"]),
     "checked_two_cards": lambda: checked(two_cards()),
 }  # fmt: skip

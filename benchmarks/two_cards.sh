@@ -78,7 +78,7 @@ steps() {  # the table of docs/scaling.md in one session
 }
 
 capacity() {  # step times of a replica of two cards, its server under load, and the simulator beside it
-  local kind=(--shape $shape --spread --settle --gather --new $new --tensor-parallel 2 "${device[@]}")
+  local kind=(--shape $shape --spread --favour throughput --new $new --tensor-parallel 2 "${device[@]}")
   local times=capacity-$shape-two-cards-h200.json served=serving-$shape-two-cards-h200.json
   try capacity $longest $PYTHON -m benchmarks.capacity.measure "${kind[@]}" --in-flight $every --prompts-of $prompt \
     --out "$OUT/$times"

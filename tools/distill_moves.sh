@@ -13,17 +13,17 @@ python -m tools.distill_tiny tiny-llada2 "$results" --start-from $base --rank 48
     --rows 16384 --warmup 100 --fit-seconds "${SECONDS_TRAIN:-90}" --no-compile >"$results/log.txt" 2>&1
 
 left=${SECONDS_TABLES:-100}
-table() { # name, arguments of benchmarks.multi_block
-    timeout "$left" python -m benchmarks.multi_block --device cuda --rows 1000 --out "$results/$1" "${@:2}" \
+table() { # name, arguments of benchmarks.quality
+    timeout "$left" python -m benchmarks.quality --preset several --device cuda --rows 1000 --out "$results/$1" "${@:2}" \
         >"$results/$1.txt" 2>&1 &
 }
-table insert-delete --model tiny-llada2 --adapter "$results" --edits --least 92 \
+table insert-delete --model tiny-llada2 --adapter "$results" --edits \
     --only '(align=True|^block_diffusion) +(joint_threshold|insert_delete)'
-table tiny-llada2 --model tiny-llada2 --edits --least 92 --only '^(multi_block|dmax).*align=True (joint|dmax|threshold)'
+table tiny-llada2 --model tiny-llada2 --edits --only '^(multi_block|dmax).*align=True (joint|dmax|threshold)'
 table tiny --model tiny --only '^(multi_block|lopa)'
 table lopa --model tiny --adapter tiny-d2f --block 32 --only '^lopa'
 timeout "$left" python -m benchmarks.quality --preset everything --device cuda --out "$results/quality" \
-    --only '^(blockwise|full) (calibrated|prophet|daedal|s2d2)|d2cache' >"$results/quality.txt" 2>&1 &
+    --only '^(blockwise block=32|full) (calibrated|prophet|daedal|s2d2)|d2cache' >"$results/quality.txt" 2>&1 &
 wait
 tar -C "$work" -cf "$OUT/moves.tar" moves
 tail -n 3 "$results"/*.txt

@@ -22,8 +22,7 @@ import torch
 
 from benchmarks.capacity.cluster import POLICIES, Cluster, Router, cost
 from benchmarks.capacity.denoising import Denoising
-from benchmarks.capacity.front_end import FrontEnd
-from benchmarks.capacity.replica import Setting
+from benchmarks.capacity.replica import FrontEnd, Setting
 from benchmarks.capacity.steps import StepTimes
 from benchmarks.capacity.traffic import longer, poisson, trace
 from benchmarks.provenance import begun, save
@@ -73,7 +72,7 @@ def arguments(args: list[str] | None) -> argparse.Namespace:
     steps = parser.add_mutually_exclusive_group(required=True)
     steps.add_argument("--tokens-per-step", type=number, help="every block alike")
     steps.add_argument("--denoising", type=Path, help="of benchmarks.capacity.denoising: as a model took them")
-    parser.add_argument("--front-end", type=Path, help="of benchmarks.capacity.front_end; default: it takes no time")
+    parser.add_argument("--front-end", type=Path, help="the file of its CPU times; default: it takes none")
     parser.add_argument("--policy", choices=POLICIES, default="two_choices", help="which replica takes a request")
     parser.add_argument("--routers", type=int, default=1, help="processes that route")
     parser.add_argument("--seconds", type=number, default=60.0, help="simulated, the warm-up included")
@@ -119,10 +118,7 @@ def run(given: argparse.Namespace) -> list[dict[str, Any]]:
     for cards, rows, rate in product(given.cards, given.rows, given.rate or [None]):
         if cards % times.cards:
             raise ValueError(f"--cards {cards} must be a multiple of {times.cards}, the cards of a replica")
-        setting = Setting(
-            rows=rows, gather=given.gather, most=given.max_requests,
-            per_request=front.request, per_piece=front.piece, per_round=front.round,
-        )  # fmt: skip
+        setting = Setting(rows=rows, gather=given.gather, most=given.max_requests, front=front)
         router = Router(policy=given.policy, processes=given.routers, seconds=front.routed)
         cluster = Cluster(
             times, denoising, setting, router, replicas=cards // times.cards, seed=given.seed, warm=given.warm, few=few

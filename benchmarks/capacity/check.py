@@ -13,8 +13,7 @@ import torch
 
 from benchmarks.capacity.cluster import Cluster, Router
 from benchmarks.capacity.denoising import Denoising
-from benchmarks.capacity.front_end import FrontEnd
-from benchmarks.capacity.replica import Setting
+from benchmarks.capacity.replica import FrontEnd, Setting
 from benchmarks.capacity.steps import StepTimes, Unmeasured
 from benchmarks.capacity.traffic import Asked
 from benchmarks.provenance import command_line, provenance
@@ -26,7 +25,7 @@ def compared(times: StepTimes, setting: dict[str, Any], run: dict[str, Any], fro
     denoising = Denoising.at_rate(setting["rate"], setting["block"])
     how = Setting(
         rows=run["in_flight"], gather=setting.get("gather", setting.get("favour") == "throughput"),
-        per_request=front.request, per_piece=front.piece, per_round=front.round,
+        front=front,
     )  # fmt: skip
     cluster = Cluster(times, denoising, how, Router(), replicas=1, seed=0)
     found = cluster.closed_loop(asked(setting, run), run["in_flight"])
@@ -55,7 +54,7 @@ def main(args: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=Path, nargs="+", required=True)
     parser.add_argument("--reach", type=float, default=0.0, help="share by which a step may exceed what was measured")
     parser.add_argument("--measured", type=Path, nargs="+", required=True)
-    parser.add_argument("--front-end", type=Path, help="of benchmarks.capacity.front_end, for servers")
+    parser.add_argument("--front-end", type=Path, help="the file of its CPU times, for servers")
     given = parser.parse_args(args)
     front = FrontEnd.read(given.front_end) if given.front_end else FrontEnd()
     times, rows = StepTimes.read(*given.steps, reach=given.reach), list[dict[str, Any]]()

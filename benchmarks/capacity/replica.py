@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -24,6 +26,26 @@ from dinfer.step.shape import StepShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FrontEnd:
+    """Seconds of CPU, as in benchmarks/results/capacity-front-end.json."""
+
+    request: float = 0.0  # of the server's event loop for a request
+    piece: float = 0.0  # of the event loop for a piece of a stream
+    round: float = 0.0  # of the event loop for a round of the engine
+    routed: float = 0.0  # of a router's process for a request with all its pieces
+
+    @classmethod
+    def read(cls, path: Path) -> FrontEnd:
+        try:
+            found = json.loads(path.read_text())["front_end"]
+            return cls(**{name: float(found[name]) for name in found})
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"--front-end {path} has no figures of a front end: {type(error).__name__}: {error}"
+            ) from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
     """How each replica runs."""
 
@@ -31,9 +53,7 @@ class Setting:
     gather: bool = False  # prefills wait for others
     positions: int = 8192  # runtime.positions
     most: int | None = None  # requests that run or wait, at most; others are refused
-    per_request: float = 0.0  # seconds of the server's event loop for a request
-    per_piece: float = 0.0  # of the event loop for a piece of a stream
-    per_round: float = 0.0  # of the event loop for a round
+    front: FrontEnd = FrontEnd()
 
 
 @dataclass(slots=True, eq=False)
@@ -100,7 +120,7 @@ class Replica:
             raise Unmeasured(
                 f"a request of {length} positions: {self.times.name} has canvases of at most {self.times.longest}"
             )
-        self._work += self.setting.per_request
+        self._work += self.setting.front.request
         self.waiting.append(job)
         if not self._wake.triggered:
             self._wake.succeed()
@@ -114,9 +134,9 @@ class Replica:
             self._admit()
             device, moves = self._round()
             gap, host = self.times.host_ms(self.running)
-            pieces = min(self.running - len(self._prefills), device / 1e3 / PAUSE)
+            front, pieces = self.setting.front, min(self.running - len(self._prefills), device / 1e3 / PAUSE)
             self.pieces += pieces
-            work, self._work = self._work + pieces * self.setting.per_piece + self.setting.per_round, 0.0
+            work, self._work = self._work + pieces * front.piece + front.round, 0.0
             self.busy += device / 1e3
             yield self.env.timeout(max(device + gap, host + 1e3 * work) / 1e3)
             self.rounds += 1

@@ -1,14 +1,10 @@
 """Clients that stream answers, some of which leave or read slowly. A process with only the standard library.
 
-    python -m benchmarks.serving.streams --url http://127.0.0.1:8100/v1/completions --prompts prompts.jsonl --streams 64
-
-Reads a `Crowd` as JSON from standard input, and prints each `Outcome` as a line of JSON. With `--prompts` (of
-`benchmarks.serving.full_size`) it asks these, and prints what they took.
+Reads a `Crowd` as JSON from standard input, and prints each `Outcome` as a line of JSON.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import random
@@ -18,8 +14,6 @@ import sys
 import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import asdict, dataclass, field
-from itertools import cycle, islice
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -193,27 +187,6 @@ async def run(crowd: Crowd, tell: Callable[[Outcome], None]) -> None:
     await asyncio.gather(*(stream() for _ in range(crowd.streams)))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=Path)
-    parser.add_argument("--url")
-    parser.add_argument("--streams", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=1, help="requests for each stream")
-    parser.add_argument("--drafts", action="store_true")
-    given = parser.parse_args()
-    if given.prompts is None:
-        asyncio.run(run(Crowd(**json.load(sys.stdin)), lambda found: print(json.dumps(asdict(found)), flush=True)))
-        return
-    asked = [json.loads(line) for line in given.prompts.read_text().splitlines()]
-    usual = {"model": "shape", "stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
-    bodies = [
-        {"prompt": one["prompt"], "max_tokens": one["output_tokens_count"], **usual, "dinfer": {"drafts": given.drafts}}
-        for one in islice(cycle(asked), given.streams * given.rounds)
-    ]
-    outcomes: list[Outcome] = []
-    asyncio.run(run(Crowd(given.url, given.streams, bodies), outcomes.append))
-    print(json.dumps({"in_flight": given.streams, "drafts": given.drafts, **taken(outcomes)}))
-
-
 if __name__ == "__main__":
-    main()
+    work = Crowd(**json.load(sys.stdin))
+    asyncio.run(run(work, lambda found: print(json.dumps(asdict(found)), flush=True)))

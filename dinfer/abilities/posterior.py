@@ -11,7 +11,7 @@ E edges, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -74,7 +74,7 @@ class Posterior(Ability):
         own_RLV = logits_RLV.log_softmax(-1)
         own_BXV = own_RLV.view(*line.open_BX.shape, -1)
         class_BXV = sweeps.class_BV[:, None].to(torch.int64).expand(own_BXV.shape)
-        others_BXC, found_B = others(sweeps, line, class_weights(sweeps, line, own_BXV, log_sums))
+        others_BXC, found_B = others(sweeps, line, class_weights(sweeps, line, own_BXV))
         weighed_B = step.kept(Posterior).index_select(0, step.lanes.slot_B) & live_B & found_B
         at_BX = line.open_BX & ~line.outside_BX & weighed_B[:, None]
         at_RL1 = at_BX.view(*view.pos_RL.shape, 1)
@@ -90,15 +90,13 @@ def asked(more: Mapping[str, Any]) -> bool:
     return brought is not None and brought.language.posterior
 
 
-def class_weights(
-    sweeps: Sweeps, line: Line, own_BXV: Tensor, joined: Callable[[Tensor, Tensor, int], Tensor]
-) -> Tensor:
-    """What is `joined` of the log-probabilities in each class at open positions, where tokens are decoded 0 for theirs.
+def class_weights(sweeps: Sweeps, line: Line, own_BXV: Tensor) -> Tensor:
+    """The log-probability of each class at open positions; where tokens are decoded, 0 for theirs.
 
     [B, X, C]
     """
     class_BXV = sweeps.class_BV[:, None].to(torch.int64).expand(own_BXV.shape)
-    open_BXC = joined(own_BXV, class_BXV, sweeps.languages.size_GC.shape[1])
+    open_BXC = log_sums(own_BXV, class_BXV, sweeps.languages.size_GC.shape[1])
     held_BXC = torch.full_like(open_BXC, NEVER).scatter(2, sweeps.classes_of(line.token_BX)[..., None], 0.0)
     return torch.where(line.open_BX[..., None], open_BXC, held_BXC)
 

@@ -5,7 +5,7 @@ them do not compute keeps its keys, is seen, and is not decoded. Elastic-Cache c
 test of drift that says when keys are refreshed. There is none here.
 
 Tokens differ from those of `block` and `dual`. Their accuracy was measured with small models that solve sums
-(`benchmarks/narrow.py`). Measure it with `dinfer eval` on your own model before you use it.
+(`benchmarks/results/narrow.md`). Measure it with `dinfer eval` on your own model before you use it.
 """
 
 from dataclasses import dataclass

@@ -16,9 +16,7 @@ from benchmarks.capacity import check, denoising, measure
 from benchmarks.capacity.__main__ import main
 from benchmarks.capacity.cluster import Cluster, Router, cost, percentiles
 from benchmarks.capacity.denoising import Denoising
-from benchmarks.capacity.front_end import FrontEnd
-from benchmarks.capacity.replica import Setting, lanes_of
-from benchmarks.capacity.rounds import positions
+from benchmarks.capacity.replica import FrontEnd, Setting, lanes_of
 from benchmarks.capacity.steps import Spread, StepTimes, Unmeasured
 from benchmarks.capacity.traffic import Asked, poisson, trace
 from benchmarks.clock import Clock
@@ -104,7 +102,7 @@ def test_the_host_limits_short_steps() -> None:
     assert cluster(times=StepTimes(slow, "made")).closed_loop(work, 1)["latency_s"]["p50"] == pytest.approx(0.004)
     slow["host"] = []
     assert cluster(times=StepTimes(slow, "made")).closed_loop(work, 1)["latency_s"]["p50"] == pytest.approx(0.0015)
-    served = cluster(times=StepTimes(slow, "made"), per_request=0.003, per_round=0.001, per_piece=0.0)
+    served = cluster(times=StepTimes(slow, "made"), front=FrontEnd(request=0.003, round=0.001))
     assert served.closed_loop(work, 1)["latency_s"]["p50"] == pytest.approx(0.004)
 
 
@@ -157,12 +155,6 @@ def test_a_replica_takes_the_steps_that_the_engine_takes(shape: str, many: bool,
     held = cluster(rows=4, rate=given.rate, times=times, gather=many, positions=given.positions)
     held.closed_loop([Asked(0.0, 72, new) for new in news], len(news))
     assert (times.asked - taken).total() <= 0.1 * ahead * taken.total() >= (taken - times.asked).total()
-
-
-def test_a_round_computes_the_blocks_that_are_entered_and_windows() -> None:
-    assert positions(32, 8, 0, 0) == (40, 20)  # 64 + 3 * 32 in four steps, with 32, 24, 16 and 8 open positions
-    assert positions(32, 8, 8, 4) == (25, 14)  # 64 + 3 * 12, with 32 and three times 8
-    assert positions(8, 4, 16, 4) == positions(8, 4, 0, 0) == (12, 6)
 
 
 def test_wide_windows_that_were_not_measured_take_what_as_many_positions_take() -> None:
@@ -272,7 +264,7 @@ def test_the_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFi
     assert "argument --cards: '1,' must be numbers with commas" in said(*rate, *tokens, "--cards", "1,")
     assert "Not a directory" in said(*rate, *tokens, "--out", str(steps / "out.json"))
     assert "--speed 0.0 must be above 0" in said("--trace", str(played), "--speed", "0", *tokens)
-    assert "is not a file of benchmarks.capacity.front_end" in said(*rate, *tokens, "--front-end", str(slow))
+    assert "has no figures of a front end" in said(*rate, *tokens, "--front-end", str(slow))
     assert "is not a file of benchmarks.capacity.measure" in said(*rate, *tokens, "--steps", str(slow))
     assert "No such file" in said(*rate, *tokens, "--steps", str(tmp_path / "none.json"))
 
