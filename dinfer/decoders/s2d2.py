@@ -11,9 +11,9 @@ from dinfer.abilities.adjusting import Adjusts
 from dinfer.abilities.verification import Verifies
 from dinfer.kernels.random import uniform
 from dinfer.kernels.selection import descending_rank
-from dinfer.kernels.timesteps import Quota
 from dinfer.recipe.registry import DECODERS, check_probability, check_range, option
 from dinfer.step.contracts import BlockView, Decoder, Large, ModelSpec, Proposal, State, TokenStats
+from dinfer.step.stats import Quota
 
 
 @DECODERS.register("s2d2")

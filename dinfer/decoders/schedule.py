@@ -14,9 +14,9 @@ from torch import Tensor
 from dinfer.abilities.adjusting import Adjusts
 from dinfer.kernels.random import uniform
 from dinfer.kernels.selection import confident, descending_rank
-from dinfer.kernels.timesteps import Quota, linear_timesteps
 from dinfer.recipe.registry import DECODERS, check_probability, check_range, option
 from dinfer.step.contracts import BlockView, Decoder, ModelSpec, Proposal, State, TokenStats
+from dinfer.step.stats import Quota
 
 
 # With `split=block` and a threshold it is the schedule of LLaDA2.0 (arXiv:2512.15745) and SDAR (arXiv:2510.06303).
@@ -171,6 +171,19 @@ class Dream(Decoder):
     def draws(self, view: BlockView) -> Tensor:
         """The noise level at which each position is committed, uniform in (0, 1). float64 [R, L]"""
         return uniform(view.seed_R[:, None], view.pos_RL)
+
+
+def linear_timesteps(index: Tensor, steps: Tensor, eps: Tensor) -> Tensor:
+    """Element `index` of `torch.linspace(1, eps, steps + 1)`. float32, of the broadcast shape
+
+    Samplers round a number of tokens down, so one bit may cost a token. linspace counts from the nearer end and rounds
+    the multiply-add once. float64 holds the product exactly, so it gives the same bits.
+    """
+    eps32 = eps.to(torch.float32)
+    width = ((eps32 - 1) / steps.to(torch.float32)).to(torch.float64)
+    early = 1 + width * index
+    late = eps32.to(torch.float64) - width * (steps - index)
+    return torch.where(index < torch.div(steps + 1, 2, rounding_mode="floor"), early, late).to(torch.float32)
 
 
 TOKENS = 5  # of an answer, as published

@@ -99,14 +99,14 @@ def has_triton() -> bool:
 def in_c() -> Any | None:
     """The kernels in C for CPUs; None without `dinfer.kernels.cpu`, which is optional."""
     try:
-        from dinfer.kernels.cpu import float as kernels
+        from dinfer.kernels.cpu import linear as kernels
     except ModuleNotFoundError:
         return None
     return kernels
 
 
 def native(group: Group, *tensors: Tensor | None) -> Any | None:
-    """`dinfer.kernels.cpu.float`, if these tensors are float32 on a CPU that has the kernels, without gradients.
+    """`dinfer.kernels.cpu.linear`, if these tensors are float32 on a CPU that has the kernels, without gradients.
 
     `DINFER_KERNELS` turns them off, by group.
     """

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from dinfer.kernels.dispatch import use_triton
-from dinfer.kernels.timesteps import Quota
-from dinfer.step.stats import TokenStats
+from dinfer.step.stats import Quota, TokenStats
 
 
 def descending_rank(score_RL: Tensor) -> Tensor:
@@ -109,7 +108,7 @@ def confident(
     Positions where the mask token wins are left out. `above`: the confidence must exceed the bar.
     """
     if masked_RL.shape[1] <= LONGEST and use_triton(masked_RL, "commit"):
-        from dinfer.kernels.triton.commit import confident as kernel
+        from dinfer.kernels.triton.advance import confident as kernel
 
         return kernel(stats, masked_RL, bar_R1, least, above=above)[0]
     bar_R1 = bar_R1.to(stats.confidence_RL.dtype)
@@ -128,7 +127,7 @@ def fill_and_edit(
     allows another step.
     """
     if masked_RL.shape[1] <= LONGEST and use_triton(masked_RL, "commit"):
-        from dinfer.kernels.triton.commit import confident as kernel
+        from dinfer.kernels.triton.advance import confident as kernel
 
         return Changes(*kernel(stats, masked_RL, bar_R1, least, above=True, decoded=decoded))
     full_R, budget_R = ~masked_RL.any(-1), decoded.budget_R1[:, 0]

@@ -39,7 +39,7 @@ def commit(
     """
     edits = view.edits
     if use_triton(canvas.tokens_NS, "commit"):
-        from dinfer.kernels.triton.commit import commit as kernel
+        from dinfer.kernels.triton.advance import commit as kernel
 
         return Commits(
             *kernel(

@@ -1,4 +1,4 @@
-"""The statistics of logits that decoders read, and the data by which a sampler draws tokens.
+"""The statistics of logits that decoders read, the data by which a sampler draws tokens, and quotas.
 
 Shape suffixes: R rows of blocks, L block length, V vocabulary.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -104,3 +105,15 @@ class Draw:
     seed_R: Tensor
     pos_RL: Tensor
     step_R: Tensor
+
+
+class Quota(NamedTuple):
+    """Tokens to commit at a step of LLaDA's schedule: equal shares of `total`; the first steps take the remainder."""
+
+    total: Tensor
+    steps: Tensor
+    step: Tensor
+
+    def tokens(self) -> Tensor:
+        """int64, of the broadcast shape"""
+        return torch.div(self.total, self.steps, rounding_mode="floor") + (self.step < self.total % self.steps)

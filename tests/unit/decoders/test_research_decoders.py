@@ -11,10 +11,9 @@ from support.models import MASK, VOCAB
 from torch import Tensor
 
 from dinfer.decoders.confidence import Klass
-from dinfer.decoders.schedule import Dream
+from dinfer.decoders.schedule import Dream, linear_timesteps
 from dinfer.kernels.canvas import Rows
 from dinfer.kernels.random import uniform
-from dinfer.kernels.timesteps import linear_timesteps
 from dinfer.kernels.token_stats import token_stats
 
 # Dream

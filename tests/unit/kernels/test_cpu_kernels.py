@@ -17,7 +17,6 @@ from torch import Tensor
 
 from dinfer.kernels import dispatch, packed
 from dinfer.kernels.attention import paged_attention
-from dinfer.kernels.cpu import float as floats
 from dinfer.kernels.cpu import linear as native
 from dinfer.kernels.dispatch import use_native
 from dinfer.kernels.linear import linear, round_rows, scaled_linear
@@ -105,18 +104,18 @@ def test_float32(shape: tuple[int, int, int]) -> None:
     """Whole tiles and the rest; rows are as alone."""
     rows, width, outputs = shape
     x, weight = torch.randn(rows, width), torch.randn(outputs, width)
-    got = floats.linear(x[None], weight)[0]
+    got = native.linear(x[None], weight)[0]
     assert error(got, x.double() @ weight.double().T) < 1e-6
-    assert torch.equal(floats.linear(x[3:], weight), got[3:])
+    assert torch.equal(native.linear(x[3:], weight), got[3:])
 
 
-@pytest.mark.skipif(not floats.slow_blas(), reason="torch's own is as fast here")
+@pytest.mark.skipif(not native.slow_blas(), reason="torch's own is as fast here")
 def test_where_float32_is_ours() -> None:
     x, weight, bias = torch.randn(13, 272), torch.randn(40, 272), torch.randn(40)
     assert dispatch.native("linear", x, weight) is None, "training keeps to torch"
     with torch.no_grad():
-        assert dispatch.native("linear", x, weight) is floats and floats.faster(x) and not floats.faster(x[:2])
-        assert torch.equal(linear(x, weight, bias), floats.linear(x, weight) + bias)
+        assert dispatch.native("linear", x, weight) is native and native.faster(x) and not native.faster(x[:2])
+        assert torch.equal(linear(x, weight, bias), native.linear(x, weight) + bias)
 
 
 def both(monkeypatch: pytest.MonkeyPatch, work: Callable[[], tuple[Tensor, ...]]) -> None:

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.gpu] if CUDA else []
 
 
 from dinfer.kernels import advance, attention, canvas, rotary, selection, token_stats  # noqa: E402
-from dinfer.kernels.timesteps import Quota  # noqa: E402
+from dinfer.step.stats import Quota  # noqa: E402
 from dinfer.kernels.triton import launch  # noqa: E402
 from dinfer.step import commits  # noqa: E402
 from dinfer.step.canvas import CURSORS, BlockView, Canvas, Phase, RowCursors, Status  # noqa: E402
