@@ -17,7 +17,7 @@ from torch import nn
 
 from dinfer.kernels.types import FLOAT8
 from dinfer.layers.mlp import Experts
-from dinfer.memory.kv import KVPool
+from dinfer.memory import KVPool
 from dinfer.step.contracts import ModelSpec
 
 SIDE = 8192  # of the matrices

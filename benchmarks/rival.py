@@ -27,7 +27,7 @@ from benchmarks.provenance import begun, command_line, save
 from benchmarks.shapes import SHAPES
 from dinfer import Pipeline, Runtime, compose
 from dinfer.loading.checkpoint import family_of, random_network
-from dinfer.memory.kv import RESERVED, KVPool, PoolSize
+from dinfer.memory import RESERVED, KVPool, PoolSize
 from dinfer.recipe.registry import MODELS
 
 PAGE, RUNS = 16, 3

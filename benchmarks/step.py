@@ -35,7 +35,7 @@ from dinfer.engine.runtime import KV
 from dinfer.layers.linear import quantize
 from dinfer.layers.mlp import Experts
 from dinfer.loading.checkpoint import random_network
-from dinfer.memory.kv import KVPool
+from dinfer.memory import KVPool
 from dinfer.recipe.recipe import Recipe
 from dinfer.step.shape import StepShape
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from dinfer.abilities.candidates import States, logits_of_versions
 from dinfer.kernels.canvas import rows_of, span, store_rows
 from dinfer.kernels.selection import descending_rank
-from dinfer.memory.kv import KVPool
+from dinfer.memory import KVPool
 from dinfer.step.ability import Ability, Decision, Forward, Known, Step
 from dinfer.step.canvas import BlockView, Canvas, RowCursors, Status
 from dinfer.step.contracts import Iteration, Phase

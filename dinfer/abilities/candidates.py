@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dinfer.kernels.canvas import rows_of, span, store_rows, take
-from dinfer.memory.kv import KVPool, PagedAttend
+from dinfer.memory import KVPool, PagedAttend
 from dinfer.step.ability import Ability, Decision, Forward, Known, Step
 from dinfer.step.canvas import Canvas, Phase, RowCursors
 from dinfer.step.parts import Parts

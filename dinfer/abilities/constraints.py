@@ -27,8 +27,7 @@ from dinfer.step.commits import with_progress
 from dinfer.step.parts import Parts
 from dinfer.step.shape import Extra, Sampled, StepShape, power_of_2
 from dinfer.step.state import Entry
-from dinfer.structure.gaps import NOWHERE
-from dinfer.structure.language import Language, as_text, of_text
+from dinfer.structure.language import NOWHERE, Language, as_text, of_text
 
 LEAST = 64  # the number of states, and of pairs and edges, is rounded up to a power of two from here on
 TAKEN_BACK = 16  # steps of a block in which edits may take back what contradicts them: each costs forwards

@@ -1,4 +1,4 @@
-"""Iterations that feed the model more than tokens, by the logits of earlier steps."""
+"""What a model is fed and sees beside tokens: by iterations that read earlier logits, and by models with an encoder."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -6,7 +6,9 @@ from typing import ClassVar, Literal, Self
 
 from torch import Tensor
 
+from dinfer.kernels.attention import encoder_intervals, local_interval
 from dinfer.kernels.canvas import take
+from dinfer.memory import Seen
 from dinfer.step.ability import Ability, Decision, Forward, Step
 from dinfer.step.canvas import RowCursors
 from dinfer.step.contracts import Iteration, State
@@ -75,3 +77,18 @@ class Feeding(Ability):
             iteration.observe(recipe.model, logits_BXV, pos_BX, lanes, step.iteration_state)
         elif iteration.scores == "window" and run is not None:
             iteration.observe(run.model, step.notes[Feeding], run.pos_BW, lanes, step.iteration_state)
+
+
+class Encoder(Ability):
+    """What positions of a model with an encoder see."""
+
+    @classmethod
+    def of(cls, recipe: Parts, shape: StepShape) -> Self | None:
+        return cls() if recipe.model.spec.encoder else None
+
+    def seen(self, step: Step, lanes: RowCursors, place_BW: Tensor) -> Seen | None:
+        local = step.recipe.model.spec.local
+        context_BW, interval_BW = encoder_intervals(place_BW, lanes.start_B, lanes.end_B)
+        if local is None:
+            return interval_BW, None, context_BW
+        return interval_BW, local_interval(interval_BW, place_BW, lanes.start_B, local.window), context_BW

@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from dinfer.memory.kv import PagedAttend
+from dinfer.memory import PagedAttend
 from dinfer.step.ability import Ability, Forward, Step
 from dinfer.step.canvas import Status
 from dinfer.step.contracts import ModelSpec

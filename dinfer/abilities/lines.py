@@ -20,7 +20,7 @@ class Kind(IntEnum):
 
     OUTSIDE = 0  # the state stays as it is
     INSIDE = 1
-    BETWEEN = 2  # of two gaps: the token of no class, see `dinfer.structure.gaps`
+    BETWEEN = 2  # of two gaps: the token of no class, see `dinfer.structure.language`
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dinfer.abilities.feeding import scores_of
-from dinfer.abilities.holding import LeavesMasks
+from dinfer.abilities.pacing import LeavesMasks
 from dinfer.abilities.slices import Sliced
 from dinfer.abilities.watching import Follows
 from dinfer.kernels.canvas import rows_of

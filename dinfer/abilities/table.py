@@ -4,12 +4,10 @@ from dinfer.abilities.adjusting import Adjusting, Adjusts, Bias, Offering
 from dinfer.abilities.branches import Branched, Branches
 from dinfer.abilities.candidates import RecomputesEveryKey, Speculation
 from dinfer.abilities.constraints import Constraints
-from dinfer.abilities.encoder import Encoder
-from dinfer.abilities.feeding import Feeding, Feeds, scores_of
+from dinfer.abilities.feeding import Encoder, Feeding, Feeds, scores_of
 from dinfer.abilities.guidance import Guidance
-from dinfer.abilities.holding import Holding, LeavesMasks
 from dinfer.abilities.open_positions import KeyPasses, OpenPositions, ReadPositions
-from dinfer.abilities.pacing import Aligned, Editing, Edits, Grows, LeavesDecoded, Moves, Pacing
+from dinfer.abilities.pacing import Aligned, Editing, Edits, Grows, Holding, LeavesDecoded, LeavesMasks, Moves, Pacing
 from dinfer.abilities.posterior import Posterior
 from dinfer.abilities.reading import Reading
 from dinfer.abilities.reports import Reporting

@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dinfer.abilities.holding import LeavesMasks
-from dinfer.abilities.pacing import LeavesDecoded
+from dinfer.abilities.pacing import LeavesDecoded, LeavesMasks
 from dinfer.abilities.watching import Follows, Watches
 from dinfer.kernels.canvas import padded
 from dinfer.kernels.selection import density, descending_rank

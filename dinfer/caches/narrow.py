@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from dinfer.abilities.holding import LeavesMasks
-from dinfer.abilities.pacing import LeavesDecoded
+from dinfer.abilities.pacing import LeavesDecoded, LeavesMasks
 from dinfer.recipe.registry import CACHES, check_range, option
 from dinfer.step.contracts import CachePolicy, ModelSpec, Moved, Phase, RowCursors, State, WindowPlan
 

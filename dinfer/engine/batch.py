@@ -11,7 +11,7 @@ from dinfer.engine.reader import CanvasReader
 from dinfer.engine.row import Row
 from dinfer.engine.runtime import BatchSize, block_of, pages_of
 from dinfer.engine.worker import Worker
-from dinfer.memory.pages import PageAllocator, common, prompt_keys
+from dinfer.memory import PageAllocator, common, prompt_keys
 from dinfer.step.state import Entry
 from dinfer.step.window import prefilled
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from dinfer.abilities.pacing import Edits
 from dinfer.abilities.reports import Level, Reports, TokenLogprob
 from dinfer.engine.request import Completion, Counts, NonFiniteLogits, Request, StalledRow, Update, Wants
-from dinfer.memory.pages import Key
+from dinfer.memory import Key
 from dinfer.recipe.recipe import Recipe
 from dinfer.step.canvas import ACTIVE, Cursors, Phase
 from dinfer.step.shape import Extra

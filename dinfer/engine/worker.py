@@ -14,7 +14,7 @@ from torch import Tensor
 from dinfer.abilities.candidates import Candidates
 from dinfer.engine.runner import Runner, StepClock
 from dinfer.engine.runtime import BatchSize, Runtime, candidates_of, compiled
-from dinfer.memory.kv import PoolSize, kv_dtype
+from dinfer.memory import PoolSize, kv_dtype
 from dinfer.recipe.recipe import Recipe
 from dinfer.startup.kernel_compiler import KernelCompiler
 from dinfer.step.canvas import Cursors

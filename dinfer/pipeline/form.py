@@ -15,7 +15,7 @@ from dinfer.recipe.recipe import Recipe
 from dinfer.recipe.registry import values_of
 from dinfer.structure import Compiler, Constraint, Language, choice, grammar, json_schema, regex, vocabulary_of
 from dinfer.structure.compiler import compile_automaton
-from dinfer.structure.gaps import OPEN, fits, in_gaps
+from dinfer.structure.language import OPEN, fits, in_gaps
 
 SCOPES = "answer", "gap"  # of a constraint, where gaps are filled
 

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from dinfer.memory.kv import PagedAttend, Seen
+from dinfer.memory import PagedAttend, Seen
 from dinfer.step.canvas import BlockView, Canvas, Phase, RowCursors
 from dinfer.step.commits import Commits
 from dinfer.step.contracts import Moved, Proposal, State

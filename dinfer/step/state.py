@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dinfer.kernels.canvas import Rows, host_rows, option_columns, store_rows, uploaded
-from dinfer.memory.kv import KVPool, PoolSize
+from dinfer.memory import KVPool, PoolSize
 from dinfer.step.canvas import Canvas, Cursors, Phase
 from dinfer.step.contracts import Large, Moved, State
 from dinfer.step.parts import Parts

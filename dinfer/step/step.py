@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dinfer.kernels.attention import attention_interval
 from dinfer.kernels.canvas import active_rows, rows_of
-from dinfer.memory.kv import Seen
+from dinfer.memory import Seen
 from dinfer.step.ability import Decision, Forward, Known, Step
 from dinfer.step.canvas import BlockView, RowCursors, Status
 from dinfer.step.commits import blanks, commit, finish

@@ -25,9 +25,7 @@ from dinfer.structure.automaton import (
     without,
 )  # fmt: skip
 from dinfer.structure.constraint import Constraint, deepest
-from dinfer.structure.json_apart import apart
-from dinfer.structure.json_read import Reader, fail
-from dinfer.structure.json_shape import MOST_PROPERTIES, Part, Parts, Shape, at, type_of
+from dinfer.structure.json_shape import MOST_PROPERTIES, Part, Parts, Reader, Shape, apart, at, fail, type_of
 from dinfer.structure.json_text import (
     CHARACTER,
     FORMATS,

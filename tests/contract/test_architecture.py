@@ -22,7 +22,7 @@ REFLECTIONS = 20  # calls of getattr and hasattr in all: each hides from the typ
 
 # A unit is a package of dinfer, or a module of one of these packages, whose modules stand on different levels.
 LEVELLED = {
-    "analysis", "engine", "loading", "memory", "parallel", "pipeline", "recipe", "startup", "step",
+    "analysis", "engine", "loading", "parallel", "pipeline", "recipe", "startup", "step",
 }  # fmt: skip
 
 CORE = {
@@ -50,15 +50,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "step.shape": {"step.canvas"},
     "step.commits": CORE,
     "step.window": CORE | {"step.shape"},
-    "step.state": CORE | {"memory.kv", "step.shape", "step.window"},
-    "step.ability": CORE | {"memory.kv", "step.commits", "step.shape", "step.state", "step.window"},
+    "step.state": CORE | {"memory", "step.shape", "step.window"},
+    "step.ability": CORE | {"memory", "step.commits", "step.shape", "step.state", "step.window"},
     "step.scores": CORE | {"step.ability", "step.shape"},
     "step.step": CORE | {
-        "memory.kv", "step.ability", "step.commits", "step.scores", "step.shape", "step.state", "step.window",
+        "memory", "step.ability", "step.commits", "step.scores", "step.shape", "step.state", "step.window",
     },
-    "abilities": {"kernels", "memory.kv", "recipe.refusals", "recipe.registry", "step", "structure"},
+    "abilities": {"kernels", "memory", "recipe.refusals", "recipe.registry", "step", "structure"},
     "layers": {"step.contracts", "step.model", "parallel.ranks", "recipe.registry", "kernels", "step.spec"},
-    "memory.kv": {"kernels", "parallel.ranks", "step.spec"},
+    "memory": {"kernels", "parallel.ranks", "step.spec"},
     "decoders": COMPONENT,
     "sampling": COMPONENT,
     "caches": COMPONENT | {"step.window"},
@@ -89,20 +89,19 @@ MAY_IMPORT: dict[str, set[str]] = {
         "step.canvas", "step.shape", "step.state", "step.step", "step.window",
     },
     "startup.patches": set(),
-    "memory.pages": {"memory.kv"},
     "engine.request": {"abilities", "step.canvas", "step.spec"},
-    "engine.row": {"abilities", "engine.request", "memory.pages", "recipe.recipe", "step.canvas", "step.shape"},
+    "engine.row": {"abilities", "engine.request", "memory", "recipe.recipe", "step.canvas", "step.shape"},
     "engine.runner": {
         "kernels", "recipe.recipe", "startup.kernel_compiler", "startup.patches", "step.shape", "step.state",
         "step.step",
     },
     "engine.worker": {
-        "abilities", "engine.runtime", "engine.runner", "memory.kv", "recipe.recipe",
+        "abilities", "engine.runtime", "engine.runner", "memory", "recipe.recipe",
         "startup.kernel_compiler", "step.canvas", "step.shape", "step.state",
     },
     "engine.reader": {"abilities", "engine.worker", "kernels", "step.canvas"},
     "engine.batch": {
-        "abilities", "engine.runtime", "engine.reader", "engine.row", "engine.worker", "memory.pages",
+        "abilities", "engine.runtime", "engine.reader", "engine.row", "engine.worker", "memory",
         "step.state", "step.window",
     },
     "engine.scheduler": {
@@ -352,7 +351,7 @@ def test_no_text_is_run() -> None:
         assert not names & {"exec", "eval"}, relative(path)
 
 
-CORE_FOLDERS = ("engine", "memory", "parallel", "recipe", "startup", "step")
+CORE_FOLDERS = ("engine", "memory.py", "parallel", "recipe", "startup", "step")
 EVERYDAY = {
     "adaptive",
     "block",

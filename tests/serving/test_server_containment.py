@@ -27,7 +27,7 @@ from dinfer.engine.batch import Batch
 from dinfer.engine.engine import Engine
 from dinfer.engine.request import NonFiniteLogits
 from dinfer.engine.row import Row
-from dinfer.memory.pages import prompt_keys
+from dinfer.memory import prompt_keys
 from dinfer.serving import run
 from dinfer.serving.app import application
 from dinfer.serving.settings import Settings, listen

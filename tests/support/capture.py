@@ -14,7 +14,7 @@ from dinfer.abilities.feeding import Feeds
 from dinfer.abilities.guidance import Guided
 from dinfer.abilities.open_positions import OpenOnly
 from dinfer.abilities.reports import Level, Reported, Reporting
-from dinfer.memory.kv import PoolSize
+from dinfer.memory import PoolSize
 from dinfer.recipe.recipe import Recipe
 from dinfer.step.canvas import Cursors
 from dinfer.step.shape import Extra, KeysOnly, Sampled, StepShape, extras_of

@@ -78,7 +78,7 @@ def main() -> None:
     from support.models import tiny_model
 
     from dinfer.kernels.triton import hopper_attention
-    from dinfer.memory.kv import PoolSize
+    from dinfer.memory import PoolSize
     from dinfer.recipe.recipe import Recipe, compose
     from dinfer.startup.kernel_compiler import META, KernelCompiler, Shapes, on_meta
     from dinfer.startup.parallel_compiling import compiled_beside

@@ -8,7 +8,7 @@ import torch
 
 from dinfer.abilities.branches import BranchLanes, branches_of
 from dinfer.engine.request import Request
-from dinfer.memory.kv import RESERVED, PoolSize
+from dinfer.memory import RESERVED, PoolSize
 from dinfer.recipe.recipe import Recipe
 from dinfer.step.canvas import CURSORS, Phase, Status
 from dinfer.step.shape import KeysOnly, StepShape, extras_of

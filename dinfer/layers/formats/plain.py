@@ -1,13 +1,14 @@
-"""Weights in floats."""
+"""Weights with a number for each value: floats, and 8 bits with a scale for each output."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dinfer.kernels.linear import linear
+from dinfer.kernels.dispatch import prepare_native
+from dinfer.kernels.linear import check_float8, linear
 from dinfer.kernels.moe import ExpertWeight, ScaledExperts
-from dinfer.kernels.types import Deferred, Matrices
-from dinfer.layers.formats.format import FORMATS, Format, Weight
+from dinfer.kernels.types import FLOAT8, Deferred, Matrices
+from dinfer.layers.formats.format import FORMATS, EightBits, Format, Weight
 
 
 @FORMATS.register("plain")
@@ -37,3 +38,24 @@ class Plain(Format):
 
 
 PLAIN = Plain()
+
+
+@FORMATS.register("int8")
+class Int8(EightBits):
+    """Integers from -127 to 127, and a scale for each output. Inputs are not rounded."""
+
+    values, stored = torch.int8, "I8"
+
+    def check(self, device: torch.device, what: str) -> None:
+        prepare_native(device)
+
+
+@FORMATS.register("fp8")
+class Fp8(EightBits):
+    """float8 e4m3, and a scale for each output. Each input row is rounded too, so that both factors have 8 bits."""
+
+    rounds = True
+    values, stored = FLOAT8, "F8_E4M3"
+
+    def check(self, device: torch.device, what: str) -> None:
+        check_float8(device, what, "quantize=int8")

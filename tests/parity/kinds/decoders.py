@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from dinfer.memory.kv import PoolSize
+from dinfer.memory import PoolSize
 from dinfer.recipe.recipe import Recipe
 from dinfer.recipe.registry import CACHES, DECODERS, SAMPLINGS, values_of
 from dinfer.step.canvas import Phase, Status

@@ -19,8 +19,7 @@ from dinfer.engine.request import Request
 from dinfer.pipeline.form import in_gaps_of
 from dinfer.recipe.recipe import compose
 from dinfer.recipe.registry import DECODERS
-from dinfer.structure.gaps import in_gaps
-from dinfer.structure.language import Language
+from dinfer.structure.language import Language, in_gaps
 from tests.support.structure_reference import OPEN, Row
 
 NO_GAPS = REFUSED | {"renoise", "s2d2"}  # for models without a mask token, or that read from left to right

@@ -16,7 +16,7 @@ from dinfer.abilities.slices import Places, Sliced
 from dinfer.engine.request import Request
 from dinfer.engine.row import StepWidth
 from dinfer.engine.scheduler.grouping import Group, grouped
-from dinfer.memory.kv import PoolSize
+from dinfer.memory import PoolSize
 from dinfer.recipe.recipe import Recipe, compose
 from dinfer.step.contracts import Phase
 from dinfer.step.shape import StepShape

@@ -18,7 +18,7 @@ from benchmarks.peers import ours, work
 from benchmarks.shapes import SHAPES, shape
 from dinfer.layers.linear import quantize
 from dinfer.loading.checkpoint import random_network
-from dinfer.memory.kv import KVPool, PoolSize
+from dinfer.memory import KVPool, PoolSize
 from dinfer.recipe.recipe import Recipe, compose
 from dinfer.step.canvas import Phase
 from dinfer.step.shape import StepShape

@@ -26,7 +26,7 @@ from dinfer.engine.request import Request, StalledRow, Update
 from dinfer.engine.runtime import Runtime
 from dinfer.engine.scheduler.scheduler import Scheduler
 from dinfer.layers.linear import quantize
-from dinfer.memory.kv import PoolSize
+from dinfer.memory import PoolSize
 from dinfer.pipeline import Pipeline
 from dinfer.recipe.recipe import Recipe, compose
 from dinfer.step.shape import StepShape

@@ -13,8 +13,7 @@ from support.models import EOS, tiny_model
 from dinfer.engine.engine import Engine
 from dinfer.engine.request import NonFiniteLogits, Request, Wants
 from dinfer.engine.runtime import Runtime
-from dinfer.memory.kv import RESERVED
-from dinfer.memory.pages import PageAllocator
+from dinfer.memory import RESERVED, PageAllocator
 from dinfer.recipe.recipe import Recipe, compose
 
 POISON = 37  # the token whose embedding is NaN

@@ -19,7 +19,7 @@ from dinfer.kernels.rotary import rotary_table, rotate
 from dinfer.kernels.selection import descending_rank
 from dinfer.kernels.token_stats import token_stats
 from dinfer.kernels.types import Projections
-from dinfer.memory.kv import NULL, RESERVED, SCRATCH, KVPool, PoolSize
+from dinfer.memory import NULL, RESERVED, SCRATCH, KVPool, PoolSize
 
 
 def rng(seed: int) -> torch.Generator:

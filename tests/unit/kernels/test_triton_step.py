@@ -21,12 +21,12 @@ pytestmark = [pytest.mark.gpu] if CUDA else []
 
 
 from dinfer.kernels import advance, attention, canvas, rotary, selection, token_stats  # noqa: E402
-from dinfer.step.stats import Quota  # noqa: E402
 from dinfer.kernels.triton import launch  # noqa: E402
 from dinfer.step import commits  # noqa: E402
 from dinfer.step.canvas import CURSORS, BlockView, Canvas, Phase, RowCursors, Status  # noqa: E402
 from dinfer.step.contracts import Moved, Proposal, TokenStats  # noqa: E402
 from dinfer.step.plan import WindowPlan  # noqa: E402
+from dinfer.step.stats import Quota  # noqa: E402
 
 DEVICE = "cuda" if CUDA else "cpu"
 SLOTS, CAPACITY, LANES = 5, 70, 3

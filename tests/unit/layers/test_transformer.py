@@ -16,7 +16,7 @@ from dinfer.engine.request import Request
 from dinfer.kernels.attention import attention_interval
 from dinfer.layers.transformer import Transformer
 from dinfer.loading.checkpoint import save_network
-from dinfer.memory.kv import RESERVED, KVPool, PoolSize
+from dinfer.memory import RESERVED, KVPool, PoolSize
 from dinfer.models.llada import Llada
 from dinfer.step.canvas import Phase
 

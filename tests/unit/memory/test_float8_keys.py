@@ -10,14 +10,14 @@ from support.matrix import LEGAL, Combination, completions, engine_for, outcome,
 from support.models import tiny_model
 from torch import Tensor
 
-import dinfer.memory.kv
+import dinfer.memory
 from dinfer.analysis.audit import audit
 from dinfer.analysis.trace.record import record_request
 from dinfer.engine.request import Request
 from dinfer.engine.runtime import Runtime
 from dinfer.kernels.rotary import put
 from dinfer.kernels.types import FLOAT8
-from dinfer.memory.kv import KVPool, PoolSize
+from dinfer.memory import KVPool, PoolSize
 from dinfer.pipeline import Pipeline
 from dinfer.recipe.recipe import Recipe, compose
 
@@ -26,7 +26,7 @@ KINDS = {(point.variant, point.cache): point for point in reversed(LEGAL)}
 
 def rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pools in the model's dtype, with what is written to them rounded to float8."""
-    store = dinfer.memory.kv.rotate_and_store
+    store = dinfer.memory.rotate_and_store
 
     def rounded(qkv: Any, k_YGE: Tensor, v_YGE: Tensor, at: Tensor) -> Tensor:
         q_BWHE = store(qkv, k_YGE, v_YGE, at)
@@ -34,7 +34,7 @@ def rounding(monkeypatch: pytest.MonkeyPatch) -> None:
             pool.copy_(pool.to(FLOAT8))
         return q_BWHE
 
-    monkeypatch.setattr(dinfer.memory.kv, "rotate_and_store", rounded)
+    monkeypatch.setattr(dinfer.memory, "rotate_and_store", rounded)
 
 
 def outcomes(recipe: Recipe, **runtime: Any) -> list[tuple[Any, ...]]:
@@ -77,7 +77,7 @@ def test_it_changes_something_and_takes_a_quarter_of_float32() -> None:
     assert got != outcomes(recipe)
     held = engine.runner.state.kv
     assert held.k_JPTGE.dtype == held.v_JPTGE.dtype == FLOAT8
-    assert not held.k_JPTGE[:, dinfer.memory.kv.NULL].float().any() and held.k_JPTGE.float().isfinite().all()
+    assert not held.k_JPTGE[:, dinfer.memory.NULL].float().any() and held.k_JPTGE.float().isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])

@@ -12,7 +12,7 @@ from support.matrix import completions, engine_for, outcome
 from support.models import tiny_model
 
 from dinfer.engine.request import Request
-from dinfer.memory.pages import PageAllocator, common, prompt_keys
+from dinfer.memory import PageAllocator, common, prompt_keys
 from dinfer.recipe.recipe import Recipe, compose
 
 SYSTEM = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6, 4]

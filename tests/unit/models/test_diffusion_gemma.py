@@ -20,7 +20,7 @@ from dinfer.kernels.attention import encoder_intervals, local_interval
 from dinfer.layers.gemma import Gemma
 from dinfer.loading.checkpoint import load_network, save_network
 from dinfer.loading.files import CheckpointError
-from dinfer.memory.kv import RESERVED, KVPool, PoolSize
+from dinfer.memory import RESERVED, KVPool, PoolSize
 from dinfer.models.diffusion_gemma import DiffusionGemma
 from dinfer.pipeline import Pipeline
 from dinfer.recipe.recipe import IncompatibleRecipe, Recipe, compose

@@ -16,7 +16,7 @@ from dinfer.engine.request import Request
 from dinfer.kernels.attention import attention_interval
 from dinfer.loading.checkpoint import family_of, load_network, read_spec, save_network
 from dinfer.loading.files import CheckpointError
-from dinfer.memory.kv import RESERVED, KVPool, PoolSize
+from dinfer.memory import RESERVED, KVPool, PoolSize
 from dinfer.models.fast_dllm_v2 import FastDllmV2
 from dinfer.models.llada2 import Llada2
 from dinfer.models.sdar import Sdar

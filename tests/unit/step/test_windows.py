@@ -12,7 +12,7 @@ from support.matrix import settings_of
 from support.models import tiny_model
 from support.scripted import scripted_spec
 
-from dinfer.abilities.holding import LeavesMasks
+from dinfer.abilities.pacing import LeavesMasks
 from dinfer.analysis.audit import audit
 from dinfer.engine.runtime import Runtime
 from dinfer.kernels import canvas as kernels

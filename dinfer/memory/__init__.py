@@ -1,1 +1,0 @@
-"""Keys and values, in pages."""
