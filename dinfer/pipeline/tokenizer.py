@@ -22,6 +22,7 @@ from dinfer.pipeline.inputs import NoTools, encodable, texts_in
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+ROLES = {"system", "user", "assistant", "tool"}
 PRIVATE = range(0xE000, 0xF900)  # characters that mean nothing in Unicode, and are neither spaces nor letters
 Decode = Callable[[list[int]], str]
 WINDOW = 16  # tokens that are decoded again with those that follow
@@ -123,7 +124,23 @@ class ChatTemplate:
                 "the checkpoint's chat template shows its model no tools, calls or results: leave them out, or put a "
                 "chat_template.jinja that shows them beside the weights"
             )
-        return [encodable(text) for text in texts_in([messages, tools])]
+        texts = [encodable(text) for text in texts_in([messages, tools])]
+        for role in {message["role"] for message in messages} - ROLES:
+            self._check_role(role)
+        return texts
+
+    def _check_role(self, role: str) -> None:
+        """Raises ValueError for a role whose messages the template leaves out, or that could make a special token."""
+        if any(role in special or special in role for special in self._special):
+            raise ValueError(f"role {role!r:.80} is a part of a special token of this tokenizer: use another")
+        one, other = (
+            self._applied([{"role": "user", "content": "a"}, {"role": role, "content": text}], None, tokenize=False)
+            for text in "ab"
+        )
+        if one == other:
+            raise ValueError(
+                f"the checkpoint's chat template leaves out messages of role {role!r:.80}: use system, user, assistant"
+            )
 
     def _applied(
         self, messages: Sequence[Mapping[str, Any]], tools: Any, *, add_generation_prompt: bool = True, **how: Any

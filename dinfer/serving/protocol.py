@@ -468,7 +468,7 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
     __pydantic_extra__: dict[str, Text]
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Annotated[Text, Field(min_length=1, max_length=SHOWN)]  # the chat template says which there are
     content: Text | Annotated[list[TextPart], Field(min_length=1)]
     tool_calls: list[ToolCall] | None = None  # of the assistant
 

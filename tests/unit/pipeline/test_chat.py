@@ -46,6 +46,21 @@ def test_ordinary_messages_are_what_the_template_makes_of_them(tokenizer: Any) -
     assert ChatTemplate(tokenizer).encode(messages) == want
 
 
+def test_a_role_of_one_s_own_is_shown_or_refused(tokenizer: Any) -> None:
+    chat, plain = ChatTemplate(tokenizer), [{"role": "user", "content": "what?"}]
+    asked = [*plain, {"role": "critic", "content": "that is wrong"}, *plain]
+    if "message['role'] +" in str(tokenizer.chat_template):  # LLaDA's takes any
+        shown = tokenizer.decode(chat.encode(asked))
+        assert "critic" in shown and "that is wrong" in shown
+    else:
+        with pytest.raises(ValueError, match="leaves out messages of role 'critic'"):
+            chat.encode(asked)
+    own = next(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+    for role in (own, f"a{own}b", own[1:-1]):
+        with pytest.raises(ValueError, match="is a part of a special token"):
+            chat.encode([*plain, {"role": role, "content": "x"}])
+
+
 def test_half_of_a_surrogate_pair_is_refused(tokenizer: Any) -> None:
     with pytest.raises(ValueError, match="surrogate"):
         ChatTemplate(tokenizer).encode([{"role": "user", "content": "a \ud800"}])
