@@ -19,7 +19,7 @@ from dinfer.abilities.branches import Added, branches_of
 from dinfer.abilities.lines import Active, Kind, Whole
 from dinfer.abilities.reports import Forced
 from dinfer.kernels.canvas import rows_of, uploaded
-from dinfer.kernels.languages import Sweeps, masked
+from dinfer.kernels.languages import Settled, Sweeps, placed
 from dinfer.kernels.lines import Languages, Line
 from dinfer.step.ability import Ability, Decision, Step
 from dinfer.step.canvas import BlockView, Canvas, Phase, RowCursors
@@ -87,9 +87,7 @@ class Constrained(Extra):
 class Rows:
     """The languages that slots are in, and where each slot is in its own. Languages that are equal lie there once."""
 
-    row_N4: Tensor  # int64: place of the language or FREE, state before the active region, first and last position
-    forced_N: Tensor  # int64: positions of the answer that got the one token that they could have
-    taken_back_N: Tensor  # int64: steps of the active region in which edits took something back
+    row_N6: Tensor  # int64, see `dinfer.kernels.languages.placed`
     vocab: int
     kind_NS: Tensor  # int8, of `Kind`
     languages: Languages | None = None  # allocated for the first request that brings one
@@ -102,10 +100,10 @@ class Rows:
         if (place := self.of_slot.pop(slot, None)) is not None:
             self.used[place] -= 1
         if brought is None:
-            return [FREE, 0, 0, 0]
+            return [FREE, 0, 0, 0, 0, 0]
         place = self.of_slot[slot] = self._place(brought.language)
         self.used[place] += 1
-        return [place, 0, brought.first, brought.until]
+        return [place, 0, brought.first, brought.until, 0, 0]
 
     def _place(self, language: Language) -> int:
         """Where a language is, after it was written there if need be."""
@@ -124,7 +122,7 @@ class Rows:
         return place
 
     def _alloc(self) -> None:
-        slots, device = self.row_N4.shape[0], self.row_N4.device
+        slots, device = self.row_N6.shape[0], self.row_N6.device
 
         def empty(*size: int, dtype: torch.dtype = torch.int16) -> Tensor:
             return torch.empty(size, dtype=dtype, device=device)
@@ -150,7 +148,7 @@ class Rows:
         class_V = np.zeros(self.vocab, np.int16)
         class_V[:vocab] = language.class_V
         stretches = (
-            (held.next_Y, language.next_QC.reshape(-1)), (held.pair_Y2, language.pairs_P2),
+            (held.next_Y, language.next_QC.T.reshape(-1)), (held.pair_Y2, language.pairs_P2),
             (held.edge_Y3, language.edges_E3),
         )  # fmt: skip
         meta = [language.states, classes]
@@ -236,115 +234,111 @@ class Constraints(Ability):
     @classmethod
     def alloc(cls, recipe: Parts, canvas: Canvas, block: int, extras: Sequence[Extra]) -> Any:
         slots, device = canvas.tokens_NS.shape[0], canvas.tokens_NS.device
-        row_N4 = torch.tensor([FREE, 0, 0, 0], device=device).repeat(slots, 1)
+        row_N6 = torch.tensor([FREE, 0, 0, 0, 0, 0], device=device).repeat(slots, 1)
         kind_NS = torch.zeros_like(canvas.status_NS, dtype=torch.int8)
-        forced_N, taken_back_N = (torch.zeros_like(row_N4[:, 0]) for _ in range(2))
-        return Rows(row_N4, forced_N, taken_back_N, recipe.model.spec.vocab, kind_NS)
+        return Rows(row_N6, recipe.model.spec.vocab, kind_NS)
 
     @classmethod
     def admit(cls, kept: Rows, slot_A: Tensor, entries: Sequence[Entry]) -> None:
         brought = [InLanguage.of(entry.more) for entry in entries]
         rows = [kept.admit(entry.slot, own) for entry, own in zip(entries, brought, strict=True)]
-        kept.row_N4.index_copy_(0, slot_A, uploaded(torch.tensor(rows), slot_A.device))
+        kept.row_N6.index_copy_(0, slot_A, uploaded(torch.tensor(rows), slot_A.device))
         if any(place != FREE for place, *_ in rows):
             kinds = (_kinds(own, kept.kind_NS.shape[1]) for own in brought)
             kept.kind_NS.index_copy_(0, slot_A, uploaded(torch.stack([*kinds]), slot_A.device))
-        for count_N in (kept.forced_N, kept.taken_back_N):
-            count_N.index_fill_(0, slot_A, 0)
 
     @classmethod
     def told(cls, kept: Rows, slots: Sequence[int]) -> dict[int, dict[str, int]]:
         bound = [slot for slot in slots if slot in kept.of_slot]
-        counts = kept.forced_N[bound].tolist() if bound else []
+        counts = kept.row_N6[bound, 4].tolist() if bound else []
         return {slot: {"forced": count} for slot, count in zip(bound, counts, strict=True)}
 
     # The step.
 
     def allow(self, step: Step, view: BlockView, logits_RLV: Tensor) -> Tensor:
-        sweeps, line, live_B = self.line(step, view)
-        layout, class_RV = self.layout(step, view), rows_of(sweeps.class_BV, step.shape.blocks)
-        allowed_BXC = sweeps.allowed(line)
+        sweeps, line, _ = self.line(step, view)
+        layout, allowed_BXC = self.layout(step, view), sweeps.allowed(line)
         if view.edits:
             loose_BXC = sweeps.allowed(self._loose(step, view, line, step.lanes))
             allowed_BXC = torch.where(line.open_BX[..., None], allowed_BXC, loose_BXC)
-        bound_RL, allowed_RLC = layout.by_row(~line.outside_BX & live_B[:, None]), layout.by_row(allowed_BXC)
+        outside_RL, allowed_RLC = layout.by_row(line.outside_BX, behind=1), layout.by_row(allowed_BXC)
         if (mask_id := step.recipe.model.spec.mask_id) is None:
-            logits_RLV = masked(logits_RLV, class_RV, allowed_RLC, bound_RL, keep=-1)
+            logits_RLV = sweeps.masked(logits_RLV, allowed_RLC, outside_RL, keep=-1)
         else:
             # A model may still rather wait. What is decoded it takes back only if it would do so without the language.
             stays_RL = ~view.masked_RL & (logits_RLV[..., mask_id] < logits_RLV.amax(-1)) if view.edits else None
-            logits_RLV = masked(logits_RLV, class_RV, allowed_RLC, bound_RL, keep=mask_id)
+            logits_RLV = sweeps.masked(logits_RLV, allowed_RLC, outside_RL, keep=mask_id)
             if stays_RL is not None:
-                logits_RLV[..., mask_id].masked_fill_(bound_RL & stays_RL, float("-inf"))
+                logits_RLV[..., mask_id].masked_fill_(~outside_RL & stays_RL, float("-inf"))
         if step.shape.extra(Sampled) is None:
             return logits_RLV
         # Where a request has ruled out all that is allowed, such as a stop token with ban_eos, the language decides.
         none_RLV = logits_RLV == float("-inf")
         if mask_id is not None:
             none_RLV[..., mask_id] = True
-        allowed_RLV = allowed_RLC.gather(2, class_RV.to(torch.int64)[:, None].expand(logits_RLV.shape))
-        return logits_RLV.masked_fill(none_RLV.all(-1, keepdim=True) & bound_RL[..., None] & allowed_RLV, 0.0)
+        allowed_RLV = allowed_RLC.gather(2, sweeps.class_RLV(logits_RLV))
+        return logits_RLV.masked_fill(none_RLV.all(-1, keepdim=True) & ~outside_RL[..., None] & allowed_RLV, 0.0)
 
     def proposed(self, step: Step, made: Decision) -> None:
         """The projection of what the decoder chose, and forced commits."""
         view, proposal, stats = made.view, made.proposal, made.stats
         sweeps, line, live_B = self.line(step, view)
-        layout = self.layout(step, view)
+        layout, bound_R, taken_BX = self.layout(step, view), rows_of(live_B, step.shape.blocks), None
         token_RL = (
             stats.token_RL
             if proposal.token_RL is None
             else offered_tokens(proposal.token_RL, made, step.recipe.model.spec.mask_id)
         )
+        must_R = bound_R if view.must_progress_R is None else bound_R & view.must_progress_R
         writable_RL = ~view.given_RL if view.edits else view.masked_RL
-        commit_RL = with_progress(proposal.commit_RL & writable_RL, stats, view)
-        chosen_BX, token_BX = layout.by_lane(commit_RL), layout.by_lane(token_RL)
-        after, admitted_BX, (only_BX, only_token_BX) = self._settled(
-            step, made, sweeps, line, chosen_BX & ~line.outside_BX, token_BX
-        )
-        forced_BX = only_BX & after.open_BX
-        written_RL = layout.by_row(admitted_BX | forced_BX | (line.outside_BX & chosen_BX))
-        written_token_RL = layout.by_row(torch.where(forced_BX, only_token_BX, token_BX))
-        taken_RL = layout.by_row(after.open_BX & ~line.open_BX & ~forced_BX & live_B[:, None])
-        bound_R1 = rows_of(live_B, step.shape.blocks)[:, None]
+        commit_RL = with_progress(proposal.commit_RL & writable_RL, stats, replace(view, must_progress_R=must_R))
+        choice = tuple(layout.by_lane(x_RL) for x_RL in (commit_RL, token_RL, stats.confidence_RL))
+        if view.edits:
+            found, taken_BX = self._edited(step, made, sweeps, line, choice)
+        else:
+            found = sweeps.settled(line, *choice)
         made.proposal = replace(
             proposal,
-            commit_RL=torch.where(bound_R1, written_RL, proposal.commit_RL),
-            token_RL=torch.where(bound_R1, written_token_RL, token_RL),
+            commit_RL=layout.by_row(found.written_BX, commit_RL),
+            token_RL=layout.by_row(found.token_BX, token_RL),
         )
-        if view.edits:
-            fixed_RL = layout.by_row(only_BX) & bound_R1  # what can be nothing else is not decoded again
-            self._take_back(made, taken_RL, fixed_RL, bound_R1[:, 0])
-        forced_RL = layout.by_row(forced_BX & live_B[:, None]) & ~step.state.canvas.is_stop(written_token_RL)
-        step.notes[Forced] = forced_RL
-        self._count(step, made, live_B, forced_RL, taken_RL)
-        must_R = torch.ones_like(bound_R1[:, 0]) if view.must_progress_R is None else view.must_progress_R
-        made.view = replace(view, must_progress_R=must_R & ~bound_R1[:, 0])
+        if taken_BX is not None:
+            fixed_RL = layout.by_row(found.only_BX)  # what can be nothing else is not decoded again
+            self._take_back(made, layout.by_row(taken_BX), fixed_RL, bound_R)
+        step.notes[Forced] = layout.by_row(found.text_BX)
+        made.view = replace(
+            view, must_progress_R=~bound_R if view.must_progress_R is None else view.must_progress_R & ~bound_R
+        )
 
-    def _settled(
-        self, step: Step, made: Decision, sweeps: Sweeps, line: Line, commit_BX: Tensor, token_BX: Tensor
-    ) -> tuple[Line, Tensor, list[Tensor]]:
-        """The line with what may be written of a choice, where that is, and what is forced then.
+    def _edited(
+        self, step: Step, made: Decision, sweeps: Sweeps, line: Line, choice: tuple[Tensor, ...]
+    ) -> tuple[Settled, Tensor]:
+        """What is written of a choice of a decoder that edits, and what is taken back. bool [B, X]
 
-        Of a decoder that edits, edits go first, and what it would say again; then what else is decoded, then masks.
+        Edits go first, and what the decoder would say again; then what else is decoded, then masks.
         """
-        confidence_BX = self.layout(step, made.view).by_lane(made.stats.confidence_RL)
-        if not made.view.edits:
-            admitted_BX, *forced = sweeps.settled(line, commit_BX, token_BX, confidence_BX)
-            return with_tokens(line, admitted_BX, token_BX), admitted_BX, forced
-        loose = self._loose(step, made.view, line, made.lanes)
+        commit_BX, token_BX, confidence_BX = choice
+        loose, rows = self._loose(step, made.view, line, made.lanes), step.kept(type(self))
         held_BX = loose.open_BX & ~line.open_BX
         said_BX = held_BX & (commit_BX | (token_BX == line.token_BX))
         said_BX = sweeps.admitted(loose, said_BX, token_BX, confidence_BX)
-        rest, stays_BX = with_tokens(loose, said_BX, token_BX), held_BX & ~said_BX
+        stays_BX = held_BX & ~said_BX
+        rest = replace(line, token_BX=torch.where(said_BX, token_BX, line.token_BX), open_BX=loose.open_BX & ~said_BX)
         rest_BX = torch.where(stays_BX, line.token_BX, token_BX)
         wanted_BX, first_BX = stays_BX | (commit_BX & ~held_BX), confidence_BX.masked_fill(stays_BX, 2.0)
-        other_BX, *forced = sweeps.settled(rest, wanted_BX, rest_BX, first_BX)
-        return with_tokens(rest, other_BX, rest_BX), commit_BX & (said_BX | (other_BX & ~held_BX)), forced
+        found = sweeps.settled(rest, wanted_BX, rest_BX, first_BX)
+        taken_BX = rest.open_BX & ~found.written_BX & ~line.open_BX
+        taken_B = (taken_BX.any(-1) & made.lanes.live_B).to(torch.int64)
+        rows.row_N6[:, 5].index_add_(0, made.lanes.slot_B, taken_B)
+        other_BX = found.written_BX & ~found.forced_BX & ~held_BX
+        written_BX = (commit_BX & (said_BX | other_BX)) | found.forced_BX
+        token_BX = torch.where(found.forced_BX, found.token_BX, token_BX)
+        return found._replace(written_BX=written_BX, token_BX=token_BX), taken_BX
 
     def _loose(self, step: Step, view: BlockView, line: Line, lanes: RowCursors) -> Line:
         """The line with what edits may take back open. Edits often come in groups, as where a word moves by a position,
         and each alone would contradict its neighbours."""
-        able_B = step.kept(type(self)).taken_back_N.index_select(0, lanes.slot_B) < TAKEN_BACK
+        able_B = step.kept(type(self)).row_N6[:, 5].index_select(0, lanes.slot_B) < TAKEN_BACK
         decoded_BX = self.layout(step, view).by_lane(~view.given_RL) & ~line.outside_BX
         return replace(line, open_BX=line.open_BX | (able_B[:, None] & decoded_BX))
 
@@ -359,13 +353,6 @@ class Constraints(Ability):
             busy_R = busy_R & ((changes_RL | remask_RL).any(-1) | ~bound_R)
         made.proposal = replace(proposal, remask_RL=remask_RL, retry_R=retry_R, busy_R=busy_R)
 
-    def _count(self, step: Step, made: Decision, live_B: Tensor, forced_RL: Tensor, taken_RL: Tensor) -> None:
-        rows, live_B = step.kept(type(self)), live_B & made.lanes.live_B
-        forced_B = forced_RL.view(step.shape.lanes, -1).sum(-1)
-        taken_B = taken_RL.view(step.shape.lanes, -1).any(-1).to(torch.int64)
-        for count_N, count_B in ((rows.forced_N, forced_B), (rows.taken_back_N, taken_B)):
-            count_N.index_add_(0, made.lanes.slot_B, count_B.masked_fill(~live_B, 0))
-
     def written(self, step: Step, made: Decision) -> None:
         """Says which proposed tokens a branch may add: those that some answer has beside what is written now."""
         if not branches_of(step.recipe.iteration):
@@ -378,18 +365,14 @@ class Constraints(Ability):
 
     def moved(self, step: Step, made: Decision) -> None:
         """The state moves on over the positions that the active region has left."""
-        before, after, rows = made.lanes, step.lanes, step.kept(type(self))
-        sweeps, line, live_B = self.line(step, made.view)
-        layout = self.layout(step, made.view)
-        pos_BX = layout.pos_BX
+        before, after = made.lanes, step.lanes
+        (sweeps, line, _), layout = self.line(step, made.view), self.layout(step, made.view)
         token_BX = line.token_BX if self.extra.behind else layout.by_lane(made.commits.tokens_RL)
-        left_BX = (pos_BX >= 0) & (pos_BX < after.start_B[:, None]) & ~line.outside_BX
-        state_B = sweeps.run(line.state_B, token_BX, left_BX)
-        live_B = live_B & after.live_B & before.live_B
-        fresh_B = live_B & (after.start_B > before.start_B)
-        for column_N, change_B, new in ((rows.row_N4[:, 1], live_B, state_B), (rows.taken_back_N, fresh_B, 0)):
-            old_B = column_N.index_select(0, after.slot_B)
-            column_N.index_copy_(0, after.slot_B, torch.where(change_B, new, old_B))
+        sweeps.leave(
+            step.kept(type(self)).row_N6, after.slot_B, line, token_BX, layout.pos_BX,
+            layout.by_lane(step.notes[Forced]),
+            (before.start_B, after.start_B, before.live_B, after.live_B),
+        )  # fmt: skip
 
     def layout(self, step: Step, view: BlockView) -> Active:
         lanes, canvas = step.shape.lanes, step.state.canvas
@@ -400,35 +383,21 @@ class Constraints(Ability):
         sweeps, seen, *found = step.notes.get(Constraints, (None, None))
         if seen is view.tokens_RL:  # the same positions once more
             return sweeps, *found
-        rows = step.kept(type(self))
-        row_B4 = rows.row_N4.index_select(0, step.lanes.slot_B)
-        place_B, state_B, first_B, until_B = row_B4.unbind(1)
+        rows, layout = step.kept(type(self)), self.layout(step, view)
+        place_B, live_B, outside_BX, state_B, room_B = placed(rows.row_N6, step.lanes.slot_B, layout.pos_BX)
         if sweeps is None:  # a step's rows stay in their languages
-            most = self.extra.states, self.extra.pairs, self.extra.edges
-            sweeps = Sweeps(rows.languages, place_B.clamp_min(0), *most)
+            sweeps = Sweeps(rows.languages, place_B, self.extra.states, self.extra.pairs, self.extra.edges)
             step.notes[Constraints] = sweeps, None
-        layout = self.layout(step, view)
         if isinstance(layout, Whole):
-            between_B = rows.languages.token_GC[:, NOWHERE].index_select(0, place_B.clamp_min(0))
-            stands = layout.stands(step.state.canvas, rows.kind_NS, step.lanes.slot_B, between_B[:, None])
-            return sweeps, Line(*stands, torch.zeros_like(state_B), torch.zeros_like(state_B)), place_B >= 0
-        pos_BX = layout.pos_BX
-        end_B = pos_BX.amax(1) + 1
-        line = Line(
-            token_BX=layout.by_lane(view.tokens_RL),
-            open_BX=layout.by_lane(view.masked_RL),
-            outside_BX=(pos_BX < first_B[:, None]) | (pos_BX >= until_B[:, None]),
-            state_B=state_B,
-            room_B=(until_B - torch.maximum(end_B, first_B)).clamp_min(0),
-        )
-        live_B = place_B >= 0
+            between_B = rows.languages.token_GC[:, NOWHERE].index_select(0, place_B)
+            token_BX, open_BX, outside_BX = layout.stands(
+                step.state.canvas, rows.kind_NS, step.lanes.slot_B, between_B[:, None]
+            )
+            none_B = torch.zeros_like(state_B)
+            return sweeps, Line(token_BX, open_BX, outside_BX | ~live_B[:, None], none_B, none_B), live_B
+        line = Line(layout.by_lane(view.tokens_RL), layout.by_lane(view.masked_RL), outside_BX, state_B, room_B)
         step.notes[Constraints] = sweeps, view.tokens_RL, line, live_B
         return sweeps, line, live_B
-
-
-def with_tokens(line: Line, at_BX: Tensor, token_BX: Tensor) -> Line:
-    """The line with tokens written at these positions."""
-    return replace(line, token_BX=torch.where(at_BX, token_BX, line.token_BX), open_BX=line.open_BX & ~at_BX)
 
 
 def too_large(language: Language) -> str | None:

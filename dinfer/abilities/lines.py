@@ -37,8 +37,8 @@ class Active:
     def by_lane(self, value_RL: Tensor) -> Tensor:
         return value_RL.view(self.lanes, -1)
 
-    def by_row(self, value_BX: Tensor) -> Tensor:
-        """[B, X, ...] to [R, L, ...]"""
+    def by_row(self, value_BX: Tensor, behind: Tensor | int = 0) -> Tensor:
+        """[B, X, ...] to [R, L, ...]. `behind`: what positions get that the line does not have."""
         return value_BX.view(*self.view.pos_RL.shape, *value_BX.shape[2:])
 
 
@@ -59,12 +59,12 @@ class Whole(Active):
         place_BX = torch.where(place_BX < 0, self.span, place_BX.clamp_max(self.span))  # rows without a language
         return line_BX.scatter(1, place_BX, value_RL.view(self.lanes, -1))[:, : self.span]
 
-    def by_row(self, value_BX: Tensor) -> Tensor:
-        """0 behind the end of a short block."""
+    def by_row(self, value_BX: Tensor, behind: Tensor | int = 0) -> Tensor:
         place_RL, lane_B1 = self.view.pos_RL, torch.arange(self.lanes, device=value_BX.device)[:, None]
         value_RL = value_BX[rows_of(lane_B1, len(place_RL) // self.lanes), place_RL.clamp(0, self.span - 1)]
         there_RL = (place_RL >= 0) & (place_RL < self.span)
-        return value_RL.masked_fill(~there_RL.view(*there_RL.shape, *(1,) * (value_RL.dim() - 2)), 0)
+        behind = behind if isinstance(behind, Tensor) else value_RL.new_full((), behind)
+        return torch.where(there_RL.view(*there_RL.shape, *(1,) * (value_RL.dim() - 2)), value_RL, behind)
 
     def stands(
         self, canvas: Canvas, kind_NS: Tensor, slot_B: Tensor, between_B1: Tensor

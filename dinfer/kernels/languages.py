@@ -12,12 +12,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from dinfer.kernels.canvas import rows_of
 from dinfer.kernels.dispatch import compiled, use_triton
 from dinfer.kernels.lines import Languages, Line
+
+
+class Settled(NamedTuple):
+    """What is written of a choice, and what the language then leaves. [B, X]"""
+
+    written_BX: Tensor  # bool: what is admitted of the choice, and what is forced
+    token_BX: Tensor  # int64, what is written there
+    forced_BX: Tensor  # bool: open, and only one token is left, or only tokens behind the end
+    text_BX: Tensor  # bool: forced, and no end
+    only_BX: Tensor  # bool: as `forced_BX`, at decoded positions too
 
 
 class Sweeps:
@@ -70,7 +82,7 @@ class Sweeps:
     def next_of(self, class_B: Tensor) -> Tensor:
         """The state behind each state by a token of the class; `states`: nowhere. int64 [B, Q]"""
         next_BQ = self.languages.next_Y[
-            self.meta_B8[:, 2, None] + self.state_BQ * self.meta_B8[:, 1, None] + class_B[:, None]
+            self.meta_B8[:, 2, None] + class_B[:, None] * self.meta_B8[:, :1] + self.state_BQ
         ]
         return torch.where(next_BQ < 0, self.states, next_BQ.to(torch.int64).clamp_max(self.states))
 
@@ -122,27 +134,41 @@ class Sweeps:
             found.append(allowed_BC.scatter_(1, torch.where(through_BE, class_BE, most), True)[:, :-1])
         return torch.stack(found, 1)
 
-    def settled(
-        self, line: Line, commit_BX: Tensor, token_BX: Tensor, confidence_BX: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """What is `admitted`, and what is `forced` once that is written: bool, bool and int64 [B, X]."""
+    def settled(self, line: Line, commit_BX: Tensor, token_BX: Tensor, confidence_BX: Tensor) -> Settled:
+        """What is written of a choice, see `admitted`, and what then follows from the language."""
         if use_triton(line.token_BX, "languages"):
             from dinfer.kernels.triton.languages import settled as kernel
 
-            return kernel(self.languages, self.language_B, self.states, line, commit_BX, token_BX, confidence_BX)
+            return Settled(
+                *kernel(self.languages, self.language_B, self.states, line, commit_BX, token_BX, confidence_BX)
+            )
         admitted_BX = self.admitted(line, commit_BX, token_BX, confidence_BX)
-        token_BX = torch.where(admitted_BX, token_BX, line.token_BX)
-        after = replace(line, token_BX=token_BX, open_BX=line.open_BX & ~admitted_BX)
-        return admitted_BX, *self.forced(after)
+        held_BX = torch.where(admitted_BX, token_BX, line.token_BX)
+        after = replace(line, token_BX=held_BX, open_BX=line.open_BX & ~admitted_BX)
+        only_BX, class_BX = self.forced(after)
+        forced_BX, stop_B1 = only_BX & after.open_BX, self.meta_B8[:, 1, None] - 2
+        token_BC = self.languages.token_GC.index_select(0, self.language_B).to(torch.int64)
+        return Settled(
+            written_BX=admitted_BX | forced_BX,
+            token_BX=torch.where(forced_BX, token_BC.gather(1, class_BX), token_BX),
+            forced_BX=forced_BX,
+            text_BX=forced_BX & (class_BX != stop_B1),
+            only_BX=only_BX,
+        )
 
     def admitted(self, line: Line, commit_BX: Tensor, token_BX: Tensor, confidence_BX: Tensor) -> Tensor:
         """The part of a choice that is written: in falling order of confidence, each position that, with those written
-        before it, leaves the row an accepted completion. bool [B, X]
+        before it, leaves the row an accepted completion; and all that is outside. bool [B, X]
 
         A commit may replace a decoded token.
         """
         if use_triton(line.token_BX, "languages"):
-            return self.settled(line, commit_BX, token_BX, confidence_BX)[0]
+            found = self.settled(line, commit_BX, token_BX, confidence_BX)
+            return found.written_BX & ~found.forced_BX
+        inside_BX = commit_BX & ~line.outside_BX
+        return (commit_BX & line.outside_BX) | self._admitted(line, inside_BX, token_BX, confidence_BX)
+
+    def _admitted(self, line: Line, commit_BX: Tensor, token_BX: Tensor, confidence_BX: Tensor) -> Tensor:
         order_BX = _order(commit_BX, confidence_BX)
         if on_host(line.token_BX):
             from dinfer.kernels.cpu import languages as in_c
@@ -177,7 +203,7 @@ class Sweeps:
         return (last_BQ & (self.distance_BQ <= line.room_B[:, None])).any(1)
 
     def forced(self, line: Line) -> tuple[Tensor, Tensor]:
-        """Which positions have but one allowed token, or none but tokens behind the end, and that token.
+        """Which positions have but one allowed token, or none but tokens behind the end, and the class of that token.
 
         bool [B, X], int64 [B, X]
         """
@@ -188,16 +214,50 @@ class Sweeps:
         class_C = torch.arange(allowed_BXC.shape[-1], device=first_BX1.device)
         stop_B1 = self.meta_B8[:, 1, None] - 2  # the last two classes are stop tokens and other tail tokens
         ends_BX = ~(allowed_BXC & (class_C < stop_B1)[:, None]).any(-1) & allowed_BXC.any(-1)
-        token_BC = self.languages.token_GC.index_select(0, self.language_B).to(torch.int64)
         class_BX = torch.where(ends_BX, stop_B1, first_BX1[..., 0])
-        return ~line.outside_BX & ((count_BX == 1) | ends_BX), token_BC.gather(1, class_BX)
+        return ~line.outside_BX & ((count_BX == 1) | ends_BX), class_BX
+
+    def leave(
+        self, row_N6: Tensor, slot_B: Tensor, line: Line, token_BX: Tensor, pos_BX: Tensor, text_BX: Tensor,
+        regions: tuple[Tensor, Tensor, Tensor, Tensor],
+    ) -> None:  # fmt: skip
+        """Brings the rows of `placed` up to date: the state moves on over the positions that the region has left.
+
+        `regions`: where it began, int64 [B], where it begins now, and which lanes were live and are, bool [B]. Rows
+        that leave positions begin to count anew what they take back. `text_BX`: forced text, which is counted.
+        """
+        start_B, after_B, live_B, still_B = regions
+        if use_triton(token_BX, "languages"):
+            from dinfer.kernels.triton.languages import leave as kernel
+
+            return kernel(self.languages, self.language_B, row_N6, slot_B, line, token_BX, pos_BX, text_BX, *regions)
+        passed_BX = (pos_BX >= 0) & (pos_BX < after_B[:, None]) & ~line.outside_BX
+        state_B, still_B = self.run(line.state_B, token_BX, passed_BX), still_B & live_B
+        row_B6 = row_N6.index_select(0, slot_B)
+        row_B6[:, 1] = torch.where(still_B, state_B, row_B6[:, 1])
+        row_B6[:, 4] += text_BX.sum(1) * live_B
+        row_B6[:, 5].masked_fill_(still_B & (after_B > start_B), 0)
+        row_N6.index_copy_(0, slot_B, row_B6)
+
+    def masked(self, logits_RLV: Tensor, allowed_RLC: Tensor, outside_RL: Tensor, keep: int) -> Tensor:
+        """The logits, with -inf for tokens whose class is not allowed, but where that is `outside`. Changes the given
+        ones. `keep`: a token that is never ruled out, -1: none."""
+        if use_triton(logits_RLV, "languages"):
+            from dinfer.kernels.triton.languages import masked as kernel
+
+            return kernel(self.languages, self.language_B, logits_RLV, allowed_RLC, outside_RL, keep)
+        ruled_out_RLV = ~allowed_RLC.gather(2, self.class_RLV(logits_RLV)) & ~outside_RL[..., None]
+        if keep >= 0:
+            ruled_out_RLV[..., keep] = False
+        return logits_RLV.masked_fill_(ruled_out_RLV, float("-inf"))
+
+    def class_RLV(self, logits_RLV: Tensor) -> Tensor:
+        """The class of each token at each position of rows of blocks. int64, expanded"""
+        class_RV = rows_of(self.class_BV, len(logits_RLV) // len(self.class_BV))
+        return class_RV.to(torch.int64)[:, None].expand(logits_RLV.shape)
 
     def run(self, state_B: Tensor, token_BX: Tensor, passed_BX: Tensor) -> Tensor:
         """The state behind the tokens that are `passed`, which are all in the language. int64 [B]"""
-        if use_triton(token_BX, "languages"):
-            from dinfer.kernels.triton.languages import run as kernel
-
-            return kernel(self.languages, self.language_B, state_B, token_BX, passed_BX)
         if on_host(token_BX):
             from dinfer.kernels.cpu import languages as in_c
 
@@ -230,20 +290,21 @@ class Sweeps:
             yield order_BX[:, x : x + 1]
 
 
-def masked(logits_RLV: Tensor, class_RV: Tensor, allowed_RLC: Tensor, bound_RL: Tensor, keep: int) -> Tensor:
-    """The logits, with -inf for tokens whose class is not allowed, at `bound` positions. Changes the given ones.
+def placed(row_N6: Tensor, slot_B: Tensor, pos_BX: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Of lanes: the place of the language, 0 without one; whether there is one; of a `Line`: what is outside, the
+    state, and the room behind. int64 [B], bool [B], bool [B, X], int64 [B] twice
 
-    `class_RV`: of each token, int16. `keep`: a token that is never ruled out, -1: none.
+    `row_N6`: int64. Of each slot the place of its language, negative: none; the state before the active region; where
+    the language begins and ends; forced tokens; steps of the region in which edits took something back.
     """
-    if use_triton(logits_RLV, "languages"):
-        from dinfer.kernels.triton.languages import masked as kernel
+    if use_triton(pos_BX, "languages"):
+        from dinfer.kernels.triton.languages import placed as kernel
 
-        return kernel(logits_RLV, class_RV, allowed_RLC, bound_RL, keep)
-    class_RLV = class_RV.to(torch.int64)[:, None].expand(logits_RLV.shape)
-    ruled_out_RLV = ~allowed_RLC.gather(2, class_RLV) & bound_RL[..., None]
-    if keep >= 0:
-        ruled_out_RLV[..., keep] = False
-    return logits_RLV.masked_fill_(ruled_out_RLV, float("-inf"))
+        return kernel(row_N6, slot_B, pos_BX)
+    place_B, state_B, first_B, until_B = row_N6.index_select(0, slot_B)[:, :4].unbind(1)
+    outside_BX = (pos_BX < first_B[:, None]) | (pos_BX >= until_B[:, None]) | (place_B < 0)[:, None]
+    room_B = (until_B - torch.maximum(pos_BX.amax(1) + 1, first_B)).clamp_min(0)
+    return place_B.clamp_min(0), place_B >= 0, outside_BX, state_B, room_B
 
 
 def on_host(x: Tensor) -> bool:

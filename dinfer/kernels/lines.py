@@ -17,7 +17,7 @@ class Languages:
     size_GC: Tensor  # int32, the tokens of each class
     token_GC: Tensor  # int32, the lowest token of each class
     distance_GQ: Tensor  # int32, the least number of text tokens to an accepting state
-    next_Y: Tensor  # int16 [Q, C] of each language: the next state, -1: none
+    next_Y: Tensor  # int16 [C, Q] of each language: the next state, -1: none
     pair_Y2: Tensor  # int16, (state, next state)
     edge_Y3: Tensor  # int16, (state, class, next state)
     meta_G8: Tensor  # int64: states, classes, first entry of next, of pairs, how many, of edges, how many; 0

@@ -109,6 +109,10 @@ def allowed_commits(
 
 def with_progress(commit_RL: Tensor, stats: TokenStats, view: BlockView) -> Tensor:
     """The commits, and the surest open position of each block that must commit something and would not. bool [R, L]"""
+    if use_triton(commit_RL, "commit"):
+        from dinfer.kernels.triton.advance import with_progress as kernel
+
+        return kernel(commit_RL, stats, view.masked_RL, view.must_progress_R)
     score_RL = (stats.confidence_RL - 2.0 * stats.declined_RL).masked_fill(~view.masked_RL, -4.0)
     best_RL = torch.arange(score_RL.shape[1], device=score_RL.device) == score_RL.argmax(-1, keepdim=True)
     stuck_R = view.masked_RL.any(-1) & ~(commit_RL & view.masked_RL).any(-1)

@@ -13,10 +13,8 @@ from dinfer.structure.language import Language
 
 def sweeps_of(languages: Sequence[Language], device: str = "cpu") -> Sweeps:
     """One lane for each language."""
-    row_N4 = torch.zeros(len(languages) + 1, 4, dtype=torch.int64, device=device)
-    rows = Rows(
-        row_N4, *torch.zeros_like(row_N4[:, :2]).unbind(1), max(len(found.class_V) for found in languages), row_N4
-    )
+    row_N6 = torch.zeros(len(languages) + 1, 6, dtype=torch.int64, device=device)
+    rows = Rows(row_N6, max(len(found.class_V) for found in languages), row_N6)
     place_B = torch.tensor([rows.admit(slot, InLanguage(found, 0, 1))[0] for slot, found in enumerate(languages)]).to(
         device
     )

@@ -52,9 +52,9 @@ static void step(const Language *own, const uint8_t *from, uint8_t *to, int outs
         }
         return;
     }
-    const int16_t *next = own->next + class_of(own, token);
+    const int16_t *next = own->next + class_of(own, token) * states;
     for (int64_t first = 0; first < states; first++) {
-        const int64_t second = next[first * own->classes];
+        const int64_t second = next[first];
         if (!inside(second, states)) continue;
         if (back) to[first] = from[second];
         else to[second] |= from[first];
@@ -128,10 +128,10 @@ int dinfer_language_admitted(
         for (int64_t i = 0; i < active; i++) {
             const int64_t x = order[at + i];
             if (!commit[at + x]) continue;
-            const int16_t *next = own.next + class_of(&own, choice[at + x]);
+            const int16_t *next = own.next + class_of(&own, choice[at + x]) * own.states;
             int fits = 0;
             for (int64_t q = 0; q < own.states && !fits; q++) {
-                const int64_t second = next[q * own.classes];
+                const int64_t second = next[q];
                 fits = inside(second, own.states) && enter[x * own.states + q] && leave[(x + 1) * own.states + second];
             }
             if (!fits) continue;
@@ -150,7 +150,7 @@ int dinfer_language_run(const Rows *rows, const int64_t *state, const int64_t *t
         out[lane] = state[lane];
         for (int64_t x = lane * rows->active; x < (lane + 1) * rows->active; x++) {
             if (!passed[x] || !inside(out[lane], own.states)) continue;
-            const int64_t second = own.next[out[lane] * own.classes + class_of(&own, token[x])];
+            const int64_t second = own.next[class_of(&own, token[x]) * own.states + out[lane]];
             if (inside(second, own.states)) out[lane] = second;
         }
     }

@@ -347,6 +347,49 @@ def confident(
 
 
 @triton.jit
+def _progress(commit, masked, there, must, confidence, declined):
+    """The surest masked position of each block that must commit something and would not."""
+    finite = (confidence == confidence) & (tl.abs(confidence) != float("inf"))
+    score = tl.where(masked & finite, tl.where(declined, confidence - 2.0, confidence), -4.0)
+    best = tl.argmax(tl.where(there, score, -5.0), 1)
+    stuck = must & (tl.max(masked.to(tl.int32), 1) > 0) & (tl.max((commit & masked).to(tl.int32), 1) == 0)
+    return (tl.arange(0, commit.shape[1])[None, :] == best[:, None]) & stuck[:, None]
+
+
+@triton.jit
+def _with_progress(
+    commit_ptr, masked_ptr, must_ptr, confidence_ptr, mask_confidence_ptr, drawn_ptr, out_ptr, length,
+    DRAWN: tl.constexpr, MUST: tl.constexpr, L: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    follow(EARLY)
+    row = tl.program_id(0).to(tl.int64) + tl.zeros((1,), tl.int64)
+    at, there = row[:, None] * length + tl.arange(0, L)[None, :], tl.arange(0, L)[None, :] < length
+    commit = tl.load(commit_ptr + at, mask=there, other=0) != 0
+    masked = tl.load(masked_ptr + at, mask=there, other=0) != 0
+    confidence = tl.load(confidence_ptr + at, mask=there, other=0.0)
+    if DRAWN:
+        declined = tl.load(drawn_ptr + at, mask=there, other=0) != 0
+    else:
+        declined = tl.load(mask_confidence_ptr + at, mask=there, other=0.0) > confidence
+    must = row >= 0
+    if MUST:
+        must = tl.load(must_ptr + row) != 0
+    tl.store(out_ptr + at, commit | _progress(commit, masked, there, must, confidence, declined), mask=there)
+
+
+def with_progress(commit_RL: Tensor, stats: TokenStats, masked_RL: Tensor, must_R: Tensor | None) -> Tensor:
+    """See `dinfer.step.commits.with_progress`."""
+    (rows, length), out_RL = commit_RL.shape, torch.empty_like(commit_RL, memory_format=torch.contiguous_format)
+    read = (commit_RL, masked_RL, must_R, stats.confidence_RL, stats.mask_confidence_RL, stats.mask_drawn_RL)
+    _with_progress[(rows,)](
+        *(out_RL if t is None else t.contiguous() for t in read), out_RL, length,
+        DRAWN=stats.mask_drawn_RL is not None, MUST=must_R is not None, L=triton.next_power_of_2(length), num_warps=1,
+        **early(commit_RL),
+    )  # fmt: skip
+    return out_RL
+
+
+@triton.jit
 def _commit(
     canvas_ptr, status_ptr, next_ptr, stops_ptr, slot_ptr, live_ptr, minds_ptr, end_ptr,
     pos_ptr, tokens_ptr, masked_ptr, given_ptr, must_ptr, token_ptr, confidence_ptr, mask_confidence_ptr, drawn_ptr,
@@ -403,10 +446,7 @@ def _commit(
             valid = valid & (wanted != mask_id)
         commit, token = commit & valid, tl.where(valid, wanted, token)
     if FORCED:
-        score = tl.where(masked & finite, tl.where(declined, confidence - 2.0, confidence), -4.0)
-        best = tl.argmax(tl.where(there, score, -5.0), 1)
-        stuck = must & (tl.max(masked.to(tl.int32), 1) > 0) & (tl.max((commit & masked).to(tl.int32), 1) == 0)
-        commit = commit | ((column == best[:, None]) & stuck[:, None])
+        commit = commit | _progress(commit, masked, there, must, confidence, declined)
     commit = commit & able
     remask = commit & ~commit
     if REMASK:

@@ -10,17 +10,19 @@ import triton.language as tl
 from torch import Tensor
 
 from dinfer.kernels.lines import Languages, Line
+from dinfer.kernels.triton.launch import early, follow
 
 MOST = 16384  # pairs, edges or states at a time
 OPEN, OUTSIDE = tl.constexpr(-1), tl.constexpr(-2)  # codes of a position; the others are the class of its token
 
 
 @triton.jit
-def _language(place_ptr, meta_ptr, lane):
-    """What `meta_G8` says of the lane's language."""
+def _language(place_ptr, meta_ptr, lane, width):
+    """What `meta_G8` says of the lane's language. `width`: the states that sets have room for. Lanes without a
+    constraint may stand at a language that has more."""
     meta_ptr += tl.load(place_ptr + lane) * 8
-    states, classes = tl.load(meta_ptr).to(tl.int32), tl.load(meta_ptr + 1)
-    return states, classes, tl.load(meta_ptr + 2), tl.load(meta_ptr + 3), tl.load(meta_ptr + 4).to(tl.int32)
+    states = tl.minimum(tl.load(meta_ptr), width).to(tl.int32)
+    return states, tl.load(meta_ptr + 2), tl.load(meta_ptr + 3), tl.load(meta_ptr + 4).to(tl.int32)
 
 
 @triton.jit
@@ -30,49 +32,88 @@ def _class_of(token, class_ptr, place_ptr, lane, vocab, mask):
 
 
 @triton.jit
-def _step(from_ptr, to_ptr, code, next_ptr, pair_ptr, states, classes, pairs, BACK: tl.constexpr, PIECE: tl.constexpr):
-    """The set on the other side of a position."""
-    entry = tl.arange(0, PIECE)
-    if code == OUTSIDE:
-        for at in range(0, states, PIECE):
-            tl.store(
-                to_ptr + at + entry, tl.load(from_ptr + at + entry, mask=at + entry < states), mask=at + entry < states
-            )
-    elif code == OPEN:
-        for at in range(0, pairs, PIECE):
-            inside = at + entry < pairs
-            pair = tl.load(pair_ptr + at + entry, mask=inside, other=0)
-            first, second = pair & 0xFFFF, pair >> 16
-            inside &= (first < states) & (second >= 0) & (second < states)
-            source, target = (second, first) if BACK else (first, second)
-            held = tl.load(from_ptr + source, mask=inside, other=0) != 0
-            tl.store(to_ptr + target, held.to(tl.int8), mask=held & inside)
-    else:
-        for at in range(0, states, PIECE):
-            first, inside = at + entry, at + entry < states
-            second = tl.load(next_ptr + first * classes + code, mask=inside, other=-1).to(tl.int32)
-            inside &= (second >= 0) & (second < states)
-            source, target = (second, first) if BACK else (first, second)
-            held = tl.load(from_ptr + source, mask=inside, other=0) != 0
-            tl.store(to_ptr + target, held.to(tl.int8), mask=held & inside)
-    tl.debug_barrier()
+def _placed(
+    row_ptr, slot_ptr, pos_ptr, place_ptr, live_ptr, outside_ptr, state_ptr, room_ptr, columns, active,
+    LINE: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    follow(EARLY)
+    lane, x_X = tl.program_id(0).to(tl.int64), tl.arange(0, LINE)
+    row_ptr += tl.load(slot_ptr + lane) * columns
+    place, first, until = tl.load(row_ptr), tl.load(row_ptr + 2), tl.load(row_ptr + 3)
+    at, there = lane * active + x_X, x_X < active
+    pos = tl.load(pos_ptr + at, mask=there, other=-1)
+    tl.store(outside_ptr + at, ((pos < first) | (pos >= until) | (place < 0)).to(tl.int8), mask=there)
+    tl.store(place_ptr + lane, tl.maximum(place, 0))
+    tl.store(live_ptr + lane, (place >= 0).to(tl.int8))
+    tl.store(state_ptr + lane, tl.load(row_ptr + 1))
+    tl.store(room_ptr + lane, tl.maximum(until - tl.maximum(tl.max(pos, 0) + 1, first), 0))
+
+
+@triton.jit
+def _ends(pair, inside, back, states):
+    """The state that a step comes from and the one that it goes to, for each pair, and which pairs count."""
+    first, second = pair & 0xFFFF, pair >> 16
+    inside &= (first < states) & (second >= 0) & (second < states)
+    return tl.where(back > 0, second, first), tl.where(back > 0, first, second), inside
+
+
+@triton.jit
+def _sweep(
+    base_ptr, code_ptr, next_ptr, pair_ptr, begin, end, back, states, pairs, width,
+    PIECE: tl.constexpr, SPAN: tl.constexpr, CLEAR: tl.constexpr,
+):  # fmt: skip
+    """Steps over the positions [begin, end), from the last on if `back` is 1. CLEAR: sets are not empty at first."""
+    entry, state = tl.arange(0, PIECE), tl.arange(0, SPAN)
+    source, target, counts = _ends(
+        tl.load(pair_ptr + entry, mask=entry < pairs, other=0), entry < pairs, back, states
+    )  # most languages have no more pairs
+    onward, x = 1 - 2 * back, begin + back * (end - 1 - begin)
+    code = tl.load(code_ptr + x, mask=begin < end, other=0)
+    for done in range(end - begin):
+        ahead = tl.load(code_ptr + x + onward, mask=done + 1 < end - begin, other=0)
+        from_ptr, to_ptr = base_ptr + (x + back) * width, base_ptr + (x + 1 - back) * width
+        if CLEAR:
+            for at in range(0, states, SPAN):
+                tl.store(to_ptr + at + state, tl.zeros((SPAN,), tl.int8), mask=at + state < states)
+            tl.debug_barrier()
+        if code == OPEN:
+            held = tl.load(from_ptr + source, mask=counts, other=0)
+            tl.store(to_ptr + target, held, mask=counts & (held != 0))
+            for at in range(PIECE, pairs, PIECE):
+                inside = at + entry < pairs
+                more = tl.load(pair_ptr + at + entry, mask=inside, other=0)
+                other_source, other_target, inside = _ends(more, inside, back, states)
+                held = tl.load(from_ptr + other_source, mask=inside, other=0)
+                tl.store(to_ptr + other_target, held, mask=inside & (held != 0))
+        else:
+            for at in range(0, states, SPAN):
+                first, inside = at + state, at + state < states
+                second = first
+                if code != OUTSIDE:
+                    second = tl.load(next_ptr + code * states + first, mask=inside, other=-1).to(tl.int32)
+                inside &= (second >= 0) & (second < states)
+                held = tl.load(from_ptr + tl.where(back > 0, second, first), mask=inside, other=0)
+                tl.store(to_ptr + tl.where(back > 0, first, second), held, mask=inside & (held != 0))
+        tl.debug_barrier()
+        code = ahead
+        x += onward
 
 
 @triton.jit
 def _sweeps(
     sets_ptr, code_ptr, token_ptr, open_ptr, outside_ptr, state_ptr, room_ptr, commit_ptr, choice_ptr,
     place_ptr, class_ptr, distance_ptr, next_ptr, pair_ptr, meta_ptr,
-    lanes, active, width, vocab, distances, LINE: tl.constexpr, PIECE: tl.constexpr,
+    lanes, active, width, vocab, distances,
+    LINE: tl.constexpr, PIECE: tl.constexpr, SPAN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Plane 0: the states that a position can be entered in; 1: those that can be completed; 2 and 3: the same, once a
-    choice is written. The planes are empty at first. Leaves the codes of a line, and of one with the choice."""
+    choice is written. Leaves the codes of a line, and of one with the choice."""
+    follow(EARLY)
     lane, plane = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    states, classes, first_next, first_pair, pairs = _language(place_ptr, meta_ptr, lane)
-    base_ptr, at_lane = sets_ptr + (plane * lanes + lane) * (active + 1) * width, lane * active
+    states, first_next, first_pair, pairs = _language(place_ptr, meta_ptr, lane, width)
+    base_ptr, at_lane, back = sets_ptr + (plane * lanes + lane) * (active + 1) * width, lane * active, plane % 2
     code_ptr += (plane * lanes + lane) * active
-    next_ptr += first_next
-    pair_ptr += first_pair
-    entry, x_X = tl.arange(0, PIECE), tl.arange(0, LINE)
+    state, x_X = tl.arange(0, SPAN), tl.arange(0, LINE)
     there_X = x_X < active
     token_X = tl.load(token_ptr + at_lane + x_X, mask=there_X, other=0)
     open_X = tl.load(open_ptr + at_lane + x_X, mask=there_X, other=0) != 0
@@ -83,48 +124,40 @@ def _sweeps(
     code_X = tl.where(open_X, OPEN, _class_of(token_X, class_ptr, place_ptr, lane, vocab, there_X))
     code_X = tl.where(tl.load(outside_ptr + at_lane + x_X, mask=there_X, other=0) != 0, OUTSIDE, code_X)
     tl.store(code_ptr + x_X, code_X, mask=there_X)
-    if plane % 2 == 1:
-        distance_ptr += tl.load(place_ptr + lane) * distances
-        room = tl.load(room_ptr + lane)
-        for at in range(0, states, PIECE):
-            near = tl.load(distance_ptr + at + entry, mask=at + entry < states, other=0) <= room
-            tl.store(base_ptr + active * width + at + entry, near.to(tl.int8), mask=at + entry < states)
-        tl.debug_barrier()
-        for done in range(active):
-            x = active - 1 - done
-            _step(
-                base_ptr + (x + 1) * width, base_ptr + x * width, tl.load(code_ptr + x), next_ptr, pair_ptr,
-                states, classes, pairs, True, PIECE,
-            )  # fmt: skip
-    else:
-        tl.store(base_ptr + tl.load(state_ptr + lane), 1)
-        tl.debug_barrier()
-        for x in range(active):
-            _step(
-                base_ptr + x * width, base_ptr + (x + 1) * width, tl.load(code_ptr + x), next_ptr, pair_ptr,
-                states, classes, pairs, False, PIECE,
-            )  # fmt: skip
-
-
-@triton.jit
-def _emptied(set_ptr, states, PIECE: tl.constexpr):
-    entry = tl.arange(0, PIECE)
-    for at in range(0, states, PIECE):
-        tl.store(set_ptr + at + entry, tl.zeros((PIECE,), tl.int8), mask=at + entry < states)
+    start, room = tl.load(state_ptr + lane), tl.load(room_ptr + lane)
+    distance_ptr += tl.load(place_ptr + lane) * distances
+    for at in range(0, states, SPAN):
+        inside = at + state < states
+        near = tl.load(distance_ptr + at + state, mask=inside, other=0) <= room
+        known = tl.where(back > 0, near, at + state == start)
+        tl.store(base_ptr + back * active * width + at + state, known.to(tl.int8), mask=inside)
+    empty_ptr = base_ptr + (1 - back) * width
+    for at in range(0, active * width, SPAN):
+        tl.store(empty_ptr + at + state, tl.zeros((SPAN,), tl.int8), mask=at + state < active * width)
     tl.debug_barrier()
+    _sweep(
+        base_ptr, code_ptr, next_ptr + first_next, pair_ptr + first_pair, 0, active, back, states, pairs, width,
+        PIECE, SPAN, False,
+    )  # fmt: skip
 
 
 @triton.jit
 def _allowed(
-    sets_ptr, code_ptr, whole_ptr, out_ptr, only_ptr, token_ptr, place_ptr, edge_ptr, size_ptr, lowest_ptr, meta_ptr,
-    lanes, active, width, most, PIECE: tl.constexpr, CLASSES: tl.constexpr, FORCED: tl.constexpr,
+    sets_ptr, code_ptr, whole_ptr, out_ptr, place_ptr, edge_ptr, size_ptr, lowest_ptr, meta_ptr,
+    choice_ptr, admitted_ptr, written_ptr, token_ptr, forced_ptr, text_ptr, only_ptr,
+    lanes, active, width, most,
+    PIECE: tl.constexpr, CLASSES: tl.constexpr, FORCED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Marks the classes of one position. None is marked at first. FORCED: says what is the only token, too, once what
-    is admitted is written: planes 2 and 3 have the whole choice, 0 and 1 a part of it."""
-    lane, x, entry = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, PIECE)
+    """Marks the classes of one position. FORCED: says what is written there, too, once what is admitted is written:
+    planes 2 and 3 have the whole choice, 0 and 1 a part of it."""
+    follow(EARLY)
+    lane, x, entry, own = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, PIECE), tl.arange(0, CLASSES)
+    at_x = lane * active + x
+    out_ptr += at_x * most
+    tl.store(out_ptr + own, tl.zeros((CLASSES,), tl.int8), mask=own < most)
     place = tl.load(place_ptr + lane)
     meta_ptr += place * 8
-    states, classes = tl.load(meta_ptr).to(tl.int32), tl.load(meta_ptr + 1).to(tl.int32)
+    states, classes = tl.minimum(tl.load(meta_ptr), width).to(tl.int32), tl.load(meta_ptr + 1).to(tl.int32)
     edge_ptr += tl.load(meta_ptr + 5) * 3
     edges = tl.load(meta_ptr + 6).to(tl.int32)
     plane = 0
@@ -132,40 +165,46 @@ def _allowed(
         plane = tl.where(tl.load(whole_ptr + lane) != 0, 2, 0)
     enter_ptr = sets_ptr + ((plane * lanes + lane) * (active + 1) + x) * width
     leave_ptr = sets_ptr + (((plane + 1) * lanes + lane) * (active + 1) + x + 1) * width
-    at_x = lane * active + x
-    out_ptr += at_x * most
+    tl.debug_barrier()
     for at in range(0, edges, PIECE):
         inside, entry_ptr = at + entry < edges, edge_ptr + (at + entry) * 3
         source = tl.load(entry_ptr, mask=inside, other=0).to(tl.int32)
-        own = tl.load(entry_ptr + 1, mask=inside, other=0).to(tl.int32)
+        by = tl.load(entry_ptr + 1, mask=inside, other=0).to(tl.int32)
         target = tl.load(entry_ptr + 2, mask=inside, other=0).to(tl.int32)
-        inside &= (source >= 0) & (source < states) & (target >= 0) & (target < states) & (own >= 0) & (own < classes)
+        inside &= (source >= 0) & (source < states) & (target >= 0) & (target < states) & (by >= 0) & (by < classes)
         held = tl.load(enter_ptr + source, mask=inside, other=0) & tl.load(leave_ptr + target, mask=inside, other=0)
-        tl.store(out_ptr + own, held, mask=inside & (held != 0))
+        tl.store(out_ptr + by, held, mask=inside & (held != 0))
     if FORCED:
         tl.debug_barrier()
-        own = tl.arange(0, CLASSES)
         marked = tl.load(out_ptr + own, mask=own < most, other=0) != 0
         stop = classes - 2  # the last two classes are stop tokens and other tail tokens
         tokens = tl.sum(tl.where(marked, tl.load(size_ptr + place * most + own, mask=own < most, other=0), 0), 0)
         first = tl.min(tl.where(marked, own, CLASSES), 0)
         ends = (first >= stop) & (first < CLASSES)
-        inside = tl.load(code_ptr + at_x) != OUTSIDE
-        tl.store(only_ptr + at_x, (inside & ((tokens == 1) | ends)).to(tl.int8))
+        code = tl.load(code_ptr + plane * lanes * active + at_x)
+        only = (code != OUTSIDE) & ((tokens == 1) | ends)
+        forced = only & (code == OPEN)
         best = tl.where(ends, stop, tl.where(first < CLASSES, first, 0))
-        tl.store(token_ptr + at_x, tl.load(lowest_ptr + place * most + best).to(tl.int64))
+        admitted = tl.load(admitted_ptr + at_x) != 0
+        lowest, choice = tl.load(lowest_ptr + place * most + best).to(tl.int64), tl.load(choice_ptr + at_x)
+        tl.store(written_ptr + at_x, (admitted | forced).to(tl.int8))
+        tl.store(token_ptr + at_x, tl.where(forced, lowest, choice))
+        tl.store(forced_ptr + at_x, forced.to(tl.int8))
+        tl.store(text_ptr + at_x, (forced & (best != stop)).to(tl.int8))
+        tl.store(only_ptr + at_x, only.to(tl.int8))
 
 
 @triton.jit
 def _admitted(
-    sets_ptr, code_ptr, room_ptr, commit_ptr, confidence_ptr, out_ptr, all_ptr,
+    sets_ptr, code_ptr, room_ptr, commit_ptr, outside_ptr, confidence_ptr, out_ptr, all_ptr,
     place_ptr, distance_ptr, next_ptr, pair_ptr, meta_ptr,
-    lanes, active, width, distances, LINE: tl.constexpr, PIECE: tl.constexpr,
+    lanes, active, width, distances, LINE: tl.constexpr, PIECE: tl.constexpr, SPAN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Takes the whole choice, or tries its positions by falling confidence. A position that is taken changes the sets
     on both sides, and its code."""
-    lane, entry, x_X = tl.program_id(0).to(tl.int64), tl.arange(0, PIECE), tl.arange(0, LINE)
-    states, classes, first_next, first_pair, pairs = _language(place_ptr, meta_ptr, lane)
+    follow(EARLY)
+    lane, state, x_X = tl.program_id(0).to(tl.int64), tl.arange(0, SPAN), tl.arange(0, LINE)
+    states, first_next, first_pair, pairs = _language(place_ptr, meta_ptr, lane, width)
     next_ptr += first_next
     pair_ptr += first_pair
     distance_ptr += tl.load(place_ptr + lane) * distances
@@ -174,26 +213,27 @@ def _admitted(
     leave_ptr, last_ptr = enter_ptr + plane, enter_ptr + 2 * plane + active * width
     chosen_ptr = code_ptr + 2 * lanes * active + line
     code_ptr += line
-    left_X = tl.load(commit_ptr + line + x_X, mask=x_X < active, other=0) != 0
+    asked_X = tl.load(commit_ptr + line + x_X, mask=x_X < active, other=0) != 0
+    left_X = asked_X & (tl.load(outside_ptr + line + x_X, mask=x_X < active, other=0) == 0)
     whole = 0
-    for at in range(0, states, PIECE):
-        inside = at + entry < states
-        near = tl.load(distance_ptr + at + entry, mask=inside, other=0) <= room
-        ends = (tl.load(last_ptr + at + entry, mask=inside, other=0) != 0) & near & inside
+    for at in range(0, states, SPAN):
+        inside = at + state < states
+        near = tl.load(distance_ptr + at + state, mask=inside, other=0) <= room
+        ends = (tl.load(last_ptr + at + state, mask=inside, other=0) != 0) & near & inside
         whole += tl.sum(ends.to(tl.int32), 0)
     tl.store(all_ptr + lane, whole)
-    if whole > 0:
-        tl.store(out_ptr + line + x_X, left_X.to(tl.int8), mask=x_X < active)
-    else:
+    tl.store(out_ptr + line + x_X, (asked_X & ((left_X == 0) | (whole > 0))).to(tl.int8), mask=x_X < active)
+    if whole == 0:
+        tl.debug_barrier()
         confidence_X = tl.load(confidence_ptr + line + x_X, mask=left_X, other=0)
         for _ in range(tl.sum(left_X.to(tl.int32), 0)):
             best = tl.max(tl.where(left_X, confidence_X, -1.0), 0)
             x = tl.min(tl.where(left_X & (confidence_X == best), x_X, LINE), 0)
             left_X = left_X & (x_X != x)
             code, fits = tl.load(chosen_ptr + x), 0
-            for at in range(0, states, PIECE):
-                first, inside = at + entry, at + entry < states
-                second = tl.load(next_ptr + first * classes + code, mask=inside, other=-1).to(tl.int32)
+            for at in range(0, states, SPAN):
+                first, inside = at + state, at + state < states
+                second = tl.load(next_ptr + code * states + first, mask=inside, other=-1).to(tl.int32)
                 inside &= (second >= 0) & (second < states)
                 held = tl.load(enter_ptr + x * width + first, mask=inside, other=0) != 0
                 held &= tl.load(leave_ptr + (x + 1) * width + second, mask=inside, other=0) != 0
@@ -202,141 +242,168 @@ def _admitted(
                 tl.store(out_ptr + line + x, 1)
                 tl.store(code_ptr + x, code)
                 tl.debug_barrier()
-                for y in range(x, active):
-                    _emptied(enter_ptr + (y + 1) * width, states, PIECE)
-                    _step(
-                        enter_ptr + y * width, enter_ptr + (y + 1) * width, tl.load(code_ptr + y), next_ptr, pair_ptr,
-                        states, classes, pairs, False, PIECE,
-                    )  # fmt: skip
-                for before in range(x + 1):
-                    y = x - before
-                    _emptied(leave_ptr + y * width, states, PIECE)
-                    _step(
-                        leave_ptr + (y + 1) * width, leave_ptr + y * width, tl.load(code_ptr + y), next_ptr, pair_ptr,
-                        states, classes, pairs, True, PIECE,
-                    )  # fmt: skip
+                _sweep(enter_ptr, code_ptr, next_ptr, pair_ptr, x, active, 0, states, pairs, width, PIECE, SPAN, True)
+                _sweep(leave_ptr, code_ptr, next_ptr, pair_ptr, 0, x + 1, 1, states, pairs, width, PIECE, SPAN, True)
 
 
 @triton.jit
-def _run(
-    state_ptr, token_ptr, passed_ptr, out_ptr, place_ptr, class_ptr, next_ptr, meta_ptr, active, vocab,
-    LINE: tl.constexpr,
+def _leave(
+    row_ptr, slot_ptr, pos_ptr, token_ptr, outside_ptr, text_ptr, state_ptr, start_ptr, after_ptr, live_ptr, still_ptr,
+    place_ptr, class_ptr, next_ptr, meta_ptr, columns, active, vocab, LINE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Only the positions that are passed cost time: most steps pass none."""
+    follow(EARLY)
     lane, x_X = tl.program_id(0).to(tl.int64), tl.arange(0, LINE)
-    states, classes, first_next, _, _ = _language(place_ptr, meta_ptr, lane)
+    states, first_next, _, _ = _language(place_ptr, meta_ptr, lane, 1 << 20)
     next_ptr += first_next
-    line, state = lane * active, tl.load(state_ptr + lane)
-    passed_X = tl.load(passed_ptr + line + x_X, mask=x_X < active, other=0) != 0
-    token_X = tl.load(token_ptr + line + x_X, mask=passed_X, other=0)
+    row_ptr += tl.load(slot_ptr + lane) * columns
+    at, there, state = lane * active + x_X, x_X < active, tl.load(state_ptr + lane)
+    start, after = tl.load(start_ptr + lane), tl.load(after_ptr + lane)
+    pos_X = tl.load(pos_ptr + at, mask=there, other=-1)
+    passed_X = (pos_X >= 0) & (pos_X < after) & (tl.load(outside_ptr + at, mask=there, other=1) == 0)
+    token_X = tl.load(token_ptr + at, mask=passed_X, other=0)
     class_X = _class_of(token_X, class_ptr, place_ptr, lane, vocab, passed_X)
     for _ in range(tl.sum(passed_X.to(tl.int32), 0)):
         x = tl.min(tl.where(passed_X, x_X, LINE), 0)
         passed_X = passed_X & (x_X != x)
-        after = tl.load(next_ptr + state * classes + tl.sum(tl.where(x_X == x, class_X, 0), 0)).to(tl.int64)
-        state = tl.where((after >= 0) & (after < states), after, state)
-    tl.store(out_ptr + lane, state)
+        then = tl.load(next_ptr + tl.sum(tl.where(x_X == x, class_X, 0), 0) * states + state).to(tl.int64)
+        state = tl.where((then >= 0) & (then < states), then, state)
+    live = tl.load(live_ptr + lane) != 0
+    still = live & (tl.load(still_ptr + lane) != 0)
+    forced = tl.sum((tl.load(text_ptr + at, mask=there, other=0) != 0).to(tl.int64), 0)
+    tl.store(row_ptr + 4, tl.load(row_ptr + 4) + forced, mask=live)
+    tl.store(row_ptr + 1, state, mask=still)
+    tl.store(row_ptr + 5, tl.zeros((), tl.int64), mask=still & (after > start))
 
 
 @triton.jit
-def _masked(logits_ptr, class_ptr, allowed_ptr, bound_ptr, length, vocab, most, keep, PIECE: tl.constexpr):
-    place, token = tl.program_id(0).to(tl.int64), tl.program_id(1) * PIECE + tl.arange(0, PIECE)
-    if tl.load(bound_ptr + place) != 0:
-        own = tl.load(class_ptr + place // length * vocab + token, mask=token < vocab, other=0).to(tl.int32)
-        fits = tl.load(allowed_ptr + place * most + own, mask=token < vocab, other=0) != 0
-        tl.store(logits_ptr + place * vocab + token, float("-inf"), mask=(token < vocab) & ~fits & (token != keep))
+def _masked(
+    logits_ptr, place_ptr, class_ptr, allowed_ptr, outside_ptr, lane_places, vocab, classed, most, keep,
+    PIECE: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    follow(EARLY)
+    at, token = tl.program_id(0).to(tl.int64), tl.program_id(1) * PIECE + tl.arange(0, PIECE)
+    if tl.load(outside_ptr + at) == 0:
+        class_ptr += tl.load(place_ptr + at // lane_places) * classed
+        own = tl.load(class_ptr + token, mask=token < vocab, other=0).to(tl.int32)
+        fits = tl.load(allowed_ptr + at * most + own, mask=token < vocab, other=0) != 0
+        tl.store(logits_ptr + at * vocab + token, float("-inf"), mask=(token < vocab) & ~fits & (token != keep))
 
 
-def _sizes(states: int) -> tuple[int, int]:
-    """How many pairs, of which a language has some three for each state, a program takes at a time, and its warps."""
+def placed(row_N6: Tensor, slot_B: Tensor, pos_BX: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """See `dinfer.kernels.languages.placed`."""
+    place_B, state_B, room_B = (torch.empty_like(slot_B) for _ in range(3))
+    live_B, outside_BX = (torch.empty_like(x, dtype=torch.bool) for x in (slot_B, pos_BX))
+    flags = (x.view(torch.int8) for x in (live_B, outside_BX))
+    active = pos_BX.shape[1]
+    _placed[(len(slot_B),)](
+        row_N6, slot_B, pos_BX.contiguous(), place_B, *flags, state_B, room_B, row_N6.shape[1], active,
+        LINE=triton.next_power_of_2(active), num_warps=1, **early(slot_B),
+    )  # fmt: skip
+    return place_B, live_B, outside_BX, state_B, room_B
+
+
+def _sizes(states: int) -> dict[str, int]:
+    """How many pairs, of which a language has some three for each state, a program takes at a time, how many states,
+    and its warps."""
     piece = min(max(triton.next_power_of_2(3 * states), 256), MOST)
-    return piece, min(piece // 64, 32)
+    return {"PIECE": piece, "SPAN": min(triton.next_power_of_2(states), piece), "num_warps": min(piece // 64, 32)}
 
 
 def _sets(languages: Languages, place_B: Tensor, states: int, line: Line, *chosen: Tensor) -> tuple[Tensor, Tensor]:
     """Forward and backward sets; with a choice (commits, tokens) also those once it is written.
 
-    bool [2 or 4, B, X + 1, Q + 1], and the codes of the positions, int32 [2 or 4, B, X]
+    bool [2 or 4, B, X + 1, Q], and the codes of the positions, int32 [2 or 4, B, X]
     """
-    (lanes, active), (piece, warps) = line.token_BX.shape, _sizes(states)
+    lanes, active = line.token_BX.shape
     commit_BX, choice_BX = chosen or (line.open_BX, line.token_BX)
-    sets = torch.zeros(4 if chosen else 2, lanes, active + 1, states + 1, dtype=torch.bool, device=place_B.device)
-    codes = torch.empty(len(sets), lanes, active, dtype=torch.int32, device=place_B.device)
+    planes = (4 if chosen else 2), lanes
+    sets = torch.empty(*planes, active + 1, states, dtype=torch.bool, device=place_B.device)
+    codes = torch.empty(*planes, active, dtype=torch.int32, device=place_B.device)
     read = (
         line.token_BX, line.open_BX, line.outside_BX, line.state_B, line.room_B, commit_BX, choice_BX, place_B,
         languages.class_GV, languages.distance_GQ, languages.next_Y, languages.pair_Y2.view(torch.int32),
         languages.meta_G8,
     )  # fmt: skip
     _sweeps[(lanes, len(sets))](
-        sets.view(torch.int8), codes, *(t.contiguous() for t in read), lanes, active, states + 1,
+        sets.view(torch.int8), codes, *(t.contiguous() for t in read), lanes, active, states,
         languages.class_GV.shape[1], languages.distance_GQ.shape[1],
-        LINE=triton.next_power_of_2(active), PIECE=piece, num_warps=warps,
+        LINE=triton.next_power_of_2(active), **_sizes(states), **early(place_B),
     )  # fmt: skip
     return sets, codes
 
 
 def allowed(languages: Languages, place_B: Tensor, states: int, line: Line) -> Tensor:
     """See `dinfer.kernels.languages.Sweeps.allowed`."""
-    return _marks(languages, place_B, *_sets(languages, place_B, states, line))[0]
+    return _marks(languages, place_B, *_sets(languages, place_B, states, line))
 
 
-def _marks(
-    languages: Languages, place_B: Tensor, sets: Tensor, codes: Tensor, whole_B: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The allowed classes; with `whole_B` also which positions have but one token left, and that token."""
+def _marks(languages: Languages, place_B: Tensor, sets: Tensor, codes: Tensor, *settled: Tensor) -> Tensor:
+    """The allowed classes. `settled`: what `_allowed` reads of a choice, and where it says what is written."""
     (_, lanes, active), width = codes.shape, sets.shape[-1]
-    (piece, warps), most = _sizes(width - 1), languages.size_GC.shape[1]
-    allowed_BXC = torch.zeros(lanes, active, most, dtype=torch.bool, device=place_B.device)
-    only_BX = torch.empty(lanes, active, dtype=torch.bool, device=place_B.device)
-    token_BX = torch.empty(lanes, active, dtype=torch.int64, device=place_B.device)
+    sizes, most = _sizes(width), languages.size_GC.shape[1]
+    allowed_BXC = torch.empty(lanes, active, most, dtype=torch.bool, device=place_B.device)
+    whole_B, *more = (x.view(torch.int8) if x.dtype == torch.bool else x for x in settled or (place_B,) * 8)
     _allowed[(lanes, active)](
-        sets.view(torch.int8), codes, place_B if whole_B is None else whole_B, allowed_BXC.view(torch.int8), only_BX,
-        token_BX, place_B, languages.edge_Y3, languages.size_GC, languages.token_GC, languages.meta_G8,
-        lanes, active, width, most, PIECE=piece, CLASSES=triton.next_power_of_2(most), FORCED=whole_B is not None,
-        num_warps=warps,
+        sets.view(torch.int8), codes, whole_B, allowed_BXC.view(torch.int8), place_B, languages.edge_Y3,
+        languages.size_GC, languages.token_GC, languages.meta_G8, *more, lanes, active, width, most,
+        PIECE=sizes["PIECE"], CLASSES=triton.next_power_of_2(most), FORCED=bool(settled),
+        num_warps=sizes["num_warps"], **early(place_B),
     )  # fmt: skip
-    return allowed_BXC, only_BX, token_BX
+    return allowed_BXC
 
 
 def settled(
     languages: Languages, place_B: Tensor, states: int, line: Line,
     commit_BX: Tensor, token_BX: Tensor, confidence_BX: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """See `dinfer.kernels.languages.Sweeps.settled`."""
-    (lanes, active), (piece, warps) = line.token_BX.shape, _sizes(states)
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """The fields of `dinfer.kernels.languages.Settled`."""
+    lanes, active = line.token_BX.shape
+    token_BX = token_BX.contiguous()
     sets, codes = _sets(languages, place_B, states, line, commit_BX, token_BX)
-    out_BX = torch.zeros_like(commit_BX, memory_format=torch.contiguous_format)
+    admitted_BX = torch.empty_like(commit_BX, memory_format=torch.contiguous_format)
     whole_B = torch.empty(lanes, dtype=torch.int32, device=place_B.device)
     read = (
-        line.room_B, commit_BX, confidence_BX, out_BX, whole_B, place_B,
+        line.room_B, commit_BX, line.outside_BX, confidence_BX, admitted_BX, whole_B, place_B,
         languages.distance_GQ, languages.next_Y, languages.pair_Y2.view(torch.int32), languages.meta_G8,
     )  # fmt: skip
     _admitted[(lanes,)](
         sets.view(torch.int8), codes, *(t.contiguous() for t in read),
-        lanes, active, states + 1, languages.distance_GQ.shape[1],
-        LINE=triton.next_power_of_2(active), PIECE=piece, num_warps=warps,
+        lanes, active, states, languages.distance_GQ.shape[1],
+        LINE=triton.next_power_of_2(active), **_sizes(states), **early(place_B),
     )  # fmt: skip
-    _, only_BX, only_token_BX = _marks(languages, place_B, sets, codes, whole_B)
-    return out_BX, only_BX, only_token_BX
+    written_BX, forced_BX, text_BX, only_BX = (torch.empty_like(admitted_BX) for _ in range(4))
+    out_token_BX = torch.empty_like(token_BX)
+    found = written_BX, out_token_BX, forced_BX, text_BX, only_BX
+    _marks(languages, place_B, sets, codes, whole_B, token_BX, admitted_BX, *found)
+    return found
 
 
-def run(languages: Languages, place_B: Tensor, state_B: Tensor, token_BX: Tensor, passed_BX: Tensor) -> Tensor:
-    """See `dinfer.kernels.languages.Sweeps.run`."""
-    out_B = torch.empty_like(state_B)
-    read = state_B, token_BX, passed_BX, out_B, place_B, languages.class_GV, languages.next_Y, languages.meta_G8
-    active, vocab = token_BX.shape[1], languages.class_GV.shape[1]
-    _run[(len(state_B),)](
-        *(t.contiguous() for t in read), active, vocab, LINE=triton.next_power_of_2(active), num_warps=1
-    )
-    return out_B
+def leave(
+    languages: Languages, place_B: Tensor, row_N6: Tensor, slot_B: Tensor, line: Line, token_BX: Tensor,
+    pos_BX: Tensor, text_BX: Tensor, *lanes: Tensor,
+) -> None:  # fmt: skip
+    """See `dinfer.kernels.languages.Sweeps.leave`."""
+    read = (
+        slot_B, pos_BX, token_BX, line.outside_BX, text_BX, line.state_B, *lanes, place_B, languages.class_GV,
+        languages.next_Y, languages.meta_G8,
+    )  # fmt: skip
+    columns, active, vocab = row_N6.shape[1], token_BX.shape[1], languages.class_GV.shape[1]
+    _leave[(len(slot_B),)](
+        row_N6, *(t.contiguous() for t in read), columns, active, vocab, LINE=triton.next_power_of_2(active),
+        num_warps=1, **early(slot_B),
+    )  # fmt: skip
 
 
-def masked(logits_RLV: Tensor, class_RV: Tensor, allowed_RLC: Tensor, bound_RL: Tensor, keep: int) -> Tensor:
-    """See `dinfer.kernels.languages.masked`."""
+def masked(
+    languages: Languages, place_B: Tensor, logits_RLV: Tensor, allowed_RLC: Tensor, outside_RL: Tensor, keep: int
+) -> Tensor:
+    """See `dinfer.kernels.languages.Sweeps.masked`."""
     (rows, length, vocab), piece = logits_RLV.shape, 1024
     logits_RLV = logits_RLV.contiguous()
-    read = class_RV.contiguous(), allowed_RLC.contiguous().view(torch.int8), bound_RL.contiguous()
+    read = place_B, languages.class_GV, allowed_RLC.contiguous().view(torch.int8), outside_RL.contiguous()
     _masked[(rows * length, triton.cdiv(vocab, piece))](
-        logits_RLV, *read, length, vocab, allowed_RLC.shape[-1], keep, PIECE=piece, num_warps=4
-    )
+        logits_RLV, *read, rows * length // len(place_B), vocab, languages.class_GV.shape[1], allowed_RLC.shape[-1],
+        keep, PIECE=piece, num_warps=4, **early(logits_RLV),
+    )  # fmt: skip
     return logits_RLV

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -80,22 +81,44 @@ def some_lines(sweeps: languages.Sweeps, seed: int) -> tuple[Line, dict[str, Ten
 def test_kernels_find_the_sets_and_choices_of_the_reference(seed: int, both: Any) -> None:
     sweeps = sweeps_of([word_language(pattern) for pattern in PATTERNS], DEVICE)
     line, choice = some_lines(sweeps, seed)
-    choice["commit_BX"] &= ~line.outside_BX
+    row_N6 = torch.stack([sweeps.language_B, line.state_B, *torch.arange(4).expand(len(PATTERNS), 4).to(DEVICE).T], 1)
+    pos_BX = torch.arange(ACTIVE, device=DEVICE).expand_as(line.token_BX)
+
+    def left() -> Tensor:
+        """A lane that was live and is not, one that was not, one that leaves nothing, and others."""
+        after_B, rows = torch.tensor([2, ACTIVE, 0, 5, 3], device=DEVICE), row_N6.clone()
+        live_B, still_B = (torch.tensor(flags, device=DEVICE) for flags in ([1, 0, 1, 1, 1], [0, 1, 1, 1, 1]))
+        regions = torch.zeros_like(after_B), after_B, live_B > 0, still_B > 0
+        slot_B = torch.arange(len(PATTERNS), device=DEVICE).flip(0)
+        sweeps.leave(rows, slot_B, line, line.token_BX, pos_BX, line.open_BX, regions)
+        return rows
+
+    def masked() -> Tensor:
+        logits_RLV = torch.zeros(*line.token_BX.shape, sweeps.class_BV.shape[1], device=DEVICE)
+        return sweeps.masked(logits_RLV, sweeps.allowed(line), line.outside_BX, seed % 3 - 1)
+
     for work in (
         lambda: sweeps.allowed(line),
         lambda: sweeps.admitted(line, **choice),
-        lambda: torch.stack([found.long() for found in sweeps.settled(line, **choice)]),
-        lambda: sweeps.run(line.state_B, line.token_BX, ~line.outside_BX),
-        lambda: languages.masked(
-            torch.zeros(*line.token_BX.shape, sweeps.class_BV.shape[1], device=DEVICE),
-            sweeps.class_BV,
-            sweeps.allowed(line),
-            ~line.outside_BX,
-            seed % 3 - 1,
-        ),
+        lambda: sweeps.settled(line, **choice),
+        lambda: languages.placed(row_N6 - 1, torch.arange(len(PATTERNS), device=DEVICE), pos_BX),
+        left,
+        masked,
     ):
         got, want = both(work)
         torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+def test_lanes_without_a_constraint_may_stand_at_a_language_with_more_states(both: Any) -> None:
+    """Its sets had no room, and were written over those of other lanes."""
+    sweeps = sweeps_of([word_language("[a-j]{3,6}"), word_language("[a-j]{3,60}")], DEVICE)
+    sweeps = languages.Sweeps(sweeps.languages, sweeps.language_B, 16, sweeps.pairs, sweeps.edges)
+    for seed in range(4):
+        line, choice = some_lines(sweeps, seed)
+        line = replace(line, outside_BX=torch.zeros_like(line.outside_BX), room_B=line.room_B + 60)
+        line.outside_BX[1] = True
+        got, want = both(lambda: [found[0] for found in sweeps.settled(line, **choice)])  # noqa: B023
+        assert all(torch.equal(*pair) for pair in zip(got, want, strict=True)), seed
 
 
 def test_choices_are_taken_whole_in_part_and_not_at_all() -> None:
@@ -103,7 +126,6 @@ def test_choices_are_taken_whole_in_part_and_not_at_all() -> None:
     sweeps, shares = sweeps_of([word_language(pattern) for pattern in PATTERNS], DEVICE), set()
     for seed in range(12):
         line, choice = some_lines(sweeps, seed)
-        choice["commit_BX"] &= ~line.outside_BX
         taken_B, asked_B = sweeps.admitted(line, **choice).sum(1), choice["commit_BX"].sum(1)
         shares |= {*torch.where(taken_B == asked_B, 2, (taken_B > 0).long()).tolist()}
     assert shares == {0, 1, 2}

@@ -160,7 +160,11 @@ def test_sets_of_states_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     with recorded_launches(monkeypatch) as launches:
         triton_languages.allowed(held, empty(2), 64, line)
         triton_languages.settled(held, empty(2), 64, line, flags_BX, empty(2, 7), empty(2, 7, dtype=torch.float32))
-        triton_languages.run(held, empty(2), empty(2), empty(2, 7), flags_BX)
-        logits_RLV, class_RV = empty(2, 7, 99, dtype=torch.float32), empty(2, 99, dtype=torch.int16)
-        triton_languages.masked(logits_RLV, class_RV, empty(2, 7, 9, dtype=torch.bool), flags_BX, 5)
-    assert len(launches) == 6 and failures(launches) == []
+        triton_languages.placed(empty(5, 6), empty(2), empty(2, 7))
+        regions = empty(2), empty(2), flags_BX[:, 0], flags_BX[:, 0]
+        triton_languages.leave(
+            held, empty(2), empty(5, 6), empty(2), line, empty(2, 7), empty(2, 7), flags_BX, *regions
+        )
+        logits_RLV, allowed_RLC = empty(2, 7, 99, dtype=torch.float32), empty(2, 7, 9, dtype=torch.bool)
+        triton_languages.masked(held, empty(2), logits_RLV, allowed_RLC, flags_BX, 5)
+    assert len(launches) == 7 and failures(launches) == []
