@@ -262,7 +262,7 @@ def test_commit(monkeypatch: pytest.MonkeyPatch, blocks: int, edits: bool, masks
         blank_RL = MASK if masks else number(VOCAB, *shape)
 
         same(*both(monkeypatch, partial(committed, made, lanes, view, stats, proposal, spec, blank_RL)))
-        stats = some_stats(*shape, dtype, drawn=drawn)
+        stats = some_stats(*shape, dtype, drawn=drawn, broken=0)
         same(*both(monkeypatch, partial(commits.with_progress, proposal.commit_RL, stats, view)))
 
 
