@@ -4,11 +4,13 @@
     python -m benchmarks.constrained --shape small --device cpu --states 64 --new 64 --prompt 40     # dry run
 
 Tokens of the random network are all bytes, and random words of two to six letters. The language is a list of random
-words, repeated as often as that many states allow. Steps are timed in turns with plain ones, three runs each.
+words, repeated as often as that many states allow. Steps are timed in turns with plain ones, three runs each. On a card
+the kernels that a constrained step launches more often than a plain one are listed, with their times.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 import statistics
@@ -51,6 +53,10 @@ def lists_of_words(states: int, tokens: Vocabulary) -> Language:
     return language(compile_automaton(regex(f"(({one}) ){{0,{(states - 2) // each}}}"))[0], tokens)
 
 
+def more_of(found: Language | None, given: argparse.Namespace) -> dict[str, InLanguage]:
+    return {"language": InLanguage(found, given.prompt, given.prompt + given.new)} if found else {}
+
+
 def times(pipe: Pipeline, requests: list[Request]) -> dict[str, float]:
     """Milliseconds of a step by its shape, where all rows took part."""
     with Clock(pipe.engine) as clock:
@@ -58,6 +64,24 @@ def times(pipe: Pipeline, requests: list[Request]) -> dict[str, float]:
             pass
     rows = [row for row in clock.table() if row["lanes"] == len(requests)]
     return {f"{row['phase']} {row['lanes']}x{row['width']}": row["median_ms"] for row in rows}
+
+
+def kernels(pipe: Pipeline, requests: list[Request]) -> dict[str, tuple[float, float]]:
+    """How often a step launches each kernel, and the microseconds of a launch."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        times(pipe, requests)
+    found = {event.key: event for event in profile.key_averages()}
+    steps = max(found["_commit"].count, 1)
+    return {
+        name: (round(event.count / steps, 2), round(event.device_time_total / max(event.count, 1), 2))
+        for name, event in found.items()
+    }
+
+
+def added(own: dict[str, tuple[float, float]], plain: dict[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
+    """The kernels that are launched more or less often than in plain steps, by the difference."""
+    more = {name: (round(count - plain.get(name, (0, 0))[0], 2), us) for name, (count, us) in own.items()}
+    return {name: found for name, found in more.items() if abs(found[0]) > 0.1}
 
 
 def main(args: list[str] | None = None) -> None:
@@ -88,8 +112,7 @@ def main(args: list[str] | None = None) -> None:
         rows: dict[str, dict[str, list[float]]] = {}
         for run in range(RUNS + 2):  # the first two compile and capture
             for name, found in languages.items():
-                more = {"language": InLanguage(found, given.prompt, given.prompt + given.new)} if found else {}
-                requests = [Request(list(prompt), given.new, more=more) for prompt in prompts]
+                requests = [Request(list(p), given.new, more=more_of(found, given)) for p in prompts]
                 for step, ms in times(pipe, requests).items():
                     if run > 1:
                         rows.setdefault(step, {}).setdefault(name, []).append(ms)
@@ -101,6 +124,16 @@ def main(args: list[str] | None = None) -> None:
             for step, found in rows.items() if (plain := statistics.median(found.get("none", [0.0])))
         }  # fmt: skip
         report["refused_graphs"] = [*pipe.engine.runner.refused.values()]
+        save(report, given.out)
+    if device.type == "cuda":
+        pipe, prompt = Pipeline(recipe, None, Runtime(rows=1, graphs=True)), random_prompts(spec, 1, given.prompt)[0]
+        seen = {}
+        for name, found in languages.items():
+            requests = [Request(list(prompt), given.new, more=more_of(found, given))]
+            for _ in range(2):  # compiles and captures
+                times(pipe, requests)
+            seen[name] = kernels(pipe, requests)
+        report["kernels"] = {name: added(own, seen["none"]) for name, own in seen.items()}
         save(report, given.out)
     print(json.dumps(report, indent=1, default=str))
 
