@@ -56,7 +56,7 @@ class ReadPositions(Ability):
             run.logits_RL = torch.where(run.logits_RL < 0, -1, place_RL) if leaves else place_RL
 
 
-SHARES = 8  # the number of positions with logits is rounded up to eighths of the positions of active blocks
+SHARES = 8  # the number of positions with logits is rounded up to eighths of those that may have some
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +67,10 @@ class OpenOnly(Extra):
     narrows: ClassVar[bool] = True
 
     def bucket(self, shape: StepShape, vocab: int) -> OpenOnly | None:
-        positions = shape.lanes * shape.blocks * shape.block
-        share = -(-positions // SHARES)
+        whole = shape.lanes * shape.blocks * shape.block
+        share = -(-min(whole, shape.lanes * shape.width) // SHARES)
         count = -(-self.count // share) * share
-        return OpenOnly(count) if count < positions else None
+        return OpenOnly(count) if count < whole else None
 
     def kernels(self) -> OpenOnly:
         return OpenOnly(1)

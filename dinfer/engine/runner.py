@@ -238,7 +238,8 @@ def bucket(shape: StepShape, page: int, table: int, capacity: int, vocab: int) -
         grain = max(min(lanes // (8 if lanes > 8 else 4), 8), 1)
         lanes = -(-shape.lanes // grain) * grain
     elif shape.lanes > 8:
-        lanes = -(-shape.lanes // 8) * 8
+        grain = max(lanes // 32, 8)
+        lanes = -(-shape.lanes // grain) * grain
     rounded = replace(shape, lanes=lanes, width=wide, pages=pages)
     extras = (extra.bucket(rounded, vocab) for extra in shape.extras)
     return replace(rounded, extras=tuple(extra for extra in extras if extra is not None))

@@ -3,9 +3,10 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil
 
-from dinfer.engine.row import StepWidth
-from dinfer.step.contracts import ModelSpec, Phase
+from dinfer.engine.row import Row, StepWidth
+from dinfer.step.contracts import ModelSpec, Phase, WindowPlan
 
 # Positions that a dense model computes in the time in which it reads its weights. A step of the LLaDA-8B shape with few
 # positions takes 5.3 ms on an H200, and 2,700 more positions take 57 ms more, so 5.3 ms are worth 250 positions.
@@ -13,6 +14,7 @@ FREE = 256
 # Grouped products run at a third of the rate of plain ones. With the LLaDA2-mini shape on an H200, one more step takes
 # 8.9 ms and one more position 5 to 6 us. Its operations alone would take 2 us.
 GROUPED = 3
+LATE = 64  # rows wait for a round, or lanes stay empty, if that costs less than such a part of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,7 @@ class Group:
     width: int
     keys_only: bool = False
     slices: int = 0  # lanes that its rows take, a row as many of `width` as it needs; 0: each takes one
+    widest: int = 0  # most positions of a row that takes several
 
 
 def free_positions(spec: ModelSpec) -> int:
@@ -55,21 +58,22 @@ def grouped(
             return cut(list(needs), narrow, limit, keys_only=True)
     groups = by_width(widths, free)
     if slices and len(groups) > 1:
-        return sliced(widths, groups[0][0], limit)
+        narrow = groups[0][0]
+        lanes = {slot: -(-width // narrow) for slot, width in widths.items()}
+        return sliced(lanes, narrow, max(widths.values()), limit)
     return [group for width, slots in groups for group in cut(slots, width, limit)]
 
 
-def sliced(widths: Mapping[int, int], width: int, limit: int) -> list[Group]:
-    """Steps of at most `limit` positions and at least one row, in which wide rows take several lanes of `width`."""
-    groups, slots, taken = list[Group](), list[int](), 0
-    for slot, own in widths.items():
-        lanes = -(-own // width)
-        if slots and (taken + lanes) * width > limit:
-            groups.append(Group(slots, width, slices=taken))
-            slots, taken = [], 0
+def sliced(lanes: Mapping[int, float], width: int, widest: int, limit: int) -> list[Group]:
+    """Steps of at most `limit` positions and at least one row, in which rows take so many lanes of `width`."""
+    groups, slots, taken = list[Group](), list[int](), 0.0
+    for slot, own in lanes.items():
+        if slots and ceil(taken + own) * width > limit:
+            groups.append(Group(slots, width, slices=ceil(taken), widest=widest))
+            slots, taken = [], 0.0
         slots.append(slot)
-        taken += lanes
-    return [*groups, Group(slots, width, slices=taken)]
+        taken += own
+    return [*groups, Group(slots, width, slices=ceil(taken), widest=widest)]
 
 
 def by_width(widths: Mapping[int, int], free: int) -> list[tuple[int, list[int]]]:
@@ -110,6 +114,18 @@ def _prefill(needs: Mapping[int, StepWidth], limit: int) -> Group:
             break
         slots, width = [*slots, slot], wider
     return Group(slots, width)
+
+
+def opens(row: Row, plan: WindowPlan) -> int:
+    """Open positions that a row's next step computes: the others need no logits. About, if its window is narrow.
+
+    Then it is their number where tokens are committed from the left. A row that has sat a step out, as it has more,
+    gets room for all.
+    """
+    most, done = min(row.left, row.need.width), row.cursors.end - row.cursors.start - row.left
+    if row.missed or not 0 < row.need.width <= plan.front:
+        return most
+    return min(most, plan.front - min(done, plan.behind))
 
 
 def cut(slots: list[int], width: int, limit: int, *, keys_only: bool = False) -> list[Group]:

@@ -6,7 +6,7 @@ costs the time of a step.
 """
 
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil
 from statistics import median
@@ -20,8 +20,8 @@ from dinfer.abilities.slices import Sliced, sliceable
 from dinfer.abilities.verification import Verifies
 from dinfer.engine.row import PLACE, Row, StepWidth
 from dinfer.engine.runtime import AUTO_CANDIDATES, Runtime, candidates_of
-from dinfer.engine.scheduler.grouping import Group, PrefillBatching, free_positions, grouped
-from dinfer.engine.scheduler.settling import Settling
+from dinfer.engine.scheduler.grouping import LATE, Group, PrefillBatching, free_positions, grouped, opens
+from dinfer.engine.scheduler.settling import Settling, Slicing
 from dinfer.recipe.recipe import Recipe
 from dinfer.step.canvas import Cursors, Phase
 from dinfer.step.shape import Extra, KeysOnly, StepShape, extras_of
@@ -121,8 +121,11 @@ class Lookahead:
         self.balance = min(self.balance + 1, MISS) if right else self.balance - MISS
 
 
-LATE = 64  # rows wait for a round if that costs less than such a part of it
 MANY = 1024  # positions of active blocks from which on the LM head runs on the open ones alone
+
+
+def guided(rows: Iterable[Row]) -> bool:
+    return any(isinstance(extra, Guided) for asks in {row.asks for row in rows} for extra in asks)
 
 
 class Step(NamedTuple):
@@ -148,11 +151,13 @@ class Scheduler:
         self._prefills = PrefillBatching(self._free, runtime.positions)
         self._branches = branches_of(recipe.iteration)
         self._tries = candidates_of(runtime) > 0 or self._branches > 0
-        keeps = recipe.cache.plan(Phase.WINDOW).keeps and recipe.iteration.blocks == 1
+        self._window = recipe.cache.plan(Phase.WINDOW)
+        keeps = self._window.keeps and recipe.iteration.blocks == 1
         # After a draft comes either its verification or another draft, and no step fits both.
-        keys_only = runtime.throughput and keeps and not (self._tries or isinstance(recipe.decoder, Verifies))
-        self._settling = Settling(recipe, self._free, runtime.positions) if keys_only else None
-        self._slices = sliceable(recipe)
+        simple = keeps and not (self._tries or isinstance(recipe.decoder, Verifies))
+        self._slices, self._ahead = sliceable(recipe), None
+        if simple and (self._slices or runtime.throughput):
+            self._ahead = (Slicing if self._slices else Settling)(recipe, self._free, runtime.positions)
         self._arrived = 0  # prefills since the last plan
         self._steps: list[Step] = []  # of the last round
         self._repeatable = False  # the last call of `plan` expected the steps to be needed once more
@@ -177,8 +182,8 @@ class Scheduler:
             phases[row.cursors.phase].append(row)  # type: ignore[index]  # an IntEnum is its number
         if self.runtime.throughput and self._holds(phases):
             phases[Phase.PREFILL] = []
-        if self._settling is not None:
-            phases[Phase.WINDOW] = self._settling.turn(phases[Phase.WINDOW])
+        if isinstance(self._ahead, Settling):
+            phases[Phase.WINDOW] = self._ahead.turn(phases[Phase.WINDOW])
         steps = [
             step
             for phase in phases
@@ -218,8 +223,8 @@ class Scheduler:
         for row in rows if self._tries else ():
             if row.tried:
                 self.choice.followed(row.tried, row.cursors.hits - row.before.hits)
-        if self._settling is not None:
-            self._settling.record(rows)
+        if self._ahead is not None:
+            self._ahead.ends.record(rows)
         if self._repeatable:
             self.lookahead.record(all(row.steady for row in rows))
 
@@ -251,19 +256,18 @@ class Scheduler:
         needs = {row.slot: row.need for row in rows if row.slot is not None}
         spec = self.recipe.model.spec
         unit = max(row.need.width for row in rows) if spec.prompt_block else spec.causal_block or 1
-        asked = {type(extra) for asks in {row.asks for row in rows} for extra in asks}
-        slices = self._slices and phase == Phase.WINDOW and Guided not in asked
+        slices = self._slices and phase == Phase.WINDOW and not guided(rows)
         groups = grouped(phase, needs, free=self._free, limit=self.runtime.positions, unit=unit, slices=slices)
         return self._made(phase, rows, groups, {})
 
     def _made(
-        self, phase: Phase, rows: Sequence[Row], groups: Sequence[Group], opens: Mapping[int, float]
+        self, phase: Phase, rows: Sequence[Row], groups: Sequence[Group], expected: Mapping[int, float]
     ) -> list[Step]:
-        """The steps of groups of these rows. `opens`: by slot, open positions that are not `Row.left`."""
+        """The steps of groups of these rows. `expected`: by slot, open positions that are not `Row.left`."""
         by_slot = {row.slot: row for row in rows}
-        return [self._step(phase, group, [by_slot[slot] for slot in group.slots], opens) for group in groups]
+        return [self._step(phase, group, [by_slot[slot] for slot in group.slots], expected) for group in groups]
 
-    def _step(self, phase: Phase, group: Group, rows: list[Row], opens: Mapping[int, float]) -> Step:
+    def _step(self, phase: Phase, group: Group, rows: list[Row], expected: Mapping[int, float]) -> Step:
         blocks, pages = self.recipe.iteration.blocks, max(row.visible for row in rows)
         shape = StepShape(phase, group.slices or len(rows), group.width, blocks, self.block, pages)
         asked = extras_of(extra for asks in {row.asks for row in rows} for extra in asks)
@@ -272,7 +276,7 @@ class Scheduler:
             return Step(prefill, group.slots)
         extras: list[Extra] = [*asked, *([KeysOnly()] if group.keys_only else [])]
         if group.slices:
-            extras.append(Sliced(max(row.need.width for row in rows)))
+            extras.append(Sliced(group.widest))
         if self._tries:
             candidates = self._candidates(phase, group.width, rows)
             extras.append((BranchLanes if self._branches else Candidates)(candidates))
@@ -281,8 +285,8 @@ class Scheduler:
         positions = len(rows) * blocks * self.block
         plain = phase != Phase.VERIFY and not any(extra.whole_logits for extra in extras)
         if positions >= MANY and plain and self.recipe.scores_open:
-            some = (min(row.left, row.need.width) for row in rows)  # what is not computed needs no logits
-            count = ceil(sum(opens.get(slot, own) for slot, own in zip(group.slots, some, strict=True)))
+            some = (opens(row, self._window) for row in rows)
+            count = ceil(sum(expected.get(slot, own) for slot, own in zip(group.slots, some, strict=True)))
             extras += [OpenOnly(count)] if 0 < count < positions else []
         return Step(shape.adding(*extras), group.slots)
 
@@ -306,7 +310,9 @@ class Scheduler:
 
     def _predicted(self, rows: Collection[Row]) -> list[Step]:
         """The next round, if steps fit its rows wherever the round under way leaves them."""
-        guess = None if self._settling is None else self._settling.predicted(rows, self._steps, self.block)
+        if self._ahead is None or (self._slices and guided(rows)):
+            return []
+        guess = self._ahead.predicted(rows, self._steps, self.block)
         if guess is None:
             return []
         steps = self._made(Phase.WINDOW, guess.decoding, guess.groups, guess.opens)

@@ -1,22 +1,24 @@
 """Steps that are planned before the host knows where the last ones leave their rows, with many rows in flight.
 
 With many rows, some enter a block in every round, so no round repeats the last one. A step in which rows settle (they
-compute the keys of their finished block alone) fits rows that stay in their block and rows that enter one. Host side;
-no token depends on it.
+compute the keys of their finished block alone) fits rows that stay in their block and rows that enter one. So does a
+step with lanes to spare, if rows may take several. Host side; no token depends on it.
 """
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import sqrt
 from typing import NamedTuple
 
 from dinfer.engine.row import Row
-from dinfer.engine.scheduler.grouping import Group, cut, settling_pays
+from dinfer.engine.scheduler.grouping import LATE, Group, cut, opens, settling_pays, sliced
 from dinfer.recipe.recipe import Recipe
-from dinfer.step.canvas import Phase
+from dinfer.step.canvas import ACTIVE, Phase
 from dinfer.step.shape import KeysOnly, StepShape
-from dinfer.step.window import narrow_width
+from dinfer.step.window import narrow_width, width_of
 
 MEMORY = 256  # steps with as many open positions after which older ones count half
+RECENT = 32  # blocks that ended, over which rows that end with them are averaged
 PATIENCE = 2  # rounds that a row waits at most where rows take steps by turns
 SURE = 0.75  # of what a step commits on average, what many rows together are sure to commit
 # Rows that a round takes, of all that run, where they take steps by turns: simulated with 128 rows, 0.83 if a step ends
@@ -31,18 +33,22 @@ class BlockEnds:
     steps: dict[int, int] = field(default_factory=dict)  # by open positions
     ends: dict[int, int] = field(default_factory=dict)  # how many of them ended their block
     gain: float = 0.0  # positions that a step commits, on average over recent ones
+    stops: float = 0.0  # the share of rows that end with a block although there is room for another
 
-    def record(self, row: Row) -> None:
-        """Learns from the last step of a row, which moved it."""
-        before, now = row.before, row.cursors
-        if now.steps == before.steps:
-            return
-        left = row.open_before[before.end] - before.committed
-        self.gain += (now.committed - before.committed - self.gain) / MEMORY
-        self.steps[left] = self.steps.get(left, 0) + 1
-        self.ends[left] = self.ends.get(left, 0) + (now.block > before.block)
-        if self.steps[left] == MEMORY:
-            self.steps[left], self.ends[left] = MEMORY // 2, self.ends[left] // 2
+    def record(self, rows: Collection[Row]) -> None:
+        """Learns where a round has left its rows."""
+        for row in rows:
+            before, now = row.before, row.cursors
+            if row.missed or now.steps == before.steps:
+                continue
+            left = row.open_before[before.end] - before.committed
+            self.gain += (now.committed - before.committed - self.gain) / MEMORY
+            self.steps[left] = self.steps.get(left, 0) + 1
+            self.ends[left] = self.ends.get(left, 0) + (now.block > before.block)
+            if now.block > before.block and before.end < before.length:
+                self.stops += ((now.phase not in ACTIVE) - self.stops) / RECENT
+            if self.steps[left] == MEMORY:
+                self.steps[left], self.ends[left] = MEMORY // 2, self.ends[left] // 2
 
     @property
     def share(self) -> float:
@@ -74,19 +80,27 @@ class Prediction(NamedTuple):
     opens: dict[int, float]  # by slot, open positions that are not `Row.left`
 
 
+def phases_after(rows: Collection[Row], steps: Sequence[tuple[StepShape, list[int]]]) -> dict[Phase, list[Row]] | None:
+    """The rows by the phase of their next step, if `steps`, which are under way, fit them; None: who knows."""
+    phases = dict[Phase, list[Row]]()
+    prefilled: dict[int | None, int] = {
+        slot: shape.width for shape, slots in steps if shape.phase == Phase.PREFILL for slot in slots
+    }
+    for row in rows:
+        if row.need.width > prefilled.get(row.slot, row.need.width):
+            return None  # its prompt goes on in the next round
+        phase = Phase(row.cursors.phase)
+        phases.setdefault(Phase.WINDOW if row.slot in prefilled else phase, []).append(row)
+    return phases if {*phases} <= {Phase.PREFILL, Phase.WINDOW} else None
+
+
 class Settling:
     """Says where the steps under way most likely leave their rows, and which steps then fit all of them."""
 
     def __init__(self, recipe: Recipe, free: int, limit: int) -> None:
         """`free` and `limit`: see `grouping.grouped`."""
         self._cache, self._spec, self._free, self._limit = recipe.cache, recipe.model.spec, free, limit
-        self._ends = BlockEnds()
-
-    def record(self, rows: Collection[Row]) -> None:
-        """Learns where a round has left its rows."""
-        for row in rows:
-            if not row.missed:
-                self._ends.record(row)
+        self.ends = BlockEnds()
 
     def turn(self, rows: list[Row]) -> list[Row]:
         """The rows whose turn it is, if those that enter a block and the others take steps by turns; else all."""
@@ -98,20 +112,11 @@ class Settling:
         self, rows: Collection[Row], steps: Sequence[tuple[StepShape, list[int]]], block: int
     ) -> Prediction | None:
         """The round after `steps`, which are under way; None if no step fits wherever they leave the rows."""
-        phases = dict[Phase, list[Row]]()
-        prefilled: dict[int | None, int] = {
-            slot: shape.width for shape, slots in steps if shape.phase == Phase.PREFILL for slot in slots
-        }
-        for row in rows:
-            if row.need.width > prefilled.get(row.slot, row.need.width):
-                return None  # its prompt goes on in the next round
-            phase = Phase(row.cursors.phase)
-            phases.setdefault(Phase.WINDOW if row.slot in prefilled else phase, []).append(row)
-        if not {*phases} <= {Phase.PREFILL, Phase.WINDOW}:
+        if (phases := phases_after(rows, steps)) is None:
             return None
         missed = any(row.missed for row in rows)
         stepping: dict[int | None, StepShape] = {slot: shape for shape, slots in steps for slot in slots}
-        sure = 0.0 if missed else SURE * self._ends.gain
+        sure = 0.0 if missed else SURE * self.ends.gain
         guesses = [(row, self._guess(row, stepping.get(row.slot), sure, block)) for row in phases.get(Phase.WINDOW, [])]
         found = {row.slot: guess for row, guess in guesses if guess is not None and row.slot is not None}
         decoding = [row for row, _ in guesses if row.slot in found]
@@ -134,7 +139,7 @@ class Settling:
         if not narrows or None in narrows:
             return 0
         narrow = max(narrow or 0 for narrow in narrows)
-        return narrow if alternating_pays(len(narrows), narrow, self._ends.share, self._free) else 0
+        return narrow if alternating_pays(len(narrows), narrow, self.ends.share, self._free) else 0
 
     def _larger(self, rows: Sequence[Row], wide: Mapping[int | None, bool]) -> list[Row]:
         """The rows whose turn it is: those that enter a block or the others, whichever are more."""
@@ -156,7 +161,7 @@ class Settling:
         if step is None or step.width < need.width:  # it keys_only, or waits, or does not fit: nothing is committed
             width = narrow or 0 if step is not None and step.extra(KeysOnly) else need.width
             return Guess(narrow, width, float(narrow is not None and width > narrow), row.left)
-        chance, last = self._ends.chance(row), now.end == now.length
+        chance, last = self.ends.chance(row), now.end == now.length
         if chance < 0.5:
             left = max(row.left - sure, 1) if now.phase == Phase.WINDOW else row.left
             return Guess(narrow, narrow or 0, 0.0 if last else chance, left)
@@ -165,6 +170,71 @@ class Settling:
         end = min(now.end + block, now.length)
         narrow = narrow_width(cache, spec, now._replace(start=now.end, end=end))
         return Guess(narrow, 2 * (narrow or 0), chance, row.open_before[end] - row.open_before[now.end])
+
+
+class Slicing:
+    """Says how many lanes the rows of a narrow window will most likely take in the round after the one under way.
+
+    Where they are too few, the last rows that enter a block sit a round out, and come first in the next one.
+    """
+
+    def __init__(self, recipe: Recipe, free: int, limit: int) -> None:
+        """`free` and `limit`: see `grouping.grouped`."""
+        self._cache, self._spec, self._free, self._limit = recipe.cache, recipe.model.spec, free, limit
+        self._plan = recipe.cache.plan(Phase.WINDOW)
+        self.ends = BlockEnds()
+
+    def predicted(
+        self, rows: Collection[Row], steps: Sequence[tuple[StepShape, list[int]]], block: int
+    ) -> Prediction | None:
+        """The round after `steps`, which are under way. None: so few lanes hardly pay, or nobody can tell how many."""
+        phases, front = phases_after(rows, steps), self._plan.front
+        if phases is None:
+            return None
+        by_slot, stepping, left_out = {row.slot: row for row in rows}, dict[int | None, StepShape](), set[int | None]()
+        for shape, slots in steps:
+            spare = shape.lanes - len(slots)
+            for slot in slots:
+                stepping[slot] = shape
+                spare -= (more := self._lanes(by_slot[slot].need.width) - 1 if slot in by_slot else 0)
+                if more and spare < 0 and shape.phase == Phase.WINDOW and shape.width == front:
+                    left_out.add(slot)
+        decoding = sorted(phases.get(Phase.WINDOW, []), key=lambda row: row.slot not in left_out)
+        lanes, opens, chances = dict[int, float](), dict[int, float](), list[float]()
+        for row in decoding:
+            step = None if row.slot in left_out else stepping.get(row.slot)
+            chances.append(0.0 if step is None else self.ends.chance(row))
+            guess = self._guess(row, step, block)
+            if guess is not None and row.slot is not None:
+                lanes[row.slot], opens[row.slot] = guess
+        wrong = sqrt(sum(chance * (1 - chance) for chance in chances)) + self.ends.stops * sum(chances)
+        if len(lanes) * (2 * block - front) <= self._free or (
+            LATE * wrong * 2 * block > self._free + sum(lanes.values()) * front
+        ):
+            return None
+        widest = max(2 * block, *(row.need.width for row in decoding))
+        groups = sliced(lanes, front, widest, self._limit)
+        return Prediction(phases, [row for row in decoding if row.slot in lanes], groups, opens)
+
+    def _lanes(self, width: int) -> int:
+        return -(-width // self._plan.front)
+
+    def _guess(self, row: Row, step: StepShape | None, block: int) -> tuple[float, float] | None:
+        """The lanes that it takes and its open positions, after a step that fits it. None: it ends.
+
+        `step`: None if it has none.
+        """
+        now, need, enters = row.cursors, row.need.width, self.ends.chance(row)
+        if now.phase == Phase.PREFILL:
+            _, _, settled = self._plan.bounds(now.region_and_length, self._spec.attention_layout)
+            step, need = None, width_of(self._cache, self._spec, now._replace(phase=Phase.WINDOW, kept=settled))
+        if step is None:
+            return self._lanes(need), opens(row, self._plan)
+        stays = min(opens(row, self._plan), self._plan.front)
+        if now.end == now.length:
+            return (1, stays) if enters < 0.5 else None
+        goes_on = enters * (1 - self.ends.stops)
+        return 1 - enters + goes_on * self._lanes(2 * block), stays + goes_on * block
 
 
 def settling(narrows: Mapping[int, int | None], chances: Mapping[int, float], *, free: int, limit: int) -> list[Group]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.capture import DeviceOnly
-from support.matrix import completions, engine_for, observed, outcome
+from support.matrix import completions, engine_for, launched_ahead, observed, outcome
 from support.models import tiny_model
 
 from dinfer.abilities.open_positions import OpenOnly
@@ -60,6 +60,38 @@ def test_no_token_depends_on_slices(
     assert any(shape.extra(OpenOnly) for shape in cut) == (many == 1)
 
 
+@pytest.mark.parametrize(
+    "decoder", [{"name": "fixed", "steps": BLOCK}, {"name": "threshold", "threshold": 0.6}], ids=str
+)
+@pytest.mark.parametrize("many", [1, 1024])
+def test_rounds_are_launched_ahead_where_it_is_known_who_enters(
+    monkeypatch: pytest.MonkeyPatch, decoder: Mapping[str, Any], many: int
+) -> None:
+    """As where each step commits one token. Few rows miss a step, and no token changes."""
+    recipe = compose(
+        tiny_model("block_causal"), iteration={**ITERATIONS[0], "block": BLOCK, "stop": "off"}, decoder=decoder,
+        cache={"name": "narrow_block", "ahead": 4, "back": 2},
+    )  # fmt: skip
+    prompts = [[1 + (7 * i + j) % 30 for i in range(BLOCK * (1 + j % 3))] for j in range(12)]
+    requests = [Request(ids, BLOCK * (6 + j % 4), recipe.resolve({})) for j, ids in enumerate(prompts)]
+    alone = [outcome(done) for done in completions(engine_for(recipe, rows=1), requests)]
+    monkeypatch.setattr("dinfer.engine.scheduler.grouping.FREE", 64)
+    monkeypatch.setattr("dinfer.engine.scheduler.scheduler.MANY", many)
+    engine = launched_ahead(engine_for(recipe, rows=12, page=4))
+    plan, planned, missed = engine.loop.scheduler.plan, list[bool](), list[bool]()
+
+    def counted(rows: Any, *, in_flight: bool = False) -> Any:
+        steps = plan(rows, in_flight=in_flight)
+        planned.extend([in_flight] if steps else [])
+        missed.extend(row.missed for row in rows)
+        return steps
+
+    monkeypatch.setattr(engine.loop.scheduler, "plan", counted)
+    assert [outcome(done) for done in completions(engine, requests)] == alone
+    assert decoder["name"] != "fixed" or sum(planned) > 0.7 * len(planned)
+    assert sum(missed) < 0.1 * len(missed)
+
+
 def test_rows_without_lanes_sit_the_step_out() -> None:
     """Of two rows that need three lanes each, where four are there, the first goes on."""
     recipe = recipe_of(ITERATIONS[0], ahead=4, back=2)
@@ -94,7 +126,7 @@ def test_who_needs_no_further_lane_goes_on_where_others_find_none() -> None:
 def test_a_round_has_one_launch() -> None:
     needs = {slot: StepWidth(64 if slot % 8 == 0 else 12) for slot in range(64)}
     found = grouped(Phase.WINDOW, needs, free=256, limit=8192, unit=32, slices=True)
-    assert found == [Group([*needs], 12, slices=56 + 8 * 6)]
+    assert found == [Group([*needs], 12, slices=56 + 8 * 6, widest=64)]
     halves = grouped(Phase.WINDOW, needs, free=256, limit=12 * 60, unit=32, slices=True)
     assert [slot for group in halves for slot in group.slots] == [*needs] and len(halves) == 2
     few = {slot: needs[slot] for slot in range(3)}  # what one more launch costs is more than a few positions
