@@ -28,11 +28,11 @@ from unittest.mock import PropertyMock, patch
 import torch
 
 from benchmarks.clock import Clock
-from benchmarks.feeds import apart, random_prompts
+from benchmarks.feeds import apart, random_prompts, usual
 from benchmarks.provenance import command_line, provenance, save
 from benchmarks.shapes import random_model
 from benchmarks.tables import lost
-from dinfer import Pipeline, Runtime, compose
+from dinfer import Pipeline, Runtime
 from dinfer.engine.scheduler import scheduler
 from dinfer.engine.scheduler.grouping import PrefillBatching
 from dinfer.engine.scheduler.scheduler import Lookahead
@@ -110,12 +110,8 @@ def without(name: str) -> Iterator[None]:
 
 def network(case: Case, device: torch.device) -> Recipe:
     """The recipe of a case. Its tokens choose experts independently of each other."""
-    model = random_model(case.shape, device, quantized=case.quantize)
-    spec = model.spec
-    causal = spec.causal_block is not None
-    iteration = {"name": "block_diffusion" if causal else "blockwise", "block": BLOCK, "stop": "off"}
-    recipe = compose(model, iteration=iteration, decoder=case.decoder, cache="block" if causal else "dual")
-    return apart(recipe) if spec.experts else recipe
+    recipe = usual(random_model(case.shape, device, quantized=case.quantize), case.decoder, BLOCK)
+    return apart(recipe) if recipe.model.spec.experts else recipe
 
 
 def measured(recipe: Recipe, case: Case, new: int) -> tuple[dict[str, Any], list[list[int]]]:

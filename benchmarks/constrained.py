@@ -18,10 +18,10 @@ import statistics
 import torch
 
 from benchmarks.clock import Clock
-from benchmarks.feeds import random_prompts
+from benchmarks.feeds import random_prompts, usual
 from benchmarks.provenance import begun, command_line, save
 from benchmarks.shapes import SHAPES, random_model
-from dinfer import Pipeline, Runtime, compose
+from dinfer import Pipeline, Runtime
 from dinfer.abilities.constraints import InLanguage
 from dinfer.engine.request import Request
 from dinfer.step.spec import ModelSpec
@@ -103,9 +103,7 @@ def main(args: list[str] | None = None) -> None:
         if found is not None:
             sizes = {"states": found.states, "classes": found.classes, "edges": len(found.edges_E3)}
             report["languages"][name] = sizes | {"pairs": len(found.pairs_P2)}
-    recipe = compose(
-        model, iteration={"name": "blockwise", "block": 32, "stop": "off"}, decoder="threshold", cache="dual"
-    )
+    recipe = usual(model)
     for batch in map(int, given.batch.split(",")):
         pipe = Pipeline(recipe, None, Runtime(rows=batch, graphs=device.type == "cuda"))
         prompts = random_prompts(spec, batch, given.prompt)

@@ -1,4 +1,4 @@
-"""Stand-ins for a trained network: random prompts, tokens that choose experts independently, and no network at all."""
+"""Stand-ins for a trained network: random prompts, the usual recipe, tokens that choose experts independently, none."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dinfer.layers.mlp import Experts
 from dinfer.parallel.divided_model import everywhere
-from dinfer.recipe.recipe import Recipe
+from dinfer.recipe.recipe import Recipe, compose
 from dinfer.step.contracts import ModelSpec
 from dinfer.step.model import Attend, Model
 
@@ -27,6 +27,13 @@ def random_prompts(spec: ModelSpec, count: int, length: int) -> list[list[int]]:
     """Prompts of plain tokens, the same at every call."""
     plain, generator = plain_tokens(spec), torch.Generator().manual_seed(1)
     return torch.randint(plain.start, plain.stop, (count, length), generator=generator).tolist()
+
+
+def usual(model: Any, decoder: Any = "threshold", block: int = 32) -> Recipe:
+    """The recipe that full-size shapes are timed with: block diffusion for block-causal models, else the dual cache."""
+    causal = model.spec.causal_block is not None
+    iteration = {"name": "block_diffusion" if causal else "blockwise", "block": block, "stop": "off"}
+    return compose(model, iteration=iteration, decoder=decoder, cache="block" if causal else "dual")
 
 
 def apart(recipe: Recipe) -> Recipe:

@@ -127,10 +127,7 @@ def in_blocks(model: Any, rows: int, block: int, given: argparse.Namespace) -> d
     for commits in (n for n in COMMITS if n <= block):
         steps = block // commits
         whole = found["first_ms"] + (steps - 1) * found["ms"]
-        found[f"commits_{commits}"] = {
-            "tokens_per_s": 1e3 * rows * block / whole,
-            "positions_per_token": steps + 1,
-        }
+        found[f"commits_{commits}"] = {"tokens_per_s": 1e3 * rows * block / whole, "positions_per_token": steps + 1}
     return found
 
 

@@ -13,75 +13,32 @@ from dinfer.step.contracts import ModelSpec
 from dinfer.step.model import ModelFamily
 
 LLADA_8B: dict[str, Any] = {
-    "model_type": "llada",
-    "block_type": "llama",
-    "layer_norm_type": "rms",
-    "activation_type": "silu",
-    "rope": True,
-    "d_model": 4096,
-    "n_layers": 32,
-    "n_heads": 32,
-    "n_kv_heads": 32,
-    "mlp_hidden_size": 12288,
-    "vocab_size": 126464,
-    "embedding_size": 126464,
-    "max_sequence_length": 4096,
-    "rope_theta": 500000.0,
-    "rms_norm_eps": 1e-5,
-    "weight_tying": False,
-    "mask_token_id": 126336,
-    "eos_token_id": 126081,
-}
+    "model_type": "llada", "block_type": "llama", "layer_norm_type": "rms", "activation_type": "silu", "rope": True,
+    "d_model": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 32, "mlp_hidden_size": 12288, "vocab_size": 126464,
+    "embedding_size": 126464, "max_sequence_length": 4096, "rope_theta": 500000.0, "rms_norm_eps": 1e-5,
+    "weight_tying": False, "mask_token_id": 126336, "eos_token_id": 126081,
+}  # fmt: skip
 SMALL = LLADA_8B | {
     "d_model": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 4, "mlp_hidden_size": 128, "vocab_size": 512,
     "embedding_size": 512, "mask_token_id": 511, "eos_token_id": 510,
 }  # fmt: skip
 LLADA2_MINI: dict[str, Any] = {
-    "model_type": "llada2_moe",
-    "hidden_size": 2048,
-    "num_hidden_layers": 20,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "intermediate_size": 5120,
-    "first_k_dense_replace": 1,
-    "num_experts": 256,
-    "num_experts_per_tok": 8,
-    "num_shared_experts": 1,
-    "moe_intermediate_size": 512,
-    "n_group": 8,
-    "topk_group": 4,
-    "score_function": "sigmoid",
-    "moe_router_enable_expert_bias": True,
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 2.5,
-    "partial_rotary_factor": 0.5,
-    "rope_theta": 600000,
-    "rms_norm_eps": 1e-6,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "max_position_embeddings": 32768,
-    "vocab_size": 157184,
-}
+    "model_type": "llada2_moe", "hidden_size": 2048, "num_hidden_layers": 20, "num_attention_heads": 16,
+    "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 5120, "first_k_dense_replace": 1,
+    "num_experts": 256, "num_experts_per_tok": 8, "num_shared_experts": 1, "moe_intermediate_size": 512, "n_group": 8,
+    "topk_group": 4, "score_function": "sigmoid", "moe_router_enable_expert_bias": True, "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5, "partial_rotary_factor": 0.5, "rope_theta": 600000, "rms_norm_eps": 1e-6,
+    "hidden_act": "silu", "tie_word_embeddings": False, "max_position_embeddings": 32768, "vocab_size": 157184,
+}  # fmt: skip
 LLADA2_FLASH = LLADA2_MINI | {
     "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 9216,
     "moe_intermediate_size": 1024, "max_position_embeddings": 16384,
 }  # fmt: skip
 SDAR_4B: dict[str, Any] = {
-    "model_type": "sdar",
-    "hidden_size": 2560,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "intermediate_size": 9728,
-    "rope_theta": 1000000.0,
-    "rms_norm_eps": 1e-6,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "max_position_embeddings": 32768,
-    "vocab_size": 151936,
-}
+    "model_type": "sdar", "hidden_size": 2560, "num_hidden_layers": 36, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 9728, "rope_theta": 1000000.0, "rms_norm_eps": 1e-6,
+    "hidden_act": "silu", "tie_word_embeddings": False, "max_position_embeddings": 32768, "vocab_size": 151936,
+}  # fmt: skip
 SDAR_8B = SDAR_4B | {"hidden_size": 4096, "intermediate_size": 12288}
 SMALL_LLADA2 = LLADA2_MINI | {
     "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,

@@ -24,14 +24,13 @@ from typing import Any
 
 import torch
 
-from benchmarks.feeds import random_prompts
+from benchmarks.feeds import random_prompts, usual
 from benchmarks.provenance import begun, command_line, save
 from benchmarks.shapes import SHAPES, random_model
 from benchmarks.throughput import Scripted, closed_loop
 from dinfer.engine.engine import Engine
 from dinfer.engine.request import Request
 from dinfer.engine.runtime import Runtime
-from dinfer.recipe.recipe import compose
 from dinfer.startup.prepare import prepare
 
 LIMIT = 900.0  # seconds that a start may take
@@ -81,10 +80,8 @@ def start(given: argparse.Namespace) -> dict[str, Any]:
     if cuda:
         compilations.listen()
     spec = model.spec
-    causal = spec.causal_block is not None
-    block = given.block or (spec.causal_block if causal and (spec.causal_block or 0) < 32 else 32)
-    iteration = {"name": "block_diffusion" if causal else "blockwise", "block": block, "stop": "off"}
-    recipe = compose(model, iteration=iteration, decoder=Scripted(rate=given.rate), cache="block" if causal else "dual")
+    block = given.block or min(spec.causal_block or 32, 32)
+    recipe = usual(model, Scripted(rate=given.rate), block)
     length = given.prompt + given.blocks * block
     engine = Engine(recipe, Runtime(rows=given.in_flight, max_length=length, graphs=cuda))
     prompts = random_prompts(spec, given.in_flight, given.prompt)

@@ -2,7 +2,6 @@
 
     python -m benchmarks.structure suite DIR --out results.json   # of json-schema-org/JSON-Schema-Test-Suite
     python -m benchmarks.structure bench DIR --tokens qwen.tiktoken --sample 2000 --out results.json
-    python -m benchmarks.structure compile DIR --tokens qwen.tiktoken --out results.json   # of goldens-structured
 
 `bench` takes the folder maskbench/data of guidance-ai/jsonschemabench. Its schemas have keywords and formats of their
 own, so it compiles with `lenient`. Only figures are kept. Its seconds are of the processor, and so is the limit of 5 s.
@@ -15,7 +14,6 @@ import argparse
 import base64
 import json
 import random
-import statistics
 import time
 from collections import Counter
 from functools import partial
@@ -125,30 +123,7 @@ def bench(given: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def compiled(given: argparse.Namespace) -> dict[str, Any]:
-    """Sizes and seconds for each schema of the goldens, the median of five."""
-    tokens, found = vocabulary(given.tokens), {}
-    began = time.perf_counter()
-    nodes = sum(len(level.byte_N) for level in tokens.levels)
-    trie = time.perf_counter() - began
-    for path in sorted((given.folder / "schemas").glob("*.json")):
-        constraint, times = json_schema(json.loads(path.read_text())["schema"]), []
-        for _ in range(5):
-            began = time.perf_counter()
-            automaton, exact, depth = compile_automaton(constraint)
-            made = time.perf_counter()
-            whole = language(automaton, tokens, exact=exact, depth=depth)
-            times.append((made - began, time.perf_counter() - made))
-        found[path.stem] = {
-            "states": whole.states, "classes": whole.classes, "edges": len(whole.edges_E3),
-            "pairs": len(whole.pairs_P2), "shortest": whole.shortest, "exact": exact, "bytes": whole.nbytes,
-            "automaton_s": round(statistics.median(t for t, _ in times), 4),
-            "classes_s": round(statistics.median(t for _, t in times), 4),
-        }  # fmt: skip
-    return {"tokens": len(tokens.bytes_V), "trie_nodes": nodes, "trie_s": round(trie, 3), "schemas": found}
-
-
-COMMANDS = {"suite": suite, "bench": bench, "compile": compiled}
+COMMANDS = {"suite": suite, "bench": bench}
 
 if __name__ == "__main__":
     parser = command_line(__doc__)

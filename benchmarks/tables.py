@@ -50,8 +50,10 @@ def command(report: Report) -> str:
     return re.sub(r" --out \S+", "", report["command"])
 
 
-def machine(report: Report) -> str:
-    return f"{report['hardware']}, torch {report['torch']}"
+def made(*reports: Report) -> str:
+    """The hardware, the version of torch and the commits of reports."""
+    some, first = commits(reports), reports[0]
+    return f"{first['hardware']}, torch {first['torch']}, commit{'s' * (', ' in some)} {some}"
 
 
 # Accuracy of the models in the box
@@ -69,52 +71,20 @@ def matrix(title: str, heads: Mapping[str, Any], names: Mapping[str, Any], cell:
 
 
 def box() -> str:
-    """Both models: accuracy and tokens per forward by decoder, and by cache or with forwards."""
-    report, second = load("tiny-quality-h200"), load("tiny-llada2-quality")
-    rows = {(row["options"], row["cache"]): row for row in report["rows"]}
-    first = matrix(
+    """`tiny`: accuracy and tokens per forward by decoder and cache."""
+    rows = {(row["options"], row["cache"]): row for row in load("tiny-quality-h200")["rows"]}
+    return matrix(
         "decoder",
         {f"cache `{cache}`": cache for cache in ("none", "prefix", "dual")},
         {f"`{rows[options, 'none']['decoder']}` {options}": options for options in SHOWN},
         lambda options, cache: ACCURACY.format_map(rows[options, cache]),
     )
+
+
+def second_box() -> str:
+    """`tiny-llada2`: accuracy, forwards and tokens per forward by decoder."""
     figures = {"accuracy": "{accuracy:.1f}%", "NFE": "{nfe:.1f}", "TPF": "{tpf:.2f}"}
-    return "\n\n".join(
-        [
-            f"The model in the box on {report['rows'][0]['problems']} held-out problems, blocks of 32, "
-            f"`max_new_tokens={report['setting']['new']}`, float32: accuracy, and tokens per forward (TPF).",
-            first,
-            "The second model in the box, `tiny-llada2` (LLaDA2's architecture, 7.1 million parameters, 4 of 16 "
-            "experts a token, trained to edit), on the same problems with `iteration=block_diffusion cache=block`. It "
-            "is not as good as the first at one token a forward or with a threshold; with a decoder that edits it "
-            "comes near.",
-            table({"decoder": "`{decoder}` {options}", **figures}, second["rows"]),
-        ]
-    )
-
-
-def quantized() -> str:
-    """Accuracy, tokens per forward and answers that stay the same, by what is rounded; a table for each model."""
-    report = load("quantized-h200")
-    rows = {(row["model"], row["cache"], row["quantize"], row["kv"]): row for row in report["rows"]}
-    parts = [
-        f"{report['rows'][0]['problems']} held-out problems, `threshold` 0.9, "
-        f"`max_new_tokens={report['setting']['new']}`, "
-        "float32 but for what is rounded: accuracy with its 95% interval, tokens per forward, and the share of "
-        f"problems whose answer equals, word for word, that of the model as it is. `{command(report)}`, "
-        f"{machine(report)}, commit {report['commit']}."
-    ]
-    cell = "{accuracy:.1f}% ({accuracy_low:.1f} to {accuracy_high:.1f}), {tpf:.2f}, {same:.0f}%"
-    rounded = {
-        "as it is" if key == (None, "model") else f"`quantize={key[0]}`" if key[0] else f"`runtime.kv={key[1]}`": key
-        for key in dict.fromkeys(key[2:] for key in rows)
-    }
-    for model in dict.fromkeys(key[0] for key in rows):
-        caches = {f"cache `{key[1]}`": key[1] for key in rows if key[0] == model}
-        parts.append(
-            matrix(f"`{model}`", caches, rounded, lambda key, cache, m=model: cell.format_map(rows[m, cache, *key]))
-        )
-    return "\n\n".join(parts)
+    return table({"decoder": "`{decoder}` {options}", **figures}, load("tiny-llada2-quality")["rows"])
 
 
 def everything() -> str:
@@ -122,12 +92,7 @@ def everything() -> str:
     report = load("tiny-everything-h200")
     rows = {(row["iteration"], row["decoder"], row["options"], row["cache"]): row for row in report["rows"]}
     caches = {f"`{name}`": name for name in ("none", "vicinity", "prefix", "dual", "delayed", "adaptive")}
-    parts = [
-        f"{len(rows)} recipes, {report['rows'][0]['problems']} problems in one batch, "
-        f"`max_new_tokens={report['setting']['new']}`, float32, {machine(report)}, commit "
-        f"{report['commit']}. Each cell: accuracy, tokens per forward, seconds for the batch (eager steps). "
-        "-: refused, or not measured at this setting."
-    ]
+    parts = [f"{len(rows)} recipes, {made(report)}."]
 
     def cell(recipe: Any, cache: str) -> str:
         row = rows.get((*recipe, cache))
@@ -148,7 +113,7 @@ FURTHER = {
 def further() -> str:
     """Decoders, caches and options that are not in the table of everything."""
     reports = {model: [load(file) for file in files] for model, files in FURTHER.items()}
-    some, every = reports["tiny"][0], [report for runs in reports.values() for report in runs]
+    every = [report for runs in reports.values() for report in runs]
 
     def named(name: str, options: str) -> str:
         return " ".join([f"`{name}`", *([options] if options else [])])
@@ -163,10 +128,7 @@ def further() -> str:
         "NFE": "{nfe:.1f}",
         "TPF": "{tpf:.2f}",
     }
-    return (
-        f"{some['rows'][0]['problems']} held-out problems, `max_new_tokens={some['setting']['new']}`, float32, "
-        f"{machine(some)}, commit {commits(every)}.\n\n{table(columns, rows)}"
-    )
+    return f"{made(*every)}.\n\n{table(columns, rows)}"
 
 
 def families() -> str:
@@ -216,7 +178,6 @@ def milliseconds(value: float | None) -> str:
 def steps() -> str:
     """The time of a step of full-size shapes, and its limits by bytes and by multiply-adds."""
     found = timed()
-    some = next(iter(found.values()))
     columns: dict[str, Cell] = {
         "shape": "{title}",
         "experts read": lambda row: "-" if row["experts_read"] is None else f"{row['experts_read']:.0f}",
@@ -227,12 +188,7 @@ def steps() -> str:
         "limit: multiply-adds": "{limit[flops_ms]:.2f} ms",
         "of the limit": lambda row: f"{100 * row['limit']['reached']:.0f}%",
     }
-    return (
-        f"One {machine(some)}, commits {commits(found.values())}: one window step as a CUDA graph, random "
-        "weights in bfloat16 unless said, one request unless said, blocks of 32, with LM head and commits. LLaDA-8B "
-        "has the dual cache and a canvas of 128 + 256 tokens. LLaDA2-mini has block diffusion and 384 + 256 tokens."
-        f"\n\n{table(columns, found.values())}"
-    )
+    return f"{made(*found.values())}.\n\n{table(columns, found.values())}"
 
 
 def step_runs() -> str:
@@ -246,17 +202,7 @@ def step_runs() -> str:
         "warm-up": lambda row: f"{row['eager']['warm_up_s'] + row['graph']['warm_up_s']:.1f} s",
         "same tokens": lambda row: "yes" if row["graph_equals_eager"] else "NO",
     }
-    others = [json.loads(path.read_text()) for path in sorted((RESULTS / "cards").glob("*.json"))]
-    ranked = [found["LLaDA2-mini"], *others]
-    rates = [1e3 / (one["graph"]["step_ms"] + one["graph"]["host_ms"]) for one in ranked]
-    experts = [one["profile"]["parts"]["experts"]["own_us"] / 1e3 for one in ranked]
-    return (
-        f"{table(columns, found.values())}\n\n"
-        f"LLaDA2-mini's step runs {rates[0]:.2f} times a second on this card, with the host. Its experts take "
-        f"{experts[0]:.2f} ms of it. On the {len(others)} cards of another machine (commit {others[0]['commit']}, "
-        f"`results/cards`) experts take {min(experts[1:]):.2f} to {max(experts[1:]):.2f} ms, and the step runs "
-        f"{', '.join(f'{rate:.2f}' for rate in sorted(rates[1:]))} times a second."
-    )
+    return table(columns, found.values())
 
 
 def step_parts() -> str:
@@ -293,9 +239,7 @@ def ablation() -> str:
     heads = {case: case for case in cases}
     spread = {"spread of all on": "all on"}
     return (
-        "How much longer a window step takes with one thing off, then, after the slash, the whole run with the host. "
-        "The first line is the spread of repeated runs with all on; what is within it is a dot. "
-        f"One {machine(reports[0])}, commits {commits(reports)}.\n\n"
+        f"{made(*reports)}.\n\n"
         + matrix(
             "without", heads, spread | {f"`{name}`": name for name in names},
             lambda name, case: (
@@ -344,7 +288,7 @@ def throughput() -> str:
         }
         parts += [
             f"### {name}",
-            f"`{command(report)}`, {report['setting']['dtype']}, {machine(report)}, commit {report['commit']}. The "
+            f"`{command(report)}`, {report['setting']['dtype']}, {made(report)}. The "
             f"first block of the first request: {report['cold']['first_block_s']:.1f} s after the weights were on the "
             "card.",
             table(runs, report["runs"]),
@@ -372,7 +316,6 @@ def goals(results: Path = RESULTS) -> str:
     reports = measured(results)
     if not reports:
         return "Not measured yet: `python -m benchmarks.goals --out benchmarks/results` does it."
-    some, made = next(iter(reports.values())), sorted({report["commit"] for report in reports.values()})
 
     def values(row: Row, limit: str = "limit") -> tuple[float | None, float | None]:
         run = level(reports[row.run], row.in_flight) if row.run in reports else None
@@ -393,13 +336,7 @@ def goals(results: Path = RESULTS) -> str:
         "warm": lambda row: number(values(row, "limit_warm")[1]),
         "of that": lambda row: share(row, *values(row, "limit_warm")),
     }
-    return (
-        f"One {machine(some)}, commit{'s' * (len(made) > 1)} {', '.join(made)}. "
-        "*Limit*: the figure if every step took the least time that its bytes or its multiply-adds allow, at rates of "
-        "the card from the same run, "
-        "and the host none. *Warm*: the same at the rate of a card that has multiplied for two seconds and is at its "
-        f"power limit, as under load. -: not measured.\n\n{table(columns, ROWS)}"
-    )
+    return f"{made(*reports.values())}.\n\n{table(columns, ROWS)}"
 
 
 def long_prompts(results: Path = RESULTS) -> str:
@@ -450,7 +387,6 @@ def startup(results: Path = RESULTS) -> str:
     found = {title: report for title, name in STARTS.items() for report in there([name], results)}
     if not found:
         return "Not measured yet: `python -m benchmarks.startup` does it."
-    some = next(iter(found.values()))
     rows = [
         {"title": title, "commit": report["commit"], "start": words}
         | {phase["phase"]: phase for phase in report[name]["phases"]}
@@ -466,12 +402,7 @@ def startup(results: Path = RESULTS) -> str:
         "kernels": "{one request[kernels]}",
         "several requests": "{all in flight[seconds]:.1f} s",
     }
-    return (
-        f"LLaDA2-mini's shape, bf16, {machine(some)}. Seconds from "
-        "weights on the card; to be reached: 8 s, the second time 2 s. The last column is what "
-        f"{some['setting']['in_flight']} requests at once take after that, for the first time.\n\n"
-        + table(columns, rows)
-    )
+    return f"{made(*found.values())}.\n\n{table(columns, rows)}"
 
 
 # Beside other programs
@@ -514,28 +445,23 @@ def peers() -> str:
         "window step": "{window}",
         "full pass": "{full:.2f}",
         "tokens/s": "{tokens_per_s:,.0f}",
-        "forwards": "{forwards}",
         "first call": "{warm_up_s:.0f} s{star}",
     }
-    return (
-        f"LLaDA-8B's shape with random bfloat16 weights, prompt {some['prompt']}, {some['new']} new tokens, blocks of "
-        f"{some['block']}, {some['new'] / some['forwards']:.0f} tokens a step on both sides: each computes its "
-        "threshold rule and commits the leftmost masks. dInfer at commit "
-        f"{report['peer_commit']}, ours at {report['commit']}, one {machine(report)}, "
-        f"transformers {report['transformers']}. A generation is the median of {len(some['all_s'])}, over its "
-        "forwards. A window step is one forward of a block, a full pass one of the whole canvas. The first call "
-        f"compiles. {len(together)} runs of dInfer compiled beside each other (marked *), so their first calls "
-        f"are longer than alone; they were timed one at a time.\n\n{table(columns, rows)}"
+    return f"dInfer at {report['peer_commit']}; {made(report)}, transformers {report['transformers']}.\n\n" + table(
+        columns, rows
     )
+
+
+SHOWN_COMMITS = {"8": (1, 2, 4, 8), "16": (4,), "32": (4, 8)}  # of the lengths of blocks
 
 
 def rival() -> str:
     """An autoregressive model of the same shape beside block diffusion: tokens a second by requests in flight."""
     report = load("rival-sdar-8b-h200")
-    causal, blocks, setting = report["causal"], report["blocks"], report["setting"]
+    causal, blocks = report["causal"], report["blocks"]
     lines = {"one token a step, autoregressive": {at: (run["tokens_per_s"], 1) for at, run in causal.items()}}
     for block, runs in blocks.items():
-        for commits in (1, 2, 4, 8):
+        for commits in SHOWN_COMMITS[block]:
             lines[f"blocks of {block}, {commits} token{'s' * (commits > 1)} a step"] = {
                 at: (run[f"commits_{commits}"]["tokens_per_s"], run[f"commits_{commits}"]["positions_per_token"])
                 for at, run in runs.items()
@@ -546,10 +472,8 @@ def rival() -> str:
         columns[f"{at} in flight"] = lambda name, at=at: f"{lines[name][at][0]:,.0f}" if at in lines[name] else "-"
     steps = ", ".join(f"{run['ms']:.2f} ({run['limit']['limit_ms']:.2f})" for run in causal.values())
     return (
-        f"SDAR-8B's shape, random bfloat16 weights, prompts of {setting['prompt']}, one {machine(report)}, commit "
-        f"{report['commit']}. Tokens a second, from the medians of three runs. -: not measured. A step of the "
-        f"autoregressive model takes, with {', '.join(causal)} in flight, {steps} ms; in brackets the least that its "
-        f"bytes or multiply-adds allow.\n\n{table(columns, lines)}"
+        f"{made(report)}. A step of the autoregressive model takes {steps} ms with {', '.join(causal)} in flight; in "
+        f"brackets the least that its bytes or multiply-adds allow.\n\n{table(columns, lines)}"
     )
 
 
@@ -564,16 +488,14 @@ def narrow() -> str:
     """Throughput with whole blocks and with the narrow window."""
     reports = {title: load(name) for title, name in NARROW.items()}
     rows = [
-        {"title": title, "commit": report["commit"], **run,
-         "busy": run["device_share"], "least": run["limit"]["tokens_per_s"]}
+        {"title": title, **run, "busy": run["device_share"], "least": run["limit"]["tokens_per_s"]}
         for title, report in reports.items() for run in reversed(report["runs"])
     ]  # fmt: skip
     columns: dict[str, Cell] = {
         "cache": "{title}", "in flight": "{in_flight}", "tokens/s, steady": "{steady_tokens_per_s:,.0f}",
-        "limit of its steps": "{least:,.0f}", "GPU busy": "{busy:.0%}", "commit": "{commit}",
+        "limit of its steps": "{least:,.0f}", "GPU busy": "{busy:.0%}",
     }  # fmt: skip
-    some = next(iter(reports.values()))
-    return f"LLaDA2-mini, 512 tokens in and out, one {machine(some)}.\n\n{table(columns, rows)}"
+    return f"{made(*reports.values())}.\n\n{table(columns, rows)}"
 
 
 def constrained() -> str:
@@ -587,10 +509,7 @@ def constrained() -> str:
     columns: dict[str, Cell] = {"step, rows x positions": "{step}", "without": "{plain:.2f} ms"}
     for name, size in report["languages"].items():
         columns[f"{size['states']:,} states"] = lambda row, name=name: row.get(name, "-")
-    return (
-        f"LLaDA-8B's shape, one {machine(report)}, kernels of commit {report['commit']}, medians of three runs. -: no "
-        f"such step, since answers of this language are short.\n\n{table(columns, rows)}"
-    )
+    return f"{made(report)}.\n\n{table(columns, rows)}"
 
 
 def sides() -> str:
@@ -608,7 +527,7 @@ def sides() -> str:
         report["old"]["commit"]: "{then[median]:.3f} ms", report["new"]["commit"]: "{now[median]:.3f} ms",
         "change": "{change:+.1%}", "spread of three runs": "{then[spread]:.1%}, {now[spread]:.1%}",
     }  # fmt: skip
-    return f"One {machine(report['new'])}, both in one session.\n\n{table(columns, rows)}"
+    return f"{made(report['new'])}, both in one session.\n\n{table(columns, rows)}"
 
 
 BLOCKS = {"llada": "LLaDA-8B, blocks of 32", "sdar-4b": "SDAR-4B, blocks of 4", "sdar-8b": "SDAR-8B, blocks of 4"}
@@ -627,7 +546,6 @@ def diffulex(folder: Path = RESULTS) -> str:
         if twice := runs.keys() & other["runs"].keys():
             raise ValueError(f"{name} has {', '.join(sorted(twice))} again: delete the older file")
         runs |= other["runs"]
-    some = next(iter(runs.values()))
     rows = [
         run | {"title": f"{who}, {title}", "batch": batch, "usual": usual["median_ms"]}
         for batch in (1, 16)
@@ -644,14 +562,10 @@ def diffulex(folder: Path = RESULTS) -> str:
         "forwards": "{forwards}",
         "tokens/s": "{tokens_per_s:,.0f}",
     }
-    return (
-        f"Random bfloat16 weights, {some['new']} new tokens, prompts of 128 tokens (LLaDA) and 512 (SDAR). Each step "
-        "commits the 4 or 2 leftmost masks on both sides, and keys of finished blocks are final. Diffulex at commit "
-        f"{report['diffulex_commit']}, ours at {commits(reports.values()).replace(', ', ' and ')}, one "
-        f"{machine(report)}, transformers {report['transformers']}. A generation is the median of "
-        f"{len(some['all_s'])}, over its forwards. Ours caches a block in the next one's first step, Diffulex in a "
-        f"step of its own.\n\n{table(columns, rows)}"
+    about = (
+        f"Diffulex at {report['diffulex_commit']}; {made(*reports.values())}, transformers {report['transformers']}."
     )
+    return f"{about}\n\n{table(columns, rows)}"
 
 
 def llama_cpp() -> str:
@@ -784,28 +698,21 @@ def two_cards() -> list[Report]:
 
 def sampled() -> str:
     """Accuracy and tokens per forward of decoders by how tokens are drawn."""
-    reports = there(["sampled-tiny-h200", "sampled-tiny-llada2-h200"], RESULTS)
-    about = "; ".join(f"`{command(report)}`, commit {report['commit']}" for report in reports)
-    first, rows = reports[0], [row for report in reports for row in report["rows"]]
-    names = [*rows[0]["settings"]]
-    lines = [
-        f"{first['setting']['count']} held-out problems, {machine(first)}: {about}. Each "
-        "cell: accuracy, tokens per forward.",
-        "",
-        "| model, decoder | " + " | ".join(names) + " |",
-        "| --- |" + " --- |" * len(names),
-    ]
-    for row in rows:
-        cells = [f"{row['settings'][name]['accuracy']:.1f}%, {row['settings'][name]['tpf']:.1f}" for name in names]
-        lines.append(f"| `{row['model']}`, `{row['decoder']}` {row['options']}".rstrip() + f" | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    reports = [load("sampled-tiny-h200"), load("sampled-tiny-llada2-h200")]
+    rows = {
+        f"`{row['model']}`, `{row['decoder']}` {row['options']}".rstrip(): row["settings"]
+        for report in reports for row in report["rows"]
+    }  # fmt: skip
+    heads = {name: name for name in next(iter(rows.values()))}
+    cells = matrix("model, decoder", heads, rows, lambda row, name: "{accuracy:.1f}%, {tpf:.1f}".format_map(row[name]))
+    return f"{'; '.join(f'`{command(report)}`' for report in reports)}, {made(*reports)}.\n\n{cells}"
 
 
 SECTIONS: dict[str, Callable[[], str]] = {
-    "families": families, "summary": summary, "box": box, "further": further,
+    "families": families, "summary": summary, "box": box, "second_box": second_box, "further": further,
     "everything": everything, "short": short, "steps": steps, "step-runs": step_runs, "parts": step_parts,
     "peers": peers, "rival": rival, "narrow-card": narrow, "constrained": constrained,
-    "sides": sides, "diffulex": diffulex, "llama-cpp": llama_cpp, "quantized": quantized, "goals": goals,
+    "sides": sides, "diffulex": diffulex, "llama-cpp": llama_cpp, "goals": goals,
     "long-prompts": long_prompts, "curve": curve, "startup": startup, "throughput": throughput, "ablation": ablation,
     "experts": experts, "sampled": sampled,
     "checked": lambda: checked(load("scaling-check-h200")["runs"]),

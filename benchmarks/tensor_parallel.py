@@ -28,13 +28,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from benchmarks.feeds import apart, random_prompts
+from benchmarks.feeds import apart, random_prompts, usual
 from benchmarks.limits import limits, rates
 from benchmarks.parts import by_kernel, by_part, profiled
 from benchmarks.provenance import begun, command_line, save
 from benchmarks.shapes import shape
 from benchmarks.step import experts_read, pool, timed_run
-from dinfer import Pipeline, Runtime, compose
+from dinfer import Pipeline, Runtime
 from dinfer.kernels.norm import add_rms_norm
 from dinfer.kernels.types import Share
 from dinfer.loading.checkpoint import random_network
@@ -99,10 +99,7 @@ def run_rank(case: Case, device: torch.device, ranks: Ranks) -> dict[str, Any]:
         held, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
         found |= {"weights_gb": held / 1e9, "loading_peak": peak / held}
     model.join(ranks)
-    causal = spec.causal_block is not None
-    iteration = {"name": "block_diffusion" if causal else "blockwise", "block": BLOCK, "stop": "off"}
-    recipe = compose(model, iteration=iteration, decoder="threshold", cache="block" if causal else "dual")
-    recipe = apart(recipe) if spec.experts else recipe
+    recipe = apart(usual(model, block=BLOCK)) if spec.experts else usual(model, block=BLOCK)
     prompts, dealt = random_prompts(spec, case.rows, PROMPT), ranks.rank.expert_parallel
 
     def pipeline(graphs: bool) -> Pipeline:
@@ -123,7 +120,7 @@ def run_rank(case: Case, device: torch.device, ranks: Ranks) -> dict[str, Any]:
         dist.all_gather_object(every, canvas, group=ranks.group)
         found["ranks_agree"] = all(one == canvas for one in every)
     found["experts_read"] = experts_read(recipe, prompts) if spec.experts else None
-    keys = PROMPT + (NEW + BLOCK) / 2 if causal else PROMPT + NEW
+    keys = PROMPT + (NEW + BLOCK) / 2 if spec.causal_block else PROMPT + NEW
     found["limit"] = limits(
         model, pool(pipe.engine), rows=case.rows, width=timed["width"], block=BLOCK, keys=keys,
         experts=found["experts_read"], rates=card_rates(device, case.quantize) if cuda else None,

@@ -65,16 +65,8 @@ def theirs(program: Path, file: Path, threads: int) -> dict[str, float]:
 
 def ours(file: Path, threads: int, dtype: str) -> dict[str, float]:
     """CPU seconds of a pass over the whole canvas, and of a step of one block, and the peak memory."""
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.peers.llama_cpp",
-        "--program",
-        "-",
-        "--ours",
-        "--threads",
-        str(threads),
-    ]
+    command = [sys.executable, "-m", "benchmarks.peers.llama_cpp", "--program", "-", "--ours"]
+    command += ["--threads", str(threads)]
     with tempfile.NamedTemporaryFile("w") as output:
         _, peak, seen = ended([*command, "--dtype", dtype, str(file)], output)
     found: dict[str, float] = json.loads("".join(text for _, text in seen).strip().splitlines()[-1])

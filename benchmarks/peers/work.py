@@ -49,9 +49,7 @@ def alone(out: Path) -> Iterator[None]:
 
 
 def report(
-    given: argparse.Namespace,
-    generate: Callable[[], tuple[int, Any]],
-    widths: Callable[[], dict[int, list[float]]],
+    given: argparse.Namespace, generate: Callable[[], tuple[int, Any]], widths: Callable[[], dict[int, list[float]]]
 ) -> dict[str, Any]:
     """Times whole generations, the first ones apart; writes and returns what was found.
 

@@ -101,31 +101,27 @@ def memory(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def gauges(url: str) -> dict[str, float]:
-    """The server's gauges of requests and pages."""
+def metrics(url: str, *names: str) -> dict[str, float]:
+    """The server's figures of these names, summed over its engines."""
     with urllib.request.urlopen(f"{url}metrics", timeout=60) as response:
         text = response.read().decode()
-    names = "requests_in_flight|tokens_in_flight|waiting|running|pages_free|pages"
     return {
-        name: float(value) for name, value in re.findall(rf"^dinfer_({names})(?:{{.*}})? (\S+)$", text, re.MULTILINE)
+        name: sum(map(float, re.findall(rf"^dinfer_{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE))) for name in names
     }
+
+
+GAUGES = ("requests_in_flight", "tokens_in_flight", "waiting", "running", "pages_free", "pages")
 
 
 def work(url: str) -> dict[str, float]:
     """The graphs that the server's engines have captured so far, their rounds, and the seconds of these."""
-    with urllib.request.urlopen(f"{url}metrics", timeout=60) as response:
-        text = response.read().decode()
-    parts = {"graphs": "graphs", "rounds": "round_seconds_count", "seconds": "round_seconds_sum"}
-    return {
-        name: sum(map(float, re.findall(rf"^dinfer_{metric}(?:{{.*}})? (\S+)$", text, re.MULTILINE)))
-        for name, metric in parts.items()
-    }
+    found = metrics(url, "graphs", "round_seconds_count", "round_seconds_sum")
+    return dict(zip(("graphs", "rounds", "seconds"), found.values(), strict=True))
 
 
 def free(taken: dict[str, float]) -> bool:
     """Whether the server is idle."""
-    busy = ("requests_in_flight", "tokens_in_flight", "waiting", "running")
-    return not any(taken[name] for name in busy) and taken["pages"] == taken["pages_free"]
+    return not any(taken[name] for name in GAUGES[:4]) and taken["pages"] == taken["pages_free"]
 
 
 def endured(server: Started, seconds: float, streams: int, want: list[str], bodies: list[Any]) -> dict[str, Any]:
@@ -145,7 +141,7 @@ def endured(server: Started, seconds: float, streams: int, want: list[str], bodi
     while (now := time.monotonic() - began) < seconds:
         time.sleep(min(1, seconds - now))
         now, resident = time.monotonic() - began, memory(server.pid)
-        most = max(most, in_flight := gauges(server.url)["requests_in_flight"])
+        most = max(most, in_flight := metrics(server.url, *GAUGES)["requests_in_flight"])
         if now < WINDOW * len(lows):
             lows[-1] = min(lows[-1], resident)
         elif now < seconds:
@@ -158,7 +154,7 @@ def endured(server: Started, seconds: float, streams: int, want: list[str], bodi
             killed, clients[index], next_kill = killed + 1, crowd(), next_kill + seconds / 8
     statuses = [client.wait() for client in clients]
     lasted, end = time.monotonic() - began, time.monotonic() + SETTLED
-    while not free(taken := gauges(server.url)) and time.monotonic() < end:
+    while not free(taken := metrics(server.url, *GAUGES)) and time.monotonic() < end:
         time.sleep(0.2)
     time.sleep(1)
     after, warm = memory(server.pid), lows[min(max(math.ceil(seconds / 10 / WINDOW), 1), len(lows) - 1)]

@@ -78,7 +78,7 @@ def test_the_table_joins_the_files_of_one_session(tmp_path: Path) -> None:
     report(tmp_path, "diffulex-h200.json", ALL[::2])
     report(tmp_path, "diffulex-second-h200.json", ALL[1::2])
     text = tables.diffulex(tmp_path)
-    assert "ours at abc, one a card" in text
+    assert "a card, torch 2, commit abc, transformers" in text
     rows = [line for line in text.splitlines() if line.startswith(("| Diffulex,", "| ours,"))]
     assert [row.split(" | ")[-1] for row in rows] == [f"{1000 + place:,} |" for place in range(12)]
     assert rows[11] == "| ours, SDAR-8B, blocks of 4 | 16 | 11.50 | 11.25 ms | 193 | 1,011 |"
