@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, Self
 
-from jinja2 import TemplateError
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
@@ -21,6 +20,7 @@ from dinfer.engine.runtime import Runtime
 from dinfer.parallel.divided_model import everywhere
 from dinfer.pipeline import Pipeline, load
 from dinfer.pipeline.form import Form, form_of
+from dinfer.pipeline.inputs import named
 from dinfer.recipe.recipe import Recipe
 from dinfer.recipe.registry import REGISTRIES, check_range, unknown
 from evaluations.replicas import Replicas, replicas
@@ -190,7 +190,8 @@ class DinferLM(TemplateLM):
         """Texts, cut at the first stop string."""
 
         def answers(jobs: list[Job]) -> Iterator[tuple[Job, str, dict[str, Any]]]:
-            asked = [self._gen_kwargs(job) for job in jobs]
+            with named(jobs[0].task):
+                asked = [parse(job.instance.args[1], self.pipe.recipe, self.new_tokens) for job in jobs]
             fill = self._infilled if asked[0].infill else self._generated
             for job, text, sample in fill(jobs, asked):
                 yield job, text, {"sample": sample}
@@ -248,14 +249,9 @@ class DinferLM(TemplateLM):
         return list(self.tokenizer(string, add_special_tokens=add_special_tokens)["input_ids"])
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        try:
-            text = self.tokenizer.apply_chat_template(
-                chat_history, tokenize=False, add_generation_prompt=add_generation_prompt,
-                continue_final_message=not add_generation_prompt,
-            )  # fmt: skip
-        except TemplateError as error:
-            raise ValueError(f"the checkpoint's chat template: {error}") from error
-        return str(text)
+        return self.pipe.written(
+            chat_history, add_generation_prompt=add_generation_prompt, continue_final_message=not add_generation_prompt
+        )
 
     def all_gather(self, tensor: Any) -> Any:
         return self.among.gather(tensor)
@@ -323,12 +319,10 @@ class DinferLM(TemplateLM):
         """The generations of one task, in the order in which they end."""
         requests = []
         for job, own in zip(jobs, asked, strict=True):
-            try:
+            with named(job.where):
                 ids = self.tok_encode(job.instance.args[0])
                 language = None if own.form is None else own.form.language(self.pipe.compiler)
                 requests += self.pipe.requests([ids], own.new_tokens, self._options(job, own), language)
-            except ValueError as error:
-                raise ValueError(f"{job.where}: {error}") from error
         for update in self.pipe.engine.run(requests):
             if (done := update.completion) is not None:
                 text, kept, found = cut(self.tokenizer, done.output, asked[update.index].until)
@@ -342,11 +336,9 @@ class DinferLM(TemplateLM):
             part, own = jobs[first : first + rows], asked[first : first + rows]
             canvases = [self._canvas(*pair) for pair in zip(part, own, strict=True)]
             options = [self._options(*pair) for pair in zip(part, own, strict=True)]
-            try:
+            with named(f"{part[0].where} to {part[-1].where}"):
                 form: Any = {} if own[0].form is None else {"scope": "gap", "constraint": own[0].form.constraint}
                 filled = self.pipe.infill_ids(canvases, options=options, stop=True, **form)
-            except ValueError as error:
-                raise ValueError(f"{part[0].where} to {part[-1].where}: {error}") from error
             for job, kwargs, result in zip(part, own, filled, strict=True):
                 ids = result.gaps[0]
                 end = next((i for i, token in enumerate(ids) if token in spec.stop_ids), len(ids))
@@ -364,12 +356,6 @@ class DinferLM(TemplateLM):
             raise ValueError(f"{job.where}: gap={gap!r} must be an integer, at least 1")
         before = self.tok_encode(job.instance.args[0])
         return [*before, *[self.pipe.model.spec.mask] * gap, *self.tok_encode(document["suffix"], False)]
-
-    def _gen_kwargs(self, job: Job) -> GenKwargs:
-        try:
-            return parse(job.instance.args[1], self.pipe.recipe, self.new_tokens)
-        except ValueError as error:
-            raise ValueError(f"{job.task}: {error}") from error
 
     def _options(self, job: Job, asked: GenKwargs) -> dict[str, Any]:
         """The job's per-request options. Each repeat of a sampled request has its own seed."""
@@ -389,12 +375,10 @@ class DinferLM(TemplateLM):
 
     def _bounds(self, jobs: Sequence[Job], pairs: Sequence[Pair]) -> list[Bound]:
         how = self.likelihood
-        try:
+        with named(f"{jobs[0].where} to {jobs[-1].where}"):
             return self._on_ranks(
                 log_likelihoods, pairs, samples=how.samples, seed=how.seed, guidance=how.guidance, batch=BATCH
             )
-        except ValueError as error:
-            raise ValueError(f"{jobs[0].where} to {jobs[-1].where}: {error}") from error
 
 
 def _cost(bounds: Sequence[Bound]) -> dict[str, Any]:

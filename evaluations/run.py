@@ -172,7 +172,9 @@ def load_tasks(settings: Settings) -> dict[str, Any]:
     for pattern in settings.tasks:
         names = _names(manager, pattern)
         if not names:
-            raise _no_such_task(pattern, manager)
+            close = difflib.get_close_matches(pattern, manager.all_tasks, 3, cutoff=0.5)
+            hint = f" Did you mean {', '.join(close)}?" if close else ""
+            raise ValueError(f"unknown task {pattern!r}.{hint} `lm_eval ls tasks` lists lm-eval's, {TASKS} holds ours.")
         for name in names:
             entry = manager.task_index.get(name)
             _allow(
@@ -244,9 +246,3 @@ def _read(path: Path) -> None:
             raise ValueError("it must be a mapping of names to values")
     except TASK_ERRORS as error:
         raise ValueError(f"task file {path} cannot be read: {error}") from error
-
-
-def _no_such_task(name: str, manager: TaskManager) -> ValueError:
-    close = difflib.get_close_matches(name, manager.all_tasks, 3, cutoff=0.5)
-    hint = f" Did you mean {', '.join(close)}?" if close else ""
-    return ValueError(f"unknown task {name!r}.{hint} `lm_eval ls tasks` lists lm-eval's, {TASKS} holds ours.")

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dinfer.layers.transformer import Transformer
-from dinfer.loading.checkpoint import CONFIG, PREFIX
+from dinfer.loading.lora import CONFIG, PREFIX
 from dinfer.parallel.split import Placement
 from dinfer.step.model import ModelFamily
 

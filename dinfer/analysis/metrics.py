@@ -73,7 +73,9 @@ class Metrics:
 
     def row(self) -> dict[str, Any]:
         """The figures by name, rounded to six significant digits, as tables and result files hold them."""
-        return {name: _rounded(value) for name, value in asdict(self).items()}
+        return {
+            name: float(f"{value:.6g}") if isinstance(value, float) else value for name, value in asdict(self).items()
+        }
 
 
 def measure(samples: Sequence[Sample], seconds: float) -> Metrics:
@@ -149,10 +151,6 @@ class Difference:
         tail = sum(math.comb(won + lost, k) for k in range(min(won, lost) + 1)) / 2 ** (won + lost)
         points = sum(lead) / len(lead)
         return cls(points, max(middle - half, -100.0), min(middle + half, 100.0), won, lost, min(2 * tail, 1.0))
-
-
-def _rounded(value: float | None) -> float | None:
-    return value if value is None or isinstance(value, int) else float(f"{value:.6g}")
 
 
 Progress = Callable[[str, int, int, str], None]  # what is done, how much of it, of how much, a detail

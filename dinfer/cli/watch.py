@@ -127,6 +127,13 @@ STYLES = {
     Origin.OLD: "default",
     Origin.STOP: "bright_black",
 }
+LEGEND = Text.assemble(
+    (MASK, STYLES[Origin.MASK]), "masked  ",
+    ("fresh", STYLES[Origin.FRESH]), "  decoded  ",
+    ("prompt", STYLES[Origin.PROMPT]), "  ",
+    (STOP, STYLES[Origin.STOP]), " stop  ",
+    ("[ ]", BLOCK), " active block",
+)  # fmt: skip
 
 
 def in_colour(stream: TextIO) -> bool:
@@ -199,7 +206,7 @@ def picture(frame: Frame) -> RenderableType:
         Rule(Text(heading(frame)), style="bright_black", align="left"),
         Padding(Text(asked.strip(), STYLES[Origin.PROMPT]), (0, 1)),
         Padding(canvas(cells), (0, 1)),
-        Rule(_legend(), style="bright_black", align="left"),
+        Rule(LEGEND, style="bright_black", align="left"),
     )
 
 
@@ -238,16 +245,6 @@ def _append_text(canvas: Text, text: str, style: str) -> None:
         if index:
             canvas.append(NEWLINE, style if style != STYLES[Origin.OLD] else STYLES[Origin.STOP]).append("\n")
         canvas.append(part, style)
-
-
-def _legend() -> Text:
-    return Text.assemble(
-        (MASK, STYLES[Origin.MASK]), "masked  ",
-        ("fresh", STYLES[Origin.FRESH]), "  decoded  ",
-        ("prompt", STYLES[Origin.PROMPT]), "  ",
-        (STOP, STYLES[Origin.STOP]), " stop  ",
-        ("[ ]", BLOCK), " active block",
-    )  # fmt: skip
 
 
 def write_answer(pieces: TextStream) -> Completion:
@@ -294,14 +291,6 @@ class Interrupts:
             raise KeyboardInterrupt
         self.noted = True
 
-    @contextmanager
-    def during_answer(self) -> Iterator[None]:
-        self.answering, self.noted = True, False
-        try:
-            yield
-        finally:
-            self.answering = False
-
 
 @contextmanager
 def interruptible() -> Iterator[Interrupts]:
@@ -340,8 +329,11 @@ class Conversation:
         question = {"role": "user", "content": line.removeprefix("/") if line.startswith("//") else line}
         asked = [*self.messages, question]
         interrupts = interrupts or Interrupts()
-        with interrupts.during_answer():
+        interrupts.answering, interrupts.noted = True, False
+        try:
             text, counts = self._answer(asked, interrupts, live=sys.stdin.isatty())
+        finally:
+            interrupts.answering = False
         if counts is None:
             say("(ended" + (")" if text else "; the question is dropped, since nothing of its answer was decided)"))
         if counts is not None or text:

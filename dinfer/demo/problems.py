@@ -193,24 +193,18 @@ def _row(numbers: list[int]) -> str:
     return ", ".join(map(str, numbers))
 
 
-def _reverse(numbers: list[int]) -> list[int]:
-    return numbers[::-1]
-
-
-def _drop_largest(numbers: list[int]) -> list[int]:
-    return [number for number in numbers if number != max(numbers)]
-
-
-def _drop_smallest(numbers: list[int]) -> list[int]:
-    return [number for number in numbers if number != min(numbers)]
-
-
 # what the question says -> (the operation, how a solution may say it)
 _OPERATIONS: dict[str, tuple[Callable[[list[int]], list[int]], tuple[str, ...]]] = {
     "sort it": (sorted, ("Sorted:", "In order that is", "Sorting gives us")),
-    "reverse it": (_reverse, ("Reversed:", "Backwards that is", "Reversing gives us")),
-    "remove the largest": (_drop_largest, ("Without the largest:", "The largest goes, leaving", "What stays is")),
-    "remove the smallest": (_drop_smallest, ("Without the smallest:", "The smallest goes, leaving", "What stays is")),
+    "reverse it": (lambda row: row[::-1], ("Reversed:", "Backwards that is", "Reversing gives us")),
+    "remove the largest": (
+        lambda row: [number for number in row if number != max(row)],
+        ("Without the largest:", "The largest goes, leaving", "What stays is"),
+    ),
+    "remove the smallest": (
+        lambda row: [number for number in row if number != min(row)],
+        ("Without the smallest:", "The smallest goes, leaving", "What stays is"),
+    ),
 }
 
 

@@ -446,12 +446,6 @@ def divisions(family: ModelFamily, spec: ModelSpec, rank: Rank) -> dict[str, Spl
     return {name: split for name, split in found.items() if split is not None}
 
 
-def resized(parameter: Tensor, split: Split, rank: Rank) -> list[int]:
-    """The shape of a rank's share of a parameter."""
-    size = sum(end - first for first, end in split.ranges(rank))
-    return [size if dim == split.dim else old for dim, old in enumerate(parameter.shape)]
-
-
 class Uninitialised(TorchFunctionMode):
     """Skips the initialisers of parameters, which import torch's compiler for meta tensors."""
 
@@ -479,8 +473,9 @@ def empty_network(
                 parameter.data = parameter.data.to(torch.promote_types(dtype, torch.float32))
         for name, split in divisions(family, spec, rank).items():
             (path, _, own), whole = name.rpartition("."), network.get_parameter(name)
-            share = nn.Parameter(torch.empty(resized(whole, split, rank), dtype=dtype))
-            setattr(network.get_submodule(path), own, share)
+            shape = [*whole.shape]
+            shape[split.dim] = sum(end - first for first, end in split.ranges(rank))
+            setattr(network.get_submodule(path), own, nn.Parameter(torch.empty(shape, dtype=dtype)))
         for name, (module, own) in formatted(network, embeddings=True).items():
             if (format := formats.get(name, rest if module.rounds else None)) is not None:
                 try:

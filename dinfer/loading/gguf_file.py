@@ -126,12 +126,22 @@ def _byte_pairs(
     ]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     vocab = {text: token for token, text in enumerate(texts)}
+    begin = None
+    if first is not None:
+        text = texts[first]
+        single = [{"SpecialToken": {"id": text, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+        begin = {
+            "type": "TemplateProcessing",
+            "single": single,
+            "pair": [*single, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {text: {"id": text, "ids": [first], "tokens": [text]}},
+        }
     return {
         "version": "1.0",
         "added_tokens": added,
         "normalizer": {"type": "NFC"} if patterns is QWEN2 else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*cuts, byte_level]},
-        "post_processor": None if first is None else _begun(texts[first], first),
+        "post_processor": begin,
         "decoder": byte_level,
         "model": {
             "type": "BPE",
@@ -139,18 +149,6 @@ def _byte_pairs(
             "merges": [pair for pair in merges if pair.replace(" ", "", 1) in vocab],  # llama.cpp skips others, too
             "ignore_merges": patterns is LLAMA3,
         },
-    }
-
-
-def _begun(text: str, token: int) -> dict[str, Any]:
-    """The post-processor that puts a token in front of every text."""
-    first, rest = {"SpecialToken": {"id": text, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
-    other = {"Sequence": {"id": "B", "type_id": 1}}
-    return {
-        "type": "TemplateProcessing",
-        "single": [first, rest],
-        "pair": [first, rest, other],
-        "special_tokens": {text: {"id": text, "ids": [token], "tokens": [text]}},
     }
 
 
@@ -253,10 +251,6 @@ class GgufTensor(Stored):
     offset: int  # bytes from the beginning of the file
     nbytes: int
     heads: int = 0  # heads whose rows are permuted; 0: none are
-
-    @property
-    def end(self) -> int:
-        return self.offset + self.nbytes
 
     @property
     def floats(self) -> torch.dtype:
@@ -420,7 +414,7 @@ def _read_header(path: Path, _changed: int, size: int) -> tuple[Mapping[str, Any
         raise CheckpointError(f"{path} is big-endian, and only little-endian files load: use gguf-convert-endian")
     check_kinds(path, fields)
     refuse(
-        [f"{name} ends at byte {one.end:,}" for name, one in tensors.items() if one.end > size],
+        [f"{name} ends at byte {end:,}" for name, one in tensors.items() if (end := one.offset + one.nbytes) > size],
         f"{path} is truncated: it has {size:,} bytes",
     )
     return fields, tensors

@@ -149,7 +149,10 @@ def _describe_weights(found: Inspection, family: ModelFamily | None, config: Map
     plan = LoadPlan.of(found.folder, family, spec, config, stored | expected)
     found.expected = len(plan.placements)
     found.parameters = sum(math.prod(place.shape) for place in plan.placements.values())
-    found.active = found.parameters - _idle(spec)
+    found.active = found.parameters
+    if (experts := spec.experts) is not None:
+        idle = (spec.layers - len(experts.dense)) * (experts.experts - experts.chosen)
+        found.active -= idle * 3 * experts.width * spec.hidden
     wrong = [*plan.problems()]
     if not (wrong or files or plan.scales.stored) and found.stored == found.expected:
         wrong = [*_contradiction(found, plan.placements)]
@@ -196,13 +199,6 @@ def _stored(found: Inspection, family: ModelFamily | None) -> tuple[Collection[s
     names = dict.fromkeys(name for name, file in where.items() if file in absent) | files
     found.stored = len(names)
     return names, files
-
-
-def _idle(spec: ModelSpec) -> int:
-    """Parameters of the experts that a token does not choose."""
-    if (experts := spec.experts) is None:
-        return 0
-    return (spec.layers - len(experts.dense)) * (experts.experts - experts.chosen) * 3 * experts.width * spec.hidden
 
 
 def _dtype(found: Inspection, config: Mapping[str, Any], stored: Iterable[Stored]) -> torch.dtype:

@@ -319,7 +319,9 @@ class CallReader:
             if self.part == "head":
                 fit = [name for name in self.names if self._fits(head(name))]
                 if len(fit) == 1 and not self._named:
-                    yield self._begin(fit[0])
+                    function, call = {"name": fit[0], "arguments": ""}, id_of(self.ids, self.calls)
+                    yield {"tool_calls": [{"index": self.calls, "id": call, "type": "function", "function": function}]}
+                    self.calls, self._named = self.calls + 1, True
                 if len(fit) > 1 or not self._drop(head(fit[0]), "arguments"):
                     return
             if self.part == "arguments":  # JSON on one line: the first line feed is behind the brace that ends the call
@@ -340,13 +342,6 @@ class CallReader:
         if found := self._held.startswith(text):
             self._held, self.part = self._held[len(text) :], then
         return found
-
-    def _begin(self, name: str) -> dict[str, Any]:
-        index, self.calls, self._named = self.calls, self.calls + 1, True
-        function = {"name": name, "arguments": ""}
-        return {
-            "tool_calls": [{"index": index, "id": id_of(self.ids, index), "type": "function", "function": function}]
-        }
 
 
 def id_of(ids: str, index: int) -> str:

@@ -65,7 +65,7 @@ def application(server: Server) -> FastAPI:
     """The ASGI application of a server."""
     app = FastAPI(title="dinfer", version=dinfer.__version__, docs_url=None, redoc_url=None, responses=REFUSALS)
     app.add_middleware(Guard, settings=server.settings, refuse=server.refuse)
-    for add in (handle_errors, add_operations, add_models, add_generation, add_trace, add_infill, add_read, add_tokens):
+    for add in (handle_errors, add_operations, add_generation, add_trace, add_infill, add_read, add_tokens):
         add(app, server)
     return app
 
@@ -82,21 +82,16 @@ def handle_errors(app: FastAPI, server: Server) -> None:
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
-        if error.__cause__ is not None:  # FastAPI's for a body that is no JSON, and breaks the parser
-            return await api_error(request, unreadable(error.__cause__))
+        if (cause := error.__cause__) is not None:  # FastAPI's for a body that is no JSON, and breaks the parser
+            why = {
+                UnicodeDecodeError: "is not UTF-8",
+                RecursionError: "has too many brackets within each other",
+                ValueError: "holds a number with too many digits",
+            }.get(type(cause), "is not JSON")
+            return await api_error(request, ApiError(400, f"the body {why}", None, "invalid_json"))
         told = ApiError(error.status_code, f"{request.method} {request.url.path:.80}: {error.detail}")
         server.refuse(told)
         return JSONResponse(told.body(), told.status, headers=error.headers)  # such as Allow
-
-
-def unreadable(error: BaseException) -> ApiError:
-    """The error for JSON that Python cannot read."""
-    why = {
-        UnicodeDecodeError: "is not UTF-8",
-        RecursionError: "has too many brackets within each other",
-        ValueError: "holds a number with too many digits",
-    }.get(type(error), "is not JSON")
-    return ApiError(400, f"the body {why}", None, "invalid_json")
 
 
 def of_validation(error: RequestValidationError) -> ApiError:
@@ -162,6 +157,16 @@ def add_operations(app: FastAPI, server: Server) -> None:
             raise ApiError(404, f"there is no file {name!r:.80}")
         return page_file(name)
 
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        """The served models, with their recipes and per-request options."""
+        return {"object": "list", "data": [model.card() for model in server.catalogue]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        """One served model."""
+        return server.catalogue.find(name).card()
+
 
 def page_file(name: str) -> Response:
     """A file of the web page: index.html or one of `PAGE`."""
@@ -191,18 +196,6 @@ def reference(schema: Mapping[str, Any]) -> Response:
 def _shown(text: str, kind: str) -> Response:
     headers = {"Content-Security-Policy": POLICY, "Cache-Control": "no-cache"}
     return Response(text, media_type=kind, headers=headers)
-
-
-def add_models(app: FastAPI, server: Server) -> None:
-    @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        """The served models, with their recipes and per-request options."""
-        return {"object": "list", "data": [model.card() for model in server.catalogue]}
-
-    @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> dict[str, Any]:
-        """One served model."""
-        return server.catalogue.find(name).card()
 
 
 def add_generation(app: FastAPI, server: Server) -> None:

@@ -129,10 +129,10 @@ def check_hardware(task: str, rows: Sequence[dict[str, Any]]) -> None:
 
 def fronts(rows: Sequence[dict[str, Any]]) -> RenderableType:
     """The recipes on the front of tokens per forward, by speed."""
-    told = options(rows)
+    told = {name: "" if name in SETTINGS["by"].split(",") else f"{name}=" for name in options(rows)}
     return table([
         {
-            "Pareto front": " ".join(_word(name, row) for name in told if row.get(name)),
+            "Pareto front": " ".join(f"{word}{row[name]}" for name, word in told.items() if row.get(name)),
             "accuracy": f"{row['accuracy']:.1f}%",
             "95%": f"{row['accuracy_low']:.1f} to {row['accuracy_high']:.1f}",
             "problems": f"{row['problems']:.0f}{' (few)' if row['problems'] < FEW else ''}",
@@ -140,10 +140,6 @@ def fronts(rows: Sequence[dict[str, Any]]) -> RenderableType:
         | {name: f"{row[name]:.2f}" if row[name] is not None else "" for name in AXES}
         for row in front(rows)
     ])  # fmt: skip
-
-
-def _word(name: str, row: dict[str, Any]) -> str:
-    return str(row[name]) if name in SETTINGS["by"].split(",") else f"{name}={row[name]}"
 
 
 def options(rows: Sequence[dict[str, Any]]) -> list[str]:

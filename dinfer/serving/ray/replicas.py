@@ -212,15 +212,11 @@ class Replica:
         """The answer of the application, message by message."""
         async with aclosing(messages(self._app, asked)) as answer:
             async for message in answer:
-                self._end_if_failed()
+                if self._server.failure is not None:  # gateways then ask other replicas, and Ray starts a new one
+                    LOG.critical("the engine has failed, and so this replica ends", exc_info=self._server.failure)
+                    logging.shutdown()
+                    os._exit(1)
                 yield message
-
-    def _end_if_failed(self) -> None:
-        """Ends the process if the engine has failed. Gateways then ask other replicas, and Ray starts a new one."""
-        if self._server.failure is not None:
-            LOG.critical("the engine has failed, and so this replica ends", exc_info=self._server.failure)
-            logging.shutdown()
-            os._exit(1)
 
     def owner(self) -> str:
         return self._owner

@@ -16,8 +16,8 @@ from transformers import AutoTokenizer
 import dinfer
 from benchmarks.structured_answers import SCHEMA
 from dinfer.demo.problems import generate, is_correct
-from dinfer.loading.checkpoint import CONFIG as ADAPTER
 from dinfer.loading.files import CheckpointError, boxed
+from dinfer.loading.lora import CONFIG as ADAPTER
 from tools.trained_experts import trainable
 
 BOX = Path(dinfer.__file__).parent / "demo" / "checkpoints"
