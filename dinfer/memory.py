@@ -178,13 +178,14 @@ class KVPool:
             self.table_NP if table_NP is None else table_NP, slot_B, kept_BW,
             page=self.page, pages=pages, null=NULL, scratch=SCRATCH,
         )  # fmt: skip
-        near_BW = None if local_BW is None else _contiguous(local_BW)
+        # Contiguous once, not in every layer, where a copy would also come between RoPE and attention.
+        near_BW = None if local_BW is None else (local_BW[0].contiguous(), local_BW[1].contiguous())
         self_key_BW = None
         if self_keys:
             none_BX = torch.full_like(pos_BW[:, self_keys:], -1)
             self_key_BW = torch.cat((none_BX, self.spare_places(slot_B, self_keys)), 1)
             write_X = torch.where(self_key_BW < 0, write_X.view_as(self_key_BW), self_key_BW).flatten()
-        interval_BW = _contiguous(interval_BW)
+        interval_BW = interval_BW[0].contiguous(), interval_BW[1].contiguous()
         return PagedAttend(self, pos_BW, write_X, pages_BP, interval_BW, near_BW, context_BW, self_key_BW=self_key_BW)
 
     def spare_places(self, slot_B: Tensor, count: int) -> Tensor:
@@ -195,11 +196,6 @@ class KVPool:
     def _first_beside(self) -> int:
         """The first page that belongs to no request."""
         return self.k_JPTGE.shape[1] - self.table_NP.shape[0] // 2 * self.candidates * self.fork
-
-
-def _contiguous(interval_BW: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Once, not in every layer, where a copy would also come between RoPE and attention."""
-    return interval_BW[0].contiguous(), interval_BW[1].contiguous()
 
 
 @dataclass(frozen=True, slots=True)

@@ -265,7 +265,16 @@ class Branched(Ability):
         run, versions = forward(step), step.notes[Branched]
         logits_CRLV = logits_of_versions(step, run, self.count + 1)
         row_R = torch.arange(logits_CRLV.shape[1], device=logits_CRLV.device)
-        choice_B = best_branch(step, versions, logits_CRLV)
+        iteration, lanes, state = branching(step.recipe.iteration), step.lanes, step.state
+        by_lane, worth = (lanes.slot_B.shape[0], -1), list[Tensor]()
+        for branch, logits_RLV in enumerate(logits_CRLV):
+            own = versions.region(lanes, branch)
+            view = versions.view(branch, block_view(step, own))
+            decoder_state = state.decoder.lanes(state.block_rows(lanes.slot_B, lanes.block_B, step.shape.blocks))
+            stats, _ = proposed_tokens(step, own, view, logits_RLV.clone(), decoder_state)
+            value_BX, masked_BX = iteration.value(stats).view(by_lane), view.masked_RL.view(by_lane)
+            worth.append(iteration.worth(value_BX, masked_BX, versions.value_BC[:, branch]))
+        choice_B = versions.best(torch.stack(worth, 1))
         step.lanes, gained_B, opened_BK = versions.follow(
             choice_B, step.state.canvas, step.lanes, step.state.kv, run.place_BW, step.shape.block
         )
@@ -277,17 +286,3 @@ class Branched(Ability):
         if (fits_RL := step.notes.get(Added)) is not None:  # of rows that are held to a form, see `Constraints.written`
             value_RL = value_RL.masked_fill(~fits_RL, float("-inf"))
         step.kept(Branched).keep(step.lanes, made, value_RL)
-
-
-def best_branch(step: Step, versions: Versions, logits_CRLV: Tensor) -> Tensor:
-    """The branch that goes on in each lane. int64 [B]"""
-    iteration, lanes, state = branching(step.recipe.iteration), step.lanes, step.state
-    by_lane, worth = (lanes.slot_B.shape[0], -1), list[Tensor]()
-    for branch, logits_RLV in enumerate(logits_CRLV):
-        own = versions.region(lanes, branch)
-        view = versions.view(branch, block_view(step, own))
-        decoder_state = state.decoder.lanes(state.block_rows(lanes.slot_B, lanes.block_B, step.shape.blocks))
-        stats, _ = proposed_tokens(step, own, view, logits_RLV.clone(), decoder_state)
-        value_BX, masked_BX = iteration.value(stats).view(by_lane), view.masked_RL.view(by_lane)
-        worth.append(iteration.worth(value_BX, masked_BX, versions.value_BC[:, branch]))
-    return versions.best(torch.stack(worth, 1))

@@ -12,7 +12,6 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from dinfer.memory import PagedAttend
 from dinfer.step.ability import Ability, Forward, Step
 from dinfer.step.canvas import Status
 from dinfer.step.contracts import ModelSpec
@@ -88,17 +87,12 @@ class Guidance(Ability):
         return Guided() if recipe.sampling_of(options).get("guidance", 0) > 0 else None
 
     def feed(self, step: Step, run: Forward) -> None:
-        run.model, run.fed = guided(step, run)
-
-
-def guided(step: Step, run: Forward) -> tuple[Model, PagedAttend]:
-    """The model of a step in which some rows are guided, and its attention over both branches."""
-    kv, slot_B, model = step.state.kv, step.lanes.slot_B, step.recipe.model
-    scale_B = step.state.options(step.recipe, slot_B, "sampling")["guidance"][:, 0]
-    bare_BW = torch.where(run.status_BW == int(Status.GIVEN), model.spec.mask, run.tokens_BW)
-    twin_BW = torch.where(scale_B[:, None] > 0, run.pos_BW, -1)
-    places = torch.cat((run.place_BW, torch.where(scale_B[:, None] > 0, run.place_BW, -1)))
-    start_BW, end_BW = (torch.cat((bound_BW, bound_BW)) for bound_BW in run.seen[0])
-    slots, positions = torch.cat((slot_B, kv.twin(slot_B))), torch.cat((run.pos_BW, twin_BW))
-    attend = kv.attend(slots, positions, ((start_BW, end_BW), None, None), step.shape.pages, place_BW=places)
-    return GuidedModel(model, model.spec, bare_BW, scale_B), attend
+        kv, slot_B, model = step.state.kv, step.lanes.slot_B, step.recipe.model
+        scale_B = step.state.options(step.recipe, slot_B, "sampling")["guidance"][:, 0]
+        bare_BW = torch.where(run.status_BW == int(Status.GIVEN), model.spec.mask, run.tokens_BW)
+        twin_BW = torch.where(scale_B[:, None] > 0, run.pos_BW, -1)
+        places = torch.cat((run.place_BW, torch.where(scale_B[:, None] > 0, run.place_BW, -1)))
+        start_BW, end_BW = (torch.cat((bound_BW, bound_BW)) for bound_BW in run.seen[0])
+        slots, positions = torch.cat((slot_B, kv.twin(slot_B))), torch.cat((run.pos_BW, twin_BW))
+        run.fed = kv.attend(slots, positions, ((start_BW, end_BW), None, None), step.shape.pages, place_BW=places)
+        run.model = GuidedModel(model, model.spec, bare_BW, scale_B)

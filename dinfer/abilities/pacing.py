@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dinfer.kernels.canvas import rows_of
 from dinfer.step.ability import Ability, Decision, Step
-from dinfer.step.canvas import BlockView, RowCursors
+from dinfer.step.canvas import CURSORS, BlockView, RowCursors
 from dinfer.step.contracts import Proposal
 from dinfer.step.parts import Parts
 from dinfer.step.shape import Extra, StepShape
@@ -85,8 +85,11 @@ class Editing(Ability):
         return replace(view, edits=True)
 
     def moved(self, step: Step, made: Decision) -> None:
-        if made.proposal.length_R is not None:
-            step.lanes = step.state.canvas.resize(step.lanes, made.proposal.length_R)
+        if (length_B := made.proposal.length_R) is None:
+            return
+        length_B = torch.where(step.lanes.live_B, length_B, step.lanes.length_B)
+        step.lanes = replace(step.lanes, length_B=length_B)
+        step.state.canvas.cursors_NC[:, CURSORS.index("length_B")].index_copy_(0, step.lanes.slot_B, length_B)
 
 
 class Pacing(Ability):

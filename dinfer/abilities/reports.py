@@ -78,10 +78,6 @@ class Reports:
     top_NST: Tensor | None = None  # int64
     top_logprob_NST: Tensor | None = None  # float32
 
-    @classmethod
-    def alloc(cls, canvas: Canvas) -> Self:
-        return cls(torch.zeros_like(canvas.tokens_NS))
-
     def want_logprobs(self) -> None:
         """Makes room for log-probabilities, if there is none. Host side, before the first step that tells them."""
         if self.logprob_NS is None:
@@ -175,7 +171,7 @@ class Reporting(Ability):
 
     @classmethod
     def alloc(cls, recipe: Parts, canvas: Canvas, block: int, extras: Sequence[Extra]) -> Any:
-        return Reports.alloc(canvas)
+        return Reports(torch.zeros_like(canvas.tokens_NS))
 
     @classmethod
     def admit(cls, kept: Reports, slot_A: Tensor, entries: Sequence[Entry]) -> None:

@@ -58,26 +58,24 @@ class Verification(Ability):
         return decoder.verify(made.adjusted_RLV, made.view, made.decoder_state)
 
     def proposed(self, step: Step, made: Decision) -> None:
-        if made.proposal.verify_R is not None:
-            verify_B = made.proposal.verify_R & (made.stats.finite_RL | ~made.view.masked_RL).all(-1)
-            step.state.decoder.store(made.row_R, made.decoder_state, step.lanes.live_B & verify_B)
-            postpone(step, verify_B)
-
-
-def postpone(step: Step, verify_B: Tensor) -> None:
-    """Counts the step in live lanes whose draft is to be verified, and takes them out of the rest of the step."""
-    lanes, waits_B = step.lanes, step.lanes.live_B & verify_B
-    step.state.canvas.store(
-        replace(
-            lanes,
-            live_B=waits_B,
-            phase_B=torch.full_like(lanes.phase_B, int(Phase.VERIFY)),
-            forwards_B=lanes.forwards_B + 1,
-            steps_B=lanes.steps_B + 1,
-            refreshes_B=lanes.refreshes_B + step.refreshes,
+        if made.proposal.verify_R is None:
+            return
+        lanes = step.lanes
+        verify_B = made.proposal.verify_R & (made.stats.finite_RL | ~made.view.masked_RL).all(-1)
+        waits_B = lanes.live_B & verify_B
+        step.state.decoder.store(made.row_R, made.decoder_state, waits_B)
+        # The step counts in lanes whose draft is to be verified. They take no part in the rest of it.
+        step.state.canvas.store(
+            replace(
+                lanes,
+                live_B=waits_B,
+                phase_B=torch.full_like(lanes.phase_B, int(Phase.VERIFY)),
+                forwards_B=lanes.forwards_B + 1,
+                steps_B=lanes.steps_B + 1,
+                refreshes_B=lanes.refreshes_B + step.refreshes,
+            )
         )
-    )
-    step.narrow(lanes.live_B & ~waits_B)
+        step.narrow(lanes.live_B & ~waits_B)
 
 
 def verified(step: Step) -> Tensor:

@@ -116,14 +116,6 @@ class Loops:
 
     def round(self) -> None:
         """Requests that wait get their recipe, as long as there is room. Then each loop that has some runs a round."""
-        self._assign()
-        for loop in self._loops:
-            if loop.busy:
-                loop.round()
-                self.updates += loop.updates
-                loop.updates.clear()
-
-    def _assign(self) -> None:
         most = self._levels[-1].runtime.rows
         taken = sum(len(loop.running) + len(loop.waiting) for loop in self._loops)
         while self.waiting and taken < most:
@@ -133,3 +125,8 @@ class Loops:
             row.figures = {"recipe": self._levels[place].told}
             self._loops[place].waiting.append(row)
             taken += 1
+        for loop in self._loops:
+            if loop.busy:
+                loop.round()
+                self.updates += loop.updates
+                loop.updates.clear()

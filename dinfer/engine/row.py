@@ -149,19 +149,14 @@ class Row:
         if self.wants.deltas is not None:
             new = self._settle(recipe) if done is None else done.output[self.output :]
             if self.wants.logprobs:
-                logprobs = [self.heard[at] for at in self._output_positions(self.output, len(new))]
+                decoded = [at for at, masked in enumerate(self.request.masked) if masked]
+                logprobs = [self.heard[at] for at in decoded[self.output : self.output + len(new)]]
             self.output += len(new)
         active, offers = (self.active, self.offers) if self.wants.drafts else (None, None)
         return Update(
             *where, tokens, masked, done, now.block, new, logprobs, active, offers, cached=self.cached,
             positions=self.positions, committed=now.committed, more=self.figures,
         )  # fmt: skip
-
-    def _output_positions(self, first: int, count: int) -> list[int]:
-        """The positions of tokens of the output."""
-        if self.request.gaps is None:
-            return [*range(len(self.request.prompt) + first, len(self.request.prompt) + first + count)]
-        return [at for at, masked in enumerate(self.request.masked) if masked][first : first + count]
 
     def _settle(self, recipe: Recipe) -> list[int]:
         """The output that has become final since the last call. Not for a finished row."""

@@ -8,7 +8,6 @@ from dinfer.abilities.candidates import DRAFTED
 from dinfer.engine.request import Request
 from dinfer.recipe.recipe import Recipe
 from dinfer.recipe.registry import check_range, check_types
-from dinfer.step.window import block_length
 
 Kv = Literal["model", "fp8"]
 KV: tuple[str, ...] = get_args(Kv)
@@ -116,7 +115,7 @@ def pages_of(request: Request, recipe: Recipe, page: int) -> int:
 
 def block_of(request: Request, recipe: Recipe) -> int:
     """The length of a request's longest block. The end of the canvas cuts a block."""
-    return min(block_length(recipe.iteration, request.length - request.start), request.length)
+    return min(recipe.iteration.block or request.length - request.start, request.length)
 
 
 def room_for(requests: Sequence[Request], recipe: Recipe, runtime: Runtime) -> BatchSize:
@@ -125,5 +124,5 @@ def room_for(requests: Sequence[Request], recipe: Recipe, runtime: Runtime) -> B
     block, branches = max(block_of(r, recipe) for r in requests), 1 + any(recipe.guided(r.options) for r in requests)
     if runtime.max_length is not None:
         slots, length = runtime.rows, runtime.max_length
-        block = max(block, min(block_length(recipe.iteration, length), length))
+        block = max(block, min(recipe.iteration.block or length, length))
     return BatchSize(slots, length, block, branches, runtime.pages or branches * slots * -(-length // runtime.page))

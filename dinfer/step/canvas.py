@@ -9,7 +9,7 @@ S canvas length, W query positions of one forward.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple, Self
 
@@ -21,7 +21,6 @@ from dinfer.kernels.canvas import (
     host_rows,
     lane_columns,
     padded,
-    span,
     store_rows,
     uploaded,
     window_values,
@@ -201,18 +200,6 @@ class Canvas:
         blocks = *lanes.step_BK.unbind(1), *lanes.quota_BK.unbind(1)
         columns_BC = torch.stack([*(getattr(lanes, name) for name in CURSORS), *blocks], 1)
         store_rows(self.cursors_NC, lanes.slot_B, lanes.live_B, columns_BC)
-
-    def resize(self, lanes: RowCursors, length_B: Tensor) -> RowCursors:
-        """Gives live rows another length."""
-        lanes = replace(lanes, length_B=torch.where(lanes.live_B, length_B, lanes.length_B))
-        self.cursors_NC[:, CURSORS.index("length_B")].index_copy_(0, lanes.slot_B, lanes.length_B)
-        return lanes
-
-    def first_open(self, lanes: RowCursors, width: int) -> Tensor:
-        """The first open position of active regions of at most `width` positions; their end, if none is. int64 [B]"""
-        pos_BX = span(lanes.start_B, lanes.end_B, width)
-        open_BX = (self.gather(lanes.slot_B, pos_BX)[1] == int(Status.OPEN)) & (pos_BX >= 0)
-        return torch.where(open_BX, pos_BX, lanes.end_B[:, None]).amin(-1)
 
     def gather(self, slot_B: Tensor, pos_BW: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens and statuses at the positions of each lane; scratch where the position is -1."""

@@ -15,7 +15,7 @@ from dinfer.step.canvas import Canvas, Cursors, Phase
 from dinfer.step.contracts import Large, Moved, State
 from dinfer.step.parts import Parts
 from dinfer.step.shape import Extra, StepShape
-from dinfer.step.window import block_length, first_phase, prefilled, widest
+from dinfer.step.window import first_phase, prefilled, widest
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +55,10 @@ class StatePool:
         for name, rows in self.rows.items():
             rows[slot_A] = self.fresh[name]
 
-    def lanes(self, slot_B: Tensor) -> State:
-        return {name: rows.index_select(0, slot_B) for name, rows in self.rows.items()}
-
-    def in_place(self, slot_B: Tensor, live_B: Tensor) -> State:
-        return {name: Rows(rows, slot_B, live_B) for name, rows in self.large.items()}
+    def lanes(self, slot_B: Tensor, live_B: Tensor | None = None) -> State:
+        """The state of these slots: copies, and with `live_B` also what is `Large`, in place."""
+        large = {} if live_B is None else {name: Rows(rows, slot_B, live_B) for name, rows in self.large.items()}
+        return {name: rows.index_select(0, slot_B) for name, rows in self.rows.items()} | large
 
     def store(self, slot_B: Tensor, state: State, live_B: Tensor) -> None:
         for name, rows in self.rows.items():
@@ -93,14 +92,14 @@ class BatchState:
     ) -> BatchState:  # fmt: skip
         """Room for requests, their keys and values in `dtype`.
 
-        `block` is L; None: what the iteration says for a generation of `size.length`. It is never longer:
+        `block` is L; None: what the iteration says, or `size.length`. It is never longer:
         a block ends where the canvas does. `extras`: the largest that steps have, as far as they need memory.
         """
         spec, iteration, (slots, length, *_) = recipe.model.spec, recipe.iteration, size
         n = slots + 1
         # Empty slots and the scratch slot hold the defaults: 0 may be no value of an option at all.
         defaults_O = torch.tensor([float(o.default) for o in recipe.request_options], dtype=torch.float64)
-        block = min(block or block_length(iteration, length), length)
+        block = min(block or iteration.block or length, length)
         block_state = recipe.decoder.fresh_state(spec, block)
         canvas = Canvas.alloc(slots, length, iteration.blocks, spec.stop_ids, device)
         return cls(

@@ -10,7 +10,7 @@ from torch import Tensor
 from dinfer.kernels.canvas import span, window_positions
 from dinfer.kernels.selection import compact
 from dinfer.step.canvas import Canvas, Cursors, Phase, RowCursors, Status
-from dinfer.step.contracts import CachePolicy, Iteration, ModelSpec, State
+from dinfer.step.contracts import CachePolicy, ModelSpec, State
 from dinfer.step.parts import Parts
 from dinfer.step.plan import AttentionLayout
 from dinfer.step.shape import KeysOnly, StepShape
@@ -68,8 +68,10 @@ def window(
     plan, active = cache.plan(shape.phase), shape.blocks * shape.block
     if not plan.chosen:
         place_B = lanes.region_and_length_B
-        if plan.front:
-            place_B = (*place_B[:-1], canvas.first_open(lanes, active))
+        if plan.front:  # the first open position of the active region; its end, if none is
+            pos_BX = span(lanes.start_B, lanes.end_B, active)
+            open_BX = (canvas.gather(lanes.slot_B, pos_BX)[1] == int(Status.OPEN)) & (pos_BX >= 0)
+            place_B = (*place_B[:-1], torch.where(open_BX, pos_BX, lanes.end_B[:, None]).amin(-1))
         pos_BW, fits_B, logits_BX, kept_B, final_until_B = window_positions(
             plan, place_B, spec.attention_layout, width=shape.width, active=active,
             prefill=shape.phase == Phase.PREFILL, keys_only=shape.extra(KeysOnly) is not None,
@@ -154,8 +156,3 @@ def first_phase(cache: CachePolicy, spec: ModelSpec, start: int) -> Phase:
     if not cache.plan(Phase.PREFILL).keeps:
         return Phase.FULL
     return Phase.PREFILL if prefilled(cache, spec, start) else Phase.WINDOW
-
-
-def block_length(iteration: Iteration, new_tokens: int) -> int:
-    """L for a request of `new_tokens`. Host side."""
-    return iteration.block or new_tokens

@@ -22,17 +22,9 @@ from dinfer.structure.tools import compile_tools
 Built = tuple[Automaton, bool, int | None]  # whether it is exact, and how deep recursion was unrolled
 
 
-def _regex(constraint: Constraint, budget: Budget) -> Built:
-    return build(parse(constraint.text), budget), True, None
-
-
-def _choice(constraint: Constraint, budget: Budget) -> Built:
-    return build(alt(utf8_text(text) for text in json.loads(constraint.text)), budget), True, None
-
-
 BUILDERS: dict[str, Callable[[Constraint, Budget], Built]] = {
-    "regex": _regex,
-    "choice": _choice,
+    "regex": lambda given, budget: (build(parse(given.text), budget), True, None),
+    "choice": lambda given, budget: (build(alt(map(utf8_text, json.loads(given.text))), budget), True, None),
     "json_schema": compile_schema,
     "grammar": compile_grammar,
     "tools": compile_tools,

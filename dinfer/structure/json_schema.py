@@ -25,7 +25,7 @@ from dinfer.structure.automaton import (
     without,
 )  # fmt: skip
 from dinfer.structure.constraint import Constraint, deepest
-from dinfer.structure.json_shape import MOST_PROPERTIES, Part, Parts, Reader, Shape, apart, at, fail, type_of
+from dinfer.structure.json_shape import MOST_PROPERTIES, Part, Parts, Reader, Shape, at, fail, type_of
 from dinfer.structure.json_text import (
     CHARACTER,
     FORMATS,
@@ -75,7 +75,7 @@ class _Builder:
 
     def __init__(self, root: Any, constraint: Constraint, cap: int | None, budget: Budget) -> None:
         self.root, self.constraint, self.cap, self.budget = root, constraint, cap, budget
-        self.reader = Reader(root, constraint.lenient, self.matches, self.apart)
+        self.reader = Reader(root, constraint.lenient, self.matches, budget)
         self.capped, self.largest = False, 0  # whether a number was lowered to the cap, and the largest there is
         self.keys: dict[str, Automaton] = {}
         self.sizes: dict[int, int] = {}
@@ -100,9 +100,6 @@ class _Builder:
 
     def matches(self, pattern: str, key: str) -> bool:
         return self.key_pattern(pattern, "patternProperties").accepts(key.encode())
-
-    def apart(self, a: Shape, b: Shape) -> bool:
-        return apart(a, b, self.reader, self.matches, self.budget)
 
     def key_pattern(self, pattern: str, path: str) -> Automaton:
         if pattern not in self.keys:

@@ -287,9 +287,10 @@ def fail(message: str, path: str) -> NoReturn:
 class Reader:
     """Reads the parts of one schema. `cut`: recursion was left out; `narrowed`: how often complements were taken."""
 
-    def __init__(self, root: Any, lenient: bool, matches: Matches, apart: Callable[[Shape, Shape], bool]) -> None:
-        """`matches(pattern, key)`; `apart(a, b)`: it is certain that no value has both shapes."""
-        self.root, self.lenient, self.matches, self.apart = root, lenient, matches, apart
+    def __init__(self, root: Any, lenient: bool, matches: Matches, budget: Budget) -> None:
+        """`matches(pattern, key)`: whether a key matches."""
+        self.root, self.lenient, self.matches = root, lenient, matches
+        self.prover = Prover(self, budget)
         self.cut = self.counted = False
         self.narrowed = 0
         self._cyclic: dict[int, bool] = {}
@@ -436,7 +437,7 @@ class Reader:
                 for option in schema["oneOf"]
             ]
             pairs = ((a, b) for j, some in enumerate(whole) for others in whole[:j] for a in some for b in others)
-            self._proved[id(schema)] = all(self.apart(a, b) for a, b in pairs)
+            self._proved[id(schema)] = all(self.prover.apart(a, b) for a, b in pairs)
         return self._proved[id(schema)]
 
     def _check(self, schema: dict[str, Any], path: str) -> None:
@@ -628,20 +629,17 @@ class Reader:
 DEEPEST = 6  # properties in properties that are looked at
 
 
-def apart(a: Shape, b: Shape, reader: Reader, matches: Matches, budget: Budget, depth: int = 0) -> bool:
-    """Whether it is certain that no value has both shapes, as `oneOf` needs it.
+class Prover:
+    """Proves that no value has two shapes at once, as `oneOf` needs it.
 
     Shapes are read as the standard reads them: objects are open, strings have any spelling, formats say nothing.
-    `matches(pattern, key)`: whether a key matches.
     """
-    return _Prover(reader, matches, budget).apart(a, b, depth)
 
+    def __init__(self, reader: Reader, budget: Budget) -> None:
+        self.reader, self.matches, self.budget = reader, reader.matches, budget
 
-class _Prover:
-    def __init__(self, reader: Reader, matches: Matches, budget: Budget) -> None:
-        self.reader, self.matches, self.budget = reader, matches, budget
-
-    def apart(self, a: Shape, b: Shape, depth: int) -> bool:
+    def apart(self, a: Shape, b: Shape, depth: int = 0) -> bool:
+        """Whether it is certain that no value has both shapes."""
         if a.enum is not None and b.enum is not None:
             return not any(same(x, y) for x in a.enum for y in b.enum)
         if a.enum is not None or b.enum is not None:
