@@ -112,7 +112,7 @@ def packed_linear(
         return (out if bias_O is None else out + bias_O).to(x.dtype)
     from dinfer.kernels.triton import packed as kernels
 
-    x = _grouped(x)
+    x = x if isinstance(x, Grouped) else close(x)
     if x.shape[:-1].numel() <= GROUPED_ROWS and multiplies_integers(values):
         return kernels.linear(x, values, scale_OG, bias_O, split=parts)
     x = close(x)
@@ -166,10 +166,6 @@ class PackedExperts(ExpertWeight):
         weight_IOK = unpack(self.each.index_select(0, expert_I), self.scale.index_select(0, expert_I))
         rows_ITK = close(x_ITK)
         return (rows_ITK.float() @ weight_IOK.mT).to(rows_ITK.dtype)
-
-
-def _grouped(x: Deferred) -> Tensor | Grouped:
-    return x if isinstance(x, Grouped) else close(x)
 
 
 def _normed(x: Deferred) -> Tensor | Grouped:

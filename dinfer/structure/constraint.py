@@ -71,7 +71,7 @@ def json_schema(schema: dict[str, Any] | bool | str, **options: Any) -> Constrai
             raise ConstraintError(f"the schema is not JSON: {error}") from error
     if not isinstance(schema, dict | bool):
         raise ConstraintError("a schema is a JSON object, true or false")
-    return Constraint("json_schema", _text(schema, "the schema"), **options)
+    return Constraint("json_schema", json_text(schema, "the schema"), **options)
 
 
 def json_object(**options: Any) -> Constraint:
@@ -87,7 +87,8 @@ def grammar(text: str, syntax: str | None = None, **options: Any) -> Constraint:
     return Constraint("grammar", f"{syntax}\n{text}", **options)
 
 
-def _text(value: Any, name: str) -> str:
+def json_text(value: Any, name: str) -> str:
+    """A value as JSON. Raises ConstraintError, with `name`, if it cannot be written so."""
     try:
         return json.dumps(value)
     except (TypeError, ValueError, RecursionError) as error:

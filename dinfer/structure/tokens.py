@@ -40,7 +40,26 @@ class Vocabulary:
     @cached_property
     def levels(self) -> list[Level]:
         """The prefixes of all tokens with bytes, by length."""
-        return _trie({t: b for t, b in enumerate(self.bytes_V) if b and t not in self.tail})
+        tokens = {t: b for t, b in enumerate(self.bytes_V) if b and t not in self.tail}
+        order = sorted(tokens, key=tokens.__getitem__)
+        length_T = np.array([len(tokens[t]) for t in order], np.int64)
+        longest = int(length_T.max(initial=0))
+        padded = b"".join(tokens[t].ljust(longest, b"\0") for t in order)
+        byte_TL = np.frombuffer(padded, np.uint8).reshape(len(order), longest)
+        same_TL = np.zeros_like(byte_TL, bool)
+        same_TL[1:] = byte_TL[1:] == byte_TL[:-1]
+        shared_T = np.where(same_TL.all(1), longest, same_TL.argmin(1)) if longest else length_T
+        shared_T[1:] = np.minimum(shared_T[1:], np.minimum(length_T[1:], length_T[:-1]))
+        token_T, before_T = np.array(order, np.int64), np.zeros(len(order), np.int64)
+        levels = []
+        for depth in range(longest):
+            reaches_T = length_T > depth
+            new_T = reaches_T & (shared_T <= depth)
+            place_T = np.cumsum(new_T) - 1
+            ends_T = length_T == depth + 1
+            levels.append(Level(before_T[new_T], byte_TL[new_T, depth], token_T[ends_T], place_T[ends_T]))
+            before_T = place_T
+        return levels
 
     @cached_property
     def spelled(self) -> dict[bytes, list[int]]:
@@ -68,28 +87,6 @@ class Level:
     byte_N: np.ndarray
     tokens_T: np.ndarray
     place_T: np.ndarray
-
-
-def _trie(tokens: dict[int, bytes]) -> list[Level]:
-    order = sorted(tokens, key=tokens.__getitem__)
-    length_T = np.array([len(tokens[t]) for t in order], np.int64)
-    longest = int(length_T.max(initial=0))
-    padded = b"".join(tokens[t].ljust(longest, b"\0") for t in order)
-    byte_TL = np.frombuffer(padded, np.uint8).reshape(len(order), longest)
-    same_TL = np.zeros_like(byte_TL, bool)
-    same_TL[1:] = byte_TL[1:] == byte_TL[:-1]
-    shared_T = np.where(same_TL.all(1), longest, same_TL.argmin(1)) if longest else length_T
-    shared_T[1:] = np.minimum(shared_T[1:], np.minimum(length_T[1:], length_T[:-1]))
-    token_T, before_T = np.array(order, np.int64), np.zeros(len(order), np.int64)
-    levels = []
-    for depth in range(longest):
-        reaches_T = length_T > depth
-        new_T = reaches_T & (shared_T <= depth)
-        place_T = np.cumsum(new_T) - 1
-        ends_T = length_T == depth + 1
-        levels.append(Level(before_T[new_T], byte_TL[new_T, depth], token_T[ends_T], place_T[ends_T]))
-        before_T = place_T
-    return levels
 
 
 def classes(automaton: Automaton, vocabulary: Vocabulary, budget: Budget) -> tuple[np.ndarray, np.ndarray]:
@@ -181,13 +178,6 @@ def skipping_space(automaton: Automaton) -> Automaton:
 # --- The bytes of a tokenizer's tokens -------------------------------------------------------------------------------
 
 
-def byte_alphabet() -> dict[str, int]:
-    """How byte-level BPE writes each byte: printable ones of Latin-1 as themselves, the others from U+0100 on."""
-    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in shown]
-    return {chr(b): b for b in shown} | {chr(0x100 + i): b for i, b in enumerate(others)}
-
-
 def vocabulary_of(
     tokenizer: Any, size: int, stop: Collection[int], tail: Collection[int] = (), never: Iterable[int] = ()
 ) -> Vocabulary:
@@ -238,13 +228,11 @@ def _decoders(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 def _reader(steps: list[dict[str, Any]]) -> Callable[[str], bytes | None]:
     kinds = {step["type"] for step in steps}
-    if "ByteLevel" in kinds:
-        alphabet = byte_alphabet()
-
-        def of_level(text: str) -> bytes | None:
-            return bytes(alphabet[c] for c in text) if all(c in alphabet for c in text) else text.encode()
-
-        return of_level
+    if "ByteLevel" in kinds:  # printable bytes of Latin-1 are written as themselves, the others from U+0100 on
+        shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+        others = [byte for byte in range(256) if byte not in shown]
+        alphabet = {chr(b): b for b in shown} | {chr(0x100 + i): b for i, b in enumerate(others)}
+        return lambda text: bytes(alphabet[c] for c in text) if alphabet.keys() >= {*text} else text.encode()
     fallback = {f"<0x{byte:02X}>": bytes([byte]) for byte in range(256)} if "ByteFallback" in kinds else {}
     return lambda text: fallback.get(text) or text.replace("▁", " ").encode()
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dinfer.structure.automaton import Automaton, Node, alt, build, cat, repeat, without
-from dinfer.structure.constraint import Constraint, free_text, json_schema, utf8_text
+from dinfer.structure.constraint import Constraint, free_text, json_schema, json_text, utf8_text
 from dinfer.structure.json_schema import compile_schema
 from dinfer.structure.json_shape import at
 from dinfer.structure.json_text import literal
@@ -52,10 +52,7 @@ def tools(
     if content is not None and choice != "auto":
         raise ConstraintError('a schema for the text needs choice="auto"')
     text = {"functions": dict(functions), "choice": choice, "parallel": parallel, "content": content}
-    try:
-        return Constraint("tools", json.dumps(text), **options)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ConstraintError(f"the functions cannot be written as JSON: {error}") from error
+    return Constraint("tools", json_text(text, "the functions"), **options)
 
 
 def head(name: str) -> str:

@@ -25,10 +25,10 @@ LEVELLED = {
     "analysis", "engine", "loading", "parallel", "pipeline", "recipe", "startup", "step",
 }  # fmt: skip
 
-CORE = {
-    "kernels", "step.canvas", "step.contracts", "step.model", "step.parts", "step.plan", "step.spec", "step.stats",
+# What the components of a choice may import, whether one of them does or not.
+COMPONENT = {
+    "abilities", "kernels", "recipe.refusals", "recipe.registry", "step.contracts", "step.model", "step.stats",
 }  # fmt: skip
-COMPONENT = CORE | {"abilities", "recipe.refusals", "recipe.registry"}
 # What each unit may import of dinfer, beside itself: units, or all of a package with levels. Arrows point down only.
 MAY_IMPORT: dict[str, set[str]] = {
     "structure": set(),
@@ -48,25 +48,31 @@ MAY_IMPORT: dict[str, set[str]] = {
     "step.model": {"parallel.ranks", "parallel.split", "step.contracts", "step.spec"},
     "step.parts": {"parallel.ranks", "step.canvas", "step.contracts", "step.model", "step.spec", "step.stats"},
     "step.shape": {"step.canvas"},
-    "step.commits": CORE,
-    "step.window": CORE | {"step.shape"},
-    "step.state": CORE | {"memory", "step.shape", "step.window"},
-    "step.ability": CORE | {"memory", "step.commits", "step.shape", "step.state", "step.window"},
-    "step.scores": CORE | {"step.ability", "step.shape"},
-    "step.step": CORE | {
-        "memory", "step.ability", "step.commits", "step.scores", "step.shape", "step.state", "step.window",
+    "step.commits": {"kernels", "step.canvas", "step.contracts", "step.parts", "step.stats"},
+    "step.window": {"kernels", "step.canvas", "step.contracts", "step.parts", "step.plan", "step.shape"},
+    "step.state": {"kernels", "memory", "step.canvas", "step.contracts", "step.parts", "step.shape", "step.window"},
+    "step.ability": {
+        "memory", "step.canvas", "step.commits", "step.contracts", "step.model", "step.parts", "step.shape",
+        "step.state", "step.stats", "step.window",
+    },
+    "step.scores": {
+        "kernels", "step.ability", "step.canvas", "step.contracts", "step.model", "step.shape", "step.stats",
+    },
+    "step.step": {
+        "kernels", "memory", "step.ability", "step.canvas", "step.commits", "step.contracts", "step.parts",
+        "step.scores", "step.shape", "step.state", "step.window",
     },
     "abilities": {"kernels", "memory", "recipe.refusals", "recipe.registry", "step", "structure"},
     "layers": {"step.contracts", "step.model", "parallel.ranks", "recipe.registry", "kernels", "step.spec"},
     "memory": {"kernels", "parallel.ranks", "step.spec"},
     "decoders": COMPONENT,
-    "sampling": COMPONENT,
-    "caches": COMPONENT | {"step.window"},
+    "sampling": COMPONENT | {"step.parts"},
+    "caches": COMPONENT | {"step.plan", "step.window"},
     "iterations": COMPONENT,
-    "models": COMPONENT | {"layers", "loading.files", "parallel.split"},
-    "recipe.recipe": CORE | {
-        "abilities", "parallel.ranks", "recipe.refusals", "recipe.registry", "step.ability", "step.shape",
-        "step.window",
+    "models": {"layers", "loading.files", "parallel.split", "recipe.registry", "step.model", "step.spec"},
+    "recipe.recipe": {
+        "abilities", "parallel.ranks", "recipe.refusals", "recipe.registry", "step.ability", "step.canvas",
+        "step.contracts", "step.model", "step.parts", "step.shape", "step.window",
     },
     "loading.files": {"recipe.registry"},
     "loading.safetensors_io": {"loading.files"},
@@ -124,17 +130,16 @@ MAY_IMPORT: dict[str, set[str]] = {
         "recipe.registry", "step.contracts", "step.spec",
     },
     "engine.engine": {
-        "abilities", "engine.adaptive", "engine.runtime", "engine.loop", "engine.request", "engine.row",
-        "engine.runner", "engine.worker", "kernels", "parallel.leader", "parallel.leader_worker",
-        "recipe.recipe",
+        "engine.adaptive", "engine.loop", "engine.request", "engine.row", "engine.runner", "engine.runtime",
+        "engine.worker", "kernels", "parallel.leader", "parallel.leader_worker", "recipe.recipe",
     },
     "engine.async_engine": {"engine.engine", "engine.request"},
-    "engine.runtime": {"abilities", "engine.request", "recipe.recipe", "recipe.registry", "step.window"},
+    "engine.runtime": {"abilities", "engine.request", "recipe.recipe", "recipe.registry"},
     "pipeline.inputs": {"abilities", "engine.request"},
-    "analysis.metrics": {"demo", "engine", "pipeline", "recipe.registry"},
+    "analysis.metrics": {"demo", "engine.request", "pipeline", "recipe.registry"},
     "analysis.provenance": set(),
     "analysis.outputs": set(),
-    "analysis.likelihood": CORE | {"abilities", "layers"},
+    "analysis.likelihood": {"abilities", "kernels", "layers", "step.contracts", "step.model"},
     "parallel.divided_model": {
         "engine.runtime", "engine.runner", "engine.worker", "loading.checkpoint",
         "loading.quantized", "parallel.follower", "parallel.leader", "parallel.leader_worker",
@@ -153,11 +158,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "pipeline.tokenizer": {"engine.request", "loading.checkpoint", "loading.files", "pipeline.inputs"},
     "pipeline": {"pipeline.pipeline", "pipeline.tokenizer"},
-    "analysis.audit": CORE | {
-        "abilities",
-        "step.window",
-        "step.ability", "step.shape",
-        "analysis.trace", "recipe.recipe", "engine", "layers", "pipeline", "recipe.registry", "step.step",
+    "analysis.audit": {
+        "abilities", "analysis.trace", "engine", "kernels", "layers", "pipeline", "recipe.registry", "step.ability",
+        "step.canvas", "step.contracts", "step.shape", "step.step", "step.window",
     },
     "analysis.plots": set(),
     "analysis.tuning": {"recipe.recipe", "analysis.metrics", "engine.adaptive", "recipe.registry"},
@@ -167,7 +170,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "serving": {
         "abilities", "analysis.likelihood", "analysis.outputs", "analysis.trace", "engine", "parallel.leader",
         "pipeline", "pipeline.inputs", "pipeline.tokenizer", "recipe.recipe", "recipe.registry",
-        "step.contracts", "step.shape", "structure",
+        "step.shape", "structure",
     },
     "__init__": {"engine", "pipeline", "pipeline.inputs", "recipe.presets", "recipe.recipe", "recipe.registry"},
     "cli": {
@@ -297,6 +300,21 @@ def test_the_rule_has_no_cycle_and_nothing_idle() -> None:
         depth |= {unit: 1 + max((depth[each] for each in below(unit)), default=0) for unit in ready}
     siblings = {"decoders", "caches", "iterations", "models", "sampling"}
     assert not any(siblings & MAY_IMPORT[unit] for unit in MAY_IMPORT)
+
+
+def test_nobody_may_import_what_nobody_does() -> None:
+    """Components may import more, and who is allowed a package need not import every module of it."""
+    used: dict[str, set[str]] = {unit: set() for unit in MAY_IMPORT}
+    for path in FILES:
+        if (unit := unit_of_file(path)) in used:
+            used[unit] |= {unit_of(name) for name in imports(path.read_text()) if name.startswith("dinfer.")}
+    idle = {
+        f"{unit} does not import {other}"
+        for unit, allowed in MAY_IMPORT.items()
+        for other in (allowed & MAY_IMPORT.keys()) - used[unit]
+        if not allowed >= COMPONENT
+    }
+    assert not idle
 
 
 def module_of(path: Path) -> str:
