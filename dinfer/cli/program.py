@@ -42,7 +42,7 @@ def parsers() -> tuple[Parser, dict[str, Parser]]:
     """The parser of `dinfer` and those of its commands, by name.
 
     A command's module has a docstring (a line of help, the usage, the description), `arguments(parser)`, which adds its
-    flags, and `run(args)`. What is no flag is in `args.words`, and in `args.literal` if it stands behind `--`.
+    flags if it has any, and `run(args)`. What is no flag is in `args.words`, and in `args.literal` behind `--`.
     """
     parser = Parser(prog="dinfer", usage="dinfer COMMAND [arguments]", description=DESCRIPTION, epilog=EPILOG)
     parser.add_argument("-V", "--version", action="version", version=f"dinfer {dinfer.__version__}")
@@ -58,7 +58,7 @@ def parsers() -> tuple[Parser, dict[str, Parser]]:
         text = ast.get_docstring(ast.parse(inspect.getsource(module))) or ""
         summary, usage, description = text.split("\n\n", 2)
         command = found.add_parser(name, help=summary, usage=usage.removeprefix("usage: "), description=description)
-        module.arguments(command)
+        vars(module).get("arguments", lambda parser: None)(command)
         command.set_defaults(run=module.run)
     for each in (parser, *found.choices.values()):
         each.add_argument("-v", "--verbose", action="count", default=argparse.SUPPRESS, help="log more; -vv: all")

@@ -33,6 +33,7 @@ from dinfer.cli.terminal import say
 from dinfer.engine.request import Completion, Counts, Update
 from dinfer.loading.files import datasets_of, local
 from dinfer.pipeline import Pipeline, TextStream
+from dinfer.pipeline.inputs import figures
 from dinfer.recipe.registry import unknown
 from dinfer.step.contracts import Phase
 
@@ -257,15 +258,6 @@ def write_answer(pieces: TextStream) -> Completion:
     return pieces.completion
 
 
-def summary(counts: Counts) -> str:
-    """One line about what an answer cost."""
-    return (
-        f"{counts.tokens} tokens, {counts.forwards} forwards, {counts.tpf:.2f} tokens per forward (TPF), "
-        f"{counts.positions_per_committed:.1f} positions per token, {counts.seconds:.2f} s"
-        f"{counts.recipe and f', {counts.recipe}'}"
-    )
-
-
 def explain_empty(pipe: Pipeline, counts: Counts) -> None:
     """Says so on stderr if the model ended its answer at once. Else a user may take the empty answer for a failure."""
     if counts.tokens or pipe.tokenizer is None:
@@ -339,7 +331,7 @@ class Conversation:
         if counts is not None or text:
             self.messages = [*asked, {"role": "assistant", "content": text}]
         if counts is not None and sys.stdin.isatty():
-            say(summary(counts))
+            say(figures(counts))
         if counts is not None:
             explain_empty(self._pipe, counts)
 

@@ -28,12 +28,13 @@ from dinfer.loading.checkpoint import divisions, load_network, random_network, r
 from dinfer.loading.quantized import FIELD as QUANTIZATION
 from dinfer.parallel.follower import Follower
 from dinfer.parallel.leader import FIELD, Leader, follows, leader, started
-from dinfer.parallel.leader_worker import entries_of, model_number, read, shape_of, spelled
+from dinfer.parallel.leader_worker import model_number, read, shape_of, spelled
 from dinfer.parallel.ranks import ALONE, Ranks
 from dinfer.parallel.split import Rank
 from dinfer.recipe.recipe import Recipe
 from dinfer.step.contracts import ModelSpec
 from dinfer.step.model import ModelFamily
+from dinfer.step.state import Entry
 
 PLACE = "dinfer/path"  # in torchrun's store: where rank 0 listens
 HERE = "127.0.0.1"
@@ -253,7 +254,7 @@ class RankCommands:
                 worker.launch(shape_of(shape), slots, shape_of(run))
             case "admit", [entries]:
                 with suppress(MemoryError):  # rank 0 meets it too, and ends the request
-                    worker.admit(entries_of(entries))
+                    worker.admit([Entry(**values) for values in entries])
             case "open", room:
                 try:
                     worker.open(BatchSize(*room))

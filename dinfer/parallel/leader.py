@@ -381,7 +381,9 @@ def started(size: int, publish: Callable[[str], None], follow: Callable[[Followe
         made = Leader(size, None, publish)
     else:
         command = [sys.executable, "-m", __package__, follow.__module__, follow.__name__]
-        made = Leader(size, command, environment=_environment(os.environ))
+        path = os.pathsep.join(os.path.abspath(folder) for folder in sys.path)  # a rank imports what this process can
+        own = {name: value for name, value in os.environ.items() if name not in TORCHRUN}
+        made = Leader(size, command, environment=own | {"PYTHONPATH": path})
     _leaders[:] = [made]
     return made
 
@@ -394,9 +396,3 @@ def end() -> None:
         present.close()
         if present.failure is not None:
             faulthandler.dump_traceback_later(FAREWELL, exit=True, file=_nowhere)
-
-
-def _environment(own: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a rank, with the module path of this process."""
-    path = os.pathsep.join(os.path.abspath(folder) for folder in sys.path)
-    return {name: value for name, value in own.items() if name not in TORCHRUN} | {"PYTHONPATH": path}

@@ -127,8 +127,3 @@ def shape_of(values: Sequence[Any]) -> StepShape:
     """The shape of a step, from the values in a message."""
     phase, *sizes, extras = values
     return StepShape(Phase(phase), *sizes).adding(*(read(extra) for extra in extras))
-
-
-def entries_of(told: Sequence[Mapping[str, Any]]) -> list[Entry]:
-    """Requests as they enter slots, from the values in a message."""
-    return [Entry(**values) for values in told]

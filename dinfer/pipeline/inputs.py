@@ -176,6 +176,7 @@ def short(text: str, most: int = 60) -> str:
 
 
 def figures(counts: Counts) -> str:
+    """What an answer cost, in a line."""
     return (
         f"{counts.tokens} tokens, {counts.forwards} forwards, {counts.tpf:.2f} TPF, "
         f"{counts.positions_per_committed:.1f} positions per token, {counts.seconds:.2f} s"

@@ -422,17 +422,12 @@ class Generation(Sampled, HeldFields):
         return value
 
     @model_validator(mode="after")
-    def _stream(self) -> Self:
+    def _consistent(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise invalid("stream_options", " is only allowed with stream=true")
         if self.prompt_logprobs is not None and self.stream:
             raise refused("prompt_logprobs", self.prompt_logprobs, "is told with the whole answer: set stream=false")
-        return self
-
-    @model_validator(mode="after")
-    def _whole(self) -> Self:
-        """What would change an answer after it was held to a form is refused."""
-        held = self.held
+        held = self.held  # what would change an answer after that was held to a form is refused
         for field in ("ignore_eos", "stop_token_ids", "allowed_token_ids", "bad_words", "min_tokens", "echo"):
             if held is not None and (value := getattr(self, field)):
                 raise refused(field, value, f"contradicts {held.field}, to which the answer is held")

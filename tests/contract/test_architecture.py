@@ -144,6 +144,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "engine.runtime", "engine.runner", "engine.worker", "loading.checkpoint",
         "loading.quantized", "parallel.follower", "parallel.leader", "parallel.leader_worker",
         "parallel.ranks", "parallel.split", "recipe.recipe", "step.contracts", "step.model",
+        "step.state",
     },
     "pipeline.reading": {
         "abilities", "engine.engine", "engine.request", "pipeline.inputs", "step.contracts", "step.spec", "structure",
@@ -176,8 +177,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cli": {
         "analysis.audit", "layers", "loading.checkpoint", "loading.files", "loading.inspect", "loading.safetensors_io",
         "recipe.recipe", "step.spec", "engine", "analysis.metrics", "analysis.outputs", "analysis.provenance",
-        "parallel.divided_model", "parallel.leader", "pipeline", "pipeline.form", "pipeline.pipeline",
-        "analysis.plots", "demo", "step.contracts", "recipe.registry", "recipe.presets",
+        "parallel.divided_model", "parallel.leader", "pipeline", "pipeline.form", "pipeline.inputs",
+        "pipeline.pipeline", "analysis.plots", "demo", "step.contracts", "recipe.registry", "recipe.presets",
         "analysis.trace", "analysis.tuning", "serving",
     },
     "__main__": {"cli"},

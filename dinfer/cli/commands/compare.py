@@ -17,15 +17,10 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from dinfer.cli.application import Parser
 from dinfer.cli.terminal import show, table
 from dinfer.recipe.registry import unknown
 
 Scores = dict[int, tuple[Any, float]]  # of each document: the document, and its score
-
-
-def arguments(parser: Parser) -> None:
-    """It has no flags."""
 
 
 def run(args: Namespace) -> None:

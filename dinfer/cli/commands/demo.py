@@ -70,7 +70,8 @@ def decoders_of(config: dict[str, Any]) -> list[Any]:
 
 def work_out(pipe: Pipeline, problem: Problem, new_tokens: int, delay: float) -> None:
     """Solves one problem before the reader's eyes."""
-    from dinfer.cli.watch import in_colour, summary, watch, write_answer
+    from dinfer.cli.watch import in_colour, watch, write_answer
+    from dinfer.pipeline.inputs import figures
 
     if in_colour(sys.stdout):
         updates = pipe.updates(problem.question, max_new_tokens=new_tokens)
@@ -80,7 +81,7 @@ def work_out(pipe: Pipeline, problem: Problem, new_tokens: int, delay: float) ->
         completion = write_answer(pipe.stream(problem.question, max_new_tokens=new_tokens))
     right = is_correct(problem, pipe.decode(completion.output))
     print(f"\n{'right' if right else 'wrong'}: the answer is {problem.answer}")
-    print(summary(completion.counts))
+    print(figures(completion.counts))
 
 
 arguments, run = configured, partial(launch, task=demo)

@@ -41,7 +41,8 @@ def generate(config: dict[str, Any], question: str | None) -> None:
     chat, new_tokens = setting(config, "chat", bool | None), setting(config, "max_new_tokens", int)
     held = held_of(config)
     pipe = pipeline(config)
-    from dinfer.cli.watch import explain_empty, summary, watch, write_answer
+    from dinfer.cli.watch import explain_empty, watch, write_answer
+    from dinfer.pipeline.inputs import figures
 
     if live:
         updates = pipe.updates(prompt, max_new_tokens=new_tokens, chat=chat, **held)
@@ -52,7 +53,7 @@ def generate(config: dict[str, Any], question: str | None) -> None:
         result = pipe.generate(prompt, max_new_tokens=new_tokens, chat=chat, **held)
         print(result.text)
         counts = result.counts
-    say(summary(counts))
+    say(figures(counts))
     explain_empty(pipe, counts)
 
 

@@ -26,13 +26,13 @@ def infill(config: dict[str, Any], given: str | None) -> None:
         raise ValueError('a text with gaps is needed: dinfer infill "The capital of [MASK:4] is Paris."')
     stop, scope, held = setting(config, "stop", bool), setting(config, "scope", str), held_of(config)
     pipe = pipeline(config)
-    from dinfer.cli.watch import summary
+    from dinfer.pipeline.inputs import figures
 
     result = pipe.infill(text, stop=stop, scope=scope, **held)
     print(result.text)
     for index, words in enumerate(result.gap_texts, 1):
         say(f"[{index}] {words}")
-    say(summary(result.counts))
+    say(figures(result.counts))
 
 
 arguments, run = configured, partial(launch, task=infill, takes_text=True)

@@ -14,7 +14,6 @@ from rich.table import Table
 from rich.text import Text
 
 from dinfer.cli import conf
-from dinfer.cli.application import Parser
 from dinfer.cli.terminal import show
 from dinfer.recipe.registry import Registry, unknown
 
@@ -27,10 +26,6 @@ ROLES = {
 }
 
 NAMES = 18  # columns for names, so that descriptions stand below each other
-
-
-def arguments(parser: Parser) -> None:
-    """It has no flags."""
 
 
 def run(args: Namespace) -> None:

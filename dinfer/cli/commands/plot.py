@@ -24,7 +24,6 @@ from rich.console import RenderableType
 
 from dinfer.analysis.outputs import check_file, replacing
 from dinfer.analysis.plots import AXES, FEW, areas, draw, front
-from dinfer.cli.application import Parser
 from dinfer.cli.conf import need
 from dinfer.cli.terminal import say, show, table
 from dinfer.recipe.registry import unknown
@@ -33,10 +32,6 @@ SETTINGS = {"out": "pareto.png", "task": "", "by": "model,checkpoint,iteration,d
 FORMATS = (".png", ".svg", ".pdf")
 NUMBERS = ("problems", "accuracy", "accuracy_low", "accuracy_high", "tpf", "tps")
 NEEDED = ("problems", "accuracy", "tpf")
-
-
-def arguments(parser: Parser) -> None:
-    """It has no flags."""
 
 
 def run(args: Namespace) -> None:

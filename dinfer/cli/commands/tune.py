@@ -174,7 +174,9 @@ def finish(config: dict[str, Any], found: Found, path: Path, command: str) -> No
         report = {"command": command, "settings": config, **found.to_json()}
         write(Path(out), json.dumps(report, indent=1) + "\n")
         say(f"wrote {out}")
-    print(f'use it: dinfer generate "question" {preset_usage(path, path.stem)}')
+    folder = path.parent.parent
+    where = "" if folder.resolve() == conf.folder().resolve() else f"--config-dir {folder} "
+    print(f'use it: dinfer generate "question" {where}{conf.RECIPE}={path.stem}')
 
 
 def preset_file(path: Path) -> Path:
@@ -215,10 +217,3 @@ def save_preset(path: Path, parts: dict[str, dict[str, Any]], heading: Sequence[
         check_file(file)
         write(file, text)
     return list(files)
-
-
-def preset_usage(path: Path, name: str) -> str:
-    """The arguments that use a preset."""
-    folder = path.parent.parent
-    here = folder.resolve() == conf.folder().resolve()
-    return f"{conf.RECIPE}={name}" if here else f"--config-dir {folder} {conf.RECIPE}={name}"
