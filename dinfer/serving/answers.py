@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncIterable, Iterator, Sequence
+from collections.abc import AsyncIterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,19 +25,23 @@ LEAST = -9999.0  # stands for minus infinity, which JSON lacks
 END = f"}}\n{CLOSE}\n"  # between the arguments of a call and the next call
 
 
-def spent(counts: Sequence[Counts], tokens: int) -> dict[str, Any]:
-    """What the rows of an answer of so many tokens cost: forwards (NFE) and positions, and both for each token.
+def usage_of(
+    prompt: int, tokens: int, counts: Sequence[Counts], form: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """OpenAI's counts of tokens, and under `dinfer` what rows cost: forwards (NFE) and positions, also for each token.
 
-    With runtime.load=adaptive also the recipe that they got.
+    With runtime.load=adaptive also the recipe that they got. `form`: what `structured` tells.
     """
     forwards, positions, committed = (
         sum(getattr(one, name) for one in counts) for name in ("forwards", "positions", "committed")
     )
     recipes = [*dict.fromkeys(one.recipe for one in counts if one.recipe)]
-    return {
+    own = {
         "forwards": forwards, "tpf": tokens / max(forwards, 1), "positions": positions,
         "positions_per_committed": positions / max(committed, 1),
-    } | ({"recipe": "; ".join(recipes)} if recipes else {})  # fmt: skip
+        **({"recipe": "; ".join(recipes)} if recipes else {}), **({"structure": form} if form else {}),
+    }  # fmt: skip
+    return {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens, "dinfer": own}
 
 
 def structured(language: Language, done: Sequence[Counts], slack: Sequence[int]) -> dict[str, Any]:
@@ -159,20 +163,16 @@ class Answer:
             choice.last = event
 
     def usage(self) -> dict[str, Any]:
-        """OpenAI's counts, and under `dinfer` what `spent` says."""
+        """As `usage_of`."""
         told = [choice.last for choice in self.choices if choice.last is not None]
         tokens, counts = sum(last.tokens for last in told), [last.counts for last in told if last.counts is not None]
-        prompts = sum(map(len, self.prompts))
         ended = [(r, one.last.completion) for r, one in enumerate(self.choices) if one.last and one.last.completion]
         slack = [len(done.canvas) - len(self.prompts[row // self.n]) - len(done.output) for row, done in ended]
-        form = self.language and structured(self.language, [done.counts for _, done in ended], slack)
-        return {
-            "prompt_tokens": prompts,
-            "completion_tokens": tokens,
-            "total_tokens": prompts + tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(c.last.cached for c in self.choices[:: self.n] if c.last)},
-            "dinfer": spent(counts, tokens) | ({"structure": form} if form else {}),
-        }
+        counted = [done.counts for _, done in ended]
+        form = None if self.language is None else structured(self.language, counted, slack)
+        cached = sum(choice.last.cached for choice in self.choices[:: self.n] if choice.last)
+        usage = usage_of(sum(map(len, self.prompts)), tokens, counts, form)
+        return usage | {"prompt_tokens_details": {"cached_tokens": cached}}
 
     def whole(self) -> dict[str, Any]:
         made, style = [], self.style

@@ -8,7 +8,6 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import aclosing
 from dataclasses import asdict
 from functools import partial
 from importlib import resources
@@ -27,7 +26,7 @@ from dinfer.analysis.likelihood import left_to_right
 from dinfer.analysis.trace.record import asset, document, page, record_request
 from dinfer.engine.request import Counts
 from dinfer.pipeline.inputs import NoTools, escaped
-from dinfer.serving.answers import Answer, Calling, Logprobs, Style, prompt_logprobs, spent, structured
+from dinfer.serving.answers import Answer, Calling, Logprobs, Style, prompt_logprobs, structured, usage_of
 from dinfer.serving.errors import ApiError, invalid, named, refused
 from dinfer.serving.guard import Guard
 from dinfer.serving.protocol import (
@@ -276,11 +275,10 @@ async def generated(
         top is not None, body.return_token_ids or top is not None, style.running_usage,
     )  # fmt: skip
     stream = bool(body.stream)
-    job = server.job(served, rows, body.dinfer, wanted, stream=stream)
     name = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
     shape = partial(Calling, asked=body) if isinstance(body, ChatRequest) and body.tools else Answer
     answer = shape(name, int(time.time()), served.name, prompts, style, body.choices, echoes, scores, language)
-    return await server.answer(job, answer, stream=stream)
+    return await server.answer(served, rows, body.dinfer, wanted, answer, stream=stream)
 
 
 def add_trace(app: FastAPI, server: Server) -> None:
@@ -293,11 +291,11 @@ def add_trace(app: FastAPI, server: Server) -> None:
         chosen = served.options(body.asked, body.dinfer.options)
         languages, unwanted = await served.languages(body), threading.Event()
         rows = served.rows([prompt], body, chosen, *languages)
-        job = server.job(served, rows, body.dinfer, Wanted(), stream=False)
+        seconds = server.seconds(body.dinfer)
         record = partial(record_request, served.pipe, rows[0], model=served.name, unwanted=unwanted)
         with server.admission.admit([rows[0].length]):
             try:  # one trace at a time, since it runs beside the engine
-                async with asyncio.timeout(job.seconds):
+                async with asyncio.timeout(seconds):
                     found = await server.recording.run(record)
             except Exception as error:
                 raise failure(error) from error
@@ -320,11 +318,8 @@ def add_infill(app: FastAPI, server: Server) -> None:
             request = await asyncio.to_thread(made)
         except ValueError as error:
             raise ApiError(400, f"text: {error}".replace("canvas 0", "the text"), "text", "invalid_value") from error
-        job = server.job(served, [request], body.dinfer, Wanted(logprobs=body.top is not None), stream=False)
-        with server.admission.admit([request.length]):
-            server.metrics.prompt_tokens.labels(served.name).inc(request.masked.count(False))
-            async with aclosing(server.events(job)) as events:
-                heard = [event async for event in events]
+        wanted = Wanted(logprobs=body.top is not None)
+        heard = await server.heard(served, [request], body.dinfer, request.masked.count(False), wanted)
         (done,) = [event.completion for event in heard if event.completion is not None]
         found = served.pipe.infilled(request, done, logprobs=[one for event in heard for one in event.logprobs if one])
         tokens, scores = sum(map(len, found.gaps)), None
@@ -332,18 +327,15 @@ def add_infill(app: FastAPI, server: Server) -> None:
             shown = Logprobs(served.pieces, body.top, chat=True)
             pairs = zip(found.gaps, found.logprobs or (), strict=True)
             scores = [shown.of(gap, told, 0)["content"] for gap, told in pairs]
-        cost = spent([found.counts], tokens)
+        form = None
         if (brought := request.more.get("language")) is not None:
             ends = served.pipe.model.spec.stop_ids if request.masked[-1] else ()
             slack = len([*takewhile(ends.__contains__, reversed(found.ids))])
-            cost["structure"] = structured(brought.language, [found.counts], [slack])
+            form = structured(brought.language, [found.counts], [slack])
         return {
             "id": f"infill-{uuid.uuid4().hex}", "object": "infill", "created": int(time.time()), "model": served.name,
             "text": escaped(found.text), "gaps": found.gap_texts, "logprobs": scores,
-            "usage": {
-                "prompt_tokens": len(found.ids) - tokens, "completion_tokens": tokens, "total_tokens": len(found.ids),
-                "dinfer": cost,
-            },
+            "usage": usage_of(len(found.ids) - tokens, tokens, [found.counts], form),
         }  # fmt: skip
 
 
@@ -361,11 +353,8 @@ def add_read(app: FastAPI, server: Server) -> None:
             rows = layout.requests(served.pipe.engine, prompt, body.denoised, body.seeds, body.seed)
         except ValueError as error:
             raise ApiError(400, f"{error}", code="invalid_value") from error
-        job = server.job(served, rows, body.dinfer, Wanted(), stream=False)
-        with server.admission.admit([row.length for row in rows]):
-            server.metrics.prompt_tokens.labels(served.name).inc(len(prompt))
-            async with aclosing(server.events(job)) as events:
-                done = {event.row: event.completion async for event in events if event.completion is not None}
+        heard = await server.heard(served, rows, body.dinfer, len(prompt), Wanted())
+        done = {event.row: event.completion for event in heard if event.completion is not None}
         try:
             found = layout.reading(prompt, [done[row] for row in range(len(rows))])
         except ValueError as error:
@@ -374,10 +363,7 @@ def add_read(app: FastAPI, server: Server) -> None:
         return {
             "id": f"read-{uuid.uuid4().hex}", "object": "read", "created": int(time.time()), "model": served.name,
             "text": found.text, "slots": {name: asdict(slot) for name, slot in found.slots.items()},
-            "usage": {
-                "prompt_tokens": len(prompt), "completion_tokens": tokens, "total_tokens": len(prompt) + tokens,
-                "dinfer": spent(found.counts, tokens),
-            },
+            "usage": usage_of(len(prompt), tokens, found.counts),
         }  # fmt: skip
 
 

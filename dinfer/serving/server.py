@@ -168,16 +168,6 @@ class _Gauges(Collector):
         yield graphs
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """A checked request: rows of one recipe, and what the client wants of them."""
-
-    served: Served
-    rows: list[Row]
-    wanted: Wanted
-    seconds: float  # that it may take
-
-
 @dataclass
 class Server:
     """The state of one server."""
@@ -226,36 +216,50 @@ class Server:
         self.check_engines()
         self.admission.check_open()
 
-    def job(self, served: Served, rows: list[Row], own: Own, wanted: Wanted, *, stream: bool) -> Job:
-        """Makes a job. Raises ApiError for fields that contradict each other."""
+    def seconds(self, own: Own, *, stream: bool = False) -> float:
+        """What a request may take. Raises ApiError for fields of ours that contradict others."""
         if own.drafts and not stream:
             raise refused("dinfer.drafts", True, "needs stream=true")
         most = self.settings.deadline
         if own.deadline is not None and own.deadline > most:
             raise refused("dinfer.deadline", own.deadline, f"exceeds this server's: {most} s")
-        return Job(served, rows, wanted, most if own.deadline is None else own.deadline)
+        return most if own.deadline is None else own.deadline
 
-    async def events(self, job: Job) -> AsyncGenerator[Event]:
-        """The events of all rows of a request until its deadline, counted in the metrics. Raises ApiError."""
+    async def events(
+        self, served: Served, rows: Sequence[Row], wanted: Wanted, seconds: float
+    ) -> AsyncGenerator[Event]:
+        """The events of all rows of a request for so many seconds, counted in the metrics. Raises ApiError."""
         began = time.perf_counter()
-        name, last = job.served.name, dict.fromkeys(range(len(job.rows)), began)
-        end = asyncio.get_running_loop().time() + job.seconds
-        streams = [row_events(job.served, i, row, job.wanted, end) for i, row in enumerate(job.rows)]
+        last = dict.fromkeys(range(len(rows)), began)
+        end = asyncio.get_running_loop().time() + seconds
+        streams = [row_events(served, i, row, wanted, end) for i, row in enumerate(rows)]
         async with aclosing(streams[0] if len(streams) == 1 else merged(streams)) as events:
             async for event in events:
                 now = time.perf_counter()
-                self.metrics.count(name, event, now - last[event.row], now - began, first=last[event.row] == began)
+                first = last[event.row] == began
+                self.metrics.count(served.name, event, now - last[event.row], now - began, first=first)
                 if event.text:
                     last[event.row] = now
                 yield event
 
-    async def answer(self, job: Job, answer: Answer, *, stream: bool) -> Response:
+    async def heard(self, served: Served, rows: Sequence[Row], own: Own, prompt: int, wanted: Wanted) -> list[Event]:
+        """All events of a request that is no stream. `prompt`: its tokens. Raises ApiError."""
+        seconds = self.seconds(own)
+        with self.admission.admit([row.length for row in rows]):
+            self.metrics.prompt_tokens.labels(served.name).inc(prompt)
+            async with aclosing(self.events(served, rows, wanted, seconds)) as events:
+                return [event async for event in events]
+
+    async def answer(
+        self, served: Served, rows: Sequence[Row], own: Own, wanted: Wanted, answer: Answer, *, stream: bool
+    ) -> Response:
         """Runs a request and answers it, whole or as server-sent events."""
+        seconds = self.seconds(own, stream=stream)
         self.check()
         held = HELD.get()
-        held.enter_context(self.admission.admit([row.length for row in job.rows]))
-        self.metrics.prompt_tokens.labels(job.served.name).inc(sum(map(len, answer.prompts)))
-        events = self.events(job)
+        held.enter_context(self.admission.admit([row.length for row in rows]))
+        self.metrics.prompt_tokens.labels(served.name).inc(sum(map(len, answer.prompts)))
+        events = self.events(served, rows, wanted, seconds)
         held.push_async_callback(events.aclose)
         if stream:
             pieces = self._pieces(events, answer)
