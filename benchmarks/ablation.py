@@ -43,6 +43,7 @@ from dinfer.step.contracts import ModelSpec
 BLOCK = 32
 ALL = "all on"
 RUNS = 3  # of each variant; the median counts
+WARM = 6  # runs at most before, until none captures a graph
 HOST = ("lookahead", "settle", "gather", "scored", "early")
 """Optimisations of the host. "early", the launch of kernels while others run, comes last: it recompiles all kernels."""
 
@@ -132,7 +133,11 @@ def measured(recipe: Recipe, case: Case, new: int) -> tuple[dict[str, Any], list
             torch.cuda.synchronize(device)
         return [result.canvas for result in results]
 
-    run()  # runs shapes eagerly, then captures them
+    for i in range(WARM):  # runs shapes eagerly, then captures them; some are captured once they have come up often
+        captured = pipe.engine.runner.captured
+        run()
+        if i and pipe.engine.runner.captured == captured:
+            break
     steps, walls = list[float](), list[float]()
     for _ in range(RUNS):
         with Clock(pipe.engine) as clock:
