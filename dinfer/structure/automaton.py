@@ -95,8 +95,18 @@ def alt(nodes: Iterable[Node]) -> Node:
     return Graph(2, tuple((0, node, 1) for node in nodes))
 
 
+MOST = 8192  # copies of one thing: each has a state at least
+
+
+def check_copies(count: int) -> None:
+    """Raises TooLarge before so many copies take memory."""
+    if count > MOST:
+        raise TooLarge(f"repeats something more than {MOST:,} times")
+
+
 def repeat(node: Node, least: int = 0, most: int | None = None) -> Node:
-    """At least so many times; `most` None: any number."""
+    """At least so many times; `most` None: any number. Raises TooLarge."""
+    check_copies(max(least, most or 0))
     if most is None:
         loop, end = least + 1, least + 2
         more: list[tuple[int, Node | None, int]] = [(least, None, loop), (loop, node, loop), (loop, None, end)]

@@ -63,10 +63,8 @@ class Compiler:
 
     def compile(self, constraint: Constraint, cancelled: threading.Event | None = None) -> Language:
         """The language of a constraint, in this thread. Raises ConstraintError, or Cancelled once the event is set."""
-        with self._lock:
-            if constraint in self._languages:
-                self._languages.move_to_end(constraint)
-                return self._languages[constraint]
+        if (kept := self._kept(constraint)) is not None:
+            return kept
         if constraint.posterior:
             found = replace(self.compile(replace(constraint, posterior=False), cancelled), posterior=True)
         else:
@@ -79,10 +77,20 @@ class Compiler:
                 self._languages.popitem(last=False)
         return found
 
+    def _kept(self, constraint: Constraint) -> Language | None:
+        with self._lock:
+            if constraint in self._languages:
+                self._languages.move_to_end(constraint)
+            return self._languages.get(constraint)
+
     def submit(self, constraint: Constraint) -> Compilation:
-        """Compiles in the worker thread."""
-        cancelled = threading.Event()
-        return Compilation(self._worker.submit(self.compile, constraint, cancelled), cancelled)
+        """Compiles in the worker thread. A language that is there waits for no other."""
+        cancelled, done = threading.Event(), Future[Language]()
+        if (kept := self._kept(constraint)) is None:
+            done = self._worker.submit(self.compile, constraint, cancelled)
+        else:
+            done.set_result(kept)
+        return Compilation(done, cancelled)
 
     def close(self) -> None:
         """Ends the worker thread; what waits for it is cancelled."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from dinfer.structure.automaton import ANY_CHARACTER, Automaton, Node, alt, build, cat, chars, copies, repeat
+from dinfer.structure.automaton import ANY_CHARACTER, MOST, Automaton, Node, alt, build, cat, chars, copies, repeat
 from dinfer.structure.constraint import Constraint, deepest
 from dinfer.structure.limits import Budget, ConstraintError, TooLarge
 from dinfer.structure.regex import parse
@@ -197,8 +197,8 @@ class _Reader:
                 most = None if self.peek("}") else int(self.expect("number", "a number"))
             if sign == "{" and not self.take("}"):
                 self.fail("} is expected")
-            if max(least, most or 0) > 8192 or (most is not None and most < least):
-                self.fail("a number of repetitions is at most 8192, and the second is not below the first")
+            if max(least, most or 0) > MOST or (most is not None and most < least):
+                self.fail(f"a number of repetitions is at most {MOST}, and the second is not below the first")
             part = Rep(part, least, most)
         return part
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from dinfer.structure.automaton import (
     ANY_CHARACTER,
+    MOST,
     Automaton,
     Graph,
     Node,
@@ -20,6 +21,7 @@ from dinfer.structure.automaton import (
     both,
     build,
     cat,
+    check_copies,
     copies,
     repeat,
     without,
@@ -172,7 +174,7 @@ class _Builder:
         return integers(shape.low, shape.high, shape.multiple or 1, self.budget)
 
     def string(self, shape: Shape) -> Node:
-        most = self.capping(shape.most_length, shape.least_length)
+        most = self.capping(shape.most_length, shape.least_length, at(shape.path, "minLength"))
         if not (shape.patterns or shape.formats or shape.never or shape.never_matching):
             if not shape.least_length and most is None:
                 return STRING
@@ -199,7 +201,9 @@ class _Builder:
             whole = without(whole, build(parse(pattern, ecma=True, search=True, wide=True), self.budget), self.budget)
         return without(whole, build(alt(map(self.raw, shape.never))), self.budget) if shape.never else whole
 
-    def capping(self, most: int | None, least: int) -> int | None:
+    def capping(self, most: int | None, least: int, path: str) -> int | None:
+        if least > MOST:
+            fail(f"at most {MOST:,} is supported", path)
         self.largest = max(self.largest, most or 0)
         if self.cap is None or most is None or most <= max(self.cap, least):
             return most
@@ -274,12 +278,14 @@ class _Builder:
         if most is None or most > len(prefix):
             item = self.built(items, level + 1)
             most = most if item is not None else len(prefix)
-        least, most = shape.least_items, self.capping(most, max(shape.least_items, len(prefix)))
+        least = shape.least_items
+        most = self.capping(most, max(least, len(prefix)), at(shape.path, "minItems"))
         if most is not None and most < least:
             return None
         first, comma, last = self.breaks(level)
         edges: list[tuple[int, Node | None, int]] = []
         count = max(least, len(prefix)) if most is None else most  # so many items stand one by one
+        check_copies(count)
         # State 1 + 2i: before item i; 2 + 2i: behind it; the last state: the end.
         end = 2 * count + 4
         edges.append((0, cat(b"[", first), 1))

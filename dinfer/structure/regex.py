@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from dinfer.structure.automaton import ANY_CHARACTER, LAST_CHARACTER, Anchor, Chars, Node, alt, cat, chars, repeat
+from dinfer.structure.automaton import ANY_CHARACTER, LAST_CHARACTER, MOST, Anchor, Chars, Node, alt, cat, chars, repeat
 from dinfer.structure.limits import ConstraintError
 
 Ranges = list[tuple[int, int]]
@@ -23,7 +23,7 @@ WIDE_SPACE: Ranges = [
 LINE_ENDS: Ranges = [(0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029)]  # of ECMA-262; of Python the first alone
 CONTROLS = {"n": 0x0A, "r": 0x0D, "t": 0x09, "f": 0x0C, "v": 0x0B, "a": 0x07}
 HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
-DEEPEST, MOST = 200, 8192  # groups in groups, copies by a quantifier
+DEEPEST = 200  # groups in groups
 REFUSED_GROUPS = {
     "?=": "lookahead", "?!": "lookahead", "?<=": "lookbehind", "?<!": "lookbehind", "?>": "an atomic group",
     "?P=": "a backreference", "?(": "a condition", "?#": "a comment",

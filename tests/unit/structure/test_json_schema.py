@@ -173,6 +173,19 @@ def test_lengths_are_lowered_before_a_schema_is_refused() -> None:
     assert automaton.accepts(json.dumps("a" * 256).encode()) and not automaton.accepts(json.dumps("a" * 257).encode())
 
 
+@pytest.mark.parametrize("number", [2**31 - 1, 10**12, 10**3000])
+def test_a_huge_bound_takes_no_memory(number: int) -> None:
+    """It once took all that the machine had: an edge was made for each repetition."""
+    for schema in ({"type": "string", "maxLength": number}, {"type": "array", "items": {}, "maxItems": number}):
+        automaton, exact, _ = compile_automaton(json_schema(schema))
+        assert not exact and automaton.states < 8192
+    for keyword in ("minLength", "minItems"):
+        with pytest.raises(ConstraintError, match=rf"properties\.a\.{keyword}: at most 8,192 is supported"):
+            automaton_of({"properties": {"a": {keyword: number}}, "required": ["a"]})
+    for pattern in ({"pattern": "^a+$", "maxLength": number}, {"not": {"maxItems": 2, "minItems": number}}):
+        assert automaton_of(pattern).states < 8192
+
+
 def test_options() -> None:
     extra = json.dumps({"name": "", "b": 1}).encode()
     assert not automaton_of(PERSON).accepts(extra)

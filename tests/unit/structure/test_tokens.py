@@ -120,7 +120,9 @@ def test_the_cache_keeps_what_was_used_last() -> None:
 
 def test_a_compilation_runs_beside_and_can_be_cancelled() -> None:
     compiler = Compiler(vocabulary(*(bytes([byte]) for byte in range(256))), Limits(seconds=60))
+    kept = compiler.compile(regex("b+"))
     waiting = [compiler.submit(json_object(depth=8)), compiler.submit(regex("a+"))]
+    assert compiler.submit(regex("b+")).future.done() and compiler.submit(regex("b+")).result(0) is kept
     waiting[0].cancel()
     assert waiting[1].result(60).shortest == 1
     with pytest.raises((Cancelled, CancelledError)):
