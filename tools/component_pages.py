@@ -43,6 +43,7 @@ IDEAS = {
         "Exact": "none block",
         "A window around the active block": "dual prefix vicinity",
         "Chosen positions": "delayed adaptive d2cache",
+        "A window around the first mask": "narrow_block narrow_dual",
     },
 }
 FORMULAS = {
@@ -228,10 +229,12 @@ def refusals() -> str:
         "| this | not with | because |",
         "| --- | --- | --- |",
     ]
+    found: dict[tuple[str, str], list[str]] = {}
     for refusal in (*REFUSALS, *own.values()):
-        one, *others = (found for found in (side(*item) for item in refusal.sides.items()) if found)
-        why = re.sub(r"{(\w+)}", r"the \1", refusal.why)
-        lines.append(f"| {one} | {', '.join(others)} | {re.sub('^the ', 'The ', why)} |")
+        one, *others = (words for words in (side(*item) for item in refusal.sides.items()) if words)
+        why = re.sub("^the ", "The ", re.sub(r"{(\w+)}", r"the \1", refusal.why))
+        found.setdefault((one, why), []).append(", ".join(others))
+    lines += [f"| {one} | {'; '.join(others)} | {why} |" for (one, why), others in found.items()]
     return "\n".join(lines) + "\n"
 
 

@@ -177,9 +177,8 @@ class D2Cache(CachePolicy, Chooses, Follows, LeavesDecoded, LeavesMasks):
     not computed is not decoded. `share` limits what a step computes beside the active block: it leaves out the
     positions that receive least attention.
 
-    The reference multiplies the attention matrices of all layers. Here a vector goes through them, so a row needs no
-    matrix of its length squared. The sums have another order, so of positions whose attention differs in the last bit
-    another one may be chosen.
+    A vector goes through the attention of all layers, where the reference multiplies matrices. So of positions whose
+    attention differs in the last bit another one may be chosen.
     """
 
     paper = "d2Cache, arXiv:2509.23094"

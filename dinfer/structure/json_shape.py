@@ -32,17 +32,16 @@ KEYWORDS = {
     "oneOf": "as `anyOf` where types, ranges, patterns, constants or required properties keep values apart; else each "
     "without what may be in the others, as with `not`",
     "not": "what certainly contradicts the schema; marked inexact",
-    "if": "`if` and `then`, or `else` and what certainly contradicts `if`; marked inexact",
-    "then": "see `if`",
-    "else": "see `if`",
+    **dict.fromkeys(
+        ("if", "then", "else"), "`if` and `then`, or `else` and what certainly contradicts `if`; marked inexact"
+    ),
     "dependentRequired": "without the property, or with those it needs",
     "dependentSchemas": "without the property, or with its schema",
     "dependencies": "both of these, as in draft 7",
     "allOf": "merged keyword by keyword",
     "$ref": "within the schema: `#`, `#/...`, `#anchor`; siblings are merged; recursion is unrolled to `depth`",
     "$anchor": "a name for `$ref`",
-    "$defs": "where `$ref` points",
-    "definitions": "as `$defs`",
+    **dict.fromkeys(("$defs", "definitions"), "where `$ref` points"),
     "properties": "in the order of the schema, each at most once",
     "required": "names without a schema follow behind the named ones",
     "additionalProperties": "behind the named ones; not said beside `properties`: none, unless `open`",
@@ -59,13 +58,14 @@ KEYWORDS = {
     "maxLength": "characters, counted; lowered as `maxItems`",
     "pattern": "found anywhere unless anchored, as in ECMA-262; classes are ASCII",
     "format": "date, time, date-time, duration, email, hostname, ipv4, ipv6, uuid, uri",
-    "minimum": "numbers with bounds have no exponent and at most 12 digits behind the point",
-    "maximum": "as `minimum`",
-    "exclusiveMinimum": "as `minimum`; true and false as in draft 4",
-    "exclusiveMaximum": "as `minimum`; true and false as in draft 4",
+    **dict.fromkeys(
+        ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
+        "such numbers have no exponent and at most 12 digits behind the point; true and false as in draft 4",
+    ),
     "multipleOf": "integers up to 1,000",
-    "unevaluatedProperties": "false, or a schema for what no other keyword names",
-    "unevaluatedItems": "false, or a schema for what no other keyword names",
+    **dict.fromkeys(
+        ("unevaluatedProperties", "unevaluatedItems"), "false, or a schema for what no other keyword names"
+    ),
     "uniqueItems": "false; true where at most one item is possible",
 }  # fmt: skip
 REFUSED = ("contains", "minContains", "maxContains", "$dynamicRef", "$recursiveRef")
