@@ -76,22 +76,6 @@ class Batch:
             self.pages.publish(row.prefix_keys[i], row.pages[i])
         row.published = max(row.published, ready)
 
-    def publish_answer(self, row: Row) -> None:
-        """Lets later requests, such as the next turn of a conversation, share the pages of a finished row's answer.
-
-        Not those of the last block: it was still masked when their keys were computed.
-        """
-        recipe, spec, page = self.recipe, self.recipe.model.spec, self.runtime.page
-        mixes = isinstance(recipe.iteration, Feeds) and recipe.iteration.mixes
-        own = recipe.guided(row.request.options) or mixes  # keys depend on more than tokens
-        if not self.runtime.share or own or not prefilled(recipe.cache, spec, row.request.length):
-            return
-        unit = spec.causal_block or 1
-        final = row.cursors.kept // unit * unit
-        keys = prompt_keys(row.canvas[:final], final, page, unit)
-        for i in range(row.published, len(keys)):
-            self.pages.publish(keys[i], row.pages[i])
-
     def take_figures(self, rows: Sequence[Row]) -> None:
         """Takes what abilities counted of finished rows."""
         slots = [row.slot for row in rows if row.slot is not None]
@@ -100,8 +84,20 @@ class Batch:
                 self.rows[slot].figures = {**self.rows[slot].figures, **figures}
 
     def leave(self, row: Row) -> None:
-        """Takes a finished row out of the batch. The host has its canvas."""
-        self.publish_answer(row)
+        """Takes a finished row out of the batch. The host has its canvas.
+
+        Later requests, such as the next turn of a conversation, may share the pages of its answer, but for those of the
+        last block: it was still masked when their keys were computed.
+        """
+        recipe, spec, page = self.recipe, self.recipe.model.spec, self.runtime.page
+        mixes = isinstance(recipe.iteration, Feeds) and recipe.iteration.mixes
+        own = recipe.guided(row.request.options) or mixes  # keys depend on more than tokens
+        if self.runtime.share and not own and prefilled(recipe.cache, spec, row.request.length):
+            unit = spec.causal_block or 1
+            final = row.cursors.kept // unit * unit
+            keys = prompt_keys(row.canvas[:final], final, page, unit)
+            for i in range(row.published, len(keys)):
+                self.pages.publish(keys[i], row.pages[i])
         self.release(row)
 
     def release(self, row: Row) -> None:

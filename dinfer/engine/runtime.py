@@ -51,7 +51,6 @@ class Runtime:
         check_range("runtime", self, "max_length", "pages", "positions", "tensor_parallel", least=1)
         check_range("runtime", self, "rows", least=1, most=MOST_ROWS)
         check_range("runtime", self, "max_accuracy_loss", least=0, most=100)
-        self._check_load()
         if self.speculate != "auto":
             check_range("runtime", self, "speculate", least=0, most=len(DRAFTED))
         check_range("runtime", self, "page", least=1, most=LONGEST_PAGE)
@@ -65,8 +64,6 @@ class Runtime:
                 f"runtime.compile={self.compile} is for one card, since a compiled model holds no sums over cards, and "
                 f"runtime.tensor_parallel={self.tensor_parallel}. Use runtime.compile=none"
             )
-
-    def _check_load(self) -> None:
         given = {"load_table": self.load_table, "max_accuracy_loss": self.max_accuracy_loss}
         for name, value in given.items():
             if value is None and self.load:

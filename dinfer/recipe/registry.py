@@ -321,7 +321,7 @@ class Registry(Generic[T]):
         return next(names, type(component).__name__)
 
     def called(self, component: Any) -> str:
-        """How a message names a component: as it is written on the command line, decoder=threshold."""
+        """How a message names a component: as `kind=name`, which is how it is written on the command line."""
         return f"{self.kind}={self.name_of(component)}"
 
     def get(self, name: str) -> T:
