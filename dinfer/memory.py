@@ -66,7 +66,7 @@ class KVPool:
     table_NP: Tensor  # int64, the pages of each slot in order of position; behind all slots, those of their twins
     local: KVPool | None  # the same pages for the layers with local attention, whose heads differ; J counts those alone
     layers: tuple[tuple[bool, int], ...]  # of each layer of the model: whether it is local, and which of its kind
-    candidates: int = 0  # page sets of each slot beside its request's, for `forked` and `spare_places`; at the end
+    candidates: int = 0  # page sets of each slot beside its request's, for candidates and `self_keys`; at the end
     fork: int = 0  # pages of such a set
     ranks: Ranks = ALONE  # each holds the key heads of its query heads
 
@@ -182,16 +182,13 @@ class KVPool:
         near_BW = None if local_BW is None else (local_BW[0].contiguous(), local_BW[1].contiguous())
         self_key_BW = None
         if self_keys:
-            none_BX = torch.full_like(pos_BW[:, self_keys:], -1)
-            self_key_BW = torch.cat((none_BX, self.spare_places(slot_B, self_keys)), 1)
+            none_BX, place_X = torch.full_like(pos_BW[:, self_keys:], -1), torch.arange(self_keys, device=slot_B.device)
+            # In pages that belong to the slots and to no position of their requests.
+            first_B1 = (self._first_beside() + slot_B * self.candidates * self.fork)[:, None] * self.page
+            self_key_BW = torch.cat((none_BX, first_B1 + place_X), 1)
             write_X = torch.where(self_key_BW < 0, write_X.view_as(self_key_BW), self_key_BW).flatten()
         interval_BW = interval_BW[0].contiguous(), interval_BW[1].contiguous()
         return PagedAttend(self, pos_BW, write_X, pages_BP, interval_BW, near_BW, context_BW, self_key_BW=self_key_BW)
-
-    def spare_places(self, slot_B: Tensor, count: int) -> Tensor:
-        """Places in the pool that belong to the slots and to no position of their requests. int64 [B, count]"""
-        place_X = torch.arange(count, device=slot_B.device)
-        return (self._first_beside() + slot_B * self.candidates * self.fork)[:, None] * self.page + place_X
 
     def _first_beside(self) -> int:
         """The first page that belongs to no request."""

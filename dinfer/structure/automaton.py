@@ -340,7 +340,22 @@ def minimal(edges: list[list[Edge]], final: list[bool], budget: Budget) -> Autom
     if len(live) < len(edges):
         edges = [[edge for edge in row if edge[2] in live] for row in edges]
     block = _blocks(edges, before, final, live, budget)
-    return _numbered(edges, final, block)
+    # A state for each block, numbered breadth first.
+    number, order = {block[0]: 0}, [0]
+    found: list[list[Edge]] = []
+    for state in order:
+        joined: list[Edge] = []
+        for low, high, to in edges[state]:
+            if block[to] not in number:
+                number[block[to]] = len(order)
+                order.append(to)
+            place = number[block[to]]
+            if joined and joined[-1][1] == low - 1 and joined[-1][2] == place:
+                joined[-1] = (joined[-1][0], high, place)
+            else:
+                joined.append((low, high, place))
+        found.append(joined)
+    return Automaton(found, [final[state] for state in order])
 
 
 def _signature(row: list[Edge], block: list[int]) -> tuple[int, ...]:
@@ -395,25 +410,6 @@ def _blocks(
                 common.append(signature)
         dirty &= live
     return block
-
-
-def _numbered(edges: list[list[Edge]], final: list[bool], block: list[int]) -> Automaton:
-    """A state for each block, numbered breadth first."""
-    number, order = {block[0]: 0}, [0]
-    found: list[list[Edge]] = []
-    for state in order:
-        row: list[Edge] = []
-        for low, high, to in edges[state]:
-            if block[to] not in number:
-                number[block[to]] = len(order)
-                order.append(to)
-            place = number[block[to]]
-            if row and row[-1][1] == low - 1 and row[-1][2] == place:
-                row[-1] = (row[-1][0], high, place)
-            else:
-                row.append((low, high, place))
-        found.append(row)
-    return Automaton(found, [final[state] for state in order])
 
 
 def product(a: Automaton, b: Automaton, keep: Callable[[bool, bool], bool], budget: Budget | None = None) -> Automaton:

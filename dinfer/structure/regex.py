@@ -90,9 +90,13 @@ class _Parser:
 
     def quantified(self, node: Node) -> Node:
         start = self.at
-        if (bounds := self.quantifier()) is None:
+        signs: dict[str, tuple[int, int | None]] = {"*": (0, None), "+": (1, None), "?": (0, 1)}
+        if (sign := self.pattern[start : start + 1]) in signs:
+            self.at, (least, most) = start + 1, signs[sign]
+        elif (counted := self.counted()) is not None:
+            self.at, least, most = counted
+        else:
             return node
-        least, most = bounds
         if max(least, most or 0) > MOST:
             self.fail(f"more than {MOST} repetitions", start)
         if most is not None and most < least:
@@ -102,15 +106,6 @@ class _Parser:
         if self.at < len(self.pattern) and (self.pattern[self.at] in "*+?" or self.counted() is not None):
             self.fail("two quantifiers in a row")
         return repeat(node, least, most)
-
-    def quantifier(self) -> tuple[int, int | None] | None:
-        for sign, bounds in (("*", (0, None)), ("+", (1, None)), ("?", (0, 1))):
-            if self.take(sign):
-                return bounds
-        if (counted := self.counted()) is None:
-            return None
-        self.at, least, most = counted
-        return least, most
 
     def counted(self) -> tuple[int, int, int | None] | None:
         """Where `{m,n}` ends, and its bounds; None if no such quantifier stands here: then { is a character."""
