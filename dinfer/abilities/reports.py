@@ -92,12 +92,8 @@ class Reports:
         `drafts_too`: the index has drafts beside written tokens, since a branch may commit one without a step that
         writes it.
         """
-        view, stats, commits, (slot_B, live_B) = (
-            made.view,
-            made.stats,
-            made.commits,
-            (step.lanes.slot_B, step.lanes.live_B),
-        )
+        view, stats, commits = made.view, made.stats, made.commits
+        slot_B, live_B = step.lanes.slot_B, step.lanes.live_B
         rows_RL = live_B.repeat_interleave(len(view.pos_RL) // len(live_B))[:, None]
         new_RL = ~commits.open_RL & (view.masked_RL | (commits.tokens_RL != view.tokens_RL)) & rows_RL
         vocab = step.recipe.model.spec.vocab
@@ -154,12 +150,9 @@ class Reporting(Ability):
 
     @classmethod
     def of(cls, recipe: Parts, shape: StepShape) -> Self | None:
-        extra = shape.extra(Reported)
-        return (
-            None
-            if extra is None or shape.phase == Phase.PREFILL
-            else cls(extra.level, branches_of(recipe.iteration) > 0)
-        )
+        if (extra := shape.extra(Reported)) is None or shape.phase == Phase.PREFILL:
+            return None
+        return cls(extra.level, branches_of(recipe.iteration) > 0)
 
     @property
     def whole_logits(self) -> bool:

@@ -178,14 +178,7 @@ class Row:
         now, seconds = self.cursors, time.perf_counter() - self.began
         prefills = now.forwards + now.hits - now.steps
         counts = Counts(
-            now.forwards,
-            prefills,
-            now.refreshes,
-            now.committed,
-            len(output),
-            seconds,
-            self.positions,
-            now.hits,
+            now.forwards, prefills, now.refreshes, now.committed, len(output), seconds, self.positions, now.hits,
             self.figures,
-        )
+        )  # fmt: skip
         return Completion(tokens, output, stopped, counts)

@@ -16,15 +16,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from dinfer.kernels.canvas import (
-    canvas_values,
-    host_rows,
-    lane_columns,
-    padded,
-    store_rows,
-    uploaded,
-    window_values,
-)
+from dinfer.kernels.canvas import canvas_values, host_rows, lane_columns, padded, store_rows, uploaded, window_values
 
 
 class Phase(IntEnum):

@@ -42,16 +42,7 @@ from dinfer.structure.json_text import (
 from dinfer.structure.limits import Budget, ConstraintError, TooLarge
 from dinfer.structure.regex import parse
 
-CAPS = (
-    None,
-    1024,
-    256,
-    128,
-    64,
-    32,
-    16,
-    8,
-)  # what lengths and numbers of items are lowered to if there are too many states
+CAPS = None, 1024, 256, 128, 64, 32, 16, 8  # what lengths and counts are lowered to if there are too many states
 ANYTHING = repeat(ANY_CHARACTER)
 
 

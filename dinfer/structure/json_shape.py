@@ -148,13 +148,9 @@ class Shape:
 def merge(a: Shape, b: Shape, matches: Matches) -> Shape | None:
     """The values that have both shapes; None if types or enumerations have none in common."""
     types = a.types & b.types
-    enum = (
-        a.enum
-        if b.enum is None
-        else b.enum
-        if a.enum is None
-        else [x for x in a.enum if any(same(x, y) for y in b.enum)]
-    )
+    enum = b.enum if a.enum is None else a.enum
+    if a.enum is not None and b.enum is not None:
+        enum = [x for x in a.enum if any(same(x, y) for y in b.enum)]
     if not types or enum == []:
         return None
     length = max(len(a.prefix), len(b.prefix))

@@ -76,12 +76,7 @@ def integers(low: Bound | None, high: Bound | None, multiple: int = 1, budget: B
     if most is None or most >= 0:
         parts.append(_naturals(max(least or 0, 0), most, budget))
     if least is None or least < 0:
-        parts.append(
-            cat(
-                b"-",
-                _naturals(max(1, -(most or 0)) if most is not None else 1, None if least is None else -least, budget),
-            )
-        )
+        parts.append(cat(b"-", _naturals(max(1, -(most or 0)), None if least is None else -least, budget)))
     found = build(alt(parts), budget)
     return found if multiple == 1 else both(found, _multiples(multiple), budget)
 
@@ -136,11 +131,8 @@ def decimals(low: Bound | None, high: Bound | None, budget: Budget | None = None
     form = build(cat(NATURAL, repeat(cat(b".", repeat(DIGIT, 1, places)), 0, 1) if places else b""), budget)
     zero, parts = Bound(Decimal(0)), list[Node]()
     if high is None or high.value >= 0:
-        parts.append(
-            _between(
-                low if low and low.value > 0 else low if low == Bound(Decimal(0), True) else zero, high, form, budget
-            )
-        )
+        first = low if low and (low.value > 0 or low == Bound(Decimal(0), True)) else zero
+        parts.append(_between(first, high, form, budget))
     if low is None or low.value < 0:
         least = Bound(-high.value, high.exclusive) if high and high.value < 0 else Bound(Decimal(0), True)
         parts.append(cat(b"-", _between(least, low and Bound(-low.value, low.exclusive), form, budget)))
@@ -165,13 +157,8 @@ def _decimal(bound: Bound, above: bool) -> Node:
             parts.append(f"{whole}.{fraction[:i]}".encode() if i else whole.encode())
     exact = cat(f"{whole}.{fraction}".encode() if fraction else cat(whole.encode(), b"."))
     if above:  # the bound itself with any digits behind it, not all of them zero if it is exclusive
-        parts.append(
-            cat(exact, any_digits)
-            if equal and fraction
-            else cat(exact, repeat(DIGIT, 1))
-            if equal
-            else cat(exact, repeat(b"0"), POSITIVE, any_digits)
-        )
+        some: Node = repeat(DIGIT, 0 if fraction else 1)
+        parts.append(cat(exact, some if equal else cat(repeat(b"0"), POSITIVE, any_digits)))
     elif equal:
         parts.append(cat(exact, repeat(b"0", 0 if fraction else 1)))
     if equal and not fraction:
