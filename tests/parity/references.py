@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dinfer.abilities.adjusting import Adjusts
-from dinfer.caches.vicinity import VicinityCache
+from dinfer.caches.widths import VicinityCache
 from dinfer.decoders.confidence import Credit, Factor
 from dinfer.decoders.editing import DMax, JointThreshold
 from dinfer.decoders.threshold import Threshold
