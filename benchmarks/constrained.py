@@ -74,8 +74,8 @@ def kernels(pipe: Pipeline, requests: list[Request]) -> dict[str, tuple[float, f
     steps = max(found["_commit"].count, 1)
     return {
         name: (round(event.count / steps, 2), round(event.device_time_total / max(event.count, 1), 2))
-        for name, event in found.items()
-    }
+        for name, event in found.items() if event.device_time_total
+    }  # fmt: skip
 
 
 def added(own: dict[str, tuple[float, float]], plain: dict[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
