@@ -41,10 +41,6 @@ def at(index: Any) -> Callable[[Any], Any]:
     return lambda row: row.get(index, "") if isinstance(row, dict) else row[index]
 
 
-def commits(reports: Iterable[Report]) -> str:
-    return ", ".join(dict.fromkeys(report["commit"] for report in reports))
-
-
 def command(report: Report) -> str:
     """The command of a report, without its output."""
     return re.sub(r" --out \S+", "", report["command"])
@@ -52,8 +48,8 @@ def command(report: Report) -> str:
 
 def made(*reports: Report) -> str:
     """The hardware, the version of torch and the commits of reports."""
-    some, first = commits(reports), reports[0]
-    return f"{first['hardware']}, torch {first['torch']}, commit{'s' * (', ' in some)} {some}"
+    some, commits = reports[0], dict.fromkeys(report["commit"] for report in reports)
+    return f"{some['hardware']}, torch {some['torch']}, commit{'s' * (len(commits) > 1)} {', '.join(commits)}"
 
 
 # Accuracy of the models in the box
@@ -219,13 +215,7 @@ def step_parts() -> str:
     return table(columns, found.values())
 
 
-ABLATIONS = (
-    "ablation-h200",
-    "ablation-experts-h200",
-    "ablation-more-h200",
-    "ablation-decoders-h200",
-    "ablation-host-h200",
-)
+ABLATIONS = [f"ablation-{name}h200" for name in ("", "experts-", "more-", "decoders-", "host-")]
 
 
 def ablation() -> str:

@@ -6,7 +6,7 @@
 Processes, one for each card, run one case after the other. After a case that fails or hangs they start again, so it
 costs no other case, and the report has the end of their stderr. Cases of one card run two at a time, one on each card.
 Steps are timed as in `benchmarks.step`, with its limit: the bytes that a card reads, at the rate of a copy in the same
-process. `collectives` times the sums alone, 64 in a CUDA graph, by size and method.
+process.
 """
 
 from __future__ import annotations
@@ -35,13 +35,10 @@ from benchmarks.provenance import begun, command_line, save
 from benchmarks.shapes import shape
 from benchmarks.step import experts_read, pool, timed_run
 from dinfer import Pipeline, Runtime
-from dinfer.kernels.norm import add_rms_norm
-from dinfer.kernels.types import Share
 from dinfer.loading.checkpoint import random_network
 from dinfer.parallel.ranks import ALONE, Ranks
 
 BLOCK, PROMPT, NEW = 32, 128, 256
-SUMS = 64  # in a graph, as in a step of 32 layers
 
 
 class Case(NamedTuple):
@@ -71,7 +68,7 @@ CASES = [  # what matters most comes first: the budget may end before the last
     Case("llada-8b", 1), Case("llada2-mini", 1), Case("llada-8b", 1, "fp8"), Case("llada2-flash", 1, "fp8"),
     Case("llada-8b", 2, None, "fused"), Case("llada-8b", 2, "fp8", "fused"),
     Case("llada2-mini", 2, None, "fused"), Case("llada2-mini", 2, None, "fused", 1, "dealt out"),
-    Case("llada2-mini", 2), Case("llada-8b", 2, None, "nccl"), Case("collectives", 2),
+    Case("llada2-mini", 2), Case("llada-8b", 2, None, "nccl"),
     *(Case("llada2-mini", 2, None, "fused", rows, kind) for rows in (8, 32) for kind in ("divided", "dealt out")),
     Case("llada2-flash", 2), Case("llada-8b", 2), Case("llada2-mini", 2, None, "nccl"), Case("llada-8b", 2, "fp8"),
     Case("llada2-flash", 2, None, "fused"), Case("llada2-flash", 2, None, "fused", 1, "dealt out"),
@@ -82,8 +79,6 @@ TINY = {"llada-8b": "small", "llada2-mini": "small-llada2", "llada2-flash": "sma
 def run_rank(case: Case, device: torch.device, ranks: Ranks) -> dict[str, Any]:
     """The figures of a case from one rank."""
     cuda = device.type == "cuda"
-    if case.shape == "collectives":
-        return collective_times(ranks, device) if cuda else {}
     if cuda and {"fused": ranks.exchange, "symmetric": ranks.small}.get(case.sums, ranks) is None and case.cards > 1:
         raise RuntimeError("the cards cannot read each other's memory")
     if case.sums != "fused":
@@ -134,43 +129,6 @@ def run_rank(case: Case, device: torch.device, ranks: Ranks) -> dict[str, Any]:
 
 
 card_rates = cache(rates)  # once in a process
-
-
-def collective_times(ranks: Ranks, device: torch.device) -> dict[str, dict[str, Any]]:
-    """Microseconds of a sum of [rows, 4096] bfloat16, by rows and method, and the time that it adds to a norm."""
-    small, weight = ranks.small, torch.ones(4096, dtype=torch.bfloat16, device=device)
-    found: dict[str, dict[str, float]] = {}
-    longer: dict[str, float] = {}
-    for rows in (1, 8, 32, 64, 128, 256, 1024):
-        x = torch.randn(rows, 4096, dtype=torch.bfloat16, device=device)
-        ways: dict[str, Any] = {"nccl": lambda x=x: dist.all_reduce(x, group=ranks.group)}
-        if small is not None and small.takes(x):
-            ways |= {"one-shot": partial(small.one_shot, x), "two-shot": partial(small.two_shot, x)}
-        found[f"{rows} rows"] = {name: graph_us(way) for name, way in ways.items()}
-        if ranks.exchange is not None and ranks.exchange.takes(x):
-            norms = [graph_us(partial(add_rms_norm, x, delta, weight, 1e-5)) for delta in (x, Share(x, ranks))]
-            longer[f"{rows} rows"] = round(norms[1] - norms[0], 2)
-    return {"us": found, "longer_norm_us": longer}
-
-
-def graph_us(work: Any) -> float:
-    """Microseconds of a piece of work, repeated in a CUDA graph."""
-    for _ in range(3):
-        work()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        for _ in range(SUMS):
-            work()
-    times = []
-    for _ in range(12):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return round(1e3 * sorted(times)[len(times) // 2] / SUMS, 2)
 
 
 class Group:
