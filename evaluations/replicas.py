@@ -69,12 +69,11 @@ def on_ray(
     from ray.train import RunConfig, ScalingConfig, WorkerGroupError
     from ray.train.torch import TorchConfig, TorchTrainer
 
-    from dinfer.serving.ray.cluster import connect, device_of, placed, usual
+    from dinfer.serving.ray.cluster import connect, device_of, placed
 
     connect(address, logs=True)
     where = device_of(device)
-    count = count or usual(cards, where)
-    resources = placed(count, cards, where)
+    count, resources = placed(count, cards, where)
     rank: Any = _rank  # Ray Train's types do not know that it returns a result
     with tempfile.TemporaryDirectory() as folder:  # Ray Train needs one; `work` writes its results elsewhere
         trainer = TorchTrainer(

@@ -47,12 +47,17 @@ def several(count: int, thing: str) -> str:
 
 def read_stdin() -> str:
     """The text on standard input, without the line break that `echo` adds. Raises ValueError unless it is UTF-8."""
+    return "".join(stdin_lines()).removesuffix("\n")
+
+
+def stdin_lines() -> Iterator[str]:
+    """The lines on standard input. Raises ValueError unless they are UTF-8."""
     try:
-        text = sys.stdin.read()
-        text.encode()
+        for line in sys.stdin:
+            line.encode()
+            yield line
     except UnicodeError as error:
         raise ValueError(f"standard input is not UTF-8: {error}") from error
-    return text.removesuffix("\n")
 
 
 def check_arguments(args: Sequence[str]) -> None:

@@ -178,7 +178,7 @@ def short(text: str, most: int = 60) -> str:
 def figures(counts: Counts) -> str:
     """What an answer cost, in a line."""
     return (
-        f"{counts.tokens} tokens, {counts.forwards} forwards, {counts.tpf:.2f} TPF, "
+        f"{counts.tokens} tokens, {counts.forwards} forwards, {counts.tpf:.2f} tokens per forward (TPF), "
         f"{counts.positions_per_committed:.1f} positions per token, {counts.seconds:.2f} s"
         f"{counts.recipe and f', {counts.recipe}'}"
     )

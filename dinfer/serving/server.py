@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -10,9 +10,7 @@ from functools import partial
 
 from fastapi import Response
 from fastapi.responses import JSONResponse
-from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import GaugeMetricFamily
-from prometheus_client.registry import Collector
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from dinfer.engine.async_engine import AsyncEngine, EngineThread
 from dinfer.engine.request import Request as Row
@@ -86,7 +84,6 @@ class Metrics:
 
     def __init__(self, engines: Mapping[str, AsyncEngine], admission: Admission) -> None:
         self.registry = CollectorRegistry()
-        self.registry.register(_Gauges(engines, admission))
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"dinfer_{name}", text, labels, registry=self.registry)
@@ -108,6 +105,23 @@ class Metrics:
         )  # fmt: skip
         for name, engine in engines.items():
             _Rounds(name, engine, rounds)
+
+        def gauge(name: str, text: str, value: Callable[[AsyncEngine], float]) -> None:
+            made = Gauge(f"dinfer_{name}", text, ("model",), registry=self.registry)
+            for model, engine in engines.items():
+                made.labels(model).set_function(partial(value, engine))
+
+        requests = Gauge("dinfer_requests_in_flight", "Rows that wait or run", registry=self.registry)
+        requests.set_function(lambda: admission.requests)
+        tokens = Gauge("dinfer_tokens_in_flight", "Positions of their canvases", registry=self.registry)
+        tokens.set_function(lambda: admission.tokens)
+        gauge("waiting", "Rows that wait for a slot", lambda own: own.engine.occupancy()["waiting"])
+        gauge("running", "Rows that have a slot", lambda own: own.engine.occupancy()["running"])
+        gauge(
+            "pages_free", "Pages of keys and values without an owner", lambda own: own.engine.occupancy()["pages_free"]
+        )
+        gauge("pages", "Pages of keys and values", lambda own: own.engine.occupancy()["pages"])
+        gauge("graphs", "CUDA graphs that have been captured", lambda own: own.engine.runner.captured)
 
     def count(self, model: str, event: Event, since: float, whole: float, *, first: bool) -> None:
         """Counts an event of a row.
@@ -141,31 +155,6 @@ class _Rounds:
             largest = max(launched, key=lambda shape: shape.lanes * shape.width)
             rows, width = (1 << (count - 1).bit_length() for count in (largest.lanes, largest.width))
             self._rounds.labels(self._model, largest.phase.name.lower(), rows, width).observe(seconds)
-
-
-class _Gauges(Collector):
-    """Queues, slots and pages, read when Prometheus asks."""
-
-    def __init__(self, engines: Mapping[str, AsyncEngine], admission: Admission) -> None:
-        self._engines, self._admission = engines, admission
-
-    def collect(self) -> Iterable[GaugeMetricFamily]:
-        yield GaugeMetricFamily("dinfer_requests_in_flight", "Rows that wait or run", value=self._admission.requests)
-        yield GaugeMetricFamily("dinfer_tokens_in_flight", "Positions of their canvases", value=self._admission.tokens)
-        for name, text in (
-            ("waiting", "Rows that wait for a slot"),
-            ("running", "Rows that have a slot"),
-            ("pages_free", "Pages of keys and values without an owner"),
-            ("pages", "Pages of keys and values"),
-        ):
-            family = GaugeMetricFamily(f"dinfer_{name}", text, labels=["model"])
-            for model, engine in self._engines.items():
-                family.add_metric([model], engine.engine.occupancy()[name])
-            yield family
-        graphs = GaugeMetricFamily("dinfer_graphs", "CUDA graphs that have been captured", labels=["model"])
-        for model, engine in self._engines.items():
-            graphs.add_metric([model], engine.engine.runner.captured)
-        yield graphs
 
 
 @dataclass

@@ -97,10 +97,9 @@ def machines(monkeypatch: pytest.MonkeyPatch, *resources: dict[str, float]) -> N
 
 def test_more_replicas_than_cards(monkeypatch: pytest.MonkeyPatch) -> None:
     machines(monkeypatch, {"CPU": 8, "GPU": 3}, {"CPU": 8, "GPU": 1})
-    assert cluster.placed(4, 1, "cuda") == {"CPU": 1, "GPU": 1}
-    assert cluster.placed(1, 2, "cuda") == {"CPU": 2, "GPU": 2}
-    assert cluster.placed(8, 2, "cpu") == {"CPU": 2}
-    assert [cluster.usual(ranks, "cuda") for ranks in (1, 2)] == [4, 1] and cluster.usual(1, "cpu") == 2
+    assert cluster.placed(4, 1, "cuda") == cluster.placed(None, 1, "cuda") == (4, {"CPU": 1, "GPU": 1})
+    assert cluster.placed(1, 2, "cuda") == cluster.placed(None, 2, "cuda") == (1, {"CPU": 2, "GPU": 2})
+    assert cluster.placed(8, 2, "cpu") == (8, {"CPU": 2}) and cluster.placed(None, 1, "cpu") == (2, {"CPU": 1})
     with pytest.raises(
         ValueError, match=r"replicas=5 with .*=1: each replica needs 1 .* 4 cards in 2 machines, has room for 4"
     ):

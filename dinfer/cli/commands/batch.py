@@ -102,14 +102,12 @@ def answering_of(config: dict[str, Any], make: partial[Server]) -> Answering:
     if replicas is not None:
         counted(config, "replicas")
     check_ahead(config, make.args[1])
-    from dinfer.serving.ray.cluster import connect, device_of, placed, usual
+    from dinfer.serving.ray.cluster import connect, device_of, placed
     from dinfer.serving.ray.shards import answer_on_cluster
 
     connect(address, logs=False)
     device = device_of(setting(config, "device", str | None))
-    ranks = ranks_of(config)
-    replicas = replicas or usual(ranks, device)
-    resources = placed(replicas, ranks, device)
+    replicas, resources = placed(replicas, ranks_of(config), device)
     found = partial(make.func, make.args[0] | {"device": device}, *make.args[1:])
     return partial(answer_on_cluster, make=found, replicas=replicas, resources=resources, at_once=WAITING * rows)
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from dinfer.cli.application import configured, launch
 from dinfer.cli.conf import pipeline, text_of
-from dinfer.cli.terminal import debugging, failures, message, say
+from dinfer.cli.terminal import debugging, failures, message, say, stdin_lines
 
 PROMPT, MORE = "> ", ". "
 
@@ -41,8 +41,8 @@ def chat(config: dict[str, Any], _text: str | None, *, folders: Sequence[str]) -
 
     talk = Conversation(config, pipeline(config), system=system, folders=folders)
     if not sys.stdin.isatty():
-        for line in piped():
-            talk.take(line)
+        for line in stdin_lines():
+            talk.take(line.removesuffix("\n"))
         return
     survived: tuple[type[Exception], ...] = (ValueError, OSError, *failures())
     say("Ctrl-C ends an answer, Ctrl-D the chat. /help explains the commands.")
@@ -56,16 +56,6 @@ def chat(config: dict[str, Any], _text: str | None, *, folders: Sequence[str]) -
                 if debugging():
                     raise
                 say(f"dinfer: {message(error)}")
-
-
-def piped() -> Iterator[str]:
-    """The lines of standard input. Raises ValueError unless they are UTF-8."""
-    try:
-        for line in sys.stdin:
-            line.encode()
-            yield line.removesuffix("\n")
-    except UnicodeError as error:
-        raise ValueError(f"standard input is not UTF-8: {error}") from error
 
 
 def typed_lines() -> Iterator[str]:

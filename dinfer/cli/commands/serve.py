@@ -84,7 +84,7 @@ def serve_replicas(config: dict[str, Any], others: dict[str, dict[str, Any]], se
 
         connect(setting(config, "ray", str), logs=True, private=not settings.insecure)
         device = device_of(setting(config, "device", str | None))
-        resources = placed(replicas, ranks_of(config), device)
+        replicas, resources = placed(replicas, ranks_of(config), device)
         rows = runtime_of(config, device).rows
         plan = Plan(replicas=replicas, rows=rows, resources=resources, autoscaling=autoscaling)
         names = [config["name"], *(f"{config['name']}:{preset}" for preset in others)]

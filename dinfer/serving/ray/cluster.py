@@ -78,20 +78,19 @@ def device_of(device: str | None) -> str:
     return device or ("cuda" if ray.cluster_resources().get("GPU") else "cpu")
 
 
-def usual(ranks: int, device: str) -> int:
-    """The default number of replicas: as many as the cards allow, or one for each machine without cards."""
-    alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    return sum(int(node.get("GPU", 0) // ranks) for node in alive) if device == "cuda" else len(alive)
+def placed(replicas: int | None, ranks: int, device: str) -> tuple[int, dict[str, float]]:
+    """The number of replicas, and the resources of one: a core and a card for each rank. ValueError for too many.
 
-
-def placed(replicas: int, ranks: int, device: str) -> dict[str, float]:
-    """The resources of one replica: a core and a card for each rank. Raises ValueError for too many replicas."""
+    `replicas`: None asks for as many as the cards allow, or for one on each machine without cards.
+    """
     kind, what = ("GPU", "cards") if device == "cuda" else ("CPU", "cores")
     counts = [node["Resources"].get(kind, 0) for node in ray.nodes() if node["Alive"]]
-    if not 0 < replicas <= (room := sum(int(count // ranks) for count in counts)):
+    room = sum(int(count // ranks) for count in counts)
+    replicas = replicas or (room if device == "cuda" else len(counts))
+    if not 0 < replicas <= room:
         raise ValueError(
             f"replicas={replicas} with runtime.tensor_parallel={ranks}: each replica needs {ranks} of a machine's "
             f"{what}, and the Ray cluster, with {int(sum(counts))} {what} in {len(counts)} machines, has room for "
             f"{room}. Ask for fewer, or add machines to the cluster"
         )
-    return {"CPU": ranks, **({"GPU": ranks} if device == "cuda" else {})}
+    return replicas, {"CPU": ranks, **({"GPU": ranks} if device == "cuda" else {})}
