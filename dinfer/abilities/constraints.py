@@ -262,22 +262,17 @@ class Constraints(Ability):
             loose_BXC = sweeps.allowed(self._loose(step, view, line, step.lanes))
             allowed_BXC = torch.where(line.open_BX[..., None], allowed_BXC, loose_BXC)
         outside_RL, allowed_RLC = layout.by_row(line.outside_BX, behind=1), layout.by_row(allowed_BXC)
-        if (mask_id := step.recipe.model.spec.mask_id) is None:
-            logits_RLV = sweeps.masked(logits_RLV, allowed_RLC, outside_RL, keep=-1)
-        else:
-            # A model may still rather wait. What is decoded it takes back only if it would do so without the language.
-            stays_RL = ~view.masked_RL & (logits_RLV[..., mask_id] < logits_RLV.amax(-1)) if view.edits else None
-            logits_RLV = sweeps.masked(logits_RLV, allowed_RLC, outside_RL, keep=mask_id)
-            if stays_RL is not None:
-                logits_RLV[..., mask_id].masked_fill_(~outside_RL & stays_RL, float("-inf"))
-        if step.shape.extra(Sampled) is None:
-            return logits_RLV
-        # Where a request has ruled out all that is allowed, such as a stop token with ban_eos, the language decides.
-        none_RLV = logits_RLV == float("-inf")
-        if mask_id is not None:
-            none_RLV[..., mask_id] = True
-        allowed_RLV = allowed_RLC.gather(2, sweeps.class_RLV(logits_RLV))
-        return logits_RLV.masked_fill(none_RLV.all(-1, keepdim=True) & ~outside_RL[..., None] & allowed_RLV, 0.0)
+        mask_id, stays_RL = step.recipe.model.spec.mask_id, None
+        if mask_id is not None and view.edits:
+            # What is decoded a model takes back only if it would do so without the language.
+            stays_RL = ~view.masked_RL & (logits_RLV[..., mask_id] < logits_RLV.amax(-1))
+        # A model may still rather wait. Where a request has ruled out all that is allowed, such as a stop token with
+        # ban_eos, the language decides.
+        keep, sampled = -1 if mask_id is None else mask_id, step.shape.extra(Sampled) is not None
+        logits_RLV = sweeps.masked(logits_RLV, allowed_RLC, outside_RL, keep, revive=sampled)
+        if stays_RL is not None:
+            logits_RLV[..., mask_id].masked_fill_(~outside_RL & stays_RL, float("-inf"))
+        return logits_RLV
 
     def proposed(self, step: Step, made: Decision) -> None:
         """The projection of what the decoder chose, and forced commits."""

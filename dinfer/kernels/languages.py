@@ -239,17 +239,23 @@ class Sweeps:
         row_B6[:, 5].masked_fill_(still_B & (after_B > start_B), 0)
         row_N6.index_copy_(0, slot_B, row_B6)
 
-    def masked(self, logits_RLV: Tensor, allowed_RLC: Tensor, outside_RL: Tensor, keep: int) -> Tensor:
+    def masked(
+        self, logits_RLV: Tensor, allowed_RLC: Tensor, outside_RL: Tensor, keep: int, revive: bool = False
+    ) -> Tensor:
         """The logits, with -inf for tokens whose class is not allowed, but where that is `outside`. Changes the given
-        ones. `keep`: a token that is never ruled out, -1: none."""
+        ones. `keep`: a token that is never ruled out, -1: none. `revive`: where no other token is left, all that are
+        allowed get 0."""
         if use_triton(logits_RLV, "languages"):
             from dinfer.kernels.triton.languages import masked as kernel
 
-            return kernel(self.languages, self.language_B, logits_RLV, allowed_RLC, outside_RL, keep)
-        ruled_out_RLV = ~allowed_RLC.gather(2, self.class_RLV(logits_RLV)) & ~outside_RL[..., None]
-        if keep >= 0:
-            ruled_out_RLV[..., keep] = False
-        return logits_RLV.masked_fill_(ruled_out_RLV, float("-inf"))
+            return kernel(self.languages, self.language_B, logits_RLV, allowed_RLC, outside_RL, keep, revive)
+        fits_RLV, inside_RL1 = allowed_RLC.gather(2, self.class_RLV(logits_RLV)), ~outside_RL[..., None]
+        other_V = torch.arange(logits_RLV.shape[-1], device=logits_RLV.device) != keep
+        logits_RLV = logits_RLV.masked_fill_(~fits_RLV & inside_RL1 & other_V, float("-inf"))
+        if revive:
+            none_RL1 = ((logits_RLV == float("-inf")) | ~other_V).all(-1, keepdim=True)
+            logits_RLV = logits_RLV.masked_fill_(none_RL1 & inside_RL1 & fits_RLV, 0.0)
+        return logits_RLV
 
     def class_RLV(self, logits_RLV: Tensor) -> Tensor:
         """The class of each token at each position of rows of blocks. int64, expanded"""

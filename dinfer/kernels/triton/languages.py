@@ -277,17 +277,39 @@ def _leave(
 
 
 @triton.jit
+def _fits(place_ptr, class_ptr, allowed_ptr, at, token, lane_places, vocab, classed, most):
+    class_ptr += tl.load(place_ptr + at // lane_places) * classed
+    own = tl.load(class_ptr + token, mask=token < vocab, other=0).to(tl.int32)
+    return tl.load(allowed_ptr + at * most + own, mask=token < vocab, other=0) != 0
+
+
+@triton.jit
 def _masked(
-    logits_ptr, place_ptr, class_ptr, allowed_ptr, outside_ptr, lane_places, vocab, classed, most, keep,
+    logits_ptr, place_ptr, class_ptr, allowed_ptr, outside_ptr, left_ptr, lane_places, vocab, classed, most, keep,
+    PIECE: tl.constexpr, LEFT: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """LEFT: says which positions have a token left."""
+    follow(EARLY)
+    at, token = tl.program_id(0).to(tl.int64), tl.program_id(1) * PIECE + tl.arange(0, PIECE)
+    if tl.load(outside_ptr + at) == 0:
+        fits = _fits(place_ptr, class_ptr, allowed_ptr, at, token, lane_places, vocab, classed, most)
+        out_ptr, others = logits_ptr + at * vocab + token, (token < vocab) & (token != keep)
+        tl.store(out_ptr, float("-inf"), mask=others & ~fits)
+        if LEFT:
+            left = tl.load(out_ptr, mask=others & fits, other=float("-inf")) != float("-inf")
+            tl.store(left_ptr + at, 1, mask=tl.max(left.to(tl.int32), 0) > 0)
+
+
+@triton.jit
+def _revived(
+    logits_ptr, place_ptr, class_ptr, allowed_ptr, outside_ptr, left_ptr, lane_places, vocab, classed, most,
     PIECE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     follow(EARLY)
     at, token = tl.program_id(0).to(tl.int64), tl.program_id(1) * PIECE + tl.arange(0, PIECE)
-    if tl.load(outside_ptr + at) == 0:
-        class_ptr += tl.load(place_ptr + at // lane_places) * classed
-        own = tl.load(class_ptr + token, mask=token < vocab, other=0).to(tl.int32)
-        fits = tl.load(allowed_ptr + at * most + own, mask=token < vocab, other=0) != 0
-        tl.store(logits_ptr + at * vocab + token, float("-inf"), mask=(token < vocab) & ~fits & (token != keep))
+    if (tl.load(outside_ptr + at) == 0) & (tl.load(left_ptr + at) == 0):
+        fits = _fits(place_ptr, class_ptr, allowed_ptr, at, token, lane_places, vocab, classed, most)
+        tl.store(logits_ptr + at * vocab + token, 0.0, mask=fits & (token < vocab))
 
 
 def placed(row_N6: Tensor, slot_B: Tensor, pos_BX: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -396,14 +418,17 @@ def leave(
 
 
 def masked(
-    languages: Languages, place_B: Tensor, logits_RLV: Tensor, allowed_RLC: Tensor, outside_RL: Tensor, keep: int
-) -> Tensor:
+    languages: Languages, place_B: Tensor, logits_RLV: Tensor, allowed_RLC: Tensor, outside_RL: Tensor, keep: int,
+    revive: bool,
+) -> Tensor:  # fmt: skip
     """See `dinfer.kernels.languages.Sweeps.masked`."""
     (rows, length, vocab), piece = logits_RLV.shape, 1024
     logits_RLV = logits_RLV.contiguous()
     read = place_B, languages.class_GV, allowed_RLC.contiguous().view(torch.int8), outside_RL.contiguous()
-    _masked[(rows * length, triton.cdiv(vocab, piece))](
-        logits_RLV, *read, rows * length // len(place_B), vocab, languages.class_GV.shape[1], allowed_RLC.shape[-1],
-        keep, PIECE=piece, num_warps=4, **early(logits_RLV),
-    )  # fmt: skip
+    left_RL = torch.zeros_like(outside_RL, dtype=torch.int8) if revive else outside_RL
+    sizes = rows * length // len(place_B), vocab, languages.class_GV.shape[1], allowed_RLC.shape[-1]
+    grid, options = (rows * length, triton.cdiv(vocab, piece)), {"PIECE": piece, "num_warps": 4, **early(logits_RLV)}
+    _masked[grid](logits_RLV, *read, left_RL, *sizes, keep, LEFT=revive, **options)
+    if revive:
+        _revived[grid](logits_RLV, *read, left_RL, *sizes, **options)
     return logits_RLV

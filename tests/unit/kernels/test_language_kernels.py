@@ -94,8 +94,12 @@ def test_kernels_find_the_sets_and_choices_of_the_reference(seed: int, both: Any
         return rows
 
     def masked() -> Tensor:
+        """In some positions no token is left, or only the one to keep."""
         logits_RLV = torch.zeros(*line.token_BX.shape, sweeps.class_BV.shape[1], device=DEVICE)
-        return sweeps.masked(logits_RLV, sweeps.allowed(line), line.outside_BX, seed % 3 - 1)
+        logits_RLV[line.open_BX] = float("-inf")
+        keep = seed % 3 - 1
+        logits_RLV[..., keep] = 1.0
+        return sweeps.masked(logits_RLV, sweeps.allowed(line), line.outside_BX, keep, revive=seed % 2 == 0)
 
     for work in (
         lambda: sweeps.allowed(line),

@@ -166,5 +166,5 @@ def test_sets_of_states_compile(monkeypatch: pytest.MonkeyPatch) -> None:
             held, empty(2), empty(5, 6), empty(2), line, empty(2, 7), empty(2, 7), flags_BX, *regions
         )
         logits_RLV, allowed_RLC = empty(2, 7, 99, dtype=torch.float32), empty(2, 7, 9, dtype=torch.bool)
-        triton_languages.masked(held, empty(2), logits_RLV, allowed_RLC, flags_BX, 5)
-    assert len(launches) == 7 and failures(launches) == []
+        triton_languages.masked(held, empty(2), logits_RLV, allowed_RLC, flags_BX, 5, True)
+    assert len(launches) == 8 and failures(launches) == []
