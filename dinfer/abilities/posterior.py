@@ -73,8 +73,8 @@ class Posterior(Ability):
         sweeps, line, live_B = self.constraints.line(step, view)
         own_RLV = logits_RLV.log_softmax(-1)
         own_BXV = own_RLV.view(*line.open_BX.shape, -1)
-        class_BXV = sweeps.class_BV[:, None].to(torch.int64).expand(own_BXV.shape)
-        others_BXC, found_B = others(sweeps, line, class_weights(sweeps, line, own_BXV))
+        class_BXV = sweeps.class_RLV(own_BXV)
+        others_BXC, found_B = others(sweeps, line, class_weights(sweeps, line, own_BXV, class_BXV))
         weighed_B = step.kept(Posterior).index_select(0, step.lanes.slot_B) & live_B & found_B
         at_BX = line.open_BX & ~line.outside_BX & weighed_B[:, None]
         at_RL1 = at_BX.view(*view.pos_RL.shape, 1)
@@ -90,12 +90,8 @@ def asked(more: Mapping[str, Any]) -> bool:
     return brought is not None and brought.language.posterior
 
 
-def class_weights(sweeps: Sweeps, line: Line, own_BXV: Tensor) -> Tensor:
-    """The log-probability of each class at open positions; where tokens are decoded, 0 for theirs.
-
-    [B, X, C]
-    """
-    class_BXV = sweeps.class_BV[:, None].to(torch.int64).expand(own_BXV.shape)
+def class_weights(sweeps: Sweeps, line: Line, own_BXV: Tensor, class_BXV: Tensor) -> Tensor:
+    """The log-probability of each class at open positions; where tokens are decoded, 0 for theirs. [B, X, C]"""
     open_BXC = log_sums(own_BXV, class_BXV, sweeps.languages.size_GC.shape[1])
     held_BXC = torch.full_like(open_BXC, NEVER).scatter(2, sweeps.classes_of(line.token_BX)[..., None], 0.0)
     return torch.where(line.open_BX[..., None], open_BXC, held_BXC)
@@ -103,25 +99,28 @@ def class_weights(sweeps: Sweeps, line: Line, own_BXV: Tensor) -> Tensor:
 
 def others(sweeps: Sweeps, line: Line, weight_BXC: Tensor) -> tuple[Tensor, Tensor]:
     """The log-probability that the other positions make an accepted line with each class at a position, less that of
-    any accepted line; and whether there is any whose probability is above 0. [B, X, C], bool [B]"""
-    from_BE, class_BE, to_BE = sweeps.edge_BE3.unbind(-1)
+    any accepted line; and whether there is any whose probability is above 0. [B, X, C], bool [B]
+
+    Both directions go together, the second half of the D = 2 B lines from the last position on.
+    """
     length, classes, states = *weight_BXC.shape[1:], sweeps.states + 1
-    class_BE = class_BE.clamp_max(classes - 1)
-    none_BQ = weight_BXC.new_full((len(from_BE), states), NEVER)
-    enter, leave = [none_BQ.scatter(1, line.state_B[:, None], 0.0)], [none_BQ.clone()]
-    leave[0][:, :-1] = torch.where(sweeps.distance_BQ <= line.room_B[:, None], 0.0, NEVER)
+    from_BE, class_BE, to_BE = sweeps.edge_BE3.unbind(-1)
+    edges = from_BE, class_BE.clamp_max(classes - 1), to_BE
+    from_BXE, class_BXE, to_BXE = (edge_BE[:, None].expand(-1, length, -1) for edge_BE in edges)
+    weight_BXE = weight_BXC.gather(2, class_BXE)
+    weight_DXE, outside_DX = (torch.cat((given, given.flip(1))) for given in (weight_BXE, line.outside_BX))
+    source_DE, target_DE = torch.cat((from_BE, to_BE)), torch.cat((to_BE, from_BE))
+    enter_BQ = weight_BXC.new_full((len(weight_BXC), states), NEVER)
+    leave_BQ = enter_BQ.clone()
+    leave_BQ[:, :-1] = torch.where(sweeps.distance_BQ <= line.room_B[:, None], 0.0, NEVER)
+    found = [torch.cat((enter_BQ.scatter(1, line.state_B[:, None], 0.0), leave_BQ))]
     for x in range(length):
-        moved_BQ = log_sums(enter[-1].gather(1, from_BE) + weight_BXC[:, x].gather(1, class_BE), to_BE, states)
-        enter.append(torch.where(line.outside_BX[:, x, None], enter[-1], moved_BQ))
-    for x in reversed(range(length)):
-        moved_BQ = log_sums(leave[-1].gather(1, to_BE) + weight_BXC[:, x].gather(1, class_BE), from_BE, states)
-        leave.append(torch.where(line.outside_BX[:, x, None], leave[-1], moved_BQ))
-    whole_B1 = leave[-1].gather(1, line.state_B[:, None])
-    found = [
-        log_sums(enter_BQ.gather(1, from_BE) + leave_BQ.gather(1, to_BE) - whole_B1, class_BE, classes)
-        for enter_BQ, leave_BQ in zip(enter[:-1], leave[-2::-1], strict=True)
-    ]
-    return torch.stack(found, 1), whole_B1[:, 0] > NEVER
+        moved_DQ = log_sums(found[-1].gather(1, source_DE) + weight_DXE[:, x], target_DE, states)
+        found.append(torch.where(outside_DX[:, x, None], found[-1], moved_DQ))
+    enter_BXQ, leave_BXQ = torch.stack(found, 1).chunk(2)
+    whole_B11 = leave_BXQ[:, -1:].gather(2, line.state_B[:, None, None])
+    through_BXE = enter_BXQ[:, :-1].gather(2, from_BXE) + leave_BXQ.flip(1)[:, 1:].gather(2, to_BXE)
+    return log_sums(through_BXE - whole_B11, class_BXE, classes), whole_B11[:, 0, 0] > NEVER
 
 
 def log_sums(value: Tensor, group: Tensor, groups: int) -> Tensor:

@@ -36,7 +36,7 @@ def test_the_posterior_is_that_of_the_reference(seed: int) -> None:
     lanes, sweeps = len(FOUND), sweeps_of(FOUND)
     line = Line(token_BX, open_BX, torch.zeros_like(open_BX), torch.zeros(lanes).long(), torch.ones(lanes).long())
     own_BXV = torch.from_numpy(logits).log_softmax(-1)
-    others_BXC, found_B = others(sweeps, line, class_weights(sweeps, line, own_BXV))
+    others_BXC, found_B = others(sweeps, line, class_weights(sweeps, line, own_BXV, sweeps.class_RLV(own_BXV)))
     assert found_B.all()
     for lane, row in enumerate(rows):
         for x, want_V in posterior(row, logits[lane])[1].items():
