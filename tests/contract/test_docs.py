@@ -146,6 +146,18 @@ def test_modules_that_the_documents_name_exist() -> None:
             assert importlib.util.find_spec(name), f"{path}: {name}"
 
 
+def test_modules_that_benchmarks_and_tools_start_exist() -> None:
+    """They name them as texts, which no import checks."""
+    sources = [
+        path for name in ("benchmarks", "tools") for path in (ROOT / name).rglob("*") if path.suffix in (".py", ".sh")
+    ]
+    for path in sources:
+        for name in re.findall(r"\b(?:benchmarks|tools)(?:\.[a-z]\w*)+", path.read_text()):
+            module = importlib.util.find_spec(name.rpartition(".")[0])
+            packages = module is None or module.submodule_search_locations is not None
+            assert not packages or importlib.util.find_spec(name), f"{path}: {name}"
+
+
 def test_members_that_the_documents_name_exist() -> None:
     """`Proposal.verify_R`: a class of dinfer, and a word of the file that defines it."""
     sources = [path.read_text() for path in (ROOT / "dinfer").rglob("*.py")]
