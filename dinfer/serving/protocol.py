@@ -143,6 +143,11 @@ class HeldFields(Strict):
     json_schema: str | None = None
 
     @property
+    def stops(self) -> list[str]:
+        """Texts at which an answer ends."""
+        return []
+
+    @property
     def held(self) -> Held | None:
         """What the answer is held to. Raises ApiError."""
         return self.held_at("")
@@ -196,12 +201,15 @@ class Held:
 
     field: str
     constraint: Constraint
+    ends: bool = False  # the answer ends at stop strings, as text does; else it has none
 
-    async def language(self, compiler: Callable[[], Compiler], **options: Any) -> Language:
-        """Compiles it in a worker thread, with these options. If the caller is cancelled, so is this."""
+    async def language(
+        self, compiler: Callable[[], Compiler], stop: tuple[str, ...] = (), *, posterior: bool = False
+    ) -> Language:
+        """Compiles it in a worker thread. If the caller is cancelled, so is this."""
         try:
             made = await asyncio.to_thread(compiler)
-            work = made.submit(replace(self.constraint, **options))
+            work = made.submit(replace(self.constraint, stop=() if self.ends else stop, posterior=posterior))
             try:
                 return await asyncio.wrap_future(work.future)
             finally:
@@ -309,8 +317,9 @@ class ToolFields(HeldFields):
             raise ApiError(400, f"{form.field} and {what} are both given: leave one out", form.field, "invalid_value")
         content = None if form is None else json.loads(form.constraint.text)
         try:
-            one = self.parallel_tool_calls is False
-            return Held("tools", calling(functions, choice, parallel=not one, content=content))
+            one, ends = self.parallel_tool_calls is False, choice == "auto" and content is None
+            stops = self.stops if ends else []
+            return Held("tools", calling(functions, choice, parallel=not one, content=content, ends=stops), ends)
         except ConstraintError as error:
             raise wrong("tools", error) from error
 

@@ -136,9 +136,8 @@ class Served:
         """What the answers are held to, or each gap. Raises ApiError."""
         if not (each := asked.each_held) and asked.dinfer.posterior:
             raise refused("dinfer.posterior", True, "says how a form is met: give one too, such as response_format")
-        stops = tuple(asked.stops) if isinstance(asked, Generation) else ()
-        own = {"stop": stops, "posterior": asked.dinfer.posterior}
-        return [await held.language(lambda: self.pipe.compiler, **own) for held in each]
+        stops, posterior = tuple(asked.stops), asked.dinfer.posterior
+        return [await held.language(lambda: self.pipe.compiler, stops, posterior=posterior) for held in each]
 
     def rows(
         self,

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
-from dinfer.structure.automaton import Automaton, alt, build, cat, without
-from dinfer.structure.constraint import Constraint, free_text, utf8_text
+from dinfer.structure.automaton import Automaton, alt, build, cat
+from dinfer.structure.constraint import Constraint, avoiding, free_text, utf8_text
 from dinfer.structure.grammar import compile_grammar
 from dinfer.structure.json_schema import compile_schema
 from dinfer.structure.language import Language, language
@@ -43,10 +43,7 @@ def compile_automaton(constraint: Constraint, budget: Budget | None = None) -> B
     except RecursionError as error:
         raise ConstraintError("it nests too deep to be compiled") from error
     if constraint.stop:
-        avoided = build(cat(anything := free_text(), alt(map(utf8_text, constraint.stop)), anything), budget)
-        automaton = without(automaton, avoided, budget)
-        if automaton.empty:
-            raise ConstraintError(f"every accepted answer contains one of the stop strings {list(constraint.stop)}")
+        automaton = avoiding(automaton, constraint.stop, "accepted answer", budget)
     if constraint.after:
         automaton = build(cat(free_text(constraint.after), utf8_text(constraint.after), automaton), budget)
     return automaton, exact, depth

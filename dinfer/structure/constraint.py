@@ -117,6 +117,15 @@ def free_text(*never: str) -> Node:
     return without(build(anything), build(cat(anything, alt(utf8_text(text) for text in never), anything)))
 
 
+def avoiding(node: Node, stops: Sequence[str], what: str, budget: Budget | None) -> Automaton:
+    """The texts in which no stop string occurs. Raises ConstraintError if there are none; `what` they are."""
+    anything = free_text()
+    found = without(build(node, budget), build(cat(anything, alt(map(utf8_text, stops)), anything), budget), budget)
+    if found.empty:
+        raise ConstraintError(f"every {what} contains one of the stop strings {[*stops]}")
+    return found
+
+
 AIM = 4096  # recursion is unrolled further as long as fewer states than this are expected
 
 

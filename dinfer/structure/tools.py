@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dinfer.structure.automaton import Automaton, Node, alt, build, cat, repeat, without
-from dinfer.structure.constraint import Constraint, free_text, json_schema, json_text, utf8_text
+from dinfer.structure.constraint import Constraint, avoiding, free_text, json_schema, json_text, utf8_text
 from dinfer.structure.json_schema import compile_schema
 from dinfer.structure.json_shape import at
 from dinfer.structure.json_text import literal
@@ -36,6 +36,7 @@ def tools(
     *,
     parallel: bool = True,
     content: dict[str, Any] | None = None,
+    ends: Sequence[str] = (),
     **options: Any,
 ) -> Constraint:
     """An answer that calls functions.
@@ -43,7 +44,8 @@ def tools(
     functions: the JSON Schema of the parameters of each, by name; None: it has none, and is called with {}.
     choice: "auto": text in which no call begins, then any number of calls; "required": a call or more; otherwise the
     name of a function: one call of it. `parallel` False: one call at most. The canvas bounds their number.
-    content: with "auto", a schema; the answer is then a value of it, or calls.
+    content: with "auto", a schema; the answer is then a value of it, or calls. `ends`: stop strings, at which the
+    reader of the answer cuts the text before its calls. No call holds one.
     """
     if not functions:
         raise ConstraintError("there is no function to call")
@@ -51,7 +53,7 @@ def tools(
         raise ConstraintError(f"{choice!r} is none of auto, required, {', '.join(functions)}")
     if content is not None and choice != "auto":
         raise ConstraintError('a schema for the text needs choice="auto"')
-    text = {"functions": dict(functions), "choice": choice, "parallel": parallel, "content": content}
+    text = {"functions": dict(functions), "choice": choice, "parallel": parallel, "content": content, "ends": [*ends]}
     return Constraint("tools", json_text(text, "the functions"), **options)
 
 
@@ -72,7 +74,9 @@ def compile_tools(constraint: Constraint, budget: Budget) -> tuple[Automaton, bo
         arguments = parts.automaton(parameters, f"{name}.parameters")
         calls.append(cat(head(name).encode(), arguments, f"}}\n{CLOSE}".encode()))
     one = build(alt(calls), budget)
-    several = cat(one, repeat(cat(b"\n", one))) if told["parallel"] and choice not in functions else one
+    several: Node = cat(one, repeat(cat(b"\n", one))) if told["parallel"] and choice not in functions else one
+    if told["ends"]:
+        several = avoiding(several, told["ends"], "call", budget)
     if choice != "auto":
         answer: Node = several
     elif told["content"] is None:

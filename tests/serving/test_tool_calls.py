@@ -167,6 +167,15 @@ def test_what_a_template_leaves_out_does_not_count(client: Client) -> None:
     assert over.status_code == 400 and over.json()["error"]["code"] == "context_length_exceeded"
 
 
+def test_a_stop_string_ends_text_beside_tools_as_it_does_without(client: Client) -> None:
+    """It was taken out of the text, so the model wrote something else, and out of all calls, so there were none."""
+    alone, beside = chat(client, stop="="), chat(client, stop="=", tools=[BUY])
+    assert alone["message"]["content"] == beside["message"]["content"] != chat(client)["message"]["content"]
+    assert (beside["matched_stop"], beside["finish_reason"]) == ("=", "stop")
+    streamed = client.ask(CHAT, ASK | {"stop": "=", "tools": [BUY], "stream": True})
+    assert joined(pieces(streamed)) == (beside["message"]["content"], [])
+
+
 def with_schema(schema: Any) -> dict[str, Any]:
     return {"tools": [{"type": "function", "function": {"name": "f", "parameters": schema}}]}
 
@@ -186,6 +195,7 @@ def with_schema(schema: Any) -> dict[str, Any]:
         ({"tools": [BUY], "tool_choice": "required", "regex": "a"}, "regex", "leave one out"),
         ({"tools": [BUY], "guided_choice": ["a"]}, "guided_choice", "leave one out"),
         ({"tools": [BUY], "tool_choice": "required", "stop": "</tool_call>"}, "tools", "stop strings"),
+        ({"tools": [BUY], "stop": "\n"}, "tools", "every call contains one of the stop strings"),
         ({"functions": [{"name": "f"}]}, "functions", "use tools"),
         ({"messages": [{"role": "user", "content": "a", "tool_calls": [NOW]}]}, "messages.tool_calls", "assistant"),
     ],

@@ -36,6 +36,7 @@ ANSWERS = {
         ("auto", {}, {"text", "call", "two", "both", "now", "empty", "value"}),
         ("auto", {"parallel": False}, {"text", "call", "both", "now", "empty", "value"}),
         ("auto", {"content": WEATHER}, {"call", "two", "now", "value"}),
+        ("auto", {"ends": ["city", "late"]}, {"text", "now", "empty", "value"}),
         ("required", {}, {"call", "two", "now"}),
         ("required", {"parallel": False}, {"call", "now"}),
         ("weather", {}, {"call"}),
