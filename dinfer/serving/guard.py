@@ -31,7 +31,6 @@ SAFE_HEADERS = [
     (b"referrer-policy", b"no-referrer"),
     (b"x-frame-options", b"DENY"),
 ]
-MAX_HEAD = 65_536  # bytes of a request's path and headers
 LEAST_RATE = 16_384  # bytes a second of a body that takes longer than `send_timeout`
 BODIES = 16  # times `max_body` that the bodies of all requests may take
 GONE = 499  # nginx's status for a client that has left; only the log shows it
@@ -174,15 +173,9 @@ class Guard:
                 503, f"{most} requests wait for an answer already, which is the most: try again later",
                 code="too_many_connections", retry_after=1,
             )  # fmt: skip
-        head = len(scope["path"]) + len(scope["query_string"])
-        if head + sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEAD:
-            raise head_too_large()
         headers = dict(scope["headers"])
         self._check_host(headers.get(b"host", b"localhost").decode("latin-1"))
-        length = headers.get(b"content-length", b"0")
-        if not length.isdigit():
-            raise ApiError(400, "the header Content-Length must be a number", "Content-Length")
-        if int(length) > self._settings.max_body:
+        if int(headers.get(b"content-length", b"0")) > self._settings.max_body:
             raise self._too_large()
         if (coding := headers.get(b"content-encoding", b"identity").lower()) != b"identity":
             told = f"the body is compressed ({coding.decode('latin-1'):.20}): send it as it is"
@@ -267,10 +260,6 @@ class Guard:
     def _too_large(self) -> ApiError:
         most = self._settings.max_body
         return ApiError(413, f"the body is larger than this server takes: {most} bytes", code="too_large")
-
-
-def head_too_large() -> ApiError:
-    return ApiError(431, f"the path and the headers of the request exceed {MAX_HEAD} bytes", code="too_large")
 
 
 class _Sending:

@@ -22,11 +22,11 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 from dinfer.parallel.leader import RankFailed
 from dinfer.serving.app import application
 from dinfer.serving.errors import ApiError
-from dinfer.serving.guard import MAX_HEAD, head_too_large
 from dinfer.serving.server import Server
 from dinfer.serving.settings import Settings, naming, url
 
 LOG = logging.getLogger("dinfer.serving")
+MAX_HEAD = 65_536  # bytes of a request's path and headers
 END = b"\r\n\r\n"  # of a head
 # Java's and other clients offer HTTP/2 by this header. httptools drops the body of a request that has it.
 UPGRADE = re.compile(rb"^upgrade(?=[ \t]*:)", re.IGNORECASE | re.MULTILINE)
@@ -99,7 +99,8 @@ class Connection(asyncio.Protocol):
         whole = length >= len(END)
         length = length if whole else len(self._head)
         if length > MAX_HEAD:
-            self._refuse(head_too_large())
+            error = ApiError(431, f"the path and the headers of the request exceed {MAX_HEAD} bytes", code="too_large")
+            self._refuse(error)
             return b""
         head, rest = self._head[:length], self._head[length:]
         try:

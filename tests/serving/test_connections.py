@@ -13,7 +13,7 @@ pytest.importorskip("fastapi")
 
 from support.serving import listening, served
 
-from dinfer.serving.guard import MAX_HEAD
+from dinfer.serving.run import MAX_HEAD
 from dinfer.serving.settings import Settings
 
 GET = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n%s\r\n"
