@@ -204,7 +204,10 @@ class DinferLM(TemplateLM):
         def answers(jobs: list[Job]) -> Iterator[tuple[Job, Any, dict[str, Any]]]:
             how = self.likelihood
             for part in (jobs[first : first + CHUNK * BATCH] for first in range(0, len(jobs), CHUNK * BATCH)):
-                pairs = [self._pair(*job.instance.args) for job in part]
+                pairs: list[Pair] = []
+                for context, text in (job.instance.args for job in part):
+                    alone = [self.prefix_token_id], self.tok_encode(text, add_special_tokens=False)
+                    pairs.append(self._encode_pair(context, text) if context else alone)
                 written = self._on_ranks(greedy, pairs, batch=BATCH) if how.greedy else [False] * len(pairs)
                 for job, bound, same in zip(part, self._bounds(part, pairs), written, strict=True):
                     yield job, (bound.value, same), _cost([bound])
@@ -364,11 +367,6 @@ class DinferLM(TemplateLM):
         name = next((key for key in ("seed", "sampling.seed") if key in asked.options), "sampling.seed")
         usual = self.pipe.recipe.sampling_of([])["seed"]
         return asked.options | {name: asked.options.get(name, usual) + job.repeat}
-
-    def _pair(self, context: str, continuation: str) -> Pair:
-        if context:
-            return self._encode_pair(context, continuation)
-        return [self.prefix_token_id], self.tok_encode(continuation, add_special_tokens=False)
 
     def _on_ranks(self, work: Callable[..., list[Any]], pairs: Sequence[Pair], **settings: Any) -> list[Any]:
         return everywhere(self.pipe.recipe, work, [[[*prompt], [*answer]] for prompt, answer in pairs], **settings)

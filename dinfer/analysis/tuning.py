@@ -8,7 +8,7 @@ any task can be tuned on.
 import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from dinfer.analysis.metrics import Difference, Metrics
@@ -64,9 +64,6 @@ class Found:
     reference: dict[str, dict[str, Any]]  # metrics of the reference by split
     tried: list[Tried]
     verified: int  # candidates that were measured on the held-out problems, this one included
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def check_space(space: Space, reference: Parts) -> None:

@@ -182,10 +182,9 @@ class Answer:
             said = {"message": message} if style.chat else {"text": choice.text}
             one = {"index": row, **said, "logprobs": scores} | ({} if style.chat else self._scores(row // self.n))
             made.append(one | self._end(row, choice.last) | self._ids(row, 0))
-        kind = "chat.completion" if style.chat else "text_completion"
         prompt = self._scores(0) if style.chat else {}
         prompt |= {"prompt_token_ids": self.prompts[0]} if style.ids and style.chat else {}
-        return {**self._head(kind), "choices": made, "usage": self.usage(), **prompt}
+        return {**self._head(), "choices": made, "usage": self.usage(), **prompt}
 
     def _scores(self, prompt: int) -> dict[str, Any]:
         """vLLM's field."""
@@ -233,13 +232,10 @@ class Answer:
 
     def closing(self) -> list[dict[str, Any]]:
         """The last piece, if usage was asked for."""
-        return [{**self._head(self._piece_kind), "choices": [], "usage": self.usage()}] if self.style.usage else []
+        return [{**self._head(".chunk"), "choices": [], "usage": self.usage()}] if self.style.usage else []
 
-    @property
-    def _piece_kind(self) -> str:
-        return "chat.completion.chunk" if self.style.chat else "text_completion"
-
-    def _head(self, kind: str) -> dict[str, Any]:
+    def _head(self, part: str = "") -> dict[str, Any]:
+        kind = f"chat.completion{part}" if self.style.chat else "text_completion"
         head = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
         scored = {"echo": any(echo.logprobs for echo in self.echoes), "prompt_logprobs": self.scores}
         told = {field: OF_PROMPT for field, given in scored.items() if given}
@@ -248,7 +244,7 @@ class Answer:
     def _piece(self, row: int, body: dict[str, Any], logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
         choice = {"index": row, **body, "logprobs": logprobs, **self._end(row, None)}
         usage = {"usage": self.usage() if self.style.running_usage else None} if self.style.usage else {}
-        return {**self._head(self._piece_kind), "choices": [choice], **usage}
+        return {**self._head(".chunk"), "choices": [choice], **usage}
 
     def _end(self, row: int, last: Event | None) -> dict[str, Any]:
         """How a choice ended: OpenAI's field, and SGLang's."""

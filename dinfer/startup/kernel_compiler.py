@@ -180,10 +180,6 @@ def _repeated(x: Tensor, times: list[int]) -> Tensor:
     return torch.empty([size * count for size, count in zip(shape, times, strict=True)], dtype=x.dtype, device=META)
 
 
-def _stacked(tensors: list[Tensor], dim: int = 0) -> Tensor:
-    return _joined([each.unsqueeze(dim) for each in tensors], dim)
-
-
 def _product(x: Tensor, y_KO: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     if y_KO.dim() != 2:
         raise NotImplementedError
@@ -192,10 +188,6 @@ def _product(x: Tensor, y_KO: Tensor, dtype: torch.dtype | None = None) -> Tenso
 
 def _linear(x: Tensor, weight_OK: Tensor, bias_O: Tensor | None = None) -> Tensor:
     return _product(x, weight_OK.mT)
-
-
-def _embedded(weight_VD: Tensor, token: Tensor, *how: Any) -> Tensor:
-    return torch.empty((*token.shape, weight_VD.shape[1]), dtype=weight_VD.dtype, device=META)
 
 
 def _reduced(x: Tensor, dims: list[int], keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
@@ -214,17 +206,17 @@ def _sorted(x: Tensor, *given: Any, **more: Any) -> tuple[Tensor, Tensor]:
     return _like(x), _like(x, dtype=torch.int64)
 
 
-def _gathered(x: Tensor, dim: int, index: Tensor, **more: Any) -> Tensor:
-    return torch.empty(index.shape, dtype=x.dtype, device=META)
-
-
 KNOWN: dict[Any, Callable[..., Any]] = {
     aten.empty_like.default: _like, aten.zeros_like.default: _like, aten.ones_like.default: _like,
     aten.full_like.default: _like, aten.clone.default: _like, aten.cumsum.default: _summed,
     aten.arange.default: _range, aten.arange.start: _range, aten.arange.start_step: _range,
-    aten.cat.default: _joined, aten.stack.default: _stacked, aten.repeat.default: _repeated,
+    aten.cat.default: _joined, aten.repeat.default: _repeated,
+    aten.stack.default: lambda tensors, dim=0: _joined([each.unsqueeze(dim) for each in tensors], dim),
     aten.mm.default: _product, aten.mm.dtype: _product, aten.matmul.default: _product, aten.linear.default: _linear,
-    aten.embedding.default: _embedded, aten.gather.default: _gathered, aten.sort.default: _sorted,
-    aten.sort.stable: _sorted, aten._to_copy.default: _like,
+    aten.embedding.default: lambda weight_VD, token, *how: torch.empty(
+        (*token.shape, weight_VD.shape[1]), dtype=weight_VD.dtype, device=META
+    ),
+    aten.gather.default: lambda x, dim, index, **more: torch.empty(index.shape, dtype=x.dtype, device=META),
+    aten.sort.default: _sorted, aten.sort.stable: _sorted, aten._to_copy.default: _like,
     aten.logsumexp.default: _reduced, aten.sum.dim_IntList: _reduced, aten.topk.default: _largest,
 }  # fmt: skip

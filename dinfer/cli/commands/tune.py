@@ -23,6 +23,7 @@ import re
 import shlex
 from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -171,7 +172,7 @@ def finish(config: dict[str, Any], found: Found, path: Path, command: str) -> No
     for file in save_preset(path, found.parts, [f"Found by `dinfer tune` for {model}. {limit}", *lines]):
         say(f"wrote {file}")
     if out is not None:
-        report = {"command": command, "settings": config, **found.to_json()}
+        report = {"command": command, "settings": config, **asdict(found)}
         write(Path(out), json.dumps(report, indent=1) + "\n")
         say(f"wrote {out}")
     folder = path.parent.parent
