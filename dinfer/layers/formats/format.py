@@ -9,15 +9,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from dinfer.kernels.linear import round_rows, rounded, scaled_linear
-from dinfer.kernels.moe import ExpertWeight, ScaledExperts
-from dinfer.kernels.types import Deferred, InputFormat, Matrices
-from dinfer.layers.compiling import untraced
+from dinfer.kernels.moe import ExpertWeight
+from dinfer.kernels.types import Deferred, InputFormat
 from dinfer.recipe.registry import Registry
 
 FORMATS: Registry = Registry("format", "dinfer.layers.formats")
 
-PIECE = 1 << 24  # values to round at a time, so that their float32 copies need little memory
 Weight = tuple[Tensor, ...]
 """The tensors of a weight: its values, which are a parameter, and the format's buffers (`beside`)."""
 
@@ -79,35 +76,3 @@ class Format(ABC):
         """The bytes of a weight."""
         with torch.device("meta"):
             return sum(tensor.nbytes for tensor in self.empty(shape, dtype))
-
-
-class EightBits(Format):
-    """Values in 8 bits and a scale for each output. Checkpoints may have such weights."""
-
-    beside = ("_scale",)
-    values: ClassVar[torch.dtype]
-    rounds: ClassVar[bool] = False  # whether inputs are rounded to float8
-
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Weight:
-        return torch.empty(shape, dtype=self.values), torch.empty(shape[:-1], dtype=torch.float32)
-
-    def make(self, weight: Tensor) -> Weight:
-        rows = weight.flatten(0, -2)
-        pieces = [round_rows(piece, self.values) for piece in rows.split(max(PIECE // rows.shape[1], 1))]
-        values, scale = torch.cat([one.values for one in pieces]), torch.cat([one.scale for one in pieces])
-        return values.view(weight.shape), scale.view(weight.shape[:-1])
-
-    def take(self, weight: Weight, at: tuple[slice, ...], values: Tensor, scale: Tensor) -> None:
-        """Fills a part of a weight with a checkpoint's values and scales, [..., O, 1]."""
-        weight[0].detach()[at].copy_(values)
-        weight[1][at[:-1]].copy_(scale[..., 0])
-
-    @untraced
-    def linear(self, x: Deferred, weight: Weight, bias_O: Tensor | None, *, parts: bool = False) -> Tensor:
-        return scaled_linear(rounded(x) if self.rounds else x, weight[0], weight[1], bias_O)
-
-    def experts(self, weight: Weight) -> ExpertWeight:
-        return ScaledExperts(Matrices(*weight), rounds=self.rounds)
-
-    def input_format(self, weight: Weight) -> InputFormat:
-        return "rounded" if self.rounds else "plain"
