@@ -31,7 +31,7 @@ from pathlib import Path
 import torch
 from dinfer.parallel.split import WHOLE, Rank
 from dinfer.kernels import packed
-from dinfer.layers.formats import format
+from dinfer.layers.formats import plain
 from dinfer.loading.checkpoint import load_network
 from dinfer.loading.files import locate
 from dinfer.models.llada import Llada
@@ -43,7 +43,7 @@ def memory(what):
 def load(folder, rank=WHOLE, quantize=None):
     return load_network(folder, Llada(), dtype=None, device=torch.device("cpu"), rank=rank, quantize=quantize)
 
-format.PIECE = packed.PIECE = 1 << 20  # a small part of this model, as it is of a large one
+plain.PIECE = packed.PIECE = 1 << 20  # a small part of this model, as it is of a large one
 for quantize in ("int4", "int8", None):
     load(locate("tiny"), quantize=quantize)  # what torch imports on first use is not the checkpoint's
 for rank, quantize in ((WHOLE, "int4"), (WHOLE, "int8"), (Rank(1, 2), None), (WHOLE, None)):
