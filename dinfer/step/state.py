@@ -55,10 +55,11 @@ class StatePool:
         for name, rows in self.rows.items():
             rows[slot_A] = self.fresh[name]
 
-    def lanes(self, slot_B: Tensor, live_B: Tensor | None = None) -> State:
-        """The state of these slots: copies, and with `live_B` also what is `Large`, in place."""
-        large = {} if live_B is None else {name: Rows(rows, slot_B, live_B) for name, rows in self.large.items()}
-        return {name: rows.index_select(0, slot_B) for name, rows in self.rows.items()} | large
+    def lanes(self, slot_B: Tensor) -> State:
+        return {name: rows.index_select(0, slot_B) for name, rows in self.rows.items()}
+
+    def in_place(self, slot_B: Tensor, live_B: Tensor) -> State:
+        return {name: Rows(rows, slot_B, live_B) for name, rows in self.large.items()}
 
     def store(self, slot_B: Tensor, state: State, live_B: Tensor) -> None:
         for name, rows in self.rows.items():

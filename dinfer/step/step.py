@@ -94,7 +94,7 @@ def propose(step: Step, known: Known) -> Decision:
     """The decoder says which positions to commit."""
     recipe, state, lanes, blocks = step.recipe, step.state, step.lanes, step.shape.blocks
     view, row_R = block_view(step, lanes), state.block_rows(lanes.slot_B, lanes.block_B, blocks)
-    decoder_state = state.decoder.lanes(row_R, rows_of(lanes.live_B, blocks))
+    decoder_state = state.decoder.lanes(row_R) | state.decoder.in_place(row_R, rows_of(lanes.live_B, blocks))
     if known.opened_BK is not None:
         state.decoder.refresh(decoder_state, known.opened_BK.flatten())
     made = Decision(known, lanes, view, row_R, decoder_state)
