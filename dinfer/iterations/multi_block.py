@@ -28,11 +28,9 @@ from dinfer.step.model import Model
 class MultiBlock(BlockSweep, Paces):
     """Decodes up to `blocks` neighbouring blocks in the same forwards. Finished blocks leave in order.
 
-    The next block opens, one at a step, when the decoded share of the last one reaches `add_at`. With force=first and
-    add_at=0 all `blocks` are open at once, as in d3LLM without a cache. A block must commit a
-    token at every step once the block before it has reached `force_at`; until then it commits only what the decoder is
-    sure of. A block that leaves keeps its place for one step more, which makes its keys final. After a stop token no
-    block opens, and the row ends when the blocks up to that token are finished. With blocks=1 it is blockwise.
+    Blocks open one by one. With force=first and add_at=0 all `blocks` are open at once, as in d3LLM without a cache.
+    A block that leaves keeps its place for one step more, which makes its keys final. After a stop token no block
+    opens, and the row ends when the blocks up to that token are finished. With blocks=1 it is blockwise.
 
     D2F and d3LLM use align=false, Diffulex on block-causal models align=true. It needs a model that tolerates
     unfinished blocks before the one that it decodes.
