@@ -13,15 +13,16 @@ from dinfer.kernels.lines import Languages, Line
 from dinfer.kernels.triton.launch import early, follow
 
 MOST = 16384  # pairs, edges or states at a time
+SPARE = tl.constexpr(16)  # states that a set has more room for; none is ever in it
 OPEN, OUTSIDE = tl.constexpr(-1), tl.constexpr(-2)  # codes of a position; the others are the class of its token
 
 
 @triton.jit
 def _language(place_ptr, meta_ptr, lane, width):
-    """What `meta_G8` says of the lane's language. `width`: the states that sets have room for. Lanes without a
-    constraint may stand at a language that has more."""
+    """What `meta_G8` says of the lane's language. `width`: the states that sets have room for, and `SPARE`. Lanes
+    without a constraint may stand at a language that has more."""
     meta_ptr += tl.load(place_ptr + lane) * 8
-    states = tl.minimum(tl.load(meta_ptr), width).to(tl.int32)
+    states = tl.minimum(tl.load(meta_ptr), width - SPARE).to(tl.int32)
     return states, tl.load(meta_ptr + 2), tl.load(meta_ptr + 3), tl.load(meta_ptr + 4).to(tl.int32)
 
 
@@ -50,11 +51,18 @@ def _placed(
 
 
 @triton.jit
-def _ends(pair, inside, back, states):
-    """The state that a step comes from and the one that it goes to, for each pair, and which pairs count."""
+def _pairs(pair_ptr, entry, pairs, states, width):
+    """Neighbouring states, in one number. Where there are none it is the spare state twice, which is in no set."""
+    pair = tl.load(pair_ptr + entry, mask=entry < pairs, other=-1)
+    counts = ((pair & 0xFFFF) < states) & (pair >= 0) & (pair >> 16 < states)
+    return tl.where(counts, pair, (width - 1) * 0x10001)
+
+
+@triton.jit
+def _spread(from_ptr, to_ptr, pair, back):
     first, second = pair & 0xFFFF, pair >> 16
-    inside &= (first < states) & (second >= 0) & (second < states)
-    return tl.where(back > 0, second, first), tl.where(back > 0, first, second), inside
+    held = tl.load(from_ptr + tl.where(back > 0, second, first))
+    tl.store(to_ptr + tl.where(back > 0, first, second), held, mask=held != 0)
 
 
 @triton.jit
@@ -64,9 +72,7 @@ def _sweep(
 ):  # fmt: skip
     """Steps over the positions [begin, end), from the last on if `back` is 1. CLEAR: sets are not empty at first."""
     entry, state = tl.arange(0, PIECE), tl.arange(0, SPAN)
-    source, target, counts = _ends(
-        tl.load(pair_ptr + entry, mask=entry < pairs, other=0), entry < pairs, back, states
-    )  # most languages have no more pairs
+    pair = _pairs(pair_ptr, entry, pairs, states, width)  # most languages have no more
     onward, x = 1 - 2 * back, begin + back * (end - 1 - begin)
     code = tl.load(code_ptr + x, mask=begin < end, other=0)
     for done in range(end - begin):
@@ -77,14 +83,9 @@ def _sweep(
                 tl.store(to_ptr + at + state, tl.zeros((SPAN,), tl.int8), mask=at + state < states)
             tl.debug_barrier()
         if code == OPEN:
-            held = tl.load(from_ptr + source, mask=counts, other=0)
-            tl.store(to_ptr + target, held, mask=counts & (held != 0))
+            _spread(from_ptr, to_ptr, pair, back)
             for at in range(PIECE, pairs, PIECE):
-                inside = at + entry < pairs
-                more = tl.load(pair_ptr + at + entry, mask=inside, other=0)
-                other_source, other_target, inside = _ends(more, inside, back, states)
-                held = tl.load(from_ptr + other_source, mask=inside, other=0)
-                tl.store(to_ptr + other_target, held, mask=inside & (held != 0))
+                _spread(from_ptr, to_ptr, _pairs(pair_ptr, at + entry, pairs, states, width), back)
         else:
             for at in range(0, states, SPAN):
                 first, inside = at + state, at + state < states
@@ -126,11 +127,11 @@ def _sweeps(
     tl.store(code_ptr + x_X, code_X, mask=there_X)
     start, room = tl.load(state_ptr + lane), tl.load(room_ptr + lane)
     distance_ptr += tl.load(place_ptr + lane) * distances
-    for at in range(0, states, SPAN):
+    for at in range(0, width, SPAN):
         inside = at + state < states
-        near = tl.load(distance_ptr + at + state, mask=inside, other=0) <= room
-        known = tl.where(back > 0, near, at + state == start)
-        tl.store(base_ptr + back * active * width + at + state, known.to(tl.int8), mask=inside)
+        near = inside & (tl.load(distance_ptr + at + state, mask=inside, other=0) <= room)
+        known = tl.where(back > 0, near, inside & (at + state == start))
+        tl.store(base_ptr + back * active * width + at + state, known.to(tl.int8), mask=at + state < width)
     empty_ptr = base_ptr + (1 - back) * width
     for at in range(0, active * width, SPAN):
         tl.store(empty_ptr + at + state, tl.zeros((SPAN,), tl.int8), mask=at + state < active * width)
@@ -157,7 +158,7 @@ def _allowed(
     tl.store(out_ptr + own, tl.zeros((CLASSES,), tl.int8), mask=own < most)
     place = tl.load(place_ptr + lane)
     meta_ptr += place * 8
-    states, classes = tl.minimum(tl.load(meta_ptr), width).to(tl.int32), tl.load(meta_ptr + 1).to(tl.int32)
+    states, classes = tl.minimum(tl.load(meta_ptr), width - SPARE).to(tl.int32), tl.load(meta_ptr + 1).to(tl.int32)
     edge_ptr += tl.load(meta_ptr + 5) * 3
     edges = tl.load(meta_ptr + 6).to(tl.int32)
     plane = 0
@@ -335,12 +336,12 @@ def _sizes(states: int) -> dict[str, int]:
 def _sets(languages: Languages, place_B: Tensor, states: int, line: Line, *chosen: Tensor) -> tuple[Tensor, Tensor]:
     """Forward and backward sets; with a choice (commits, tokens) also those once it is written.
 
-    bool [2 or 4, B, X + 1, Q], and the codes of the positions, int32 [2 or 4, B, X]
+    bool [2 or 4, B, X + 1, Q + SPARE], and the codes of the positions, int32 [2 or 4, B, X]
     """
     lanes, active = line.token_BX.shape
     commit_BX, choice_BX = chosen or (line.open_BX, line.token_BX)
     planes = (4 if chosen else 2), lanes
-    sets = torch.empty(*planes, active + 1, states, dtype=torch.bool, device=place_B.device)
+    sets = torch.empty(*planes, active + 1, states + SPARE.value, dtype=torch.bool, device=place_B.device)
     codes = torch.empty(*planes, active, dtype=torch.int32, device=place_B.device)
     read = (
         line.token_BX, line.open_BX, line.outside_BX, line.state_B, line.room_B, commit_BX, choice_BX, place_B,
@@ -348,7 +349,7 @@ def _sets(languages: Languages, place_B: Tensor, states: int, line: Line, *chose
         languages.meta_G8,
     )  # fmt: skip
     _sweeps[(lanes, len(sets))](
-        sets.view(torch.int8), codes, *(t.contiguous() for t in read), lanes, active, states,
+        sets.view(torch.int8), codes, *(t.contiguous() for t in read), lanes, active, sets.shape[-1],
         languages.class_GV.shape[1], languages.distance_GQ.shape[1],
         LINE=triton.next_power_of_2(active), **_sizes(states), **early(place_B),
     )  # fmt: skip
@@ -363,7 +364,7 @@ def allowed(languages: Languages, place_B: Tensor, states: int, line: Line) -> T
 def _marks(languages: Languages, place_B: Tensor, sets: Tensor, codes: Tensor, *settled: Tensor) -> Tensor:
     """The allowed classes. `settled`: what `_allowed` reads of a choice, and where it says what is written."""
     (_, lanes, active), width = codes.shape, sets.shape[-1]
-    sizes, most = _sizes(width), languages.size_GC.shape[1]
+    sizes, most = _sizes(width - SPARE.value), languages.size_GC.shape[1]
     allowed_BXC = torch.empty(lanes, active, most, dtype=torch.bool, device=place_B.device)
     whole_B, *more = (x.view(torch.int8) if x.dtype == torch.bool else x for x in settled or (place_B,) * 8)
     _allowed[(lanes, active)](
@@ -391,7 +392,7 @@ def settled(
     )  # fmt: skip
     _admitted[(lanes,)](
         sets.view(torch.int8), codes, *(t.contiguous() for t in read),
-        lanes, active, states, languages.distance_GQ.shape[1],
+        lanes, active, sets.shape[-1], languages.distance_GQ.shape[1],
         LINE=triton.next_power_of_2(active), **_sizes(states), **early(place_B),
     )  # fmt: skip
     written_BX, forced_BX, text_BX, only_BX = (torch.empty_like(admitted_BX) for _ in range(4))
