@@ -45,14 +45,18 @@ class NoTools(ValueError):
     """The chat template would not show the model the tools, calls or results that it is given."""
 
 
-def texts_in(value: Any) -> Iterator[str]:
-    """All texts in messages or tools, names of fields included."""
+DEEPEST = 100  # lists and objects in each other
+
+
+def texts_in(value: Any, left: int = DEEPEST) -> Iterator[str]:
+    """All texts in messages or tools, names of fields included. Raises ValueError for what nests too deep."""
     if isinstance(value, str):
         yield value
-    elif isinstance(value, Mapping):
-        yield from (text for pair in value.items() for one in pair for text in texts_in(one))
-    elif isinstance(value, Sequence):
-        yield from (text for one in value for text in texts_in(one))
+    elif isinstance(value, Mapping | Sequence):
+        if not left:
+            raise ValueError(f"more than {DEEPEST} lists and objects are in each other")
+        inside = (one for pair in value.items() for one in pair) if isinstance(value, Mapping) else value
+        yield from (text for one in inside for text in texts_in(one, left - 1))
 
 
 def listed(value: Any, name: str) -> list[Any]:

@@ -110,8 +110,8 @@ def of_validation(error: RequestValidationError) -> ApiError:
 
 
 def _fields(loc: Sequence[Any], node: Any, *, missing: bool) -> Iterator[str]:
-    """The fields of a place in a body, without pydantic's names of types. `missing`: the last field is absent."""
-    for part in loc:
+    """The fields of a place in a body, without pydantic's names of types. `missing`: the last one is null or absent."""
+    for part in loc[:-1] if missing else loc:
         if (isinstance(node, dict) and part in node) or (isinstance(node, list) and isinstance(part, int)):
             node = node[part]
             yield str(part)
@@ -317,7 +317,8 @@ def add_infill(app: FastAPI, server: Server) -> None:
             made = partial(served.pipe.infill_request, body.text, chosen, languages, body.scope)
             request = await asyncio.to_thread(made)
         except ValueError as error:
-            raise ApiError(400, f"text: {error}".replace("canvas 0", "the text"), "text", "invalid_value") from error
+            told = str(error).removeprefix("canvas 0: ").replace("canvas 0", "it")
+            raise ApiError(400, f"text: {told}", "text", "invalid_value") from error
         wanted = Wanted(logprobs=body.top is not None)
         heard = await server.heard(served, [request], body.dinfer, request.masked.count(False), wanted)
         (done,) = [event.completion for event in heard if event.completion is not None]

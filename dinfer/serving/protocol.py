@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from dinfer.abilities.reading import STEPS
-from dinfer.pipeline.inputs import encodable
+from dinfer.pipeline.inputs import encodable, texts_in
 from dinfer.serving.errors import SHOWN, ApiError, invalid, refused
 from dinfer.structure import (
     Compiler,
@@ -226,6 +226,15 @@ def wrong(field: str, error: ConstraintError) -> ApiError:
     return ApiError(400, f"{path:.{3 * SHOWN}}: {error.message}", path, "invalid_value")
 
 
+def _readable(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    for text in texts_in(tools):
+        encodable(text)
+    return tools
+
+
+Tools = Annotated[list[dict[str, Any]], AfterValidator(_readable)]
+
+
 class FunctionName(Strict):
     name: str
 
@@ -269,7 +278,7 @@ class ToolCall(Strict):
 class ToolFields(HeldFields):
     """Fields of a chat whose answer may call functions."""
 
-    tools: list[dict[str, Any]] | None = None  # the chat template gets them as they are
+    tools: Tools | None = None  # the chat template gets them as they are
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
     parallel_tool_calls: bool | None = None
 
@@ -676,7 +685,7 @@ class TokenizeRequest(Neutral, Conversation):
     model: str
     prompt: Text | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None  # type: ignore[assignment]
-    tools: list[dict[str, Any]] | None = None
+    tools: Tools | None = None
     add_special_tokens: bool = True
     return_token_strs: bool = False  # as the tokenizer's vocabulary has them
 

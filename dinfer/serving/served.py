@@ -61,7 +61,7 @@ class Served:
 
         `how`: as `Pipeline.encode` takes it. A chat template may leave messages out.
         """
-        size = sum(len(text.encode()) for text in texts_in([prompt, how.get("tools")]))
+        size = sum(len(text.encode(errors="surrogatepass")) for text in texts_in([prompt, how.get("tools")]))
         most = self.max_length * self._longest
         if size > most and not isinstance(prompt, str):
             size = len(self.pipe.written(prompt, **how).encode())

@@ -7,6 +7,7 @@ are not named (unless the schema asks for them), other spellings of a number or 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -229,6 +230,8 @@ class _Builder:
         if isinstance(value, dict):
             pairs = [cat(self.quoted(key), self.colon, self.constant(v, level + 1)) for key, v in value.items()]
             return self.sequence(pairs, level, b"{", b"}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConstraintError(f"{value} is no value of JSON")
         return json.dumps(value).encode()
 
     def quoted(self, text: str) -> bytes:

@@ -221,6 +221,7 @@ def test_slots_are_read(client: Client) -> None:
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "oracle", "content": "x"}]}, "messages"),
         ({"messages": [{"role": "", "content": "x"}]}, "messages.0.role"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages.0.content"),
         ({"messages": [{"role": "system", "content": "x"}]}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}, "messages.0.content"),
         ({"stop": [""]}, "stop"),
@@ -337,6 +338,7 @@ def test_a_long_prompt_is_refused_by_its_length(client: Client) -> None:
     ("path", "text", "param"),
     [
         (CHAT, '{"model":"tiny","messages":[{"role":"user","content":"\\ud800"}]}', "messages.0.content"),
+        (CHAT, '{"model":"tiny","messages":[{"role":"user","content":"a"}],"tools":[{"type":"\\ud800"}]}', "tools"),
         ("/v1/completions", '{"model":"tiny","prompt":"\\udfff"}', "prompt"),
         ("/v1/infill", '{"model":"tiny","text":"[MASK:1]\\ud800"}', "text"),
         ("/v1/tokenize", '{"model":"tiny","prompt":"\\ud800"}', "prompt"),

@@ -176,6 +176,15 @@ def test_a_stop_string_ends_text_beside_tools_as_it_does_without(client: Client)
     assert joined(pieces(streamed)) == (beside["message"]["content"], [])
 
 
+def called(arguments: str) -> list[dict[str, Any]]:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return [
+        *ASK["messages"],
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "x"},
+    ]
+
+
 def with_schema(schema: Any) -> dict[str, Any]:
     return {"tools": [{"type": "function", "function": {"name": "f", "parameters": schema}}]}
 
@@ -196,6 +205,9 @@ def with_schema(schema: Any) -> dict[str, Any]:
         ({"tools": [BUY], "guided_choice": ["a"]}, "guided_choice", "leave one out"),
         ({"tools": [BUY], "tool_choice": "required", "stop": "</tool_call>"}, "tools", "stop strings"),
         ({"tools": [BUY], "stop": "\n"}, "tools", "every call contains one of the stop strings"),
+        ({"tools": [NOW | {"x": json.loads('{"a":' * 480 + "1" + "}" * 480)}]}, "tools", "in each other"),
+        ({"messages": called('{"a":' * 480 + "1" + "}" * 480)}, "messages", "in each other"),
+        ({"messages": called('{"a": "\\ud800"}')}, "messages", "half of a surrogate pair"),
         ({"functions": [{"name": "f"}]}, "functions", "use tools"),
         ({"messages": [{"role": "user", "content": "a", "tool_calls": [NOW]}]}, "messages.tool_calls", "assistant"),
     ],

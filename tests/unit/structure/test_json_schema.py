@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from itertools import groupby
 from pathlib import Path
@@ -149,6 +150,8 @@ def test_whatever_is_accepted_is_valid(index: int) -> None:
         ({"$defs": {"x": {"type": "object", "properties": {"x": {"$ref": "#/$defs/x"}}, "required": ["x"]}},
           "$ref": "#/$defs/x"}, "no value meets the schema"),
         ({"type": "string", "minLength": 5000}, "states"),
+        ('{"enum": [{"a": [NaN]}]}', "nan is no value of JSON"),
+        ({"const": -math.inf}, "-inf is no value of JSON"),
     ],
 )  # fmt: skip
 def test_what_is_refused(schema: Any, message: str) -> None:
