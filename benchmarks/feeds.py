@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dinfer.layers.mlp import Experts
+from dinfer.layers.transformer import Experts
 from dinfer.parallel.divided_model import everywhere
 from dinfer.recipe.recipe import Recipe, compose
 from dinfer.step.contracts import ModelSpec

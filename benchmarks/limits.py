@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from dinfer.kernels.types import FLOAT8
-from dinfer.layers.mlp import Experts
+from dinfer.layers.transformer import Experts
 from dinfer.memory import KVPool
 from dinfer.step.contracts import ModelSpec
 

@@ -33,7 +33,7 @@ from dinfer import Pipeline, Runtime, compose
 from dinfer.engine.engine import Engine
 from dinfer.engine.runtime import KV
 from dinfer.layers.linear import quantize
-from dinfer.layers.mlp import Experts
+from dinfer.layers.transformer import Experts
 from dinfer.loading.checkpoint import random_network
 from dinfer.memory import KVPool
 from dinfer.recipe.recipe import Recipe

@@ -1,7 +1,7 @@
 """A mixture of experts as one wide MLP, for training with few experts and large batches.
 
 Every expert computes every token, and unchosen experts have weight 0. That multiplies too much, but in two dense matrix
-products without sorting. Function and parameters are those of `dinfer.layers.mlp.Experts`.
+products without sorting. Function and parameters are those of `dinfer.layers.transformer.Experts`.
 
 Shape suffixes: B rows, W positions, N tokens, D hidden, X experts, M width of an expert.
 """
@@ -15,8 +15,7 @@ from torch import Tensor
 from dinfer.kernels.deferred import close
 from dinfer.kernels.moe import wide_linear
 from dinfer.kernels.norm import swiglu
-from dinfer.layers.mlp import Experts
-from dinfer.layers.transformer import Transformer
+from dinfer.layers.transformer import Experts, Transformer
 from dinfer.step.spec import ModelSpec
 
 

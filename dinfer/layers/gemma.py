@@ -21,12 +21,10 @@ from dinfer.kernels.rotary import rotary_table
 from dinfer.kernels.types import Dealt, Projections, Summing, Table
 from dinfer.layers.formats.plain import PLAIN
 from dinfer.layers.linear import Formatted, Linear
-from dinfer.layers.mlp import GatedMLP, dealt_to
-from dinfer.layers.transformer import WholeAttend, checked_ids, embed, mix, whole
+from dinfer.layers.transformer import GatedMLP, WholeAttend, checked_ids, dealt_to, embed, mix, whole
 from dinfer.parallel.ranks import ALONE, Ranks
-from dinfer.step.contracts import ModelSpec
 from dinfer.step.model import Attend
-from dinfer.step.spec import LocalAttention
+from dinfer.step.spec import LocalAttention, ModelSpec
 
 
 class Norm(nn.RMSNorm):
@@ -90,7 +88,7 @@ class Experts(Formatted):
         self.dealt: Dealt | None = None
 
     def join(self, ranks: Ranks) -> None:
-        """See `dinfer.layers.mlp.Experts`."""
+        """See `dinfer.layers.transformer.Experts`."""
         self.ranks, self.dealt = ranks, dealt_to(ranks, len(self.expert_scale))
 
     def forward(self, x_BWD: Tensor, routed_BWD: Tensor) -> Tensor:

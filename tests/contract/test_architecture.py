@@ -63,7 +63,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "step.scores", "step.shape", "step.state", "step.window",
     },
     "abilities": {"kernels", "memory", "recipe.refusals", "recipe.registry", "step", "structure"},
-    "layers": {"step.contracts", "step.model", "parallel.ranks", "recipe.registry", "kernels", "step.spec"},
+    "layers": {"step.model", "parallel.ranks", "recipe.registry", "kernels", "step.spec"},
     "memory": {"kernels", "parallel.ranks", "step.spec"},
     "decoders": COMPONENT,
     "sampling": COMPONENT | {"step.parts"},

@@ -58,7 +58,7 @@ def test_what_experts_leave_to_the_reader_is_added_up(monkeypatch: pytest.Monkey
         weights_NC = torch.full((len(out_ND), 2), 0.5)
         return Parts(torch.stack((out_ND, out_ND), 1).flatten(0, 1), out_ND.dtype, weights_NC)
 
-    monkeypatch.setattr("dinfer.layers.mlp.expert_mixture", left)
+    monkeypatch.setattr("dinfer.layers.transformer.expert_mixture", left)
     monkeypatch.setattr(torch, "compile", lambda work, mode: real(work, backend="eager"))
     iteration = {"name": "block_diffusion", "block": 4}
     recipe = compose(random_model("llada2"), iteration=iteration, decoder="threshold", cache="block")

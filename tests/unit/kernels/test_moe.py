@@ -17,7 +17,7 @@ from dinfer.kernels.linear import round_rows
 from dinfer.kernels.moe import block_experts, route
 from dinfer.kernels.types import Dealt
 from dinfer.layers.linear import quantize
-from dinfer.layers.mlp import Experts, blocks_of
+from dinfer.layers.transformer import Experts, blocks_of
 from dinfer.step.spec import ExpertSpec
 
 
