@@ -18,7 +18,7 @@ from dinfer.engine.row import Row
 from dinfer.engine.runtime import BatchSize, pages_of, room_for
 from dinfer.engine.scheduler.scheduler import Scheduler, Step
 from dinfer.engine.worker import Worker
-from dinfer.step.canvas import Phase
+from dinfer.step.canvas import Cursors, Phase
 from dinfer.step.window import widest
 
 logger = logging.getLogger(__name__)
@@ -160,8 +160,9 @@ class Loop:
         """Waits for the oldest round, and reads its rows' cursors.
 
         While the host looks at the rows of one step, the device runs the next one. If the last ones have few rows, the
-        next round is launched without them, so that the device need not wait. After an interrupt the host looks at all
-        rows of the step again, which changes nothing of those that it has seen.
+        next round is launched without them, so that the device need not wait. Of the last step the host first looks at
+        rows that need another step than before, then launches the next round, then looks at the others. After an
+        interrupt the host looks at all rows of the step again, which changes nothing of those that it has seen.
         """
         taken = list[Row]()
         while (batch := self.batch) is not None and self._flights and (flight := self._flights[0]):
@@ -174,7 +175,14 @@ class Loop:
                 self._blame(self.running, error)
                 self._close()
                 return
-            self._each(rows, partial(self._move, seen))
+            last = self.ahead and len(self._flights) == len(flight) == 1 and self.scheduler.plans_by_place
+            groups: tuple[list[Row], list[Row]] = [], []
+            for row in rows:
+                groups[last and row.stays(seen.values)].append(row)
+            self._each(groups[False], partial(self._move, seen))
+            if groups[True]:
+                self._launch()
+                self._each(groups[True], partial(self._move, seen))
             flight.popleft()
             batch.reader.free(asked)
             taken += rows
@@ -191,7 +199,7 @@ class Loop:
         """Notes a row's cursors after a step, if the row still runs. Raises the error of a row that cannot continue."""
         if self.batch is None or row.slot is None or self.batch.rows.get(row.slot) is not row:
             return
-        moved = row.advance(seen.cursors[row.slot])
+        moved = row.advance(Cursors._make(seen.values[row.slot]))
         if (failure := row.failure(self.recipe)) is not None:
             raise failure
         self.scheduler.update(row)  # also if the step did not change it: then `prepare` was wrong

@@ -8,13 +8,13 @@ from torch import Tensor
 from dinfer.abilities.reports import Reports
 from dinfer.engine.worker import Worker
 from dinfer.kernels.canvas import active_rows
-from dinfer.step.canvas import CURSORS, Canvas, Cursors, Status
+from dinfer.step.canvas import CURSORS, Canvas, Status
 
 
 class Seen(NamedTuple):
     """Slots after a step. Valid until their copy is free."""
 
-    cursors: dict[int, Cursors]  # of the requested slots
+    values: dict[int, list[int]]  # the cursors of the requested slots
     # On the host: tokens of the blocks that were active before the round, ~token where it is open. Without `blocks`,
     # those of an earlier round.
     active_NX: Tensor
@@ -73,7 +73,7 @@ class CanvasReader:
         if copy.done is not None:
             self._worker.wait(copy.done)
         cursors_BC = copy.cursors_NC[slots, : len(CURSORS)].tolist()
-        return Seen(dict(zip(slots, map(Cursors._make, cursors_BC), strict=True)), copy.active_NX, copy.drafts_NX)
+        return Seen(dict(zip(slots, cursors_BC, strict=True)), copy.active_NX, copy.drafts_NX)
 
     def active(self) -> Tensor:
         """The tokens of every slot's active blocks and what is behind them, ~token where it is open. int64 [N, K * L]

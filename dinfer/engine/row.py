@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,6 +80,10 @@ class Row:
         """What abilities need of it, see `dinfer.step.state.Entry`."""
         level = Level.LOGPROBS if self.wants.logprobs else Level.DRAFTS if self.wants.drafts else Level.NOTHING
         return self.request.more | ({"reports": int(level)} if level else {})
+
+    def stays(self, values: Mapping[int, Sequence[int]]) -> bool:
+        """Whether the cursors in these slots leave it where it was, so that it needs the same of its next step."""
+        return self.slot is not None and (*values[self.slot][:PLACE],) == self.cursors[:PLACE]
 
     def advance(self, now: Cursors) -> bool:
         """Takes the cursors after a step that named the row. False: the step did not change the row."""

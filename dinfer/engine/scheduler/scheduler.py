@@ -172,7 +172,8 @@ class Scheduler:
         none. A step does not change rows that it does not fit, so a wrong guess costs the time of a step and changes no
         token. The rows have been through `prepare`.
         """
-        self._repeatable = in_flight and repeats(self._steps, rows)
+        if in_flight:
+            self._repeatable = repeats(self._steps, rows)
         if in_flight and self._repeatable and self.lookahead.pays:
             return self._steps
         if in_flight:
@@ -214,6 +215,11 @@ class Scheduler:
         positions = sum(row.need.width for row in rows)
         return not self._tries and LATE * self._free * len(busy) < (self._free + positions) * len(rows)
 
+    @property
+    def plans_by_place(self) -> bool:
+        """Whether a plan depends on nothing of a row that stays where it was."""
+        return not (self._tries or self._counts_forwards)
+
     def observe(self, rows: Collection[Row], measured: Collection[tuple[StepShape, float]] = ()) -> None:
         """Learns where a round has left its rows, and how long steps took, in seconds."""
         for shape, seconds in measured:
@@ -227,6 +233,7 @@ class Scheduler:
             self._ahead.ends.record(rows)
         if self._repeatable:
             self.lookahead.record(all(row.steady for row in rows))
+        self._repeatable = False
 
     def _plan(self, row: Row, now: Cursors) -> None:
         """Plans a row as if these were its cursors, unless that has been done."""

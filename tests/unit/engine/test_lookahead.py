@@ -49,6 +49,31 @@ def recipe_of(**decoder: Any) -> Recipe:
     )
 
 
+def test_a_round_is_launched_before_the_host_has_looked_at_rows_that_stay_in_their_block(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Only rows that moved on need another step, so the device waits for no more than them."""
+    monkeypatch.setattr(Lookahead, "pays", False)
+    recipe = recipe_of(name="threshold")
+    requests = [Request([5 + i] * BLOCK, 4 * BLOCK, recipe.resolve({})) for i in range(6)]
+    want = [outcome(done) for done in completions(engine_for(recipe, rows=6), requests)]
+    engine = launched_ahead(engine_for(recipe, rows=6))
+    looked, at_launch, advance, launch = list[Row](), list[int](), Row.advance, engine.loop.worker.launch
+
+    def advanced(row: Row, now: Cursors) -> bool:
+        looked.append(row)
+        return advance(row, now)
+
+    def launched(*step: Any) -> None:
+        at_launch.append(len(looked))
+        launch(*step)
+
+    monkeypatch.setattr(Row, "advance", advanced)
+    monkeypatch.setattr(engine.loop.worker, "launch", launched)
+    assert [outcome(done) for done in completions(engine, requests)] == want
+    assert any(count % 6 for count in at_launch[:8])
+
+
 class Watch:
     """How many launches there were, and how many of them came while an earlier round had not been looked at."""
 
