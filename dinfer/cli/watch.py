@@ -149,7 +149,16 @@ def watch(pipe: Pipeline, prompt_ids: list[int], updates: Iterable[Update], dela
     spent: list[float] = []
     source = frames(pipe, prompt_ids, _timed(iter(updates), spent))
     screen = next((stream for stream in (sys.stdout, sys.stderr) if in_colour(stream)), None)
-    last = _tell(source) if screen is None else _paint(source, delay, Console(file=screen))
+    last: Frame | None = None
+    if screen is None:
+        width = Console(stderr=True).width if sys.stderr.isatty() else None
+        for last in source:
+            say(line(last, width))
+    else:
+        with Live(console=Console(file=screen), auto_refresh=False, vertical_overflow="crop") as live:
+            for last in source:
+                live.update(picture(last), refresh=True)
+                time.sleep(delay)
     if last is None or last.completion is None:
         raise RuntimeError("the engine ended without a completion")
     print(pipe.decode(last.completion.output))
@@ -165,22 +174,6 @@ def _timed(updates: Iterator[Update], spent: list[float]) -> Iterator[Update]:
         if update is None:
             return
         yield update
-
-
-def _paint(source: Iterator[Frame], delay: float, console: Console) -> Frame | None:
-    frame = None
-    with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
-        for frame in source:
-            live.update(picture(frame), refresh=True)
-            time.sleep(delay)
-    return frame
-
-
-def _tell(source: Iterator[Frame]) -> Frame | None:
-    frame, width = None, Console(stderr=True).width if sys.stderr.isatty() else None
-    for frame in source:
-        say(line(frame, width))
-    return frame
 
 
 def heading(frame: Frame) -> str:

@@ -64,7 +64,7 @@ def application(server: Server) -> FastAPI:
     """The ASGI application of a server."""
     app = FastAPI(title="dinfer", version=dinfer.__version__, docs_url=None, redoc_url=None, responses=REFUSALS)
     app.add_middleware(Guard, settings=server.settings, refuse=server.refuse)
-    for add in (handle_errors, add_operations, add_generation, add_trace, add_infill, add_read, add_tokens):
+    for add in (handle_errors, add_operations, add_generation, add_infill, add_read, add_tokens):
         add(app, server)
     return app
 
@@ -215,6 +215,27 @@ def add_generation(app: FastAPI, server: Server) -> None:
         echoes = await echoed(server, served, body, prompts) if body.echo else []
         return await generated(server, served, body, prompts, body.logprobs, echoes)
 
+    @app.post("/v1/trace")
+    async def trace(body: TraceRequest) -> Response:
+        """Denoises an answer step by step and returns the page that plays it, like `dinfer trace`."""
+        served = server.catalogue.find(body.model, body.dinfer.decoder)
+        server.check()
+        prompt = await encoded(server, served, body.conversation, "messages", **body.ending)
+        chosen = served.options(body.asked, body.dinfer.options)
+        languages, unwanted = await served.languages(body), threading.Event()
+        rows = served.rows([prompt], body, chosen, *languages)
+        seconds = server.seconds(body.dinfer)
+        record = partial(record_request, served.pipe, rows[0], model=served.name, unwanted=unwanted)
+        with server.admission.admit([rows[0].length]):
+            try:  # one trace at a time, since it runs beside the engine
+                async with asyncio.timeout(seconds):
+                    found = await server.recording.run(record)
+            except Exception as error:
+                raise failure(error) from error
+            finally:
+                unwanted.set()
+        return Response(page(document(body.conversation[-1]["content"], [found])), media_type="text/html")
+
 
 async def echoed(server: Server, served: Served, body: CompletionRequest, prompts: list[list[int]]) -> list[Event]:
     """What each choice begins with: its prompt, with log-probabilities if they are asked for."""
@@ -279,29 +300,6 @@ async def generated(
     shape = partial(Calling, asked=body) if isinstance(body, ChatRequest) and body.tools else Answer
     answer = shape(name, int(time.time()), served.name, prompts, style, body.choices, echoes, scores, language)
     return await server.answer(served, rows, body.dinfer, wanted, answer, stream=stream)
-
-
-def add_trace(app: FastAPI, server: Server) -> None:
-    @app.post("/v1/trace")
-    async def trace(body: TraceRequest) -> Response:
-        """Denoises an answer step by step and returns the page that plays it, like `dinfer trace`."""
-        served = server.catalogue.find(body.model, body.dinfer.decoder)
-        server.check()
-        prompt = await encoded(server, served, body.conversation, "messages", **body.ending)
-        chosen = served.options(body.asked, body.dinfer.options)
-        languages, unwanted = await served.languages(body), threading.Event()
-        rows = served.rows([prompt], body, chosen, *languages)
-        seconds = server.seconds(body.dinfer)
-        record = partial(record_request, served.pipe, rows[0], model=served.name, unwanted=unwanted)
-        with server.admission.admit([rows[0].length]):
-            try:  # one trace at a time, since it runs beside the engine
-                async with asyncio.timeout(seconds):
-                    found = await server.recording.run(record)
-            except Exception as error:
-                raise failure(error) from error
-            finally:
-                unwanted.set()
-        return Response(page(document(body.conversation[-1]["content"], [found])), media_type="text/html")
 
 
 def add_infill(app: FastAPI, server: Server) -> None:

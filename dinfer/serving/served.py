@@ -246,7 +246,10 @@ def catalogue(pipe: Pipeline, recipes: Mapping[str, Recipe], *, max_new_tokens: 
     made: list[tuple[Any, Pipeline, AsyncEngine]] = []
     served = []
     for name, recipe in recipes.items():
-        kind = without_request_options(recipe)
+        kind: list[Any] = [recipe.iteration, recipe.cache]
+        decoding: tuple[Any, ...] = (recipe.decoder, recipe.sampling)
+        for part in decoding:
+            kind.append(replace(part, **{info.name: info.default for info in options_of(part) if info.per_request}))
         found = next(((own, engine) for other, own, engine in made if other == kind), None)
         if found is None:
             own = pipe if recipe is pipe.recipe else Pipeline(recipe, pipe.tokenizer, pipe.engine.runtime)
@@ -254,16 +257,6 @@ def catalogue(pipe: Pipeline, recipes: Mapping[str, Recipe], *, max_new_tokens: 
             made.append((kind, *found))
         served.append(Served(name, *found, recipe, max_new_tokens, created))
     return Catalogue(served)
-
-
-def without_request_options(recipe: Recipe) -> tuple[Any, ...]:
-    """The components, with the default values of their per-request options."""
-    parts: list[Any] = [recipe.iteration, recipe.cache]
-    decoding: tuple[Any, ...] = (recipe.decoder, recipe.sampling)
-    for part in decoding:
-        plain = {info.name: info.default for info in options_of(part) if info.per_request}
-        parts.append(replace(part, **plain))
-    return tuple(parts)
 
 
 def warm_up(catalogue: Catalogue, prompt_tokens: int) -> None:
