@@ -104,18 +104,16 @@ def preset(name: str) -> Preset:
     return presets()[name]
 
 
-def preset_of(checkpoint: str, family: str) -> Preset | None:
-    """The preset for a hub name, or for a folder called like a published checkpoint. None: no preset names it."""
+def chosen(checkpoint: str, family: str) -> Preset:
+    """What a hub name or a folder is loaded and decoded with: as its preset says, or else as its family is published.
+
+    A folder has the preset of the published checkpoint that it is called like.
+    """
     names = {re.split("__|--", part)[-1].casefold() for part in Path(checkpoint).parts}  # as the hub's cache has them
     known = {entry.checkpoint: entry.preset for entry in catalog()}
     known |= {each.name: each.name for each in presets().values() if "/" not in each.model["checkpoint"]}
     fitting = (presets()[name] for full, name in known.items() if full.split("/")[-1].casefold() in names)
-    return next((each for each in fitting if each.model["name"] == family), None)
-
-
-def chosen(checkpoint: str, family: str) -> Preset:
-    """What a checkpoint is loaded and decoded with: as its preset says, or else as its family is published."""
-    found = preset_of(checkpoint, family)
+    found = next((each for each in fitting if each.model["name"] == family), None)
     if found is None:
         return Preset(family, {"name": family, "checkpoint": checkpoint}, of_family(family))
     return Preset(found.name, found.model | {"checkpoint": checkpoint}, found.recipe)

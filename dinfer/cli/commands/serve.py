@@ -96,7 +96,12 @@ def serve_replicas(config: dict[str, Any], others: dict[str, dict[str, Any]], se
 
 def made(config: dict[str, Any], others: dict[str, dict[str, Any]], settings: Settings) -> Server:
     """The server of one process. Ray calls it in the process of each replica."""
-    pipe = fitted(pipeline(config))
+    pipe = pipeline(config)
+    from dinfer.pipeline import Pipeline
+
+    runtime, most = pipe.engine.runtime, pipe.model.spec.max_length
+    if runtime.max_length is not None and runtime.max_length > most:  # no longer canvases than the model has positions
+        pipe = Pipeline(pipe.recipe, pipe.tokenizer, replace(runtime, max_length=most))
     from dinfer.serving.served import warm_up
     from dinfer.serving.server import Server  # while a compiler may be at the kernels of `pipe`
 
@@ -140,16 +145,6 @@ def announced(names: list[str]) -> Callable[[str], None]:
         say("Ctrl-C ends it.")
 
     return ready
-
-
-def fitted(pipe: Pipeline) -> Pipeline:
-    """The pipeline with room for no longer canvases than its model has positions."""
-    from dinfer.pipeline import Pipeline
-
-    runtime, most = pipe.engine.runtime, pipe.model.spec.max_length
-    if runtime.max_length is None or runtime.max_length <= most:
-        return pipe
-    return Pipeline(pipe.recipe, pipe.tokenizer, replace(runtime, max_length=most))
 
 
 def name_of(config: dict[str, Any]) -> str:

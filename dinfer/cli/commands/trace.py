@@ -20,7 +20,7 @@ import re
 from argparse import Namespace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 
@@ -30,10 +30,6 @@ from dinfer.cli.application import configured, launch, numbered
 from dinfer.cli.conf import beside, parse, pipeline, setting, text_of
 from dinfer.cli.terminal import say
 from dinfer.recipe.registry import unknown
-
-if TYPE_CHECKING:
-    from dinfer.analysis.trace.record import Trace
-    from dinfer.pipeline import Pipeline
 
 _CHANGE = re.compile(r"compare(?:\.(?P<change>[^=]+=.*)|=.*)", re.DOTALL)
 MAY_DIFFER = (*conf.GROUPS, "max_new_tokens")
@@ -83,12 +79,18 @@ def trace(config: dict[str, Any], question: str | None, *, changes: list[str]) -
         check_file(path)
     configs = [config] + ([changed("trace", changes)] if changes else [])
     pipe = pipeline(config)
-    from dinfer.analysis.trace.record import animation, document, page
+    from dinfer.analysis.trace.record import animation, document, page, record
 
     traces = []
     for each in configs:
-        same = each["model"] == config["model"]  # then the network is loaded already
-        traces.append(recorded(beside(pipe, each) if same else pipeline(each), each, prompt))
+        model, chat, new_tokens = (
+            each["model"],
+            setting(each, "chat", bool | None),
+            setting(each, "max_new_tokens", int),
+        )
+        own = beside(pipe, each) if model == config["model"] else pipeline(each)  # the same network is loaded already
+        name = model.get("checkpoint") or model["name"]
+        traces.append(record(own, prompt, max_new_tokens=new_tokens, chat=chat, model=name))
     found = document(prompt, traces)
     for one in traces:
         counts = one.counts
@@ -113,14 +115,6 @@ def outputs(out: str | list[str]) -> list[Path]:
     if not paths:
         raise ValueError("out=[] names no file: write out=trace.html")
     return paths
-
-
-def recorded(pipe: Pipeline, config: dict[str, Any], prompt: str) -> Trace:
-    from dinfer.analysis.trace.record import record
-
-    model, chat = config["model"], setting(config, "chat", bool | None)
-    new_tokens = setting(config, "max_new_tokens", int)
-    return record(pipe, prompt, max_new_tokens=new_tokens, chat=chat, model=model.get("checkpoint") or model["name"])
 
 
 arguments = configured
