@@ -353,10 +353,10 @@ class Constraints(Ability):
         if not branches_of(step.recipe.iteration):
             return
         view = replace(made.view, tokens_RL=made.commits.tokens_RL, masked_RL=made.commits.open_RL)
-        (sweeps, line, live_B), layout = self.line(step, view), self.layout(step, view)
+        (sweeps, line, _), layout = self.line(step, view), self.layout(step, view)
         class_BX1 = sweeps.classes_of(layout.by_lane(made.stats.token_RL))[..., None]
         fits_BX = sweeps.allowed(line).gather(2, class_BX1)[..., 0] | line.outside_BX
-        step.notes[Added] = layout.by_row(fits_BX | ~live_B[:, None])
+        step.notes[Added] = layout.by_row(fits_BX, behind=1)
 
     def moved(self, step: Step, made: Decision) -> None:
         """The state moves on over the positions that the active region has left."""

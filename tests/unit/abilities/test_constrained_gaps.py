@@ -121,6 +121,16 @@ def test_other_rows_do_not_notice() -> None:
         assert Row(found, together[3].canvas[1:]).feasible
 
 
+def test_branches_of_longer_rows_do_not_notice() -> None:
+    """What lay behind the row with gaps was never added to a branch, in free rows, too."""
+    iteration = {"name": "lopa", "block": 4, "blocks": 2, "branches": 3}
+    recipe = compose(Scripted(adversarial("random", 2)[:1]), iteration=iteration, decoder="threshold", cache="none")
+    free, gaps = Request([1, 2, 3], 90), request([1, MASK, MASK, 5, MASK, MASK], language_of("[a-j]{3,6}"), "gap")
+    (alone,) = completions(engine_for(recipe, rows=2), [free])
+    beside = completions(engine_for(recipe, rows=2), [free, gaps])[0]
+    assert (beside.canvas, beside.counts.forwards) == (alone.canvas, alone.counts.forwards)
+
+
 @pytest.mark.parametrize(
     ("canvas", "scope", "what"),
     [
