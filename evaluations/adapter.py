@@ -298,7 +298,8 @@ class DinferLM(TemplateLM):
                     done += 1
                     if self.progress is not None:
                         self.progress(task, done, len(jobs))
-        return [self._answer(job) for job in jobs]
+        found = {answer.key: answer.response for answer in self.ledger.answers}
+        return [found[job.key] for job in jobs]
 
     def _jobs(self, kind: str, requests: Sequence[Instance]) -> list[Job]:
         """One job for each request. lm-eval repeats a request for more samples, and also to pad ranks."""
@@ -311,12 +312,6 @@ class DinferLM(TemplateLM):
             key = key_of(kind, instance.task_name, instance.doc_id, instance.idx, repeat, instance.args)
             jobs.append(Job(instance, repeat, key))
         return jobs
-
-    def _answer(self, job: Job) -> Any:
-        answer = self.ledger.get(job.key)
-        if answer is None:
-            raise RuntimeError(f"{job.where} has no answer")
-        return answer.response
 
     def _generated(self, jobs: list[Job], asked: list[GenKwargs]) -> Iterator[tuple[Job, str, Sample]]:
         """The generations of one task, in the order in which they end."""

@@ -31,6 +31,11 @@ from dinfer.loading.files import GGUF, SMALL, CheckpointError, local, locate
 from dinfer.recipe.presets import folder
 from dinfer.recipe.registry import REGISTRIES, Registry, UnknownName, typed, unknown
 
+if TYPE_CHECKING:
+    from dinfer.engine.runtime import Runtime
+    from dinfer.loading.inspect import Inspection
+    from dinfer.pipeline import Pipeline
+
 HINTS = {
     "model": " A folder, a GGUF file or a hub name such as 'GSAI-ML/LLaDA-8B-Instruct' is good too.",
     "hydra/launcher": " Launchers of clusters need an extra: pip install 'dinfer[cluster]'.",
@@ -222,12 +227,6 @@ def with_recipe(command: str, recipe: str) -> dict[str, Any]:
     """The running command's configuration with another preset of components. Raises ValueError."""
     given = HydraConfig.get().overrides  # those of Hydra hold the folder of --config-dir
     return compose(command, [*given.hydra, *given.task, f"{RECIPE}={recipe}"])
-
-
-if TYPE_CHECKING:
-    from dinfer.engine.runtime import Runtime
-    from dinfer.loading.inspect import Inspection
-    from dinfer.pipeline import Pipeline
 
 
 def pipeline(config: dict[str, Any]) -> Pipeline:
