@@ -164,6 +164,10 @@ def copies(node: Node | None, known: dict[int, int]) -> int:
     return 1 if node is not None else 0
 
 
+HELD = 1 << 22  # states in all sets of states of one automaton, 32 bytes each and more
+OFTEN = 1 << 16
+
+
 class _Nfa:
     """An automaton under construction: edges over bytes, over nothing, and at the two ends of the text alone."""
 
@@ -172,6 +176,7 @@ class _Nfa:
         self.edges: list[list[Edge]] = []
         self.free: list[list[int]] = []
         self.anchors: tuple[dict[int, list[int]], dict[int, list[int]]] = ({}, {})
+        self.looked = self.held = 0  # states looked at since the budget was asked; states that sets of them hold
 
     def state(self) -> int:
         self.edges.append([])
@@ -236,7 +241,18 @@ class _Nfa:
                 if to not in seen:
                     seen.add(to)
                     todo.append(to)
+        self.looked += len(seen)
+        if self.looked > OFTEN:
+            self.looked = 0
+            self.budget.check()
         return frozenset(seen)
+
+    def kept(self, states: frozenset[int]) -> frozenset[int]:
+        """The set, which is kept. Raises TooLarge before such sets take all memory."""
+        self.held += len(states)
+        if self.held > HELD:
+            raise TooLarge("leaves too many ways open at once; make it simpler")
+        return states
 
 
 def build(node: Node, budget: Budget | None = None) -> Automaton:
@@ -272,18 +288,18 @@ def _deterministic(nfa: _Nfa, start: int, done: set[int]) -> tuple[list[list[Edg
         if targets not in known:
             for to in targets:
                 if to not in reached:
-                    reached[to] = frozenset(s for s in nfa.closure(to) if useful[s])
+                    reached[to] = nfa.kept(frozenset(s for s in nfa.closure(to) if useful[s]))
             whole = reached[targets[0]].union(*(reached[to] for to in targets[1:]))
             if whole not in number:
                 number[whole] = len(sets)
-                sets.append(whole)
+                sets.append(nfa.kept(whole))
             known[targets] = number[whole]
         return known[targets]
 
     subset((start,))
     edges: list[list[Edge]] = []
     while len(edges) < len(sets):
-        if len(edges) % 256 == 0:
+        if len(edges) % 16 == 0:
             nfa.budget.check(len(sets))
         found = [edge for state in sets[len(edges)] for edge in nfa.edges[state]]
         edges.append([(low, high, subset(targets)) for low, high, targets in _disjoint(found)])

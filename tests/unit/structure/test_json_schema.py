@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from jsonschema import Draft4Validator, Draft7Validator, Draft202012Validator
 
-from dinfer.structure import ConstraintError, Limits, json_object, json_schema
+from dinfer.structure import ConstraintError, Limits, json_object, json_schema, regex
 from dinfer.structure.automaton import Automaton
 from dinfer.structure.compiler import compile_automaton
 from dinfer.structure.json_shape import KEYWORDS
@@ -199,6 +199,15 @@ def test_options() -> None:
         json_object(whitespace="any")
     with pytest.raises(ConstraintError, match="depth=9"):
         json_object(depth=9)
+
+
+def test_what_leaves_many_ways_open_takes_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It once took gigabytes and minutes: from each state, all parts that follow may be left out."""
+    assert compile_automaton(regex("(a?){300}"))[0].states == 301
+    monkeypatch.setattr("dinfer.structure.automaton.HELD", 1 << 14)
+    for constraint in (regex("(a?){300}"), json_schema({"type": "string", "pattern": "^(a?){300}$"})):
+        with pytest.raises(ConstraintError, match="too many ways open"):
+            compile_automaton(constraint)
 
 
 def test_limits() -> None:
