@@ -33,11 +33,6 @@ DINFER_DEBUG=1, or Hydra's HYDRA_FULL_ERROR=1, shows the traceback of an error.
 LEVELS = (logging.WARNING, logging.INFO, logging.DEBUG)  # without -v, with it, with -vv
 
 
-def names() -> list[str]:
-    """All commands: the modules in `dinfer.cli.commands`."""
-    return sorted(module.name for module in pkgutil.iter_modules(commands.__path__))
-
-
 def parsers() -> tuple[Parser, dict[str, Parser]]:
     """The parser of `dinfer` and those of its commands, by name.
 
@@ -52,7 +47,7 @@ def parsers() -> tuple[Parser, dict[str, Parser]]:
     )  # fmt: skip
     parser.set_defaults(verbose=0, quiet=False, run=lambda args: parser.print_help())
     found = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
-    for name in names():
+    for name in sorted(module.name for module in pkgutil.iter_modules(commands.__path__)):
         module = importlib.import_module(f"{commands.__name__}.{name}")
         # From the source, since Python drops docstrings with PYTHONOPTIMIZE=2.
         text = ast.get_docstring(ast.parse(inspect.getsource(module))) or ""
