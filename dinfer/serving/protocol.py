@@ -155,6 +155,8 @@ class HeldFields(Strict):
     def held_at(self, path: str) -> Held | None:
         """`path`: what errors put before the names of fields."""
         made = [(f"{path}{field}", make, value) for field, make, value in _asked(self)]
+        if self.structured_outputs is not None and not any("structured_outputs" in field for field, _, _ in made):
+            raise invalid(f"{path}structured_outputs", " says no form: give json, regex, choice or grammar")
         if len(made) > 1:
             told = " and ".join(field for field, _, _ in made)
             raise ApiError(400, f"{told} are both given: an answer is held to one form", made[1][0], "invalid_value")

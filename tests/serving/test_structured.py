@@ -95,6 +95,7 @@ def test_plain_text_asks_for_nothing(client: Client) -> None:
         (named({"properties": {"a": {"$dynamicRef": "#b"}}}), "response_format.json_schema.schema.properties.a"),
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"structured_outputs": {"structural_tag": "a"}}, "structured_outputs.structural_tag"),
+        ({"structured_outputs": {"json": None}}, "structured_outputs"),
         ({"guided_choice": ["a"], "ignore_eos": True}, "ignore_eos"),
         ({"guided_choice": ["a"], "allowed_token_ids": [5]}, "allowed_token_ids"),
         ({"guided_choice": ["a long answer with many words"], "max_tokens": 2}, "max_tokens"),
