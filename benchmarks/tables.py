@@ -215,7 +215,7 @@ def step_parts() -> str:
     return table(columns, found.values())
 
 
-ABLATIONS = [f"ablation-{name}h200" for name in ("", "experts-", "more-", "decoders-", "host-")]
+ABLATIONS = [f"ablation-{name}h200" for name in ("", "experts-", "more-", "decoders-", "host-", "host-64-")]
 
 
 def ablation() -> str:
@@ -467,20 +467,22 @@ def rival() -> str:
     )
 
 
-NARROW = {  # title, and file
-    "`block`, bf16": "throughput-llada2-mini-block-h200",
-    "`narrow_block`, bf16": "throughput-llada2-mini-narrow-h200",
-    "`narrow_block`, fp8": "throughput-llada2-mini-fp8-narrow-h200",
+NARROW = {  # by file
+    "throughput-llada2-mini-block-h200": "`block`, bf16",
+    "throughput-llada2-mini-narrow-h200": "`narrow_block`, bf16",
+    "throughput-llada2-mini-narrow-wide-h200": "`narrow_block`, bf16",
+    "throughput-llada2-mini-fp8-narrow-h200": "`narrow_block`, fp8",
 }
 
 
 def narrow() -> str:
     """Throughput with whole blocks and with the narrow window."""
-    reports = {title: load(name) for title, name in NARROW.items()}
+    reports = {name: load(name) for name in NARROW}
     rows = [
-        {"title": title, **run, "busy": run["device_share"], "least": run["limit"]["tokens_per_s"]}
-        for title, report in reports.items() for run in reversed(report["runs"])
+        {"title": NARROW[name], **run, "busy": run["device_share"], "least": run["limit"]["tokens_per_s"]}
+        for name, report in reports.items() for run in report["runs"]
     ]  # fmt: skip
+    rows.sort(key=lambda row: (row["title"], row["in_flight"]))
     columns: dict[str, Cell] = {
         "cache": "{title}", "in flight": "{in_flight}", "tokens/s, steady": "{steady_tokens_per_s:,.0f}",
         "limit of its steps": "{least:,.0f}", "GPU busy": "{busy:.0%}",
