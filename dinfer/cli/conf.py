@@ -371,17 +371,26 @@ def text_of(config: dict[str, Any], name: str, given: str | None) -> str | None:
 
 
 def held_of(config: dict[str, Any]) -> dict[str, Any]:
-    """What answers are held to, as `Pipeline.generate` takes it. Raises ValueError for a file that cannot be read."""
-    choice = setting(config, "choice", tuple[str, ...] | None)
-    held: dict[str, Any] = {"regex": setting(config, "regex", str | None), "choice": choice}
+    """What answers are held to, as `Pipeline.generate` takes it. A list is of gaps, one for each.
+
+    Raises ValueError for a file that cannot be read.
+    """
+    choice = setting(config, "choice", tuple[str, ...] | tuple[tuple[str, ...], ...] | None)
+    held: dict[str, Any] = {"regex": setting(config, "regex", str | tuple[str, ...] | None), "choice": choice}
     for name in ("schema", "grammar"):
-        if (path := setting(config, name, str | None)) is not None:
-            try:
-                held[name] = Path(path).read_text("utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                raise ValueError(f"{name}={path} is not a file of text: {error}") from error
+        given = setting(config, name, str | tuple[str, ...] | None)
+        several = isinstance(given, list | tuple)
+        texts = [] if given is None else [_text_in(name, path) for path in (given if several else [given])]
+        held[name] = texts if several else next(iter(texts), None)
     held["posterior"] = setting(config, "posterior", bool) or None
     return {name: value for name, value in held.items() if value is not None}
+
+
+def _text_in(name: str, path: str) -> str:
+    try:
+        return Path(path).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{name}={path} is not a file of text: {error}") from error
 
 
 def group(config: dict[str, Any], name: str, kind: type, **more: Any) -> Any:

@@ -66,6 +66,8 @@ def form_of(held: Mapping[str, Any]) -> Form | None:
     """None: answers are free. Raises ValueError for two constraints or a wrong one, and TypeError for other names."""
     for name, value in given_of(held).items():
         with named(name):
+            if isinstance(value, list) and name != "choice":
+                raise ValueError("a list is of gaps, one for each: infill takes it, with scope=gap")
             typed = name == "schema" and not isinstance(value, (dict, bool, str))
             constraint = _schema_of(value) if typed else MAKERS[name](value)
             read = partial(_instance, value) if typed else partial(value_of, constraint)

@@ -614,7 +614,7 @@ class InfillRequest(Scored, Sampled, HeldFields):
 
     text: Text
     scope: Literal["answer", "gap"] = "answer"  # what a form holds: all text from the first gap on, or each gap
-    forms: Annotated[list[HeldFields], Field(min_length=1)] | None = None  # of each gap its own
+    forms: Annotated[list[HeldFields], Field(min_length=1, max_length=MAX_CHOICES)] | None = None  # each gap's own
 
     @property
     def each_held(self) -> list[Held]:

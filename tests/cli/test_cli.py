@@ -121,6 +121,8 @@ WRONG = [
     (["generate", "a", "schema=none.json"], "schema=none.json is not a file of text"),
     (["generate", "a", "choice=yes"], "choice="),
     (["generate", "a", "choice=[a]", "regex=b"], "regex and choice are both given"),
+    (["infill", "a [MASK:1]", "regex=[a,5]", "scope=gap"], "regex=['a', 5] must be a text or a list, each a text"),
+    (["infill", "a [MASK:1]", "schema=[none.json]", "scope=gap"], "schema=none.json is not a file of text"),
     (["generate", "a", "runtime=3"], "runtime=3 must be settings"),
     (["generate", "a", "decoder=fixed", "decoder.steps=99999999999999999999", CHECKPOINT], "is too large"),
 ]
@@ -156,6 +158,16 @@ def test_an_answer_is_held_to_a_form(dinfer: CommandLine, tmp_path: Path) -> Non
     said = dinfer("generate", "A question", "device=cpu", f"schema={tmp_path}/schema.json")
     assert (said.status, json.loads(said.out)) == (0, {"n": 1})
     assert dinfer("generate", "A question", "device=cpu", "choice=[yes,no]").out in ("yes\n", "no\n")
+
+
+def test_each_gap_is_held_to_a_form_of_its_own(dinfer: CommandLine, tmp_path: Path) -> None:
+    (tmp_path / "schema.json").write_text('{"enum": [1, 2]}')
+    one, two = f"{tmp_path}/schema.json", "choice=[[abc,xyz],[de,fg]]"
+    for form, pattern in ((f"schema=[{one},{one}]", "[12] is [12]"), (two, "(abc|xyz) is (de|fg)")):
+        said = dinfer("infill", "[MASK:1] is [MASK:1]" if one in form else "[MASK:3] is [MASK:2]", form, "scope=gap")
+        assert said.status == 0 and re.fullmatch(pattern, said.out.strip()), said
+    said = dinfer("generate", "a", f"schema=[{one}]")
+    assert said.status == 2 and "schema: a list is of gaps, one for each" in said.err
 
 
 def test_an_empty_answer_is_explained(dinfer: CommandLine) -> None:

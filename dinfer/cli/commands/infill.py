@@ -8,6 +8,7 @@ text with its gaps filled on stdout. Prints what fills each gap, tokens, forward
 on stderr. max_new_tokens has no effect here.
 
   dinfer infill "Tom has [MASK:2] coins." "regex='[0-9]+'" scope=gap
+  dinfer infill "[MASK:3] has [MASK:2] coins." "regex=['[A-Z][a-z]+','[0-9]+']" scope=gap
   dinfer infill "Tom has [MASK:2] coins." sampling.temperature=0.7 sampling.seed=3 decoder=fixed
 """
 
