@@ -215,7 +215,7 @@ def step_parts() -> str:
     return table(columns, found.values())
 
 
-ABLATIONS = [f"ablation-{name}h200" for name in ("", "experts-", "more-", "decoders-", "host-", "host-64-")]
+ABLATIONS = [f"ablation-{name}h200" for name in ("", "experts-", "more-", "decoders-", "host-")]
 
 
 def ablation() -> str:
