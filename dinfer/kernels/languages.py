@@ -76,7 +76,7 @@ class Sweeps:
         place_Z = torch.arange(most, device=flat_YN.device)
         index_BZ = (first_B1 + place_Z).clamp_max(flat_YN.shape[0] - 1)
         found_BZN = flat_YN[index_BZ].to(torch.int64)
-        found_BZN[..., [0, -1]] = found_BZN[..., [0, -1]].clamp_max(self.states)  # of a language that nobody is in
+        found_BZN[..., :: flat_YN.shape[1] - 1].clamp_max_(self.states)  # of a language that nobody is in
         return torch.where((place_Z < count_B1)[..., None], found_BZN, self.states)
 
     def next_of(self, class_B: Tensor) -> Tensor:
