@@ -105,13 +105,15 @@ def main(args: list[str] | None = None) -> None:
             report["languages"][name] = sizes | {"pairs": len(found.pairs_P2)}
     recipe = usual(model)
     for batch in map(int, given.batch.split(",")):
-        pipe = Pipeline(recipe, None, Runtime(rows=batch, graphs=device.type == "cuda"))
+        # An engine each, since it learns from its answers how soon blocks end, and then waits for the host.
+        runtime = Runtime(rows=batch, graphs=device.type == "cuda")
+        pipes = {name: Pipeline(recipe, None, runtime) for name in languages}
         prompts = random_prompts(spec, batch, given.prompt)
         rows: dict[str, dict[str, list[float]]] = {}
         for run in range(RUNS + 2):  # the first two compile and capture
             for name, found in languages.items():
                 requests = [Request(list(p), given.new, more=more_of(found, given)) for p in prompts]
-                for step, ms in times(pipe, requests).items():
+                for step, ms in times(pipes[name], requests).items():
                     if run > 1:
                         rows.setdefault(step, {}).setdefault(name, []).append(ms)
         report["batches"][batch] = {
@@ -121,7 +123,7 @@ def main(args: list[str] | None = None) -> None:
             }
             for step, found in rows.items() if (plain := statistics.median(found.get("none", [0.0])))
         }  # fmt: skip
-        report["refused_graphs"] = [*pipe.engine.runner.refused.values()]
+        report["refused_graphs"] = [why for pipe in pipes.values() for why in pipe.engine.runner.refused.values()]
         save(report, given.out)
     if device.type == "cuda":
         pipe, prompt = Pipeline(recipe, None, Runtime(rows=1, graphs=True)), random_prompts(spec, 1, given.prompt)[0]
