@@ -383,7 +383,6 @@ def _parts(settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Components as arguments of `load`, and the settings of `Likelihood`. Raises ValueError."""
     kinds, likelihood = [registry.kind for registry in REGISTRIES], list(Likelihood.__dataclass_fields__)
     known = [*kinds, *(f"{kind}.OPTION" for kind in kinds), *(f"likelihood.{name}" for name in likelihood)]
-    defaults = {"model": "tiny", "iteration": "blockwise", "decoder": "threshold", "cache": "dual"}
     options: dict[str, dict[str, Any]] = {}
     found: dict[str, Any] = {}
     for name, value in settings.items():
@@ -401,5 +400,5 @@ def _parts(settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         elif kind == "model" and "name" not in given:
             raise ValueError("model_args: options of a model need its family, such as model=llada")
         else:
-            parts[kind] = {"name": defaults.get(kind, "standard"), **given}
+            parts[kind] = given
     return parts, found

@@ -485,7 +485,7 @@ def load(
     runtime: Runtime | None = None,
     **parts: Unpack[Parts],
 ) -> Pipeline:
-    """A pipeline. The parts of a recipe are names, or mappings with a `name` and options.
+    """A pipeline. The parts of a recipe are names, or mappings with a `name` and options, or options of the usual part.
 
     `model`: the name of a preset, a hub name, a folder, a GGUF file, or a mapping {"name": family, "checkpoint": ...};
     None: that of `preset`, or "tiny". `preset`: a name of `dinfer.presets()`, whose recipe is used and, unless `model`
@@ -509,7 +509,7 @@ def load(
     family, recipe = _chosen(model, preset)
     folder = locate(family.checkpoint, family.revision)
     run, source = runtime or Runtime(graphs=where.type == "cuda"), Source(family, folder, dtype, quantize)
-    recipe |= {kind: presets.component(kind, part) if isinstance(part, str) else part for kind, part in parts.items()}
+    recipe |= {kind: _part(kind, part, recipe.get(kind)) for kind, part in parts.items()}
     made: Any = partial(compose, **recipe)
     made(SimpleNamespace(spec=source.spec))  # parts that do not fit are known before the weights are read
     if run.tensor_parallel > 1:
@@ -517,6 +517,13 @@ def load(
     else:
         network = load_network(folder, family, dtype=dtype, device=where, quantize=quantize)
     return Pipeline(made(network), read_tokenizer(folder, family.tokenizer), run)
+
+
+def _part(kind: str, part: Any, usual: Any) -> Any:
+    """A part as given. Without a name its options are those of `usual`, that of the preset."""
+    if isinstance(part, str):
+        return presets.component(kind, part)
+    return {**usual, **part} if isinstance(part, Mapping) and "name" not in part and usual else part
 
 
 def _chosen(model: Any, preset: str | None) -> tuple[Any, dict[str, Any]]:

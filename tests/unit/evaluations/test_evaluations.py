@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +195,14 @@ def test_gen_kwargs_that_cannot_be(pipe: Pipeline, kwargs: dict[str, Any], messa
 def test_estimates_that_cannot_be(values: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"likelihood.{next(iter(values))}="):
         Likelihood(**values)
+
+
+def test_options_alone_are_those_of_the_models_usual_recipe() -> None:
+    """As on the command line: `decoder.threshold=0.8` does not change the decoder."""
+    usual = dinfer.load("tiny-llada2").recipe
+    lm = DinferLM.create_from_arg_obj({"model": "tiny-llada2", "decoder.threshold": 0.8}, {"device": "cpu"})
+    assert lm.pipe.recipe.decoder == replace(usual.decoder, threshold=0.8)
+    assert (lm.pipe.recipe.cache, lm.pipe.recipe.iteration) == (usual.cache, usual.iteration)
 
 
 def test_arguments_of_lm_evals_command_line() -> None:
