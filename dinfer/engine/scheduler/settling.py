@@ -200,13 +200,13 @@ class Slicing:
                 if more and spare < 0 and shape.phase == Phase.WINDOW and shape.width == front:
                     left_out.add(slot)
         decoding = sorted(phases.get(Phase.WINDOW, []), key=lambda row: row.slot not in left_out)
-        lanes, opens, chances = dict[int, float](), dict[int, float](), list[float]()
+        lanes, expected, chances = dict[int, float](), dict[int, float](), list[float]()
         for row in decoding:
             step = None if row.slot in left_out else stepping.get(row.slot)
             chances.append(0.0 if step is None else self.ends.chance(row))
             guess = self._guess(row, step, block)
             if guess is not None and row.slot is not None:
-                lanes[row.slot], opens[row.slot] = guess
+                lanes[row.slot], expected[row.slot] = guess
         wrong = sqrt(sum(chance * (1 - chance) for chance in chances)) + self.ends.stops * sum(chances)
         if len(lanes) * (2 * block - front) <= self._free or (
             LATE * wrong * 2 * block > self._free + sum(lanes.values()) * front
@@ -214,7 +214,7 @@ class Slicing:
             return None
         widest = max(2 * block, *(row.need.width for row in decoding))
         groups = sliced(lanes, front, widest, self._limit)
-        return Prediction(phases, [row for row in decoding if row.slot in lanes], groups, opens)
+        return Prediction(phases, [row for row in decoding if row.slot in lanes], groups, expected)
 
     def _lanes(self, width: int) -> int:
         return -(-width // self._plan.front)
