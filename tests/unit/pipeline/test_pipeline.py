@@ -78,7 +78,7 @@ def test_load_reads_what_it_is_given(pipe: Pipeline, folder: Path) -> None:
         ({"decoder": {"name": "threshold", "threshold": 1.5}}, "threshold=1.5 must be a probability"),
         ({"decoder": {"name": "threshold", "threshold": float("nan")}}, "must be a probability"),
         ({"decoder": {"name": "fixed", "steps": 2.5}}, "steps=2.5 must be an integer"),
-        ({"decoder": {"threshold": 0.5}}, "needs a `name`"),
+        ({"decoder": {"stesp": 0.5}}, "unknown option of decoder"),  # of the usual one
         ({"cache": "dula"}, "Did you mean 'dual'"),
         ({"iteration": {"name": "blockwise", "block": 0}}, "block=0 must be at least 1"),
         (
