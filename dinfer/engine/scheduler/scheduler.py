@@ -21,7 +21,7 @@ from dinfer.abilities.verification import Verifies
 from dinfer.engine.row import PLACE, Row, StepWidth
 from dinfer.engine.runtime import AUTO_CANDIDATES, Runtime, candidates_of
 from dinfer.engine.scheduler.grouping import LATE, Group, PrefillBatching, free_positions, grouped, opens
-from dinfer.engine.scheduler.settling import Settling, Slicing
+from dinfer.engine.scheduler.settling import Ahead, Settling, Slicing
 from dinfer.recipe.recipe import Recipe
 from dinfer.step.canvas import Cursors, Phase
 from dinfer.step.shape import Extra, KeysOnly, StepShape, extras_of
@@ -155,7 +155,8 @@ class Scheduler:
         keeps = self._window.keeps and recipe.iteration.blocks == 1
         # After a draft comes either its verification or another draft, and no step fits both.
         simple = keeps and not (self._tries or isinstance(recipe.decoder, Verifies))
-        self._slices, self._ahead = sliceable(recipe), None
+        self._slices = sliceable(recipe)
+        self._ahead: Ahead | None = None
         if simple and (self._slices or runtime.throughput):
             self._ahead = (Slicing if self._slices else Settling)(recipe, self._free, runtime.positions)
         self._arrived = 0  # prefills since the last plan
@@ -183,7 +184,7 @@ class Scheduler:
             phases[row.cursors.phase].append(row)  # type: ignore[index]  # an IntEnum is its number
         if self.runtime.throughput and self._holds(phases):
             phases[Phase.PREFILL] = []
-        if isinstance(self._ahead, Settling):
+        if self._ahead is not None:
             phases[Phase.WINDOW] = self._ahead.turn(phases[Phase.WINDOW])
         steps = [
             step

@@ -5,6 +5,7 @@ compute the keys of their finished block alone) fits rows that stay in their blo
 step with lanes to spare, if rows may take several. Host side; no token depends on it.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import sqrt
@@ -94,13 +95,28 @@ def phases_after(rows: Collection[Row], steps: Sequence[tuple[StepShape, list[in
     return phases if {*phases} <= {Phase.PREFILL, Phase.WINDOW} else None
 
 
-class Settling:
+class Ahead(ABC):
     """Says where the steps under way most likely leave their rows, and which steps then fit all of them."""
 
     def __init__(self, recipe: Recipe, free: int, limit: int) -> None:
         """`free` and `limit`: see `grouping.grouped`."""
         self._cache, self._spec, self._free, self._limit = recipe.cache, recipe.model.spec, free, limit
+        self._plan = recipe.cache.plan(Phase.WINDOW)
         self.ends = BlockEnds()
+
+    def turn(self, rows: list[Row]) -> list[Row]:
+        """Those of the rows that take part in a round, where the host knows what each needs."""
+        return rows
+
+    @abstractmethod
+    def predicted(
+        self, rows: Collection[Row], steps: Sequence[tuple[StepShape, list[int]]], block: int
+    ) -> Prediction | None:
+        """The round after `steps`, which are under way; None if it is not to be launched before they end."""
+
+
+class Settling(Ahead):
+    """Steps in which rows settle, wide steps, or rows that take steps by turns."""
 
     def turn(self, rows: list[Row]) -> list[Row]:
         """The rows whose turn it is, if those that enter a block and the others take steps by turns; else all."""
@@ -172,17 +188,11 @@ class Settling:
         return Guess(narrow, 2 * (narrow or 0), chance, row.open_before[end] - row.open_before[now.end])
 
 
-class Slicing:
-    """Says how many lanes the rows of a narrow window will most likely take in the round after the one under way.
+class Slicing(Ahead):
+    """Steps with as many lanes as the rows of a narrow window will most likely take.
 
     Where they are too few, the last rows that enter a block sit a round out, and come first in the next one.
     """
-
-    def __init__(self, recipe: Recipe, free: int, limit: int) -> None:
-        """`free` and `limit`: see `grouping.grouped`."""
-        self._cache, self._spec, self._free, self._limit = recipe.cache, recipe.model.spec, free, limit
-        self._plan = recipe.cache.plan(Phase.WINDOW)
-        self.ends = BlockEnds()
 
     def predicted(
         self, rows: Collection[Row], steps: Sequence[tuple[StepShape, list[int]]], block: int
@@ -204,7 +214,7 @@ class Slicing:
         for row in decoding:
             step = None if row.slot in left_out else stepping.get(row.slot)
             chances.append(0.0 if step is None else self.ends.chance(row))
-            guess = self._guess(row, step, block)
+            guess = self._guess(row, step, chances[-1], block)
             if guess is not None and row.slot is not None:
                 lanes[row.slot], expected[row.slot] = guess
         wrong = sqrt(sum(chance * (1 - chance) for chance in chances)) + self.ends.stops * sum(chances)
@@ -219,12 +229,12 @@ class Slicing:
     def _lanes(self, width: int) -> int:
         return -(-width // self._plan.front)
 
-    def _guess(self, row: Row, step: StepShape | None, block: int) -> tuple[float, float] | None:
+    def _guess(self, row: Row, step: StepShape | None, enters: float, block: int) -> tuple[float, float] | None:
         """The lanes that it takes and its open positions, after a step that fits it. None: it ends.
 
-        `step`: None if it has none.
+        `step`: None if it has none. `enters`: the chance that the step ends its block.
         """
-        now, need, enters = row.cursors, row.need.width, self.ends.chance(row)
+        now, need = row.cursors, row.need.width
         if now.phase == Phase.PREFILL:
             _, _, settled = self._plan.bounds(now.region_and_length, self._spec.attention_layout)
             step, need = None, width_of(self._cache, self._spec, now._replace(phase=Phase.WINDOW, kept=settled))
