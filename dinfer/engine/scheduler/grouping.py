@@ -117,10 +117,10 @@ def _prefill(needs: Mapping[int, StepWidth], limit: int) -> Group:
 
 
 def opens(row: Row, plan: WindowPlan) -> int:
-    """Open positions that a row's next step computes: the others need no logits. About, if its window is narrow.
+    """About how many open positions a row's next step computes; no other position needs logits.
 
-    Then it is their number where tokens are committed from the left. A row that has sat a step out, as it has more,
-    gets room for all.
+    The number is exact unless the window is narrow, and then it is exact where tokens are committed from the left. A
+    row that had more open positions sits the step out, and gets room for all of them in the next one.
     """
     most, done = min(row.left, row.need.width), row.cursors.end - row.cursors.start - row.left
     if row.missed or not 0 < row.need.width <= plan.front:

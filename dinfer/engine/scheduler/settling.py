@@ -82,7 +82,7 @@ class Prediction(NamedTuple):
 
 
 def phases_after(rows: Collection[Row], steps: Sequence[tuple[StepShape, list[int]]]) -> dict[Phase, list[Row]] | None:
-    """The rows by the phase of their next step, if `steps`, which are under way, fit them; None: who knows."""
+    """The rows by the phase of their next step, if `steps`, which are under way, fit them; None if they may not."""
     phases = dict[Phase, list[Row]]()
     prefilled: dict[int | None, int] = {
         slot: shape.width for shape, slots in steps if shape.phase == Phase.PREFILL for slot in slots
