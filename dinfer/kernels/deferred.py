@@ -25,7 +25,9 @@ def close(x: Deferred) -> Tensor:
         return combine(x.values, x.weights_NC, x.plus_ND)
     parts_NCD = x.values.unflatten(0, (len(x.weights_NC), -1)).float()
     chosen = x.weights_NC.shape[1]
-    mixed_ND = (parts_NCD[:, :chosen] * x.weights_NC[..., None]).sum(1) + parts_NCD[:, chosen:].sum(1)
+    mixed_NCD = parts_NCD[:, :chosen] * x.weights_NC[..., None]
+    mixed_NCD = mixed_NCD.masked_fill(x.weights_NC[..., None] == 0, 0)  # nobody may have written such a part
+    mixed_ND = mixed_NCD.sum(1) + parts_NCD[:, chosen:].sum(1)
     return (mixed_ND if x.plus_ND is None else mixed_ND + x.plus_ND).to(x.dtype)
 
 

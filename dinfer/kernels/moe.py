@@ -45,17 +45,20 @@ def wide_linear(x_ND: Deferred, weight_XD: Tensor) -> Tensor | Parts:
 def route(
     logits_NX: Deferred, chosen: int, *, sigmoid: bool, normalize: bool, scale: float,
     bias_X: Tensor | None = None, groups: int = 1, groups_chosen: int = 1, allowed_NX: Tensor | None = None,
+    pos_BW: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The experts of each token, integers [N, C], and their mixing weights, floats [N, C] (see `ExpertSpec`).
 
-    `logits_NX` are float32 or wider. `allowed_NX`: the experts a token may choose; None: all.
+    `logits_NX` are float32 or wider. `allowed_NX`: the experts a token may choose; None: all. `pos_BW`: -1 for padding.
+    A GPU gives padding to no expert, whose number is too large and whose weight is 0. Otherwise all padding of a step,
+    being alike, would choose the same few experts.
     """
     if allowed_NX is None and use_triton(held(logits_NX), "router"):
         from dinfer.kernels.triton.moe import route as kernel
 
         return kernel(
             to_add(logits_NX), chosen, sigmoid=sigmoid, normalize=normalize, scale=scale, bias_X=bias_X, groups=groups,
-            groups_chosen=groups_chosen,
+            groups_chosen=groups_chosen, pos_BW=pos_BW,
         )  # fmt: skip
     logits_NX = close(logits_NX)
     scores_NX = logits_NX.sigmoid() if sigmoid else logits_NX.softmax(-1)
@@ -228,7 +231,7 @@ def expert_mixture(
             gate_up, down, joined = more, wider, True
         else:
             plus_ND = shared.mlp(flat)
-    made = plan(experts_NC, len(gate_up.each), down.rows_of_tile(pairs_per_expert), joined, whole=dealt is None)
+    made = plan(experts_NC, len(gate_up.each), down.rows_of_tile(pairs_per_expert), joined)
     hidden_PM = gate_up.gated_rows(flat, made, gated, down)
     out_PD = down.mixed_rows(hidden_PM, made)
     if tokens <= DEFERRED:  # more rows would fill memory until they are read

@@ -144,8 +144,7 @@ class Plan(NamedTuple):
     pairs_XN: Tensor  # the numbers of each expert's pairs, ascending
     tile_I4: Tensor  # expert (-1: no tile), first pair among the expert's, first pair in the order of tiles, pairs
     rows: int
-    pairs: int
-    whole: bool = True  # False: some pairs belong to experts of other ranks, and no tile has them
+    pairs: int  # those that no tile has included: of padding, and of experts of other ranks
 
 
 class InGroups(NamedTuple):

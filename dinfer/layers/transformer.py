@@ -114,7 +114,7 @@ class Experts(Formatted):
         return route(
             logits_NX, experts.chosen, sigmoid=experts.scores == "sigmoid", normalize=experts.normalize,
             scale=experts.scale, bias_X=self.choice_bias, groups=experts.groups, groups_chosen=experts.groups_chosen,
-            allowed_NX=allowed_NX,
+            allowed_NX=allowed_NX, pos_BW=pos_BW,
         )  # fmt: skip
 
 

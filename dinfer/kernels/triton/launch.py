@@ -106,14 +106,19 @@ def _shared(device: torch.device | None) -> int:
 
 @triton.jit
 def added(ptr, mix_ptr, mask, apart, OTHER: tl.constexpr, PARTS: tl.constexpr, MIXED: tl.constexpr):
-    """The sum of PARTS parts, `apart` from one another, in order and in float32; the first MIXED are weighted."""
+    """The sum of PARTS parts, `apart` from one another, in order and in float32; the first MIXED are weighted.
+
+    A part of weight 0 may hold anything: nobody may have written it.
+    """
     sum = tl.load(ptr, mask=mask, other=OTHER).to(tl.float32)
     if MIXED:
-        sum *= tl.load(mix_ptr)
+        weight = tl.load(mix_ptr)
+        sum = tl.where(weight == 0.0, 0.0, sum * weight)
     for part in tl.static_range(1, PARTS):
         addend = tl.load(ptr + part * apart, mask=mask, other=OTHER).to(tl.float32)
         if part < MIXED:
-            addend *= tl.load(mix_ptr + part)
+            weight = tl.load(mix_ptr + part)
+            addend = tl.where(weight == 0.0, 0.0, addend * weight)
         sum += addend
     return sum
 

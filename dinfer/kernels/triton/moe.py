@@ -63,8 +63,8 @@ def _plan(
         tl.store(fields + 3, tl.minimum(found - slot, ROWS), mask=tile < end)
 
 
-def plan(experts_NC: Tensor, experts: int, rows: int, shared: bool = False, whole: bool = True) -> Plan:
-    """No expert is in `experts_NC` [N, C] twice for one token. Not `whole`: larger numbers than `experts` are none."""
+def plan(experts_NC: Tensor, experts: int, rows: int, shared: bool = False) -> Plan:
+    """No expert is in `experts_NC` [N, C] twice for one token. Larger numbers than `experts` are none."""
     (tokens, chosen), device = experts_NC.shape, experts_NC.device
     programs, pairs = experts + shared, tokens * (chosen + shared)
     made = Plan(
@@ -72,7 +72,6 @@ def plan(experts_NC: Tensor, experts: int, rows: int, shared: bool = False, whol
         torch.empty(programs + pairs // rows, 4, dtype=torch.int32, device=device),
         rows,
         pairs,
-        whole,
     )
     block, many = min(triton.next_power_of_2(tokens), 1024), triton.next_power_of_2(chosen)
     _plan[(programs,)](
@@ -269,9 +268,7 @@ def _product(
     many, depth = piece or many, width // parts if parts > 1 else depth
     few, copies = rows // 2 if rows >= (128 if copied else 64) else rows, 2 if gate else 1
     each = (many * copies * weight.each.dtype.itemsize + rows * values.dtype.itemsize) * depth
-    # A gate's rows are read by tiles alone. Those of the second product are added up, whoever has written them.
-    make = values.new_empty if gate or plan.whole else values.new_zeros
-    out = make(pairs, outputs, dtype=FLOAT8 if piece else x.dtype)
+    out = values.new_empty(pairs, outputs, dtype=FLOAT8 if piece else x.dtype)
     out_scale = values.new_empty(outputs // piece, pairs, dtype=torch.float32) if piece else None
     x_tiles, few_tiles, weight_tiles = None, None, None
     if copied:
@@ -364,10 +361,10 @@ def _ordered(x):
 
 @triton.jit
 def _route(
-    logits_ptr, bias_ptr, experts_ptr, weights_ptr, experts, scale,
+    logits_ptr, bias_ptr, pos_ptr, experts_ptr, weights_ptr, experts, scale,
     PARTS: tl.constexpr, C: tl.constexpr, G: tl.constexpr, KEPT: tl.constexpr, SIGMOID: tl.constexpr,
-    NORMALIZE: tl.constexpr, BIAS: tl.constexpr, SIZE: tl.constexpr, CHOSEN: tl.constexpr, GROUPS: tl.constexpr,
-    EARLY: tl.constexpr,
+    NORMALIZE: tl.constexpr, BIAS: tl.constexpr, PADDED: tl.constexpr, SIZE: tl.constexpr, CHOSEN: tl.constexpr,
+    GROUPS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     size = experts // G
@@ -415,13 +412,17 @@ def _route(
     weight = tl.sigmoid(weight) if SIGMOID else tl.exp(weight - top) / sum
     if NORMALIZE:
         weight = weight / (tl.sum(weight, 0) + 1e-20)
+    weight *= scale
+    if PADDED:
+        there = tl.load(pos_ptr + token) >= 0
+        chosen, weight = tl.where(there, chosen, experts + 1), tl.where(there, weight, 0.0)
     tl.store(experts_ptr + token * C + place, chosen, mask=place < C)
-    tl.store(weights_ptr + token * C + place, weight * scale, mask=place < C)
+    tl.store(weights_ptr + token * C + place, weight, mask=place < C)
 
 
 def route(
     logits_NX: Tensor | Parts, chosen: int, *, sigmoid: bool, normalize: bool, scale: float, bias_X: Tensor | None,
-    groups: int, groups_chosen: int,
+    groups: int, groups_chosen: int, pos_BW: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See `dinfer.kernels.moe.route`. A token's best expert comes first; of equal experts the first wins."""
     logits, parts = addends(logits_NX)
@@ -429,9 +430,10 @@ def route(
     experts_NC = torch.empty(tokens, chosen, dtype=torch.int32, device=logits.device)
     weights_NC = logits.new_empty(tokens, chosen)
     _route[(tokens,)](
-        logits, logits if bias_X is None else bias_X, experts_NC, weights_NC, experts, scale,
+        logits, logits if bias_X is None else bias_X, experts_NC if pos_BW is None else pos_BW.contiguous(),
+        experts_NC, weights_NC, experts, scale,
         PARTS=parts, C=chosen, G=groups, KEPT=groups_chosen, SIGMOID=sigmoid, NORMALIZE=normalize,
-        BIAS=bias_X is not None, SIZE=triton.next_power_of_2(experts // groups), CHOSEN=triton.next_power_of_2(chosen),
-        GROUPS=triton.next_power_of_2(groups), num_warps=1, **early(logits),
+        BIAS=bias_X is not None, PADDED=pos_BW is not None, SIZE=triton.next_power_of_2(experts // groups),
+        CHOSEN=triton.next_power_of_2(chosen), GROUPS=triton.next_power_of_2(groups), num_warps=1, **early(logits),
     )  # fmt: skip
     return experts_NC, weights_NC

@@ -66,8 +66,7 @@ def expert_linear(
     (experts, outputs, groups), (rows, width) = scale_XOG.shape, x.shape
     group = width // groups
     given = x if isinstance(x, Grouped) else round_groups(x, group)
-    make = values.new_empty if by_token or plan.whole else values.new_zeros
-    out_PO = make(plan.pairs, outputs, dtype=x.dtype)
+    out_PO = values.new_empty(plan.pairs, outputs, dtype=x.dtype)
     shared_values, shared_scale = (values, scale_XOG) if shared is None else shared
     tall, together, warps, most = SHAPE
     _packed_expert_linear[(triton.cdiv(outputs, tall) * plan.tile_I4.shape[0],)](

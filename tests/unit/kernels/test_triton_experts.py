@@ -49,12 +49,12 @@ def test_experts_that_are_elsewhere_take_no_tile_and_add_nothing(
             if one is not None:
                 gate_up, down = gate_up._replace(shared=one[0]), down._replace(shared=one[1])
                 plus_ND = shared_of(*one).mlp(x_ND)
-            plan = triton_moe.plan(own_NC, 2, 16, one is not None, whole=False)
+            plan = triton_moe.plan(own_NC, 2, 16, one is not None)
             hidden_PM = triton_moe.gated_linear(x_ND, gate_up, plan, "silu")
             got_ND = triton_moe.combine(triton_moe.expert_linear(hidden_PM, down, plan), own_weights_NC)
             torch.testing.assert_close(got_ND, want_ND + plus_ND, **CLOSE[torch.float32])
         packs = packed.pack(gate_up_XMD[here]), packed.pack(down_XDM[here])
-        plan = triton_moe.plan(own_NC, 2, 16, whole=False)
+        plan = triton_moe.plan(own_NC, 2, 16)
         up_PM = triton_packed_moe.expert_linear(x_ND, *packs[0], plan, by_token=True)
         out_PD = triton_packed_moe.expert_linear(norm.swiglu(up_PM), *packs[1], plan, by_token=False)
         scales = packs[0][1], packs[1][1]
@@ -63,6 +63,24 @@ def test_experts_that_are_elsewhere_take_no_tile_and_add_nothing(
             lambda both, _: in_8_bits(norm.swiglu(both), 32), scales, dealt=Dealt(first, experts),
         )  # fmt: skip
         torch.testing.assert_close(triton_moe.combine(out_PD, own_weights_NC), want_ND, **CLOSE[torch.float32])
+
+
+def test_padding_goes_to_no_expert(nothing_uninitialised: None) -> None:
+    """Its outputs are 0, whatever memory held before, and those of other tokens are what they would be without it."""
+    router = {"sigmoid": True, "normalize": True, "scale": 2.5, "bias_X": None, "groups": 1, "groups_chosen": 1}
+    logits_NX, x_ND = draw(12, 6), draw(12, 32)
+    pos_BW = torch.tensor([[3, 4, 5, -1], [-1, -1, -1, -1], [0, 1, -1, -1]], device=DEVICE)
+    there_N = pos_BW.flatten() >= 0
+    alone = triton_moe.route(logits_NX, 2, **router)
+    experts_NC, weights_NC = triton_moe.route(logits_NX, 2, pos_BW=pos_BW, **router)
+    assert (experts_NC[~there_N] > 6).all() and (weights_NC[~there_N] == 0).all()
+    assert torch.equal(experts_NC[there_N], alone[0][there_N]) and torch.equal(weights_NC[there_N], alone[1][there_N])
+    weights = draw(6, 32, 32) / 8, draw(6, 32, 16) / 6
+    plan = triton_moe.plan(experts_NC, 6, 16)
+    assert plan.tile_I4[:, 3].clamp_min(0).sum() == 2 * there_N.sum()
+    want_ND = expert_mlps(x_ND, *alone, *weights)
+    got_ND = expert_mlps(x_ND, experts_NC, weights_NC, *weights)
+    torch.testing.assert_close(got_ND, want_ND.masked_fill(~there_N[:, None], 0), **CLOSE[torch.float32])
 
 
 @pytest.fixture
