@@ -47,12 +47,9 @@ class KernelCompiler:
 
     def compile(self, shape: StepShape) -> None:
         """Compiles for a step of this shape, and for the other phases of its rows."""
-        lanes, width = shape.lanes.bit_length(), shape.width.bit_length()
-        kind = replace(shape, lanes=lanes, width=width, pages=0)
-        kind = replace(kind, extras=tuple(extra.kernels() for extra in shape.extras))
-        if not self._able or kind in self._known:
+        if not self._able or kind_of(shape) in self._known:
             return
-        self._known.add(kind)
+        self._known.add(kind_of(shape))
         began = time.perf_counter()
         try:
             copy_context().run(self._compile, shape)  # an interrupt leaves Triton 3.6's mode on in its context
@@ -84,10 +81,18 @@ class KernelCompiler:
                 self._twin = recipe, self._alloc(recipe, META)
             recipe, state = self._twin
             slot_B = torch.empty(shape.lanes, dtype=torch.int64, device=META)
-            for each in dict.fromkeys((shape, *followers(recipe, state, shape))):
+            more = (each for each in followers(recipe, state, shape) if kind_of(each) not in self._known)
+            for each in (shape, *more):
+                self._known.add(kind_of(each))
                 denoise_step(recipe, state, each, slot_B)
         done.parent.mkdir(parents=True, exist_ok=True)
         done.touch()
+
+
+def kind_of(shape: StepShape) -> StepShape:
+    """One that stands for all that most likely have the same kernels."""
+    lanes, width = shape.lanes.bit_length(), shape.width.bit_length()
+    return replace(shape, lanes=lanes, width=width, pages=0, extras=tuple(extra.kernels() for extra in shape.extras))
 
 
 def on_meta(recipe: Recipe) -> Recipe:

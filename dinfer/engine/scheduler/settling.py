@@ -222,24 +222,29 @@ class Slicing(Ahead):
             LATE * wrong * 2 * block > self._free + sum(lanes.values()) * front
         ):
             return None
-        widest = max(2 * block, *(row.need.width for row in decoding))
+        widest = max(2 * block, *map(self._need, decoding))
         groups = sliced(lanes, front, widest, self._limit)
         return Prediction(phases, [row for row in decoding if row.slot in lanes], groups, expected)
 
     def _lanes(self, width: int) -> int:
         return -(-width // self._plan.front)
 
+    def _need(self, row: Row) -> int:
+        """Positions of its next window; while its prompt is computed, of its first one."""
+        now = row.cursors
+        if now.phase != Phase.PREFILL:
+            return row.need.width
+        _, _, settled = self._plan.bounds(now.region_and_length, self._spec.attention_layout)
+        return width_of(self._cache, self._spec, now._replace(phase=Phase.WINDOW, kept=settled))
+
     def _guess(self, row: Row, step: StepShape | None, enters: float, block: int) -> tuple[float, float] | None:
         """The lanes that it takes and its open positions, after a step that fits it. None: it ends.
 
         `step`: None if it has none. `enters`: the chance that the step ends its block.
         """
-        now, need = row.cursors, row.need.width
-        if now.phase == Phase.PREFILL:
-            _, _, settled = self._plan.bounds(now.region_and_length, self._spec.attention_layout)
-            step, need = None, width_of(self._cache, self._spec, now._replace(phase=Phase.WINDOW, kept=settled))
-        if step is None:
-            return self._lanes(need), opens(row, self._plan)
+        now = row.cursors
+        if step is None or now.phase == Phase.PREFILL:
+            return self._lanes(self._need(row)), opens(row, self._plan)
         stays = min(opens(row, self._plan), self._plan.front)
         if now.end == now.length:
             return (1, stays) if enters < 0.5 else None
