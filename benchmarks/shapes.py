@@ -69,11 +69,11 @@ SMALL_GEMMA: dict[str, Any] = {
 # length of SDAR's attention blocks, which config.json does not have.
 OPTIONS: dict[str, dict[str, Any]] = {
     "small-llada2": {"mask_id": 511, "stop_ids": [510]}, "sdar-4b": {"block": 4}, "sdar-8b": {"block": 4},
-    "small-sdar": {"block": 4},
+    "sdar-8b-32": {"block": 32}, "small-sdar": {"block": 4},
 }  # fmt: skip
 SHAPES = {
     "llada-8b": LLADA_8B, "llada2-mini": LLADA2_MINI, "llada2-flash": LLADA2_FLASH, "sdar-4b": SDAR_4B,
-    "sdar-8b": SDAR_8B, "small": SMALL, "small-llada2": SMALL_LLADA2, "small-sdar": SMALL_SDAR,
+    "sdar-8b": SDAR_8B, "sdar-8b-32": SDAR_8B, "small": SMALL, "small-llada2": SMALL_LLADA2, "small-sdar": SMALL_SDAR,
     "small-gemma": SMALL_GEMMA,
 }  # fmt: skip
 
