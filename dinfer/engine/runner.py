@@ -59,6 +59,7 @@ class StepClock:
 
 
 WORTH = 32  # launches after which a shape is captured although a larger one could stand in
+SCARCE = 0.25  # the share of the card's memory that a capture may need
 SPARE = 1.5  # a shape that stands in for another computes at most so many times its positions
 Observer = Callable[[StepShape, Sequence[int]], AbstractContextManager[object]]
 
@@ -94,6 +95,7 @@ class Runner:
         self._seen: Counter[StepShape] = Counter()  # launches
         self._captured: dict[StepShape, _Captured] = {}
         self._pool: Any = None
+        self._side: torch.cuda.Stream | None = None  # of captures
         self._standing: StepClock | None = None  # measures steps for which a larger shape stands in
         # By shape, the seconds of positions that other shapes computed in vain for it.
         self._wasted: defaultdict[StepShape, float] = defaultdict(float)
@@ -199,15 +201,21 @@ class Runner:
         """Captures the step while every lane is scratch, so that neither warm-up nor capture changes a request."""
         device, scratch = state.canvas.tokens_NS.device, state.canvas.scratch
         slot_B = torch.full((shape.lanes,), scratch, dtype=torch.int64, device=device)
-        side = torch.cuda.Stream(device)
+        self._side = side = self._side or torch.cuda.Stream(device)  # one, whose warm-ups share their memory
         side.wait_stream(torch.cuda.current_stream(device))
+        graph, (free, total) = torch.cuda.CUDAGraph(), torch.cuda.mem_get_info(device)
+        if free < SCARCE * total:  # `torch.cuda.graph` always does so, and waits for the device, too
+            torch.cuda.empty_cache()
         with torch.cuda.stream(side), no_waiting():
             denoise_step(self.recipe, state, shape, slot_B)
         torch.cuda.current_stream(device).wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        # Other threads may use the device meanwhile, so the rules of a capture hold for this one only.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            denoise_step(self.recipe, state, shape, slot_B)
+        with torch.cuda.stream(side):
+            # Other threads may use the device meanwhile, so the rules of a capture hold for this one only.
+            graph.capture_begin(self._pool, capture_error_mode="thread_local")
+            try:
+                denoise_step(self.recipe, state, shape, slot_B)
+            finally:
+                graph.capture_end()
         return _Captured(graph, slot_B, [scratch] * shape.lanes)
 
 
