@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,10 +20,10 @@ class Device:
         """`short`: the rank that has no memory for a graph."""
         self.rank, self.short = 0, short
         self.ran: dict[int, list[StepShape]] = {0: [], 1: []}
-        self._recording: list[StepShape] | None = None
+        self.recording: list[StepShape] | None = None
         stream = SimpleNamespace(wait_stream=lambda other: None)
         simulated: dict[str, Any] = {
-            "graph_pool_handle": object, "CUDAGraph": SimpleNamespace, "graph": self._capture,
+            "graph_pool_handle": object, "CUDAGraph": lambda: Graph(self), "mem_get_info": lambda device: (1, 1),
             "Stream": lambda device: stream, "current_stream": lambda device: stream, "stream": nullcontext,
             "get_sync_debug_mode": int, "set_sync_debug_mode": lambda mode: None,
         }  # fmt: skip
@@ -34,16 +33,23 @@ class Device:
 
     def _step(self, recipe: Recipe, state: Any, shape: StepShape, slot_B: torch.Tensor) -> None:
         assert len(slot_B) == shape.lanes
-        (self.ran[self.rank] if self._recording is None else self._recording).append(shape)
+        (self.ran[self.rank] if self.recording is None else self.recording).append(shape)
 
-    @contextmanager
-    def _capture(self, graph: Any, **how: Any) -> Iterator[None]:
-        if self.rank == self.short:
+
+class Graph:
+    """Of the simulated device: notes the steps of its capture, and runs them again."""
+
+    def __init__(self, device: Device) -> None:
+        self._device, self._rank = device, device.rank
+        self._held = list[StepShape]()
+
+    def capture_begin(self, pool: Any, *, capture_error_mode: str) -> None:
+        if self._rank == self._device.short:
             raise RuntimeError("out of memory")
-        self._recording, rank = [], self.rank
-        held = self._recording
-        try:
-            yield
-        finally:
-            self._recording = None
-        graph.replay = lambda: self.ran[rank].extend(held)
+        self._device.recording = self._held
+
+    def capture_end(self) -> None:
+        self._device.recording = None
+
+    def replay(self) -> None:
+        self._device.ran[self._rank].extend(self._held)
