@@ -124,7 +124,7 @@ def run(given: argparse.Namespace) -> list[dict[str, Any]]:
             times, denoising, setting, router, replicas=cards // times.cards, seed=given.seed, warm=given.warm, few=few
         )
         draw = Random(given.seed)
-        work = played if rate is None else poisson(rate, given.prompt, given.new, given.seconds, draw)
+        work = played if rate is None else poisson(rate, [(given.prompt, given.new)], given.seconds, draw)
         row = {"rate": rate, "rows": rows, **cluster.open_loop(work, given.seconds)}
         if given.trace:
             row["left_out"] = left_out

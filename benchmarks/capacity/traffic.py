@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from math import isfinite
 from pathlib import Path
@@ -23,13 +23,13 @@ class Asked(NamedTuple):
     new: int
 
 
-def poisson(rate: float, prompt: int, new: int, seconds: float, draw: Random) -> Iterator[Asked]:
-    """Requests of one length, independent of each other, `rate` a second on average."""
+def poisson(rate: float, lengths: Sequence[tuple[int, int]], seconds: float, draw: Random) -> Iterator[Asked]:
+    """Requests that are independent of each other, `rate` a second on average. `lengths`: prompts and answers."""
     if rate <= 0:
         raise ValueError(f"--rate {rate} must be above 0 requests a second")
     at = draw.expovariate(rate)
     while at < seconds:
-        yield Asked(at, prompt, new)
+        yield Asked(at, *draw.choice(lengths))
         at += draw.expovariate(rate)
 
 

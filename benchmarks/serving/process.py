@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -28,11 +29,13 @@ def serving(*overrides: str, log: str) -> Iterator[Started]:
 
 
 @contextmanager
-def started(command: list[str], log: str) -> Iterator[Started]:
+def started(command: list[str], log: str, **environment: str) -> Iterator[Started]:
     """The same for any command that prints its address."""
     began = time.perf_counter()
     with open(log, "w") as errors:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, text=True, env=os.environ | environment
+        )
         assert process.stdout is not None
         try:
             found = next((at for line in process.stdout if (at := re.search(r"http://\S+?/(?=\s)", line))), None)

@@ -46,7 +46,7 @@ def cluster(rows: int = 1, rate: float = 32, replicas: int = 1, seed: int = 0, *
 def test_the_wait_of_a_lone_slot_is_that_of_an_m_d_1_queue_and_littles_law_holds() -> None:
     service, seconds = 0.010, 150
     for load in (0.3, 0.6):
-        work = poisson(load / service, 1, 31, seconds, Random(1))
+        work = poisson(load / service, [(1, 31)], seconds, Random(1))
         found = cluster().open_loop(work, seconds)
         assert found["queue_s"]["mean"] == pytest.approx(load * service / (2 * (1 - load)), rel=0.08)
         assert found["latency_s"]["mean"] - found["queue_s"]["mean"] == pytest.approx(service, abs=1e-5)
@@ -86,13 +86,13 @@ def test_few_requests_get_another_recipe_and_keep_it() -> None:
 
 def test_a_seed_says_it_all() -> None:
     def found(seed: int) -> dict[str, Any]:
-        return cluster(rows=4, replicas=3, seed=seed).open_loop(poisson(300, 64, 64, 5, Random(seed)), 5)
+        return cluster(rows=4, replicas=3, seed=seed).open_loop(poisson(300, [(64, 64)], 5, Random(seed)), 5)
 
     assert found(1) == found(1) != found(2)
 
 
 def test_a_router_that_is_busy_limits_all_replicas() -> None:
-    found = cluster(rows=64, replicas=4, seconds=0.02).open_loop(poisson(100, 1, 31, 20, Random(0)), 20)
+    found = cluster(rows=64, replicas=4, seconds=0.02).open_loop(poisson(100, [(1, 31)], 20, Random(0)), 20)
     assert found["requests_per_s"] == pytest.approx(50, rel=0.02)
 
 
