@@ -30,7 +30,7 @@ from dinfer.step.state import Entry
 from dinfer.structure.language import NOWHERE, Language, as_text, of_text
 
 LEAST = 64  # the number of states, and of pairs and edges, is rounded up to a power of two from here on
-TAKEN_BACK = 16  # steps of a block in which edits may take back what contradicts them: each costs forwards
+TAKEN_BACK = 16  # steps of a block in which edits may take back text, or keep masks from being filled
 FREE = -1  # the language of a row without one
 ENTRIES = 2**18  # of the table of next states, for each slot; a large schema has as many
 ROOM = 2**23  # entries of it at least, so that a language of `MOST_STATES` and `MOST_CLASSES` fits alone
@@ -300,6 +300,7 @@ class Constraints(Ability):
         if taken_BX is not None:
             fixed_RL = layout.by_row(found.only_BX)  # what can be nothing else is not decoded again
             self._take_back(made, layout.by_row(taken_BX), fixed_RL, bound_R)
+            self._count(step, made, live_B, taken_BX)
         step.notes[Forced] = layout.by_row(found.text_BX)
         made.view = replace(
             view, must_progress_R=~bound_R if view.must_progress_R is None else view.must_progress_R & ~bound_R
@@ -313,7 +314,7 @@ class Constraints(Ability):
         Edits go first, and what the decoder would say again; then what else is decoded, then masks.
         """
         commit_BX, token_BX, confidence_BX = choice
-        loose, rows = self._loose(step, made.view, line, made.lanes), step.kept(type(self))
+        loose = self._loose(step, made.view, line, made.lanes)
         held_BX = loose.open_BX & ~line.open_BX
         said_BX = held_BX & (commit_BX | (token_BX == line.token_BX))
         said_BX = sweeps.admitted(loose, said_BX, token_BX, confidence_BX)
@@ -323,8 +324,6 @@ class Constraints(Ability):
         wanted_BX, first_BX = stays_BX | (commit_BX & ~held_BX), confidence_BX.masked_fill(stays_BX, 2.0)
         found = sweeps.settled(rest, wanted_BX, rest_BX, first_BX)
         taken_BX = rest.open_BX & ~found.written_BX & ~line.open_BX
-        taken_B = (taken_BX.any(-1) & made.lanes.live_B).to(torch.int64)
-        rows.row_N6[:, 5].index_add_(0, made.lanes.slot_B, taken_B)
         other_BX = found.written_BX & ~found.forced_BX & ~held_BX
         written_BX = (commit_BX & (said_BX | other_BX)) | found.forced_BX
         token_BX = torch.where(found.forced_BX, found.token_BX, token_BX)
@@ -347,6 +346,14 @@ class Constraints(Ability):
             changes_RL = proposal.commit_RL & (view.masked_RL | (proposal.token_RL != view.tokens_RL))
             busy_R = busy_R & ((changes_RL | remask_RL).any(-1) | ~bound_R)
         made.proposal = replace(proposal, remask_RL=remask_RL, retry_R=retry_R, busy_R=busy_R)
+
+    def _count(self, step: Step, made: Decision, live_B: Tensor, taken_BX: Tensor) -> None:
+        """Counts the steps that take something back or fill no mask, since edits may go round in circles for ever."""
+        masked_RL, by_lane = made.view.masked_RL, (len(live_B), -1)
+        filled_B = (made.proposal.commit_RL & masked_RL).view(by_lane).any(-1)
+        idle_B = masked_RL.view(by_lane).any(-1) & ~filled_B
+        counts_B = live_B & (taken_BX.any(-1) | idle_B)
+        step.kept(type(self)).row_N6[:, 5].index_add_(0, made.lanes.slot_B, counts_B.to(torch.int64))
 
     def written(self, step: Step, made: Decision) -> None:
         """Says which proposed tokens a branch may add: those that some answer has beside what is written now."""

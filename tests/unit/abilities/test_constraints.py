@@ -306,6 +306,18 @@ def test_edits_that_are_only_possible_together_are_written(later: str, end: floa
     assert [TEXTS[token] for token in done.canvas[1:]] == ["c", "d"]
 
 
+def test_edits_that_go_round_in_circles_end() -> None:
+    """Each step turns the second letter into the other one, which contradicts what the mask before it would become."""
+    table = torch.zeros(2, 3, VOCAB, dtype=torch.float64)
+    for call, (first, second) in enumerate(("eb", "ad")):
+        table[call, 1, TEXTS.index(first)], table[call, 2, TEXTS.index(second)] = 2.0, 9.0
+    recipe = compose(Scripted(table), iteration="blockwise", decoder="joint_threshold", cache="none")
+    found = language_of("[a-d]b|[e-h]d")
+    (done,) = completions(engine_for(recipe), [bound(Request([1], 2), found)])
+    assert accepted(found, done.canvas[1:])
+    assert constraints.TAKEN_BACK < done.counts.forwards <= 2 * constraints.TAKEN_BACK + 3
+
+
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_sets_are_those_of_the_reference(pattern: str) -> None:
     from support.languages import sweeps_of

@@ -134,7 +134,7 @@ def test_gates_that_the_copy_engine_feeds_are_rounded_piece_by_piece(
     monkeypatch.setattr(triton_moe, "copyable", lambda *matrices: True)
     torch.manual_seed(0)
     dtype = FLOAT8 if CUDA else SHORT
-    x_ND, weight_XMD = (torch.randint(-8, 9, shape, device=DEVICE).float() for shape in ((150, 72), (4, 2 * 96, 72)))
+    x_ND, weight_XMD = (torch.randint(-8, 9, shape, device=DEVICE).float() for shape in ((150, 80), (4, 2 * 96, 80)))
     scale_N, scale_XM = ((torch.rand(shape, device=DEVICE) + 0.5) / 40 for shape in ((150,), (4, 2 * 96)))
     plan = triton_moe.plan(uneven_NC, 4, 128)
     x = Rounded(x_ND.to(dtype), scale_N, torch.float32)
