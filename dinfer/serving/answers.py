@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import time
+import uuid
 from collections.abc import AsyncIterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,10 +13,11 @@ from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from dinfer.abilities.constraints import InLanguage
 from dinfer.abilities.reports import TokenLogprob
 from dinfer.analysis.trace.record import Pieces
 from dinfer.engine.request import Counts
-from dinfer.serving.protocol import ToolFields
+from dinfer.serving.protocol import ChatRequest, Generation, StreamOptions
 from dinfer.serving.rows import Event
 from dinfer.structure import Language, calls_in
 from dinfer.structure.tools import CLOSE, OPEN, head
@@ -124,34 +127,26 @@ class _Choice:
     last: Event | None = None  # the last event that has counts
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Style:
-    """How a client wants its answer."""
-
-    chat: bool
-    logprobs: Logprobs | None = None  # None: none
-    ids: bool = False  # with token ids
-    usage: bool = False  # a stream ends with the usage
-    running_usage: bool = False  # every piece has the usage so far
-
-
-@dataclass(slots=True)
+@dataclass(kw_only=True)
 class Answer:
     """One response of /v1/chat/completions or /v1/completions. It grows with each event of its rows."""
 
-    id: str
-    created: int
+    asked: Generation
     model: str
     prompts: list[list[int]]
-    style: Style
-    n: int = 1  # choices for each prompt
+    logprobs: Logprobs | None = None  # None: the client wants none
     echoes: Sequence[Event] = ()  # what each choice begins with
     scores: Sequence[list[Any]] = ()  # `prompt_logprobs` of each prompt, if the client wants them
-    language: Language | None = None  # what each choice is held to
-    choices: list[_Choice] = field(init=False)
+    held: InLanguage | None = None  # what each choice is held to
 
     def __post_init__(self) -> None:
-        self.choices = [_Choice("") for _ in range(self.n * len(self.prompts))]
+        self.chat = isinstance(self.asked, ChatRequest)
+        self.id = f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self.created = int(time.time())
+        self.choices = [_Choice("") for _ in range(self.asked.n * len(self.prompts))]
+        streamed = self.asked.stream_options or StreamOptions()
+        self.last_usage = streamed.include_usage  # a stream ends with the usage
+        self.running_usage = streamed.include_usage and streamed.continuous_usage_stats  # every piece has it
 
     def take(self, event: Event) -> None:
         """Adds an event to the whole answer."""
@@ -167,23 +162,23 @@ class Answer:
         told = [choice.last for choice in self.choices if choice.last is not None]
         tokens, counts = sum(last.tokens for last in told), [last.counts for last in told if last.counts is not None]
         ended = [(r, one.last.completion) for r, one in enumerate(self.choices) if one.last and one.last.completion]
-        slack = [len(done.canvas) - len(self.prompts[row // self.n]) - len(done.output) for row, done in ended]
+        slack = [len(done.canvas) - len(self.prompts[row // self.asked.n]) - len(done.output) for row, done in ended]
         counted = [done.counts for _, done in ended]
-        form = None if self.language is None else structured(self.language, counted, slack)
-        cached = sum(choice.last.cached for choice in self.choices[:: self.n] if choice.last)
+        form = None if self.held is None else structured(self.held.language, counted, slack)
+        cached = sum(choice.last.cached for choice in self.choices[:: self.asked.n] if choice.last)
         usage = usage_of(sum(map(len, self.prompts)), tokens, counts, form)
         return usage | {"prompt_tokens_details": {"cached_tokens": cached}}
 
     def whole(self) -> dict[str, Any]:
-        made, style = [], self.style
+        made = []
         for row, choice in enumerate(self.choices):
             message = {"role": "assistant", **self._message(row), "refusal": None}
-            scores = None if style.logprobs is None else style.logprobs.of(choice.ids, choice.logprobs, 0)
-            said = {"message": message} if style.chat else {"text": choice.text}
-            one = {"index": row, **said, "logprobs": scores} | ({} if style.chat else self._scores(row // self.n))
+            scores = None if self.logprobs is None else self.logprobs.of(choice.ids, choice.logprobs, 0)
+            said = {"message": message} if self.chat else {"text": choice.text}
+            one = {"index": row, **said, "logprobs": scores} | ({} if self.chat else self._scores(row // self.asked.n))
             made.append(one | self._end(row, choice.last) | self._ids(row, 0))
-        prompt = self._scores(0) if style.chat else {}
-        prompt |= {"prompt_token_ids": self.prompts[0]} if style.ids and style.chat else {}
+        prompt = self._scores(0) if self.chat else {}
+        prompt |= {"prompt_token_ids": self.prompts[0]} if self.asked.return_token_ids and self.chat else {}
         return {**self._head(), "choices": made, "usage": self.usage(), **prompt}
 
     def _scores(self, prompt: int) -> dict[str, Any]:
@@ -196,7 +191,7 @@ class Answer:
 
     def _bodies(self, event: Event) -> list[dict[str, Any]]:
         """What the text of an event adds to its choice."""
-        return [{"delta": {"content": event.text}} if self.style.chat else {"text": event.text}] if event.text else []
+        return [{"delta": {"content": event.text}} if self.chat else {"text": event.text}] if event.text else []
 
     def _finish(self, row: int, last: Event) -> str | None:
         """OpenAI's reason for the end of a choice."""
@@ -210,7 +205,7 @@ class Answer:
     def opening(self) -> list[dict[str, Any]]:
         """The first pieces of a stream: the role in a chat, and what is echoed."""
         role = {"delta": {"role": "assistant", "content": ""}}
-        roles = [self._piece(row, role) for row in range(len(self.choices))] if self.style.chat else []
+        roles = [self._piece(row, role) for row in range(len(self.choices))] if self.chat else []
         return [*roles, *(piece for echo in self.echoes for piece in self.pieces(echo))]
 
     def pieces(self, event: Event) -> list[dict[str, Any]]:
@@ -220,9 +215,8 @@ class Answer:
         offset, since = len(choice.text), len(choice.ids)
         self.take(event)
         if bodies or event.ids or event.canvas is not None or event.finish is not None:
-            body, *more = bodies or [{"delta": {}} if self.style.chat else {"text": ""}]
-            logprobs = self.style.logprobs if event.ids else None
-            scores = logprobs.of(event.ids, event.logprobs, offset) if logprobs else None
+            body, *more = bodies or [{"delta": {}} if self.chat else {"text": ""}]
+            scores = self.logprobs.of(event.ids, event.logprobs, offset) if self.logprobs and event.ids else None
             piece = self._piece(event.row, body | self._ids(event.row, since), scores)
             made.append(piece if event.canvas is None else piece | {"dinfer": {"canvas": event.canvas}})
             made += [self._piece(event.row, body) for body in more]
@@ -232,10 +226,10 @@ class Answer:
 
     def closing(self) -> list[dict[str, Any]]:
         """The last piece, if usage was asked for."""
-        return [{**self._head(".chunk"), "choices": [], "usage": self.usage()}] if self.style.usage else []
+        return [{**self._head(".chunk"), "choices": [], "usage": self.usage()}] if self.last_usage else []
 
     def _head(self, part: str = "") -> dict[str, Any]:
-        kind = f"chat.completion{part}" if self.style.chat else "text_completion"
+        kind = f"chat.completion{part}" if self.chat else "text_completion"
         head = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
         scored = {"echo": any(echo.logprobs for echo in self.echoes), "prompt_logprobs": self.scores}
         told = {field: OF_PROMPT for field, given in scored.items() if given}
@@ -243,7 +237,7 @@ class Answer:
 
     def _piece(self, row: int, body: dict[str, Any], logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
         choice = {"index": row, **body, "logprobs": logprobs, **self._end(row, None)}
-        usage = {"usage": self.usage() if self.style.running_usage else None} if self.style.usage else {}
+        usage = {"usage": self.usage() if self.running_usage else None} if self.last_usage else {}
         return {**self._head(".chunk"), "choices": [choice], **usage}
 
     def _end(self, row: int, last: Event | None) -> dict[str, Any]:
@@ -253,11 +247,11 @@ class Answer:
 
     def _ids(self, row: int, since: int) -> dict[str, Any]:
         """vLLM's fields, from a token of the choice on; what is echoed is the prompt's."""
-        if not self.style.ids:
+        if not self.asked.return_token_ids:
             return {}
         echoed = len(self.echoes[row].ids) if self.echoes else 0
         ids = {"token_ids": self.choices[row].ids[max(since, echoed) :]}
-        return ids | ({} if since else {"prompt_token_ids": self.prompts[row // self.n]})
+        return ids | ({} if since else {"prompt_token_ids": self.prompts[row // self.asked.n]})
 
 
 class Stream(Response):
@@ -349,13 +343,13 @@ def id_of(ids: str, index: int) -> str:
 class Calling(Answer):
     """An answer that may call the functions of its request."""
 
-    asked: ToolFields
-    readers: list[CallReader] = field(init=False)
+    asked: ChatRequest
 
     def __post_init__(self) -> None:
         super().__post_init__()
         part = "text" if self.asked.choice == "auto" else "head"
-        self.readers = [CallReader(f"{self.id} {row}", self.asked.called, part) for row in range(len(self.choices))]
+        names = [*self.asked.functions] if self.asked.named is None else [self.asked.named]
+        self.readers = [CallReader(f"{self.id} {row}", names, part) for row in range(len(self.choices))]
 
     @property
     def early(self) -> bool:
@@ -388,4 +382,4 @@ class Calling(Answer):
         if OPEN in self.choices[row].text:
             return "stop" if self.asked.named else "tool_calls"
         # Any text may end anywhere: without a stop token, the canvas has cut it.
-        return "length" if last.matched is None and self.asked.form is None else last.finish
+        return "length" if last.matched is None and self.asked.form() is None else last.finish

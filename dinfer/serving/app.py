@@ -26,8 +26,8 @@ from dinfer.analysis.likelihood import left_to_right
 from dinfer.analysis.trace.record import asset, document, page, record_request
 from dinfer.engine.request import Counts
 from dinfer.pipeline.inputs import NoTools, escaped
-from dinfer.serving.answers import Answer, Calling, Logprobs, Style, prompt_logprobs, structured, usage_of
-from dinfer.serving.errors import ApiError, invalid, named, refused
+from dinfer.serving.answers import Answer, Calling, Logprobs, prompt_logprobs, structured, usage_of
+from dinfer.serving.errors import ApiError, at_field, invalid, named, refused
 from dinfer.serving.guard import Guard
 from dinfer.serving.protocol import (
     ChatRequest,
@@ -36,7 +36,6 @@ from dinfer.serving.protocol import (
     Generation,
     InfillRequest,
     ReadRequest,
-    StreamOptions,
     TokenizeRequest,
     TraceRequest,
 )
@@ -70,14 +69,11 @@ def application(server: Server) -> FastAPI:
 
 
 def handle_errors(app: FastAPI, server: Server) -> None:
-    @app.exception_handler(ApiError)
-    async def api_error(request: Request, error: ApiError) -> JSONResponse:
-        server.refuse(error)
-        return JSONResponse(error.body(), error.status, headers=error.headers)
+    """Makes FastAPI's errors the API's, which `Guard` answers."""
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        return await api_error(request, of_validation(error))
+        raise of_validation(error) from error
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
@@ -87,15 +83,16 @@ def handle_errors(app: FastAPI, server: Server) -> None:
                 RecursionError: "has too many brackets within each other",
                 ValueError: "holds a number with too many digits",
             }.get(type(cause), "is not JSON")
-            return await api_error(request, ApiError(400, f"the body {why}", None, "invalid_json"))
+            raise ApiError(400, f"the body {why}", None, "invalid_json")
         told = ApiError(error.status_code, f"{request.method} {request.url.path:.80}: {error.detail}")
         server.refuse(told)
-        return JSONResponse(told.body(), told.status, headers=error.headers)  # such as Allow
+        return told.response(error.headers)  # such as Allow
 
 
 def of_validation(error: RequestValidationError) -> ApiError:
     """The first error in a body: its field, its value, and what the field must be."""
-    first = max(error.errors(), key=lambda one: len(one["loc"]))  # of a field with several types, what fits best
+    # Of a field with several types, what fits best.
+    first = max(error.errors(), key=lambda one: (len(one["loc"]), not one["type"].endswith("_type")))
     where = ".".join(_fields(first["loc"][1:], error.body, missing=first["type"] == "missing")) or "body"
     if first["type"] == "missing":
         return invalid(where, " is missing", "missing_field")
@@ -159,7 +156,7 @@ def add_operations(app: FastAPI, server: Server) -> None:
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         """The served models, with their recipes and per-request options."""
-        return {"object": "list", "data": [model.card() for model in server.catalogue]}
+        return {"object": "list", "data": [model.card() for model in server.catalogue.values()]}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
@@ -203,14 +200,14 @@ def add_generation(app: FastAPI, server: Server) -> None:
         """Answers a conversation, whole or as server-sent events, like OpenAI's API."""
         served = server.catalogue.find(body.model, body.dinfer.decoder)
         prompt = await encoded(server, served, body.conversation, "messages", tools=body.tools, **body.ending)
-        echoes = [Event(row, body.echoed) for row in range(body.choices)] if body.echoed else []
+        echoes = [Event(row, body.echoed) for row in range(body.n)] if body.echoed else []
         return await generated(server, served, body, [prompt], body.top, echoes)
 
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest) -> Response:
         """Continues texts or token ids, whole or as server-sent events, like OpenAI's API."""
         served = server.catalogue.find(body.model, body.dinfer.decoder)
-        server.admission.check(len(body.prompts) * body.choices)  # before any of them is encoded
+        server.admission.check(len(body.prompts) * body.n)  # before any of them is encoded
         prompts = [await encoded(server, served, p, "prompt") if isinstance(p, str) else p for p in body.prompts]
         echoes = await echoed(server, served, body, prompts) if body.echo else []
         return await generated(server, served, body, prompts, body.logprobs, echoes)
@@ -221,9 +218,7 @@ def add_generation(app: FastAPI, server: Server) -> None:
         served = server.catalogue.find(body.model, body.dinfer.decoder)
         server.check()
         prompt = await encoded(server, served, body.conversation, "messages", **body.ending)
-        chosen = served.options(body.asked, body.dinfer.options)
-        languages, unwanted = await served.languages(body), threading.Event()
-        rows = served.rows([prompt], body, chosen, *languages)
+        rows, unwanted = await served.rows([prompt], body), threading.Event()
         seconds = server.seconds(body.dinfer)
         record = partial(record_request, served.pipe, rows[0], model=served.name, unwanted=unwanted)
         with server.admission.admit([rows[0].length]):
@@ -250,7 +245,7 @@ async def echoed(server: Server, served: Served, body: CompletionRequest, prompt
         text = given if isinstance(given, str) else served.pipe.decode(given)
         scores = [] if top is None else await scored(server, served, ids, top, "echo")
         counts = Counts(len(scores), 0, 0, 0, 0, 0.0) if alone else None
-        for _ in range(body.choices):
+        for _ in range(body.n):
             made.append(
                 Event(len(made), text, ids=ids, logprobs=scores, counts=counts, finish="length" if alone else None)
             )
@@ -259,12 +254,13 @@ async def echoed(server: Server, served: Served, body: CompletionRequest, prompt
 
 async def scored(server: Server, served: Served, ids: list[int], top: int, field: str) -> list[TokenLogprob | None]:
     """Log-probabilities of a prompt, computed beside the engine, as a trace."""
+    score = partial(left_to_right, served.pipe.model, ids, top=max(top, 1))
     try:
         async with asyncio.timeout(server.settings.deadline):
-            score = partial(left_to_right, served.pipe.model, ids, top=max(top, 1))
-            return [None, *await server.recording.run(score)]
-    except ValueError as error:
-        raise ApiError(400, f"{field}: {error}", field, "invalid_value") from error
+            with at_field(field):
+                return [None, *await server.recording.run(score)]
+    except ApiError:
+        raise
     except Exception as error:
         raise failure(error) from error
 
@@ -278,28 +274,25 @@ async def generated(
     if server.settings.log_prompts:
         for prompt in prompts:
             LOG.info("prompt", extra={"model": served.name, "prompt": served.pipe.decode(prompt)})
-    chosen = served.options(body.asked, body.dinfer.options)
-    language = next(iter(await served.languages(body)), None)
-    rows = [] if body.max_tokens == 0 else served.rows(prompts, body, chosen, language)
+    rows = await served.rows(prompts, body)
     scores: list[list[Any]] = []
     if (best := body.prompt_logprobs) is not None:
         told = [await scored(server, served, prompt, best, "prompt_logprobs") for prompt in prompts]
         scores = [prompt_logprobs(served.pieces, *one, best) for one in zip(prompts, told, strict=True)]
-    chat, streamed = isinstance(body, ChatRequest), body.stream_options or StreamOptions()
-    style = Style(
-        chat=chat, ids=body.return_token_ids, usage=streamed.include_usage,
-        running_usage=streamed.continuous_usage_stats and streamed.include_usage,
-        logprobs=None if top is None else Logprobs(served.pieces, top, chat, body.return_tokens_as_token_ids),
+    shown = None if top is None else Logprobs(
+        served.pieces, top, isinstance(body, ChatRequest), body.return_tokens_as_token_ids,
+    )  # fmt: skip
+    shape: Any = Calling if isinstance(body, ChatRequest) and body.tools else Answer
+    answer = shape(
+        asked=body, model=served.name, prompts=prompts, logprobs=shown, echoes=echoes, scores=scores,
+        held=rows[0].more.get("language") if rows else None,
     )  # fmt: skip
     wanted = Wanted(
-        body.stops, frozenset(body.stop_token_ids or ()), body.include_stop_str_in_output, body.dinfer.drafts,
-        top is not None, body.return_token_ids or top is not None, style.running_usage,
+        body.stops, frozenset(body.stop_token_ids), keep_stop=body.include_stop_str_in_output,
+        drafts=body.dinfer.drafts, logprobs=top is not None, ids=body.return_token_ids or top is not None,
+        usage=answer.running_usage,
     )  # fmt: skip
-    stream = bool(body.stream)
-    name = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
-    shape = partial(Calling, asked=body) if isinstance(body, ChatRequest) and body.tools else Answer
-    answer = shape(name, int(time.time()), served.name, prompts, style, body.choices, echoes, scores, language)
-    return await server.answer(served, rows, body.dinfer, wanted, answer, stream=stream)
+    return await server.answer(served, rows, wanted, answer)
 
 
 def add_infill(app: FastAPI, server: Server) -> None:
@@ -307,18 +300,18 @@ def add_infill(app: FastAPI, server: Server) -> None:
     async def infill(body: InfillRequest) -> dict[str, Any]:
         """Fills the gaps of a text; `[MASK:n]` is a gap of n tokens. `text` of the answer may be sent again."""
         served = server.catalogue.find(body.model, body.dinfer.decoder)
-        server.check()
         served.check_size(body.text, "text")
-        chosen = served.options(body.asked, body.dinfer.options)
+        chosen = served.options(body)
         languages = await served.languages(body)
         try:  # in a thread: a form is followed over the whole text
             made = partial(served.pipe.infill_request, body.text, chosen, languages, body.scope)
             request = await asyncio.to_thread(made)
         except ValueError as error:
             told = str(error).removeprefix("canvas 0: ").replace("canvas 0", "it")
-            raise ApiError(400, f"text: {told}", "text", "invalid_value") from error
-        wanted = Wanted(logprobs=body.top is not None)
-        heard = await server.heard(served, [request], body.dinfer, request.masked.count(False), wanted)
+            raise invalid("text", f": {told}") from error
+        wanted, prompt = Wanted(logprobs=body.top is not None), request.masked.count(False)
+        async with server.running(served, [request], body.dinfer, wanted, prompt) as events:
+            heard = [event async for event in events]
         (done,) = [event.completion for event in heard if event.completion is not None]
         found = served.pipe.infilled(request, done, logprobs=[one for event in heard for one in event.logprobs if one])
         tokens, scores = sum(map(len, found.gaps)), None
@@ -343,18 +336,14 @@ def add_read(app: FastAPI, server: Server) -> None:
     async def read(body: ReadRequest) -> dict[str, Any]:
         """How probable each option is in its slot of an answer whose other text stands already: `[SLOT:name]`."""
         served = server.catalogue.find(body.model, body.dinfer.decoder)
-        server.check()
         prompt = await encoded(server, served, body.conversation, "messages", **body.ending)
         texts = [text for options in (body.slots or {"": body.choice or []}).values() for text in options]
         served.check_size("".join([body.answer or "", *texts]), "answer")
         try:  # in a thread: the first read with options of several tokens looks at the whole vocabulary
             layout = await asyncio.to_thread(served.pipe.layout, body.answer, body.slots, body.choice)
             rows = layout.requests(served.pipe.engine, prompt, body.denoised, body.seeds, body.seed)
-        except ValueError as error:
-            raise ApiError(400, f"{error}", code="invalid_value") from error
-        heard = await server.heard(served, rows, body.dinfer, len(prompt), Wanted())
-        done = {event.row: event.completion for event in heard if event.completion is not None}
-        try:
+            async with server.running(served, rows, body.dinfer, Wanted(), len(prompt)) as events:
+                done = {event.row: event.completion async for event in events if event.completion is not None}
             found = layout.reading(prompt, [done[row] for row in range(len(rows))])
         except ValueError as error:
             raise ApiError(400, f"{error}", code="invalid_value") from error
@@ -401,11 +390,10 @@ async def encoded(
 ) -> list[int]:
     """Token ids. Conversations go through the chat template, texts do not."""
     encode = partial(served.pipe.encode, prompt, chat=False if isinstance(prompt, str) else None, **how)
-    try:
-        if served.check_size(prompt, field, **how) < LONG:
-            return encode()
-        return await asyncio.get_running_loop().run_in_executor(server.encoding, encode)
-    except NoTools as error:
-        raise refused("tools", how.get("tools", []), f"cannot be shown: {error}") from error
-    except ValueError as error:
-        raise ApiError(400, f"{field}: {error}", field, "invalid_value") from error
+    with at_field(field):
+        try:
+            if served.check_size(prompt, field, **how) < LONG:
+                return encode()
+            return await asyncio.get_running_loop().run_in_executor(server.encoding, encode)
+        except NoTools as error:
+            raise refused("tools", how.get("tools", []), f"cannot be shown: {error}") from error

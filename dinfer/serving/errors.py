@@ -1,7 +1,13 @@
 """Errors in the form of OpenAI's API."""
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+
+from starlette.responses import JSONResponse
+
+from dinfer.structure import ConstraintError
 
 PROMPTS = {"prompt", "messages", "content", "text", "suffix", "prediction", "input", "body", "arguments"}
 SHOWN = 80  # characters of a client's names and values in an answer
@@ -21,10 +27,6 @@ class ApiError(Exception):
     def __post_init__(self) -> None:
         self.param = self.param and self.param[:SHOWN]
 
-    @property
-    def headers(self) -> dict[str, str]:
-        return {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
-
     def body(self) -> dict[str, Any]:
         kind = TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         # A client's words may hold half of a surrogate pair.
@@ -32,6 +34,12 @@ class ApiError(Exception):
             None if t is None else t.encode(errors="backslashreplace").decode() for t in (self.message, self.param)
         )
         return {"error": {"message": message, "type": kind, "param": param, "code": self.code}}
+
+    def response(self, headers: Mapping[str, str] | None = None) -> JSONResponse:
+        """The whole answer."""
+        own = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
+        own |= {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
+        return JSONResponse(self.body(), self.status, {**own, **(headers or {})})
 
 
 def refused(field: str, value: Any, reason: str) -> ApiError:
@@ -48,3 +56,15 @@ def named(field: str, value: Any) -> str:
 def invalid(field: str, reason: str, code: str = "invalid_value") -> ApiError:
     """The error for a field that contradicts others, or that is wrong for a reason that names its value."""
     return ApiError(400, f"{field:.{SHOWN}}{reason}", field, code)
+
+
+@contextmanager
+def at_field(field: str) -> Iterator[None]:
+    """Within, a ValueError becomes the error for this field; that of a form names the keyword at fault as well."""
+    try:
+        yield
+    except ValueError as error:
+        path, what = field, str(error)
+        if isinstance(error, ConstraintError) and error.path:
+            path, what = f"{field}.{error.path}", error.message
+        raise ApiError(400, f"{path:.{3 * SHOWN}}: {what}", path, "invalid_value") from error

@@ -141,7 +141,7 @@ class Guard:
                 sending.status = GONE
         except ApiError as error:
             self._refuse(error)
-            await respond(error, sending)
+            await error.response()(scope, receive, sending)
         except (NotRead, ClientDisconnect) as error:  # uvicorn then closes the connection
             LOG.warning("the answer could not be sent: %r", error)
             sending.status = GONE
@@ -150,7 +150,7 @@ class Guard:
             if sending.status:
                 raise
             message = f"the request {request_id} failed in the server, whose log says why"
-            await respond(ApiError(500, message, code="internal_error"), sending)
+            await ApiError(500, message, code="internal_error").response()(scope, receive, sending)
         finally:
             self._open -= 1
             self._bytes -= sum(map(len, parts))
@@ -195,7 +195,7 @@ class Guard:
         """
         settings = self._settings
         name = re.sub(r":\d+$", "", host)
-        if settings.loopback and not self._keys and not settings.insecure and not is_loopback(name):
+        if is_loopback(settings.host) and not self._keys and not settings.insecure and not is_loopback(name):
             raise ApiError(
                 421, f"this server answers to localhost alone, not to {name!r:.80}. Start it with api_key=, or with "
                 "insecure=true, to reach it by another name", "Host", "wrong_host",
@@ -293,14 +293,3 @@ class _Sending:
         if passed >= self._limit:
             raise NotRead
         return self._limit - passed
-
-
-async def respond(error: ApiError, send: Send) -> None:
-    """Sends an error as a whole answer."""
-    body = json.dumps(error.body()).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-    headers += [(name.lower().encode(), value.encode()) for name, value in error.headers.items()]
-    if error.status == 401:
-        headers.append((b"www-authenticate", b"Bearer"))
-    await send({"type": "http.response.start", "status": error.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

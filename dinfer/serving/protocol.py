@@ -12,77 +12,60 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from dinfer.abilities.reading import STEPS
 from dinfer.pipeline.inputs import encodable, texts_in
-from dinfer.serving.errors import SHOWN, ApiError, invalid, refused
-from dinfer.structure import (
-    Compiler,
-    Constraint,
-    ConstraintError,
-    Language,
-    choice,
-    functions_of,
-    grammar,
-    json_schema,
-    regex,
-)
+from dinfer.serving.errors import SHOWN, ApiError, at_field, invalid, refused
+from dinfer.structure import Compiler, Constraint, Language, choice, functions_of, grammar, json_schema, regex
 from dinfer.structure import tools as calling
 
 Schema = dict[str, Any] | bool | str
 ANY_OBJECT = {"type": "object"}
 SEEDS = 2**53  # others are taken modulo this, so that a float64 holds them
 MAX_CHOICES, MAX_STOPS, MAX_STOP_LENGTH, MAX_TOP_LOGPROBS, MAX_BIASES = 128, 4, 256, 20, 1024
-# Fields that this server cannot honour: the values that ask for nothing, and why it refuses others.
 NO_FUNCTIONS = "is not supported: use tools and tool_choice in a chat."
-PLAIN = "is not supported here: it is for chats and completions."
-CHATS = "is not supported here: it is for chats."
 READS = "For structured reads, POST /v1/read takes answer, with [SLOT:name] where it is open, and slots or choice."
-NOT_SUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "tools": (([],), CHATS),
-    "tool_choice": (("none", "auto"), CHATS),
-    "parallel_tool_calls": ((True,), CHATS),
-    "functions": (([],), NO_FUNCTIONS),
-    "function_call": (("none", "auto"), NO_FUNCTIONS),
-    "response_format": (({"type": "text"},), PLAIN),
-    "structured_outputs": ((), PLAIN),
-    "regex": ((), PLAIN),
-    "ebnf": ((), PLAIN),
-    "json_schema": ((), PLAIN),
-    "modalities": ((["text"],), "is not supported: answers are text."),
-    "audio": ((), "is not supported: answers are text."),
-    "prediction": ((), "is not supported."),
-    "reasoning_effort": (("none",), "is not supported."),
-    "verbosity": (("medium",), "is not supported."),
-    "web_search_options": ((), "is not supported."),
-    "service_tier": (("auto", "default"), "is not supported: all requests are served alike."),
-    "priority": ((0,), "is not supported: all requests are served alike."),
-    "store": ((False,), "is not supported: this server keeps no requests."),
-    "use_beam_search": ((False,), "is not supported. Use n for several answers."),
-    "length_penalty": ((1,), "is for beam search, which is not supported."),
-    "best_of": ((1,), "is not supported. Use n."),
-    "stop_regex": (([],), "is not supported: use stop, or hold the whole answer to regex."),
-    "suffix": (("",), "is not supported here. Use /v1/infill for text with gaps."),
-    "include_reasoning": ((True, False), "is not supported: answers are not divided."),
-    "separate_reasoning": ((True, False), "is not supported: answers are not divided."),
-    "prompt_logprobs": ((), PLAIN),
-    "logprob_token_ids": (([],), "is not supported: /v1/read tells the probabilities of options."),
-    "skip_special_tokens": ((True,), "is not supported: a canvas ends at its first special token."),
-    "spaces_between_special_tokens": ((True,), "is not supported: answers hold no special tokens."),
-    "chat_template_kwargs": (({},), "is not supported: templates get messages alone."),
-    "chat_template": ((), "is not supported: the checkpoint's own is used."),
-    "documents": (([],), "is not supported."),
-    "stream": ((False,), PLAIN),
-    "n": ((1,), PLAIN),
-    "vllm_xargs": (({},), f"is not supported here. {READS}"),
+# Why this server refuses fields that it cannot honour, and their values that ask for nothing.
+REASONS: dict[str, dict[str, tuple[Any, ...]]] = {
+    "is not supported here: it is for chats.": {
+        "tools": ([],), "tool_choice": ("none", "auto"), "parallel_tool_calls": (True,),
+    },
+    NO_FUNCTIONS: {"functions": ([],), "function_call": ("none", "auto")},
+    "is not supported here: it is for chats and completions.": {
+        "response_format": ({"type": "text"},), "structured_outputs": (), "regex": (), "ebnf": (), "json_schema": (),
+        "prompt_logprobs": (), "stream": (False,), "n": (1,),
+    },
+    "is not supported: answers are text.": {"modalities": (["text"],), "audio": ()},
+    "is not supported.": {
+        "prediction": (), "reasoning_effort": ("none",), "verbosity": ("medium",), "web_search_options": (),
+        "documents": ([],),
+    },
+    "is not supported: all requests are served alike.": {"service_tier": ("auto", "default"), "priority": (0,)},
+    "is not supported: this server keeps no requests.": {"store": (False,)},
+    "is not supported. Use n for several answers.": {"use_beam_search": (False,)},
+    "is for beam search, which is not supported.": {"length_penalty": (1,)},
+    "is not supported. Use n.": {"best_of": (1,)},
+    "is not supported: use stop, or hold the whole answer to regex.": {"stop_regex": ([],)},
+    "is not supported here. Use /v1/infill for text with gaps.": {"suffix": ("",)},
+    "is not supported: answers are not divided.": {
+        "include_reasoning": (True, False), "separate_reasoning": (True, False),
+    },
+    "is not supported: /v1/read tells the probabilities of options.": {"logprob_token_ids": ([],)},
+    "is not supported: a canvas ends at its first special token.": {"skip_special_tokens": (True,)},
+    "is not supported: answers hold no special tokens.": {"spaces_between_special_tokens": (True,)},
+    "is not supported: templates get messages alone.": {"chat_template_kwargs": ({},)},
+    "is not supported: the checkpoint's own is used.": {"chat_template": ()},
+    f"is not supported here. {READS}": {"vllm_xargs": ({},)},
 }  # fmt: skip
+NOT_SUPPORTED = {field: (neutral, why) for why, fields in REASONS.items() for field, neutral in fields.items()}
 # Hints with no effect on the answer.
 IGNORABLE = {"prompt_cache_key", "safety_identifier", "prompt_cache_retention", "metadata", "request_id"}
 Text = Annotated[str, AfterValidator(encodable)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 Token = Annotated[int, Field(ge=0)]
+Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 
 
 class Strict(BaseModel):
@@ -150,51 +133,44 @@ class HeldFields(Strict):
     @property
     def held(self) -> Held | None:
         """What the answer is held to. Raises ApiError."""
-        return self.held_at("")
+        return self.form()
 
-    def held_at(self, path: str) -> Held | None:
-        """`path`: what errors put before the names of fields."""
-        made = [(f"{path}{field}", make, value) for field, make, value in _asked(self)]
+    def form(self, path: str = "") -> Held | None:
+        """What these fields hold an answer to. `path`: what errors put before their names. Raises ApiError."""
+        form, outputs = self.response_format, self.structured_outputs or StructuredOutputs.model_validate({})
+        found: list[tuple[str, Callable[[Any], Constraint], Any]] = [
+            ("structured_outputs.json", json_schema, outputs.own),
+            ("structured_outputs.regex", regex, outputs.regex),
+            ("structured_outputs.choice", choice, outputs.choice),
+            ("structured_outputs.grammar", grammar, outputs.grammar),
+            ("structured_outputs.json_object", json_schema, ANY_OBJECT if outputs.json_object else None),
+            ("guided_json", json_schema, self.guided_json),
+            ("guided_regex", regex, self.guided_regex),
+            ("guided_choice", choice, self.guided_choice),
+            ("guided_grammar", grammar, self.guided_grammar),
+            ("regex", regex, self.regex),
+            ("ebnf", lambda text: grammar(text, "ebnf"), self.ebnf),
+            ("json_schema", json_schema, self.json_schema),
+        ]
+        match form:
+            case JsonObject():
+                found.append(("response_format.schema", json_schema, ANY_OBJECT if form.own is None else form.own))
+            case JsonSchema():
+                found.append(("response_format.json_schema.schema", json_schema, form.json_schema.own))
+            case Pattern():
+                found.append(("response_format.pattern", regex, form.pattern))
+            case Grammar():
+                found.append(("response_format.grammar", lambda text: grammar(text, form.syntax), form.grammar))
+        made = [(f"{path}{field}", make, value) for field, make, value in found if value is not None]
         if self.structured_outputs is not None and not any("structured_outputs" in field for field, _, _ in made):
             raise invalid(f"{path}structured_outputs", " says no form: give json, regex, choice or grammar")
         if len(made) > 1:
             told = " and ".join(field for field, _, _ in made)
             raise ApiError(400, f"{told} are both given: an answer is held to one form", made[1][0], "invalid_value")
         for field, make, value in made:
-            try:
-                return Held(field, make(value))
-            except ConstraintError as error:
-                raise wrong(field, error) from error
+            with at_field(field):
+                return Held(field, replace(make(value), stop=tuple(self.stops)))
         return None
-
-
-def _asked(body: HeldFields) -> list[tuple[str, Callable[[Any], Constraint], Any]]:
-    """The fields that are given: their names, what makes constraints of them, and their values."""
-    form, outputs = body.response_format, body.structured_outputs or StructuredOutputs.model_validate({})
-    found: list[tuple[str, Callable[[Any], Constraint], Any]] = [
-        ("structured_outputs.json", json_schema, outputs.own),
-        ("structured_outputs.regex", regex, outputs.regex),
-        ("structured_outputs.choice", choice, outputs.choice),
-        ("structured_outputs.grammar", grammar, outputs.grammar),
-        ("structured_outputs.json_object", json_schema, ANY_OBJECT if outputs.json_object else None),
-        ("guided_json", json_schema, body.guided_json),
-        ("guided_regex", regex, body.guided_regex),
-        ("guided_choice", choice, body.guided_choice),
-        ("guided_grammar", grammar, body.guided_grammar),
-        ("regex", regex, body.regex),
-        ("ebnf", lambda text: grammar(text, "ebnf"), body.ebnf),
-        ("json_schema", json_schema, body.json_schema),
-    ]
-    match form:
-        case JsonObject():
-            found.append(("response_format.schema", json_schema, ANY_OBJECT if form.own is None else form.own))
-        case JsonSchema():
-            found.append(("response_format.json_schema.schema", json_schema, form.json_schema.own))
-        case Pattern():
-            found.append(("response_format.pattern", regex, form.pattern))
-        case Grammar():
-            found.append(("response_format.grammar", lambda text: grammar(text, form.syntax), form.grammar))
-    return [one for one in found if one[2] is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,29 +179,19 @@ class Held:
 
     field: str
     constraint: Constraint
-    ends: bool = False  # the answer ends at stop strings, as text does; else it has none
 
-    async def language(
-        self, compiler: Callable[[], Compiler], stop: tuple[str, ...] = (), *, posterior: bool = False
-    ) -> Language:
-        """Compiles it in a worker thread. If the caller is cancelled, so is this."""
+    async def language(self, compiler: Callable[[], Compiler], *, posterior: bool = False) -> Language:
+        """Compiles it in a worker thread. If the caller is cancelled, so is this. Raises ApiError."""
         try:
             made = await asyncio.to_thread(compiler)
-            work = made.submit(replace(self.constraint, stop=() if self.ends else stop, posterior=posterior))
+        except ValueError as error:  # of the recipe or the tokenizer
+            raise refused(self.field, None, f"cannot be guaranteed: {error}") from error
+        with at_field(self.field):
+            work = made.submit(replace(self.constraint, posterior=posterior))
             try:
                 return await asyncio.wrap_future(work.future)
             finally:
                 work.cancel()
-        except ConstraintError as error:
-            raise wrong(self.field, error) from error
-        except ValueError as error:  # of the recipe or the tokenizer
-            raise refused(self.field, None, f"cannot be guaranteed: {error}") from error
-
-
-def wrong(field: str, error: ConstraintError) -> ApiError:
-    """The error for a constraint that cannot be compiled, with the path of the keyword."""
-    path = f"{field}.{error.path}" if error.path else field
-    return ApiError(400, f"{path:.{3 * SHOWN}}: {error.message}", path, "invalid_value")
 
 
 def _readable(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -259,7 +225,7 @@ def _object(text: str) -> str:
 
 
 class CalledFunction(Strict):
-    name: Annotated[str, AfterValidator(encodable)]
+    name: Text
     arguments: Annotated[str, AfterValidator(_object)]
 
 
@@ -268,7 +234,7 @@ class ToolCall(Strict):
 
     type: Literal["function"] = "function"
     function: CalledFunction
-    id: Annotated[str, AfterValidator(encodable)] | None = None
+    id: Text | None = None
     index: int | None = None  # of streams, whose pieces some clients send back
 
     def plain(self) -> dict[str, Any]:
@@ -282,7 +248,7 @@ class ToolFields(HeldFields):
 
     tools: Tools | None = None  # the chat template gets them as they are
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
-    parallel_tool_calls: bool | None = None
+    parallel_tool_calls: bool = True
 
     @property
     def named(self) -> str | None:
@@ -297,25 +263,13 @@ class ToolFields(HeldFields):
     @property
     def functions(self) -> Mapping[str, dict[str, Any] | None]:
         """The parameters of each function. Raises ApiError."""
-        try:
+        with at_field("tools"):
             return functions_of(self.tools or [])
-        except ConstraintError as error:
-            raise wrong("tools", error) from error
-
-    @property
-    def called(self) -> list[str]:
-        """The functions that the answer may call."""
-        return [*self.functions] if self.named is None else [self.named]
-
-    @property
-    def form(self) -> Held | None:
-        """What an answer without calls is held to. Raises ApiError."""
-        return super().held
 
     @property
     def held(self) -> Held | None:
         """Calls, or what an answer without calls is held to. Raises ApiError."""
-        form, choice, functions = self.form, self.choice, self.functions
+        form, choice, functions = self.form(), self.choice, self.functions
         if self.named is not None and self.named not in functions:
             known = ", ".join(functions) or "no tools"
             raise invalid("tool_choice.function.name", f"={self.named!r:.80} is none of the functions: {known:.80}")
@@ -327,12 +281,11 @@ class ToolFields(HeldFields):
             what = f"tool_choice={choice!r:.80}" if choice != "auto" else "tools"
             raise ApiError(400, f"{form.field} and {what} are both given: leave one out", form.field, "invalid_value")
         content = None if form is None else json.loads(form.constraint.text)
-        try:
-            one, ends = self.parallel_tool_calls is False, choice == "auto" and content is None
-            stops = self.stops if ends else []
-            return Held("tools", calling(functions, choice, parallel=not one, content=content, ends=stops), ends)
-        except ConstraintError as error:
-            raise wrong("tools", error) from error
+        # Text ends at a stop string; all else must be without one.
+        stops: dict[str, Any] = {"ends" if choice == "auto" and content is None else "stop": tuple(self.stops)}
+        with at_field("tools"):
+            made = calling(functions, choice, parallel=self.parallel_tool_calls, content=content, **stops)
+            return Held("tools", made)
 
 
 class Own(Strict):
@@ -345,10 +298,6 @@ class Own(Strict):
     deadline: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None  # seconds the request may take
     posterior: bool = False  # of what the answer is held to, as in Python
 
-    @property
-    def options(self) -> dict[str, Any]:
-        return self.model_extra or {}
-
 
 class StreamOptions(Strict):
     include_usage: bool = False
@@ -358,6 +307,8 @@ class StreamOptions(Strict):
 
 class Neutral(Strict):
     """A request in which a field that is null, or asks for nothing, counts as absent."""
+
+    model: str
 
     @model_validator(mode="before")
     @classmethod
@@ -383,29 +334,22 @@ class Neutral(Strict):
 class Sampled(Neutral):
     """Fields of all requests that sample."""
 
-    model: str
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
+    top_k: Annotated[int, Field(ge=-1), AfterValidator(lambda count: max(count, 0))] | None = None
     min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63), AfterValidator(lambda seed: seed % SEEDS)] | None = None
     user: str | None = None
     dinfer: Own = Own()
 
     @property
     def asked(self) -> dict[str, Any]:
         """Options of the sampling, by name."""
-        names = Sampled.model_fields.keys() - {"model", "user", "dinfer"}
-        found = {name: getattr(self, name) for name in sorted(names) if getattr(self, name) is not None}
-        if found.get("top_k") == -1:
-            found["top_k"] = 0
-        if "seed" in found:
-            found["seed"] %= SEEDS
-        return found
+        return self.model_dump(include=Sampled.model_fields.keys() - {"model", "user", "dinfer"}, exclude_none=True)
 
 
 class Generation(Sampled, HeldFields):
@@ -413,33 +357,22 @@ class Generation(Sampled, HeldFields):
 
     source: ClassVar[str]  # the field with what the model reads
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[Token] | None = None
-    logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_BIASES)] | None = None
-    allowed_token_ids: Annotated[list[Token], Field(min_length=1)] | None = None
-    bad_words: Annotated[list[Text], Field(max_length=MAX_BIASES)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
+    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] = []
+    stop_token_ids: list[Token] = []
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_BIASES)] = {}
+    allowed_token_ids: Annotated[list[Token], Field(min_length=1)] = []  # empty: all are
+    bad_words: Annotated[list[Text], Field(max_length=MAX_BIASES)] = []
     include_stop_str_in_output: bool = False
-    stream: bool | None = None
+    stream: bool = False
     stream_options: StreamOptions | None = None
-    ignore_eos: bool | None = None  # vLLM's, for load generators: a stop token does not end the answer
+    ignore_eos: bool = False  # vLLM's, for load generators: a stop token does not end the answer
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None  # -1: leave room for the answer
     truncation_side: Literal["left", "right"] = "left"  # where tokens are taken away
     echo: bool = False  # the answer begins with the prompt, in a chat with the assistant's last message
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False  # log-probabilities name tokens by number
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None  # vLLM's: of each token, the best
-
-    @field_validator("stop")
-    @classmethod
-    def _stops(cls, value: str | list[str] | None) -> str | list[str] | None:
-        stops = [value] if isinstance(value, str) else value or []
-        if len(stops) > MAX_STOPS:
-            raise ValueError(f"at most {MAX_STOPS} stop strings are allowed, not {len(stops)}")
-        for text in stops:
-            if not text or len(text) > MAX_STOP_LENGTH:
-                raise ValueError(f"a stop string has 1 to {MAX_STOP_LENGTH} characters")
-        return value
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -460,16 +393,12 @@ class Generation(Sampled, HeldFields):
 
     @property
     def stops(self) -> list[str]:
-        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return [self.stop] if isinstance(self.stop, str) else self.stop
 
     @property
     def length(self) -> tuple[str, int | None]:
         """The field that says how many tokens are wanted, and its value."""
         return "max_tokens", self.max_tokens
-
-    @property
-    def choices(self) -> int:
-        return self.n or 1
 
 
 class TextPart(Strict):
@@ -532,7 +461,7 @@ class Conversation(Strict):
 class Scored(Strict):
     """Log-probabilities of tokens, as chats give them."""
 
-    logprobs: bool | None = None
+    logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
     @model_validator(mode="after")
@@ -579,12 +508,10 @@ class TraceRequest(ChatRequest):
 
     @model_validator(mode="after")
     def _one_answer(self) -> Self:
-        usual = TraceRequest.model_construct()
-        shown = Sampled.model_fields.keys() | HeldFields.model_fields.keys() | {"max_tokens"}
-        for field in (Generation.model_fields.keys() | ToolFields.model_fields.keys() | {"logprobs"}) - shown:
-            value = getattr(self, field)
-            asks = (value or value == 0) and value is not False  # as prompt_logprobs=0 does
-            if asks and value != getattr(usual, field) and (field, value) != ("n", 1):
+        kinds: list[type[BaseModel]] = [Conversation, Sampled, HeldFields]
+        shown = {"max_tokens", "max_completion_tokens", *(field for kind in kinds for field in kind.model_fields)}
+        for field, value in self.model_dump(exclude=shown, exclude_defaults=True).items():
+            if value is not False:
                 raise refused(field, value, "is not supported here: a trace shows the whole denoising of one answer.")
         return self
 
@@ -619,7 +546,7 @@ class InfillRequest(Scored, Sampled, HeldFields):
     @property
     def each_held(self) -> list[Held]:
         """What all gaps are held to, or each of them. Raises ApiError."""
-        own = [form.held_at(f"forms.{i}.") for i, form in enumerate(self.forms or ())]
+        own = [form.form(f"forms.{i}.") for i, form in enumerate(self.forms or ())]
         if None in own:
             raise invalid(f"forms.{own.index(None)}", " says no form: give one, such as response_format")
         return [held for held in (*own, self.held) if held is not None]
@@ -655,7 +582,6 @@ class ReadFields(Strict):
 class ReadRequest(Neutral, Conversation):
     """A conversation, and an answer with slots, of which the model says how probable their options are."""
 
-    model: str
     answer: Text | None = None  # null: one slot alone
     choice: list[Text] | None = None  # the options of a single slot
     slots: dict[str, list[Text]] | None = None  # those of each slot by name
@@ -684,7 +610,6 @@ class ReadRequest(Neutral, Conversation):
 class TokenizeRequest(Neutral, Conversation):
     """A text, or a conversation."""
 
-    model: str
     prompt: Text | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None  # type: ignore[assignment]
     tools: Tools | None = None
@@ -701,5 +626,4 @@ class TokenizeRequest(Neutral, Conversation):
 
 
 class DetokenizeRequest(Neutral):
-    model: str
     tokens: list[int]

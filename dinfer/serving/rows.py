@@ -31,7 +31,7 @@ class StoppableText:
         """`keep`: the text ends behind the stop string, not before it."""
         self._decode, self._stops, self._keep = decode, tuple(stops), keep
         self._grown, self._held = GrowingText(decode), ""
-        self._ids: list[int] = []
+        self.ids: list[int] = []  # the tokens so far
         self._length = 0  # characters returned so far
         self.matched: str | None = None  # the stop string that ended the text
 
@@ -43,7 +43,7 @@ class StoppableText:
         """Takes the next tokens and returns the text that is now final. `last`: no others come."""
         if self.stopped:
             return ""
-        self._ids += ids
+        self.ids += ids
         piece = self._held + self._grown.push(ids, last=last)
         if self._stops:
             piece = self._cut(piece, last)
@@ -51,17 +51,12 @@ class StoppableText:
         return piece
 
     @property
-    def taken(self) -> int:
-        """The number of tokens it was given."""
-        return len(self._ids)
-
-    @property
     def tokens(self) -> int:
         """How many tokens the returned text takes, without those of a stop string."""
         if not (self.stopped or self._held or self._grown.pending):
-            return len(self._ids)
-        lengths = range(len(self._ids) + 1)
-        return bisect_left(lengths, self._length, key=lambda count: len(self._decode(self._ids[:count])))
+            return len(self.ids)
+        lengths = range(len(self.ids) + 1)
+        return bisect_left(lengths, self._length, key=lambda count: len(self._decode(self.ids[:count])))
 
     def _cut(self, text: str, last: bool) -> str:
         """The text before a stop string. Holds back the beginning of a possible one."""
@@ -178,7 +173,7 @@ async def row_events(
     """Runs a row until the deadline, by the event loop's clock. It ends when its caller stops. Raises ApiError."""
     text = StoppableText(served.pipe.decode, wanted.stops, keep=wanted.keep_stop)
     canvas = Drafts(served.pieces, request, edits=isinstance(served.recipe.decoder, Edits)) if wanted.drafts else None
-    ids, logprobs = list[int](), list[TokenLogprob]()  # the text of the last may not be sent yet
+    logprobs = list[TokenLogprob]()  # of all tokens; the text of the last may not be sent yet
     sent = 0
     try:
         stream = served.engine.stream(
@@ -195,10 +190,9 @@ async def row_events(
                 shown = None if canvas is None else canvas.changes(update)
                 told = slice(0)
                 if wanted.ids or wanted.logprobs:
-                    ids += new
                     logprobs += (update.logprobs or [])[: len(new)]
                     told, sent = slice(sent, text.tokens), max(sent, text.tokens)
-                news = Event(index, piece, shown, ids[told], logprobs[told], cached=update.cached)
+                news = Event(index, piece, shown, text.ids[told], logprobs[told], cached=update.cached)
                 if ended or text.stopped:
                     counts = partial(update, text.tokens) if done is None else done.counts
                     if matched is None and done is not None and done.stopped:
@@ -211,7 +205,7 @@ async def row_events(
                     )
                     return
                 if piece or shown or news.ids:
-                    tokens = text.taken if wanted.usage else 0
+                    tokens = len(text.ids) if wanted.usage else 0
                     yield replace(news, counts=partial(update, tokens) if wanted.usage else None, tokens=tokens)
     except Exception as error:
         if not isinstance(error, OF_ONE_REQUEST):

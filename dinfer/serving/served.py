@@ -4,7 +4,7 @@ import logging
 import random
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -16,9 +16,9 @@ from dinfer.engine.request import Request, Wants
 from dinfer.pipeline import Pipeline
 from dinfer.pipeline.inputs import texts_in
 from dinfer.recipe.recipe import Recipe
-from dinfer.recipe.registry import DECODERS, options_of
-from dinfer.serving.errors import SHOWN, ApiError, invalid, refused
-from dinfer.serving.protocol import SEEDS, Generation, InfillRequest
+from dinfer.recipe.registry import DECODERS, options_of, values_of
+from dinfer.serving.errors import SHOWN, ApiError, at_field, invalid, refused
+from dinfer.serving.protocol import SEEDS, Generation, InfillRequest, Sampled
 from dinfer.structure import Language
 
 LOG = logging.getLogger("dinfer.serving")
@@ -76,13 +76,12 @@ class Served:
 
     def _bias(self, asked: Generation) -> dict[str, Any]:
         """What is added to the logits of single tokens, see `dinfer.abilities.adjusting`. Raises ApiError."""
-        add: dict[int, float] = {}
-        if wrong := [key for key in asked.logit_bias or {} if not key.isdecimal() or len(key) > SHOWN]:
+        if wrong := [key for key in asked.logit_bias if not key.isdecimal() or len(key) > SHOWN]:
             raise invalid("logit_bias", f": {', '.join(wrong):.{SHOWN}} must be token ids")
-        add |= {int(key): value for key, value in (asked.logit_bias or {}).items()}
+        add = {int(key): value for key, value in asked.logit_bias.items()}
         self.check_tokens("logit_bias", add)
-        self.check_tokens("allowed_token_ids", only := asked.allowed_token_ids or [])
-        for word in asked.bad_words or ():
+        self.check_tokens("allowed_token_ids", only := asked.allowed_token_ids)
+        for word in asked.bad_words:
             ids = [self.pipe.encode(text, chat=False, add_special_tokens=False) for text in (word, f" {word}")]
             if not (single := {one[0] for one in ids if len(one) == 1}):
                 raise refused("bad_words", word, "has several tokens, which a canvas may get at once: give one of them")
@@ -108,26 +107,23 @@ class Served:
             most = max(self.max_length - (asked.length[1] or self.max_new_tokens), 1)
         return prompt[:most] if asked.truncation_side == "right" else prompt[max(len(prompt) - most, 0) :]
 
-    def options(self, asked: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-        """Per-request options by full name, from OpenAI's fields (`asked`) and those under `dinfer` (`own`)."""
+    def options(self, asked: Sampled) -> dict[str, Any]:
+        """Per-request options by full name, from OpenAI's fields and those under `dinfer`. Raises ApiError."""
         values, chosen = {f"{o.kind}.{o.name}": o.default for o in self.recipe.request_options}, dict[str, str]()
-        given = [(name, name, value) for name, value in asked.items()]
-        given += [(f"dinfer.{name}", name, value) for name, value in own.items()]
+        given = [(name, name, value) for name, value in asked.asked.items()]
+        given += [(f"dinfer.{name}", name, value) for name, value in (asked.dinfer.model_extra or {}).items()]
         for field, name, value in given:
-            full = [known for known in values if name in (known, known.partition(".")[2])]
-            if not full:
+            full = next((known for known in values if name in (known, known.partition(".")[2])), None)
+            if full is None:
                 known = ", ".join(values)
                 raise refused(
                     field, value, f"is not an option of {self.name!r}. It has {known}, drafts, decoder, deadline."
                 )
-            if full[0] in chosen:
-                raise ApiError(400, f"{field} and {chosen[full[0]]} say the same: give one", field, "invalid_value")
-            chosen[full[0]] = field
-            try:
-                self.recipe.resolve({full[0]: value})
-            except ValueError as error:
-                raise ApiError(400, f"{field:.{SHOWN}}: {error}", field, "invalid_value") from error
-            values[full[0]] = value
+            if full in chosen:
+                raise invalid(field, f" and {chosen[full]} say the same: give one")
+            with at_field(field):
+                self.recipe.resolve({full: value})
+            chosen[full], values[full] = field, value
         if values.get("sampling.temperature", 0) and "sampling.seed" not in chosen:
             values["sampling.seed"] = secrets.randbelow(SEEDS)
         return values
@@ -136,21 +132,15 @@ class Served:
         """What the answers are held to, or each gap. Raises ApiError."""
         if not (each := asked.each_held) and asked.dinfer.posterior:
             raise refused("dinfer.posterior", True, "says how a form is met: give one too, such as response_format")
-        stops, posterior = tuple(asked.stops), asked.dinfer.posterior
-        return [await held.language(lambda: self.pipe.compiler, stops, posterior=posterior) for held in each]
+        return [await held.language(lambda: self.pipe.compiler, posterior=asked.dinfer.posterior) for held in each]
 
-    def rows(
-        self,
-        prompts: Sequence[Sequence[int]],
-        asked: Generation,
-        options: Mapping[str, Any],
-        language: Language | None = None,
-    ) -> list[Request]:
-        """One row for each choice of each prompt, its answer in `language`. Choices of one prompt differ by seed."""
+    async def rows(self, prompts: Sequence[Sequence[int]], asked: Generation) -> list[Request]:
+        """One row for each choice of each prompt; none if no token is wanted. Choices of one prompt differ by seed."""
+        options, language = self.options(asked), next(iter(await self.languages(asked)), None)
         rows: list[Request] = []
         more = {"bias": bias} if (bias := self._bias(asked)) else {}
-        (field, new_tokens), choices, source = asked.length, asked.choices, asked.source
-        for prompt in prompts:
+        (field, new_tokens), source = asked.length, asked.source
+        for prompt in prompts if new_tokens != 0 else ():
             self.check_length(len(prompt) + 1, source)
             room = self.max_length - len(prompt)
             if new_tokens is not None and new_tokens > room:
@@ -161,34 +151,29 @@ class Served:
                 told = f"={length} is too few: the shortest answer that is accepted has {language.shortest} tokens"
                 raise invalid(field, told)
             seed = options.get("sampling.seed", 0)
-            values = [{**options, **({"sampling.seed": (seed + i) % SEEDS} if i else {})} for i in range(choices)]
+            values = [{**options, **({"sampling.seed": (seed + i) % SEEDS} if i else {})} for i in range(asked.n)]
             try:
-                made = self.pipe.requests([prompt] * choices, length, values, language)
-                rows += (replace(row, more=row.more | more, stops=not asked.ignore_eos) for row in made)
+                made = self.pipe.requests([prompt] * asked.n, length, values, language)
             except ValueError as error:
-                _, found, what = str(error).rpartition("prompt 0")
-                told = f"{source}: {what.lstrip(': ')}" if found else what
-                raise ApiError(400, told, source if found else None, "invalid_value") from error
+                what = str(error).removeprefix("prompt 0").lstrip(": ")
+                raise invalid(source, f": {what}") from error
+            rows += (replace(row, more=row.more | more, stops=not asked.ignore_eos) for row in made)
         return rows
 
     def card(self) -> dict[str, Any]:
         """The entry in /v1/models."""
         recipe = self.recipe
         parts = {"iteration": recipe.iteration, "decoder": recipe.decoder, "cache": recipe.cache}
-        helps = {
-            (kind, info.name): info.help
+        offered = {
+            info.name: {
+                "component": kind,
+                "default": (default := values_of(part)[info.name]),
+                "integer": isinstance(default, int),
+                "help": info.help,
+            }
             for kind, part in (("decoder", recipe.decoder), ("sampling", recipe.sampling))
             for info in options_of(part)
-        }
-        offered = {
-            o.name: {
-                "component": o.kind,
-                "default": o.default,
-                "integer": isinstance(o.default, int),
-                "help": helps[o.kind, o.name],
-            }
-            for o in recipe.request_options
-            if o.name not in recipe.decoder.refuses
+            if info.per_request and info.name not in recipe.decoder.refuses
         }
         return {
             "id": self.name, "object": "model", "created": self.created, "owned_by": "dinfer",
@@ -202,29 +187,26 @@ class Served:
         }  # fmt: skip
 
 
-class Catalogue:
+class Catalogue(dict[str, Served]):
     """The served models by name."""
-
-    def __init__(self, served: Sequence[Served]) -> None:
-        self._served = {model.name: model for model in served}
-
-    def __iter__(self) -> Iterator[Served]:
-        return iter(self._served.values())
 
     @property
     def engines(self) -> dict[str, AsyncEngine]:
         """Each engine once, by the name of its first model."""
-        first = {id(model.engine): model for model in reversed([*self])}
-        return {model.name: model.engine for model in reversed([*first.values()])}
+        found: dict[str, AsyncEngine] = {}
+        for name, model in self.items():
+            if model.engine not in found.values():
+                found[name] = model.engine
+        return found
 
     def find(self, name: str, decoder: Any = None) -> Served:
         """The model of that name, with `decoder` the recipe of it that has this decoder. Raises ApiError."""
-        if name not in self._served:
+        if name not in self:
             raise ApiError(
-                404, f"model={name!r:.80} is not served. Served: {', '.join(self._served)}", "model", "model_not_found"
+                404, f"model={name!r:.80} is not served. Served: {', '.join(self)}", "model", "model_not_found"
             )
         family = name.partition(":")[0]
-        same = [self._served[name], *(model for model in self if model.name.partition(":")[0] == family)]
+        same = [self[name], *(model for model in self.values() if model.name.partition(":")[0] == family)]
         for model in same:
             if decoder is None or model.decoder == decoder:
                 return model
@@ -244,7 +226,7 @@ def catalogue(pipe: Pipeline, recipes: Mapping[str, Recipe], *, max_new_tokens: 
         )
     thread = EngineThread()
     made: list[tuple[Any, Pipeline, AsyncEngine]] = []
-    served = []
+    served = Catalogue()
     for name, recipe in recipes.items():
         kind: list[Any] = [recipe.iteration, recipe.cache]
         decoding: tuple[Any, ...] = (recipe.decoder, recipe.sampling)
@@ -255,8 +237,8 @@ def catalogue(pipe: Pipeline, recipes: Mapping[str, Recipe], *, max_new_tokens: 
             own = pipe if recipe is pipe.recipe else Pipeline(recipe, pipe.tokenizer, pipe.engine.runtime)
             found = own, AsyncEngine(own.engine, thread)
             made.append((kind, *found))
-        served.append(Served(name, *found, recipe, max_new_tokens, created))
-    return Catalogue(served)
+        served[name] = Served(name, *found, recipe, max_new_tokens, created)
+    return served
 
 
 def warm_up(catalogue: Catalogue, prompt_tokens: int) -> None:
@@ -266,7 +248,7 @@ def warm_up(catalogue: Catalogue, prompt_tokens: int) -> None:
     they serve requests with and without. Requests for log-probabilities or a temperature have graphs of their own,
     which are captured when one comes.
     """
-    for served in {id(served.engine): served for served in catalogue}.values():
+    for served in (catalogue[name] for name in catalogue.engines):
         began = time.perf_counter()
         meet_shapes(served, prompt_tokens, times=2 if served.pipe.engine.runtime.graphs else 1)
         LOG.info("%s: warm after %.1f s", served.name, time.perf_counter() - began)

@@ -25,6 +25,10 @@ from dinfer.step.shape import StepShape
 
 SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
 STEP_SECONDS = (0.002, 0.004, 0.006, 0.008, 0.012, 0.016, 0.024, 0.032, 0.064, 0.128, 0.256, 1)
+OCCUPANCY = {
+    "waiting": "Rows that wait for a slot", "running": "Rows that have a slot",
+    "pages_free": "Pages of keys and values without an owner", "pages": "Pages of keys and values",
+}  # fmt: skip
 ENCODERS = 2  # long prompts that are encoded at a time, since each takes memory
 WATCH = 0.2  # seconds between looks at the engines
 
@@ -53,30 +57,29 @@ class Admission:
             raise ApiError(503, "the server is shutting down", code="shutting_down", retry_after=self.retry_after)
 
     def check(self, rows: int, tokens: int = 0) -> None:
-        """Raises ApiError for more rows or tokens than an idle server takes."""
+        """Raises ApiError for more rows or tokens than an idle server takes, or than there is room for now."""
         self.check_open()
-        for what, more, most in (("requests", rows, self.max_requests), ("tokens", tokens, self.max_tokens)):
+        counts = ("requests", rows, self.requests, self.max_requests), ("tokens", tokens, self.tokens, self.max_tokens)
+        for what, more, _, most in counts:
             if more > most:
                 raise ApiError(400, f"{more} {what} at once exceed the {most} this server takes", code="too_large")
-
-    @contextmanager
-    def admit(self, lengths: Sequence[int]) -> Iterator[None]:
-        """Reserves room for the rows of one request. `lengths`: positions of each row's canvas. Raises ApiError."""
-        self.check(len(lengths), sum(lengths))
-        for what, more, now, most in (
-            ("requests", len(lengths), self.requests, self.max_requests),
-            ("tokens", sum(lengths), self.tokens, self.max_tokens),
-        ):
+        for what, more, now, most in counts:
             if now + more > most:
                 raise ApiError(
                     429, f"the server has {now} of at most {most} {what}: try again later",
                     code="queue_full", retry_after=self.retry_after,
                 )  # fmt: skip
-        self.requests, self.tokens = self.requests + len(lengths), self.tokens + sum(lengths)
+
+    @contextmanager
+    def admit(self, lengths: Sequence[int]) -> Iterator[None]:
+        """Reserves room for the rows of one request. `lengths`: positions of each row's canvas. Raises ApiError."""
+        rows, tokens = len(lengths), sum(lengths)
+        self.check(rows, tokens)
+        self.requests, self.tokens = self.requests + rows, self.tokens + tokens
         try:
             yield
         finally:
-            self.requests, self.tokens = self.requests - len(lengths), self.tokens - sum(lengths)
+            self.requests, self.tokens = self.requests - rows, self.tokens - tokens
 
 
 class Metrics:
@@ -104,7 +107,7 @@ class Metrics:
             ("model", "phase", "rows", "width"), buckets=STEP_SECONDS, registry=self.registry,
         )  # fmt: skip
         for name, engine in engines.items():
-            _Rounds(name, engine, rounds)
+            _observe_rounds(name, engine, rounds)
 
         def gauge(name: str, text: str, value: Callable[[AsyncEngine], float]) -> None:
             made = Gauge(f"dinfer_{name}", text, ("model",), registry=self.registry)
@@ -115,12 +118,12 @@ class Metrics:
         requests.set_function(lambda: admission.requests)
         tokens = Gauge("dinfer_tokens_in_flight", "Positions of their canvases", registry=self.registry)
         tokens.set_function(lambda: admission.tokens)
-        gauge("waiting", "Rows that wait for a slot", lambda own: own.engine.occupancy()["waiting"])
-        gauge("running", "Rows that have a slot", lambda own: own.engine.occupancy()["running"])
-        gauge(
-            "pages_free", "Pages of keys and values without an owner", lambda own: own.engine.occupancy()["pages_free"]
-        )
-        gauge("pages", "Pages of keys and values", lambda own: own.engine.occupancy()["pages"])
+
+        def occupied(name: str, own: AsyncEngine) -> int:
+            return own.engine.occupancy()[name]
+
+        for name, text in OCCUPANCY.items():
+            gauge(name, text, partial(occupied, name))
         gauge("graphs", "CUDA graphs that have been captured", lambda own: own.engine.runner.captured)
 
     def count(self, model: str, event: Event, since: float, whole: float, *, first: bool) -> None:
@@ -137,24 +140,23 @@ class Metrics:
             self.whole.labels(model).observe(whole)
 
 
-class _Rounds:
+def _observe_rounds(model: str, engine: AsyncEngine, rounds: Histogram) -> None:
     """Observes how long each round takes, by the shape of its largest step."""
-
-    def __init__(self, model: str, engine: AsyncEngine, rounds: Histogram) -> None:
-        self._model, self._rounds, self._launched = model, rounds, list[StepShape]()
-        engine.engine.runner.observer, engine.observer = self._note, self._tell
+    launched: list[StepShape] = []
 
     @contextmanager
-    def _note(self, shape: StepShape, slots: Sequence[int]) -> Iterator[None]:
-        self._launched.append(shape)
+    def note(shape: StepShape, slots: Sequence[int]) -> Iterator[None]:
+        launched.append(shape)
         yield
 
-    def _tell(self, seconds: float) -> None:
-        launched, self._launched = self._launched, []
+    def tell(seconds: float) -> None:
         if launched:
             largest = max(launched, key=lambda shape: shape.lanes * shape.width)
             rows, width = (1 << (count - 1).bit_length() for count in (largest.lanes, largest.width))
-            self._rounds.labels(self._model, largest.phase.name.lower(), rows, width).observe(seconds)
+            rounds.labels(model, largest.phase.name.lower(), rows, width).observe(seconds)
+            launched.clear()
+
+    engine.engine.runner.observer, engine.observer = note, tell
 
 
 @dataclass
@@ -231,26 +233,24 @@ class Server:
                     last[event.row] = now
                 yield event
 
-    async def heard(self, served: Served, rows: Sequence[Row], own: Own, prompt: int, wanted: Wanted) -> list[Event]:
-        """All events of a request that is no stream. `prompt`: its tokens. Raises ApiError."""
-        seconds = self.seconds(own)
+    @asynccontextmanager
+    async def running(
+        self, served: Served, rows: Sequence[Row], own: Own, wanted: Wanted, prompt: int, *, stream: bool = False
+    ) -> AsyncIterator[AsyncGenerator[Event]]:
+        """The events of a request, whose rows have their places meanwhile. `prompt`: its tokens. Raises ApiError."""
+        seconds = self.seconds(own, stream=stream)
+        self.check_engines()
         with self.admission.admit([row.length for row in rows]):
             self.metrics.prompt_tokens.labels(served.name).inc(prompt)
             async with aclosing(self.events(served, rows, wanted, seconds)) as events:
-                return [event async for event in events]
+                yield events
 
-    async def answer(
-        self, served: Served, rows: Sequence[Row], own: Own, wanted: Wanted, answer: Answer, *, stream: bool
-    ) -> Response:
+    async def answer(self, served: Served, rows: Sequence[Row], wanted: Wanted, answer: Answer) -> Response:
         """Runs a request and answers it, whole or as server-sent events."""
-        seconds = self.seconds(own, stream=stream)
-        self.check()
-        held = HELD.get()
-        held.enter_context(self.admission.admit([row.length for row in rows]))
-        self.metrics.prompt_tokens.labels(served.name).inc(sum(map(len, answer.prompts)))
-        events = self.events(served, rows, wanted, seconds)
-        held.push_async_callback(events.aclose)
-        if stream:
+        held, asked, prompt = HELD.get(), answer.asked, sum(map(len, answer.prompts))
+        running = self.running(served, rows, asked.dinfer, wanted, prompt, stream=asked.stream)
+        events = await held.enter_async_context(running)
+        if asked.stream:
             pieces = self._pieces(events, answer)
             held.push_async_callback(pieces.aclose)
             return Stream(pieces)

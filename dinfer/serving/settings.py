@@ -44,21 +44,16 @@ class Settings:
 
     def __post_init__(self) -> None:
         check_range("", self, "max_requests", "max_tokens", "max_body", "max_connections", "max_new_tokens", least=1)
-        limits = {"deadline": self.deadline, "send_timeout": self.send_timeout, "round_timeout": self.round_timeout}
-        for name, seconds in limits.items():
-            if not seconds > 0:
-                raise ValueError(f"{name}={seconds} must be more than 0 seconds")
+        for name in ("deadline", "send_timeout", "round_timeout"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be more than 0 seconds")
         check_range("", self, "grace", "warm_up", least=0)
         check_range("", self, "port", least=0, most=65535, what="0 for any free one, else ")
-        if not self.loopback and self.api_key is None and not self.insecure:
+        if not is_loopback(self.host) and self.api_key is None and not self.insecure:
             raise ValueError(
                 f"host={self.host} can be reached from other machines, and there is no api_key. Set "
                 "api_key=env:NAME or api_key=file:PATH, or say insecure=true to serve everybody."
             )
-
-    @property
-    def loopback(self) -> bool:
-        return is_loopback(self.host)
 
     def keys(self) -> list[bytes]:
         """The keys that clients may use, one a line. Raises ValueError or OSError."""

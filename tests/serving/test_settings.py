@@ -95,7 +95,7 @@ def test_a_warm_server_has_met_the_shapes_that_clients_lead_to() -> None:
         yield
 
     runner.observer = note
-    (served,) = catalogue(pipe, {"tiny": pipe.recipe}, max_new_tokens=32, created=0)
+    (served,) = catalogue(pipe, {"tiny": pipe.recipe}, max_new_tokens=32, created=0).values()
     meet_shapes(served, 16, times=2)
     captured = {shape.bare() for shape, count in met.items() if count > 1}  # they stand in
     met.clear()

@@ -64,7 +64,7 @@ def serve(config: dict[str, Any], text: str | None) -> None:
         log_as_json()
         check_interrupted()
         with tuned():
-            serve(server, socket, announced([model.name for model in server.catalogue]))
+            serve(server, socket, announced([*server.catalogue]))
     return None
 
 
