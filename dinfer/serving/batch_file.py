@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal
 
@@ -22,7 +22,7 @@ from dinfer.serving.app import application, of_validation
 from dinfer.serving.errors import ApiError, refused
 from dinfer.serving.guard import Asked, messages
 from dinfer.serving.protocol import HeldFields, Strict
-from dinfer.serving.run import ended
+from dinfer.serving.run import check
 from dinfer.serving.server import Server
 from dinfer.serving.settings import NO_LIMIT, Settings
 
@@ -98,8 +98,8 @@ class Output(JsonLines):
         self.ids[line["id"]] = line["custom_id"]
 
 
-# Answers lines and hands over each answer: in this process, or on a Ray cluster.
-Answering = Callable[[Iterator[Line], Callable[[dict[str, Any]], None]], None]
+# Answers requests, given with the ids of their answers, and hands over each answer: here, or on a Ray cluster.
+Answering = Callable[[Iterator[tuple[str, Ask]], Callable[[dict[str, Any]], None]], None]
 
 
 def run(
@@ -126,8 +126,8 @@ def run(
             output.write(renamed(answer) if answer["id"] in formed else answer)
             progress(len(output.ids), len(ids), answer)
 
-    def left() -> Iterator[Line]:
-        """The lines without an answer. It answers a faulty line with its error."""
+    def left() -> Iterator[tuple[str, Ask]]:
+        """The requests without an answer. It answers a faulty line with its error."""
         seen: dict[str, int] = {}
         for line in lines(asked, setup):
             try:
@@ -139,24 +139,25 @@ def run(
                 keep(refusal(line, error))
             else:
                 if line.id not in output.ids:
-                    if (own := held(line, ask, form)) is not line:
+                    if (own := held(ask, form)) is not ask:
                         formed.add(line.id)
-                    yield own
+                    yield line.id, own
 
     if len(output.ids) < len(ids):
         answering(left(), keep)
 
 
 def answer_here(
-    waiting: Iterator[Line], keep: Callable[[dict[str, Any]], None], *, make: Callable[[], Server], at_once: int
-) -> None:
-    """Answers lines with an engine in this process, `at_once` lines at a time. Raises EngineFailed."""
+    waiting: Iterator[tuple[str, Ask]], keep: Callable[[dict[str, Any]], None], *, make: Callable[[], Server],
+    at_once: int,
+) -> None:  # fmt: skip
+    """Answers requests with an engine in this process, `at_once` at a time. Raises EngineFailed."""
     server = make()
     app = application(server)
 
     async def work() -> None:
-        for line in waiting:
-            answer = await answered(app, line)
+        for answer_id, ask in waiting:
+            answer = await answered(app, answer_id, ask)
             check(server)
             keep(answer)
 
@@ -173,18 +174,17 @@ def answer_here(
     asyncio.run(all_lines())
 
 
-def check(server: Server) -> None:
-    """Raises EngineFailed or RankFailed if an engine has failed, since its last answers may be wrong."""
-    if server.failure is not None:
-        raise ended(server.failure)
-
-
-async def answered(app: Any, line: Line) -> dict[str, Any]:
+async def answered(app: Any, answer_id: str, ask: Ask) -> dict[str, Any]:
     """The application's answer to a valid line."""
-    ask = read(line)
-    status, request_id, body = await post(app, ask.url, json.dumps(ask.body).encode())
+    status, request_id, parts = 0, "", list[bytes]()
+    async with aclosing(messages(app, Asked("POST", ask.url, json.dumps(ask.body).encode()))) as answer:
+        async for message in answer:
+            if message["type"] == "http.response.start":
+                status, request_id = message["status"], dict(message["headers"])[b"x-request-id"].decode()
+            parts.append(message.get("body", b""))
+    body = json.loads(b"".join(parts))
     error = None if status < 400 else body["error"]
-    return told(line, ask.custom_id, {"status_code": status, "request_id": request_id, "body": body}, error)
+    return told(answer_id, ask.custom_id, {"status_code": status, "request_id": request_id, "body": body}, error)
 
 
 def refusal(line: Line, error: ApiError) -> dict[str, Any]:
@@ -195,13 +195,13 @@ def refusal(line: Line, error: ApiError) -> dict[str, Any]:
         name = parsed(line.text)["custom_id"]
     except (ApiError, TypeError, KeyError):
         name = None
-    return told(line, name if isinstance(name, str) else None, None, found)
+    return told(line.id, name if isinstance(name, str) else None, None, found)
 
 
-def told(line: Line, name: str | None, response: Any, error: Mapping[str, Any] | None) -> dict[str, Any]:
+def told(answer_id: str, name: str | None, response: Any, error: Mapping[str, Any] | None) -> dict[str, Any]:
     """An answer in OpenAI's batch format."""
     kept = None if error is None else {key: error[key] for key in ("code", "message", "param")}
-    return {"id": line.id, "custom_id": name, "response": response, "error": kept}
+    return {"id": answer_id, "custom_id": name, "response": response, "error": kept}
 
 
 def read(line: Line) -> Ask:
@@ -222,16 +222,16 @@ def read(line: Line) -> Ask:
 FIELDS = {"schema": "guided_json", "regex": "guided_regex", "choice": "guided_choice", "grammar": "guided_grammar"}
 
 
-def held(line: Line, ask: Ask, form: Mapping[str, Any]) -> Line:
-    """The line with this form, unless it has a field of its own that says one."""
+def held(ask: Ask, form: Mapping[str, Any]) -> Ask:
+    """The request with this form, unless it has a field of its own that says one."""
     body = ask.body
     if not form or any(body.get(field) is not None for field in (*HeldFields.model_fields, "forms")):
-        return line
+        return ask
     own = {FIELDS[name]: value for name, value in form.items() if name in FIELDS}
     mine = body.get("dinfer") or {}
     if form.get("posterior") and isinstance(mine, dict):
         own["dinfer"] = {"posterior": True} | mine
-    return replace(line, text=json.dumps(ask.model_dump() | {"body": {**body, **own}}).encode())
+    return ask.model_copy(update={"body": body | own})
 
 
 def renamed(answer: dict[str, Any]) -> dict[str, Any]:
@@ -250,14 +250,3 @@ def parsed(text: bytes) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"it is not JSON: {error}", None, "invalid_json") from error
-
-
-async def post(app: Any, path: str, content: bytes) -> tuple[int, str, Any]:
-    """Asks an ASGI application: status, request id and body of its answer."""
-    status, request_id, parts = 0, "", list[bytes]()
-    async with aclosing(messages(app, Asked("POST", path, content))) as answer:
-        async for message in answer:
-            if message["type"] == "http.response.start":
-                status, request_id = message["status"], dict(message["headers"])[b"x-request-id"].decode()
-            parts.append(message.get("body", b""))
-    return status, request_id, json.loads(b"".join(parts))

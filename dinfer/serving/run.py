@@ -293,14 +293,13 @@ def serve(server: Server, made: socket.socket, ready: Callable[[str], None]) -> 
 
     with asyncio.Runner(loop_factory=config.get_loop_factory()) as loop:
         loop.run(run())
-    if server.failure is not None:
-        raise ended(server.failure)
+    check(server)
 
 
-def ended(failure: BaseException) -> BaseException:
-    """The error with which a program ends after its engine failed. A lost rank needs no traceback."""
+def check(server: Server) -> None:
+    """Raises EngineFailed or RankFailed, which needs no traceback, if an engine has failed: the program must end."""
+    failure = server.failure
     if isinstance(failure, RankFailed):
-        return failure
-    error = EngineFailed(f"the engine failed: {failure!r}")
-    error.__cause__ = failure
-    return error
+        raise failure
+    if failure is not None:
+        raise EngineFailed(f"the engine failed: {failure!r}") from failure

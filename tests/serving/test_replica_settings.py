@@ -16,7 +16,7 @@ from support.command_line import CommandLine
 
 import dinfer.cli.conf
 from dinfer.loading.files import locate
-from dinfer.serving.batch_file import Line
+from dinfer.serving.batch_file import Ask
 from dinfer.serving.ray import cluster, replicas, shards
 from dinfer.serving.run import EngineFailed
 from dinfer.serving.settings import Settings, listen
@@ -192,8 +192,9 @@ def test_why_no_actor_answers_is_the_last_line_of_its_traceback(monkeypatch: pyt
 
     answers = SimpleNamespace(map_batches=lambda *_, **__: SimpleNamespace(iter_batches=fail))
     monkeypatch.setattr(shards.ray.data, "from_items", lambda *_, **__: answers)
+    ask = Ask(custom_id="a", method="POST", url="/v1/completions", body={})
     with pytest.raises(EngineFailed, match=r"^the Ray cluster could not answer: MemoryError: the weights need 20 GB$"):
         shards.answer_on_cluster(
-            iter([Line(1, b"{}", "a")]), print, make=lambda: pytest.fail("it makes a server"), replicas=1,
+            iter([("a", ask)]), print, make=lambda: pytest.fail("it makes a server"), replicas=1,
             resources={"CPU": 1}, at_once=1,
         )  # fmt: skip

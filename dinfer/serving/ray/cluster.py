@@ -3,7 +3,6 @@
 import logging
 import os
 import socket
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -28,29 +27,24 @@ def connect(address: str, *, logs: bool, private: bool = False) -> None:
     reachable(found)
     start = partial(ray.init, log_to_driver=logs, logging_level=logging.WARNING)
     try:
-        if address != AUTO and address != LOCAL:
-            start(address)
-        elif address == LOCAL or not running(start):
-            if private:
-                raise ValueError(
-                    "no cluster runs, and the processes of a new one listen on all addresses of this machine, with "
-                    "Ray's token as their only guard. Say insecure=true to start one, or join one with ray=HOST:PORT"
-                )
-            start(LOCAL)
+        if address != LOCAL:
+            try:
+                start(address)
+                return
+            except ConnectionError:
+                if address != AUTO:
+                    raise
+        if private:
+            raise ValueError(
+                "no cluster runs, and the processes of a new one listen on all addresses of this machine, with "
+                "Ray's token as their only guard. Say insecure=true to start one, or join one with ray=HOST:PORT"
+            )
+        start(LOCAL)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ValueError(f"ray={address}: no Ray cluster can be joined there: {error}") from error
     finally:
         if TOKEN.exists():
             TOKEN.chmod(0o600)  # Ray lets everybody on this machine read it
-
-
-def running(start: Callable[[str], object]) -> bool:
-    """Joins the cluster that runs on this machine or that RAY_ADDRESS names, if there is one."""
-    try:
-        start(AUTO)
-    except ConnectionError:
-        return False
-    return True
 
 
 def reachable(address: str) -> None:

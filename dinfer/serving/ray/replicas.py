@@ -38,7 +38,8 @@ from dinfer.serving.answers import sse
 from dinfer.serving.app import application
 from dinfer.serving.errors import ApiError
 from dinfer.serving.guard import REQUEST_ID, Asked, Guard, log_as_json, messages
-from dinfer.serving.run import EngineFailed, configured, open_files, tuned
+from dinfer.serving.rows import failure
+from dinfer.serving.run import EngineFailed, check, configured, open_files, tuned
 from dinfer.serving.server import Server
 from dinfer.serving.settings import NO_LIMIT, Settings, naming, url
 
@@ -107,8 +108,7 @@ class Gateway:
                             begun = message
                         await send(message)
         except (ApiError, TimeoutError) as found:
-            late = ApiError(504, "the request took longer than its deadline allows", code="deadline")
-            error = found if isinstance(found, ApiError) else late
+            error = found if isinstance(found, ApiError) else failure(found)
             if begun is None:
                 raise error from found
             LOG.error("a stream was cut off: %s", error.message)
@@ -227,8 +227,7 @@ class Replica:
 
     def check_health(self) -> None:
         """Ray Serve calls it, and replaces a replica that raises."""
-        if self._server.failure is not None:
-            raise EngineFailed(f"the engine failed: {self._server.failure!r}") from self._server.failure
+        check(self._server)
 
     def metrics(self) -> tuple[str, list[Metric]]:
         """The name of this replica, and its metrics."""
@@ -271,12 +270,7 @@ class Plan:
 def app(make: Make, settings: Settings, plan: Plan, owner: str) -> serve.Application:
     """The application for Ray Serve. `make` makes the server in a replica's process. `owner`: the deploying command."""
     scaling = plan.scaling()
-    common: dict[str, Any] = {
-        "graceful_shutdown_timeout_s": settings.grace,
-        "health_check_period_s": CHECK,
-        "logging_config": LOGS,
-        "max_constructor_retry_count": STARTS,
-    }
+    number: dict[str, Any] = {"num_replicas": plan.replicas} if scaling is None else {"autoscaling_config": scaling}
     replicas = serve.deployment(
         name="Replica",
         placement_group_bundles=[plan.resources], placement_group_strategy="STRICT_PACK",
@@ -289,7 +283,8 @@ def app(make: Make, settings: Settings, plan: Plan, owner: str) -> serve.Applica
             "request_router_class": ROUTER, "request_router_kwargs": {"num_fallback_replicas": plan.most - 1},
             "initial_backoff_s": 0.01, "max_backoff_s": 0.05,
         },
-        **({"num_replicas": plan.replicas} if scaling is None else {"autoscaling_config": scaling}), **common,
+        graceful_shutdown_timeout_s=settings.grace, health_check_period_s=CHECK, logging_config=LOGS,
+        max_constructor_retry_count=STARTS, **number,
     )(Replica)  # fmt: skip
     inside = replace(
         settings, host="127.0.0.1", api_key=None, insecure=True, max_requests=NO_LIMIT, send_timeout=NO_LIMIT
@@ -304,9 +299,13 @@ def run(make: Make, settings: Settings, plan: Plan, made: socket.socket, ready: 
     EngineFailed.
     """
     log_as_json()
-    with suppress(KeyboardInterrupt), interruptible(), deployed(make, settings, plan, made) as here:
-        ready(here.address)
-        watch(here)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that it also ends the loading of a model
+    try:
+        with suppress(KeyboardInterrupt), deployed(make, settings, plan, made) as here:
+            ready(here.address)
+            watch(here)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @dataclass(slots=True)
@@ -376,16 +375,6 @@ def _why() -> str:
     messages = [one.message for one in found.deployments.values()] if found else []
     said = [line for one in messages if "Traceback" in one for line in one.splitlines() if line.strip()]
     return said[-1].strip() if said else ""
-
-
-@contextmanager
-def interruptible() -> Iterator[None]:
-    """Within, SIGTERM raises KeyboardInterrupt, so that it also ends the loading of a model."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def watch(here: Deployed) -> None:

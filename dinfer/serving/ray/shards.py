@@ -11,8 +11,8 @@ from ray.data import ActorPoolStrategy, DataContext
 from ray.exceptions import RayError
 
 from dinfer.serving.app import application
-from dinfer.serving.batch_file import Line, answered, check
-from dinfer.serving.run import EngineFailed
+from dinfer.serving.batch_file import Ask, answered
+from dinfer.serving.run import EngineFailed, check
 from dinfer.serving.server import Server
 
 SHARDS = 8  # in flight for each actor; with more, shards are smaller, so a kill loses less work and load is more even
@@ -26,24 +26,24 @@ class Answers:
         self._app = application(self._server)
 
     async def __call__(self, shard: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any]]:
-        """The answers to some lines, denoised together with the lines of other shards."""
-        columns = (shard[name].tolist() for name in ("number", "text", "id"))
+        """The answers to some requests, denoised together with those of other shards."""
+        asked = [(one, Ask.model_validate_json(ask)) for one, ask in zip(shard["id"], shard["ask"], strict=True)]
         async with self._server.watched():
-            found = await asyncio.gather(*(answered(self._app, Line(*one)) for one in zip(*columns, strict=True)))
+            found = await asyncio.gather(*(answered(self._app, *one) for one in asked))
         check(self._server)
         yield {"answer": [json.dumps(answer) for answer in found]}
 
 
 def answer_on_cluster(
-    waiting: Iterator[Line], keep: Callable[[dict[str, Any]], None], *, make: Callable[[], Server],
+    waiting: Iterator[tuple[str, Ask]], keep: Callable[[dict[str, Any]], None], *, make: Callable[[], Server],
     replicas: int, resources: Mapping[str, float], at_once: int,
 ) -> None:  # fmt: skip
-    """Answers lines with `replicas` actors, `at_once` lines at a time in each.
+    """Answers requests with `replicas` actors, `at_once` at a time in each.
 
     The answers of a shard are kept when all are there. If an actor dies, Ray gives its shard to another. Raises
     EngineFailed.
     """
-    rows = [{"number": line.number, "text": line.text, "id": line.id} for line in waiting]
+    rows = [{"id": answer_id, "ask": json.dumps(ask.model_dump())} for answer_id, ask in waiting]
     if not rows:
         return
     context = DataContext.get_current()
