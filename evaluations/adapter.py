@@ -3,6 +3,7 @@
 import os
 import time
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -22,14 +23,18 @@ from dinfer.pipeline import Pipeline, load
 from dinfer.pipeline.form import Form, form_of
 from dinfer.pipeline.inputs import named
 from dinfer.recipe.recipe import Recipe
-from dinfer.recipe.registry import REGISTRIES, check_range, unknown
+from dinfer.recipe.registry import REGISTRIES, check_range, typed, unknown
 from evaluations.replicas import Replicas, replicas
 from evaluations.report import Ledger, key_of
 
 DEFAULT_LENGTH = 128
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 FORMS = ("schema", "regex", "choice", "grammar", "posterior")  # as `Pipeline.generate` takes them
-OURS = ("until", "do_sample", "temperature", "infill", *LENGTHS, *FORMS)
+KINDS: dict[str, Any] = {
+    "until": str | tuple[str, ...] | None, "do_sample": bool, "temperature": float, "infill": bool,
+    **dict.fromkeys(LENGTHS, int),
+}  # fmt: skip
+OURS = (*KINDS, *FORMS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,18 +58,10 @@ def parse(kwargs: Mapping[str, Any], recipe: Recipe, new_tokens: int | None) -> 
     for name in kwargs:
         if name not in (*OURS, *known):
             raise unknown("name in gen_kwargs:", name, sorted({*OURS, *known}))
+    typed(KINDS, {name: value for name, value in kwargs.items() if name in KINDS}, prefix="gen_kwargs: ")
     for name in LENGTHS:
-        if name in kwargs and (type(kwargs[name]) is not int or kwargs[name] < 1):
-            raise ValueError(f"gen_kwargs: {name}={kwargs[name]!r} must be an integer, at least 1")
-    until = kwargs.get("until") or []
-    until = [until] if isinstance(until, str) else until
-    if not isinstance(until, list) or not all(isinstance(text, str) for text in until):
-        raise ValueError(f"gen_kwargs: until={until!r} must be a text or a list of texts")
-    for name in ("do_sample", "infill"):
-        if type(kwargs.get(name, False)) is not bool:
-            raise ValueError(f"gen_kwargs: {name}={kwargs[name]!r} must be true or false")
-    if type(kwargs.get("temperature", 0.0)) not in (int, float):
-        raise ValueError(f"gen_kwargs: temperature={kwargs['temperature']!r} must be a number")
+        if kwargs.get(name, 1) < 1:
+            raise ValueError(f"gen_kwargs: {name}={kwargs[name]} must be an integer, at least 1")
     normal = normalize_gen_kwargs(dict(kwargs), DEFAULT_LENGTH)
     options = {name: value for name, value in kwargs.items() if name not in OURS}
     temperature = recipe.sampling_of([]).get("temperature", 0.0)
@@ -75,7 +72,8 @@ def parse(kwargs: Mapping[str, Any], recipe: Recipe, new_tokens: int | None) -> 
             f"the task asks for greedy decoding, but sampling.temperature={temperature}. Leave that at 0, or give the "
             f"temperature to the task: gen_kwargs={{do_sample: true, temperature: {temperature}}}"
         )
-    until = [text for text in until if text]
+    until = kwargs.get("until") or []
+    until = [text for text in ([until] if isinstance(until, str) else until) if text]
     form = form_of({name: kwargs.get(name) for name in FORMS})
     if form is not None:  # an answer that is cut would not be what it is held to
         form = replace(form, constraint=replace(form.constraint, stop=tuple(until)))
@@ -303,12 +301,10 @@ class DinferLM(TemplateLM):
 
     def _jobs(self, kind: str, requests: Sequence[Instance]) -> list[Job]:
         """One job for each request. lm-eval repeats a request for more samples, and also to pad ranks."""
-        seen: dict[int, int] = {}
-        jobs = []
+        seen, jobs = Counter[int](), []
         for instance in requests:
-            count = seen.get(id(instance), 0)
-            seen[id(instance)] = count + 1
-            repeat = count % (instance.repeats or 1)
+            repeat = seen[id(instance)] % (instance.repeats or 1)
+            seen[id(instance)] += 1
             key = key_of(kind, instance.task_name, instance.doc_id, instance.idx, repeat, instance.args)
             jobs.append(Job(instance, repeat, key))
         return jobs
@@ -393,12 +389,7 @@ def _parts(settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
             options.setdefault(root, {})[option if dot else "name"] = value
         else:
             raise unknown("name in model_args:", name, known)
-    parts: dict[str, Any] = {}
-    for kind, given in options.items():
-        if list(given) == ["name"]:  # `load` takes "tiny", a hub name or a folder
-            parts[kind] = given["name"]
-        elif kind == "model" and "name" not in given:
-            raise ValueError("model_args: options of a model need its family, such as model=llada")
-        else:
-            parts[kind] = given
-    return parts, found
+    if "name" not in options.get("model", {"name": None}):
+        raise ValueError("model_args: options of a model need its family, such as model=llada")
+    # A name alone stands by itself: `load` takes "tiny", a hub name or a folder.
+    return {kind: given["name"] if [*given] == ["name"] else given for kind, given in options.items()}, found

@@ -19,9 +19,7 @@ class Replicas:
     device: torch.device
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """The tensors of all replicas, one behind the other."""
-        if self.size == 1:
-            return tensor
+        """The tensors of all replicas, of which there are several, one behind the other."""
         from accelerate.utils import gather
 
         return gather(tensor)

@@ -103,7 +103,10 @@ def evaluate(
         ledger = files.enter_context(Ledger(stem, among=among, setup=setup, overwrite=overwrite))
         say("loading the model")
         pipe = load()
-        chat = _chat(pipe, settings.chat)
+        templates = pipe.tokenizer is not None and pipe.tokenizer.chat_template is not None
+        if settings.chat and not templates:
+            raise ValueError("chat=true, but the checkpoint's tokenizer has no chat template")
+        chat = templates if settings.chat is None else settings.chat
         lm = DinferLM(
             pipe, likelihood=settings.likelihood, among=among, max_new_tokens=settings.max_new_tokens, ledger=ledger,
             progress=progress,
@@ -132,14 +135,6 @@ def evaluate(
         write(report_of(stem), json.dumps(document, indent=1, default=str) + "\n")
         write_table(stem.parent)
     return document
-
-
-def _chat(pipe: Pipeline, wanted: bool | None) -> bool:
-    """Whether to use the tokenizer's chat template. Raises ValueError if it is wanted and there is none."""
-    there = pipe.tokenizer is not None and pipe.tokenizer.chat_template is not None
-    if wanted and not there:
-        raise ValueError("chat=true, but the checkpoint's tokenizer has no chat template")
-    return there if wanted is None else wanted
 
 
 def chosen(tasks: Mapping[str, Any], documents: tuple[int, int] | None) -> dict[str, list[int]] | None:

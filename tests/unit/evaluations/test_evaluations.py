@@ -178,7 +178,7 @@ def test_temperature_of_the_recipe_and_greedy_tasks_disagree() -> None:
         ({"max_gen_toks": 0}, "max_gen_toks=0 must be an integer, at least 1"),
         ({"max_gen_toks": "many"}, "max_gen_toks='many' must be an integer"),
         ({"max_gen_toks": 1000}, "task, document 0: prompt 0: .* exceed the model's 256 positions"),
-        ({"until": 3}, "until=3 must be a text or a list of texts"),
+        ({"until": 3}, "until=3 must be a text or a list, each a text"),
         ({"do_sample": "yes"}, "do_sample='yes' must be true or false"),
         ({"temperature": "hot"}, "temperature='hot' must be a number"),
         ({"regex": "b+", "until": ["b"]}, "task, document 0: regex: every accepted answer contains one of the stop"),
