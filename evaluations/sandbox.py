@@ -108,10 +108,15 @@ def run(program: str, limits: Limits | None = None, *, ways: Sequence[str] = WAY
             except subprocess.TimeoutExpired:
                 return Outcome(False, "timed out")
             finally:
-                _end(child)
+                with suppress(ProcessLookupError):
+                    os.killpg(child.pid, signal.SIGKILL)  # and the processes that it started
+                child.wait()
             errors.seek(0)
             lines = errors.read().decode(errors="replace").strip().splitlines()
-        passed = _said(reader) == word
+        os.set_blocking(reader, False)
+        passed = False
+        with suppress(BlockingIOError):  # the program did not end
+            passed = os.read(reader, 64) == word.encode()
     finally:
         os.close(reader)
         os.close(writer)
@@ -126,21 +131,6 @@ def warn_of_gaps(ways: Sequence[str] = WAYS) -> None:
             "allow_code=true: this kernel offers no Landlock and no user namespaces, so generated code can %s. Run the "
             "evaluation in a container", " and ".join(open_to),
         )  # fmt: skip
-
-
-def _end(child: subprocess.Popen[bytes]) -> None:
-    """Kills a program and the processes that it started."""
-    with suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)
-    child.wait()
-
-
-def _said(reader: int) -> str:
-    """The word that the child wrote; empty if the program did not end."""
-    os.set_blocking(reader, False)
-    with suppress(BlockingIOError):
-        return os.read(reader, 64).decode(errors="replace")
-    return ""
 
 
 class CodeEval:
