@@ -7,10 +7,10 @@ import time
 import uuid
 from collections.abc import AsyncIterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic_core import to_json
-from starlette.responses import Response
+from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from dinfer.abilities.constraints import InLanguage
@@ -131,6 +131,7 @@ class _Choice:
 class Answer:
     """One response of /v1/chat/completions or /v1/completions. It grows with each event of its rows."""
 
+    blank: ClassVar[str | None] = ""  # the content of a message that has none yet
     asked: Generation
     model: str
     prompts: list[list[int]]
@@ -203,10 +204,11 @@ class Answer:
         return False
 
     def opening(self) -> list[dict[str, Any]]:
-        """The first pieces of a stream: the role in a chat, and what is echoed."""
-        role = {"delta": {"role": "assistant", "content": ""}}
-        roles = [self._piece(row, role) for row in range(len(self.choices))] if self.chat else []
-        return [*roles, *(piece for echo in self.echoes for piece in self.pieces(echo))]
+        """The first pieces of a stream: the role in a chat, what is certain already, and what is echoed."""
+        role = {"delta": {"role": "assistant", "content": self.blank}}
+        rows = range(len(self.choices)) if self.chat else ()
+        begun = [self._piece(row, body) for row in rows for body in (role, *self._bodies(Event(row)))]
+        return [*begun, *(piece for echo in self.echoes for piece in self.pieces(echo))]
 
     def pieces(self, event: Event) -> list[dict[str, Any]]:
         """Adds an event to the answer, and returns its pieces of the stream."""
@@ -254,22 +256,16 @@ class Answer:
         return ids | ({} if since else {"prompt_token_ids": self.prompts[row // self.asked.n]})
 
 
-class Stream(Response):
+class Stream(StreamingResponse):
     """Server-sent events. Unlike Starlette's response it needs no task: `Guard` sees clients leave."""
 
     def __init__(self, pieces: AsyncIterable[bytes]) -> None:
         # A proxy must not hold back pieces.
-        super().__init__(
-            headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"}, media_type="text/event-stream"
-        )
-        del self.headers["content-length"]
-        self._pieces = pieces
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        super().__init__(pieces, headers=headers, media_type="text/event-stream")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for piece in self._pieces:
-            await send({"type": "http.response.body", "body": piece, "more_body": True})
-        await send({"type": "http.response.body", "body": b""})
+        await self.stream_response(send)
 
 
 def sse(messages: Sequence[dict[str, Any]]) -> bytes:
@@ -343,6 +339,7 @@ def id_of(ids: str, index: int) -> str:
 class Calling(Answer):
     """An answer that may call the functions of its request."""
 
+    blank: ClassVar[str | None] = None
     asked: ChatRequest
 
     def __post_init__(self) -> None:
@@ -356,16 +353,9 @@ class Calling(Answer):
         """The language may say which function is called."""
         return any(reader.calls for reader in self.readers)
 
-    def opening(self) -> list[dict[str, Any]]:
-        role = {"delta": {"role": "assistant", "content": None}}
-        rows = [(row, [role, *self._told(row, "")]) for row in range(len(self.choices))]
-        return [self._piece(row, body) for row, bodies in rows for body in bodies]
-
     def _bodies(self, event: Event) -> list[dict[str, Any]]:
-        return self._told(event.row, event.text, last=event.finish is not None)
-
-    def _told(self, row: int, text: str, *, last: bool = False) -> list[dict[str, Any]]:
-        return [{"delta": delta} for delta in self.readers[row].push(text, last=last)]
+        deltas = self.readers[event.row].push(event.text, last=event.finish is not None)
+        return [{"delta": delta} for delta in deltas]
 
     def _message(self, row: int) -> dict[str, Any]:
         text, calls = calls_in(self.choices[row].text)

@@ -373,16 +373,13 @@ def add_tokens(app: FastAPI, server: Server) -> None:
         }  # fmt: skip
 
     @app.post("/detokenize")
-    async def prompt(body: DetokenizeRequest) -> dict[str, str]:
-        """The text of token ids, under vLLM's name."""
-        return {"prompt": (await detokenize(body))["text"]}
-
     @app.post("/v1/detokenize")
     async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
-        """The text of token ids."""
+        """The text of token ids; vLLM calls it a prompt."""
         served = server.catalogue.find(body.model)
         served.check_tokens("tokens", body.tokens)
-        return {"model": served.name, "text": served.pipe.decode(body.tokens)}
+        text = served.pipe.decode(body.tokens)
+        return {"model": served.name, "text": text, "prompt": text}
 
 
 async def encoded(
