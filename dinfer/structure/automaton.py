@@ -1,20 +1,20 @@
 """Expressions over bytes, and the minimal deterministic automata that accept their texts.
 
 An expression is a `Node`: literal bytes, a range of bytes, a set of characters, an anchor, a finished automaton, or a
-graph whose edges are expressions. `build` makes the minimal automaton of one, `product` those of two automata.
+graph whose edges are expressions. `build` makes the minimal automaton of one, `both` and `without` those of two.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
 
-from dinfer.structure.limits import Budget, TooLarge
+from dinfer.structure.limits import Budget, ConstraintError, TooLarge, utf8_text
 
 Edge = tuple[int, int, int]  # first byte, last byte, state
 LAST_CHARACTER = 0x10FFFF
@@ -132,6 +132,12 @@ def chars(ranges: Iterable[tuple[int, int]], *, negated: bool = False) -> Chars:
 
 
 ANY_CHARACTER = chars((), negated=True)
+ANYTHING = repeat(ANY_CHARACTER)
+
+
+def containing(texts: Iterable[str]) -> Node:
+    """Any text in which one of these occurs."""
+    return cat(ANYTHING, alt(map(utf8_text, texts)), ANYTHING)
 
 
 @lru_cache(4096)
@@ -428,8 +434,8 @@ def _blocks(
     return block
 
 
-def product(a: Automaton, b: Automaton, keep: Callable[[bool, bool], bool], budget: Budget | None = None) -> Automaton:
-    """The texts for which `keep(accepted by a, accepted by b)` holds; they are among those of `a`."""
+def both(a: Automaton, b: Automaton, budget: Budget | None = None, *, common: bool = True) -> Automaton:
+    """The texts that both accept; if not `common`, those of `a` that `b` does not accept."""
     budget = budget or Budget()
     number, pairs = {(0, 0): 0}, [(0, 0)]
     edges: list[list[Edge]] = []
@@ -451,14 +457,17 @@ def product(a: Automaton, b: Automaton, keep: Callable[[bool, bool], bool], budg
                         row.append((start, end, number[pair]))
                 low = max(low, last + 1)
         edges.append(row)
-    return minimal(edges, [keep(a.final[p], q >= 0 and b.final[q]) for p, q in pairs], budget)
-
-
-def both(a: Automaton, b: Automaton, budget: Budget | None = None) -> Automaton:
-    """The texts that both accept."""
-    return product(a, b, lambda x, y: x and y, budget)
+    return minimal(edges, [a.final[p] and (q >= 0 and b.final[q]) is common for p, q in pairs], budget)
 
 
 def without(a: Automaton, b: Automaton, budget: Budget | None = None) -> Automaton:
     """The texts of `a` that `b` does not accept."""
-    return product(a, b, lambda x, y: x and not y, budget)
+    return both(a, b, budget, common=False)
+
+
+def avoiding(node: Node, texts: Sequence[str], what: str, budget: Budget) -> Automaton:
+    """The texts in which none of these occurs. Raises ConstraintError if there are none; `what` they are."""
+    found = without(build(node, budget), build(containing(texts), budget), budget)
+    if found.empty:
+        raise ConstraintError(f"every {what} contains one of the stop strings {[*texts]}")
+    return found

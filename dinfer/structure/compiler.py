@@ -9,12 +9,12 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
-from dinfer.structure.automaton import Automaton, alt, build, cat
-from dinfer.structure.constraint import Constraint, avoiding, free_text, utf8_text
+from dinfer.structure.automaton import ANYTHING, Automaton, alt, avoiding, build, cat
+from dinfer.structure.constraint import Constraint
 from dinfer.structure.grammar import compile_grammar
 from dinfer.structure.json_schema import compile_schema
 from dinfer.structure.language import Language, language
-from dinfer.structure.limits import Budget, ConstraintError, Limits
+from dinfer.structure.limits import Budget, ConstraintError, Limits, utf8_text
 from dinfer.structure.regex import parse
 from dinfer.structure.tokens import Vocabulary
 from dinfer.structure.tools import compile_tools
@@ -45,7 +45,8 @@ def compile_automaton(constraint: Constraint, budget: Budget | None = None) -> B
     if constraint.stop:
         automaton = avoiding(automaton, constraint.stop, "accepted answer", budget)
     if constraint.after:
-        automaton = build(cat(free_text(constraint.after), utf8_text(constraint.after), automaton), budget)
+        before = avoiding(ANYTHING, [constraint.after], "text", budget)
+        automaton = build(cat(before, utf8_text(constraint.after), automaton), budget)
     return automaton, exact, depth
 
 

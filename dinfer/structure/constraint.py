@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dinfer.structure.automaton import ANY_CHARACTER, Automaton, Node, alt, build, cat, repeat, without
+from dinfer.structure.automaton import Automaton
 from dinfer.structure.limits import Budget, ConstraintError, TooLarge
 
 WHITESPACE = ("default", "compact", "pretty")
@@ -99,31 +99,6 @@ def _checked(value: Any, kind: type, name: str) -> Any:
     if not isinstance(value, kind):
         raise ConstraintError(f"{name} is a {kind.__name__}, not {type(value).__name__}")
     return value
-
-
-def utf8_text(text: str) -> bytes:
-    """The bytes of a literal text. Raises ConstraintError if it has half a pair of surrogates."""
-    try:
-        return text.encode()
-    except UnicodeEncodeError as error:
-        raise ConstraintError(f"{text!r} is not Unicode text: {error.reason}") from error
-
-
-def free_text(*never: str) -> Node:
-    """Any text in which none of these texts occurs."""
-    anything = repeat(ANY_CHARACTER)
-    if not never:
-        return anything
-    return without(build(anything), build(cat(anything, alt(utf8_text(text) for text in never), anything)))
-
-
-def avoiding(node: Node, stops: Sequence[str], what: str, budget: Budget | None) -> Automaton:
-    """The texts in which no stop string occurs. Raises ConstraintError if there are none; `what` they are."""
-    anything = free_text()
-    found = without(build(node, budget), build(cat(anything, alt(map(utf8_text, stops)), anything), budget), budget)
-    if found.empty:
-        raise ConstraintError(f"every {what} contains one of the stop strings {[*stops]}")
-    return found
 
 
 AIM = 4096  # recursion is unrolled further as long as fewer states than this are expected

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NoReturn
 
 from dinfer.structure.automaton import ANY_CHARACTER, MOST, Automaton, Node, alt, build, cat, chars, copies, repeat
@@ -29,14 +29,6 @@ COMMON |= {f"SIGNED_{name}": f"[+-]?({COMMON[name]})" for name in ("FLOAT", "NUM
 
 
 @dataclass(frozen=True, slots=True)
-class Ref:
-    """Another rule."""
-
-    name: str
-    at: int
-
-
-@dataclass(frozen=True, slots=True)
 class Seq:
     parts: tuple[Expr, ...]
 
@@ -53,24 +45,8 @@ class Rep:
     most: int | None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Leaf:
-    """A text without rules in it."""
-
-    node: Node
-
-
-Expr = Ref | Seq | Alt | Rep | Leaf
-
-
-@dataclass(slots=True)
-class Grammar:
-    """Rules by name. `ignored`: terminals that may stand between others."""
-
-    start: str
-    rules: dict[str, Expr] = field(default_factory=dict)
-    ignored: list[Expr] = field(default_factory=list)
-
+Expr = str | Seq | Alt | Rep | Node
+"""The name of another rule, what has rules in it, or a text without."""
 
 TOKENS = {
     "lark": r'(?P<space>\s+|//[^\n]*)|(?P<text>"(?:[^"\\\n]|\\.)*"i?)|(?P<regexp>/(?!/)(?:[^/\\\n]|\\.)+/[a-z]*)'
@@ -82,12 +58,17 @@ Token = tuple[str, str, int]  # kind, text, position
 
 
 class _Reader:
+    """Reads the `rules` of a grammar, and what is `ignored`: terminals that may stand between others."""
+
     def __init__(self, text: str, syntax: str) -> None:
         self.text, self.lark = text, syntax == "lark"
         self.defines = ":" if self.lark else "::="
         self.tokens = list(self._scan(TOKENS[syntax]))
         self.i = self.depth = 0
-        self.grammar = Grammar("start" if self.lark else "root")
+        self.start = "start" if self.lark else "root"
+        self.rules: dict[str, Expr] = {}
+        self.ignored: list[Expr] = []
+        self.whole()
 
     def fail(self, message: str, at: int | None = None) -> NoReturn:
         at = self.tokens[self.i][2] if at is None else at
@@ -118,7 +99,7 @@ class _Reader:
         self.i += 1
         return self.tokens[self.i - 1][1]
 
-    def whole(self) -> Grammar:
+    def whole(self) -> None:
         while self.tokens[self.i][0] != "end":
             if self.lark and self.tokens[self.i][1].startswith("%"):
                 self.directive()
@@ -128,17 +109,16 @@ class _Reader:
                 self.fail("priorities are not supported" if self.peek(".") else "templates are not supported")
             if not self.take(self.defines):
                 self.fail(f"{self.defines} is expected behind {name}")
-            if name in self.grammar.rules:
+            if name in self.rules:
                 self.fail(f"there are two rules {name}")
-            self.grammar.rules[name] = self.options()
-        if self.grammar.start not in self.grammar.rules:
-            raise ConstraintError(f"there is no rule {self.grammar.start}")
-        return self.grammar
+            self.rules[name] = self.options()
+        if self.start not in self.rules:
+            raise ConstraintError(f"there is no rule {self.start}")
 
     def directive(self) -> None:
         name = self.expect("sign", "a directive")
         if name == "%ignore":
-            self.grammar.ignored.append(self.options())
+            self.ignored.append(self.options())
         elif name == "%import":
             if self.expect("name", "common") != "common":
                 self.fail("only `common` can be imported")
@@ -156,7 +136,7 @@ class _Reader:
             for each in names:
                 if each not in COMMON:
                     self.fail(f"common.{each} is not supported; there are {', '.join(sorted(COMMON))}")
-                self.grammar.rules[target or each] = Leaf(parse(COMMON[each]))
+                self.rules[target or each] = parse(COMMON[each])
         else:
             self.fail(f"{name} is not supported")
 
@@ -206,7 +186,7 @@ class _Reader:
         kind, text, at = self.tokens[self.i]
         self.i += 1
         if kind == "name":
-            return Ref(text.lstrip("?!"), at)
+            return text.lstrip("?!")
         if kind == "text":
             return self.literal(text, at)
         if kind in ("regexp", "set"):
@@ -214,7 +194,7 @@ class _Reader:
             if set(flags) - {"i", "u"}:
                 self.fail(f"the flag {sorted(set(flags) - {'i', 'u'})[0]} is not supported", at)
             try:
-                return Leaf(parse(body, ignore_case="i" in flags))
+                return parse(body, ignore_case="i" in flags)
             except ConstraintError as error:
                 self.fail(f"{text} at {error.path}: {error.message}", at)
         if text == "(" or (text == "[" and self.lark):
@@ -223,7 +203,7 @@ class _Reader:
                 self.fail(f"this {text} is not closed", at)
             return Rep(inner, 0, 1) if text == "[" else inner
         if text == "." and not self.lark:
-            return Leaf(ANY_CHARACTER)
+            return ANY_CHARACTER
         self.fail(f"{text!r} is not expected here", at)
 
     def literal(self, text: str, at: int) -> Expr:
@@ -240,33 +220,28 @@ class _Reader:
             low, high = quoted[1:-1], last[1:-1]
             if len(low) != 1 or len(high) != 1 or low > high:
                 self.fail("a range is from a character to a later one", at)
-            return Leaf(chars([(ord(low), ord(high))]))
-        return Leaf(cat(*characters))
+            return chars([(ord(low), ord(high))])
+        return cat(*characters)
 
 
 class _Unroller:
     """Expressions of rules. None: nothing is accepted. `cut`: recursion was left out."""
 
-    def __init__(self, grammar: Grammar, budget: Budget) -> None:
-        self.grammar, self.budget = grammar, budget
+    def __init__(self, grammar: _Reader, budget: Budget) -> None:
+        self.start, self.budget = grammar.start, budget
         self.cut = False
         self.known: dict[tuple[str, int], tuple[Automaton | None, bool]] = {}
         self.rules = {name: self.looped(name, rule) for name, rule in grammar.rules.items()}
         for rule in self.rules.values():
-            for ref in _refs(rule):
-                if ref.name not in self.rules:
-                    raise ConstraintError(f"there is no rule {ref.name}")
-        below = {name: [ref.name for ref in _refs(rule)] for name, rule in self.rules.items()}
-        self.recursive = _returns(grammar.start, below)
+            for name in _refs(rule):
+                if name not in self.rules:
+                    raise ConstraintError(f"there is no rule {name}")
+        self.recursive = _returns(self.start, {name: [*_refs(rule)] for name, rule in self.rules.items()})
         ignored = [node for rule in grammar.ignored if (node := self.node(rule, 0, True)) is not None]
         self.between = repeat(alt(ignored)) if ignored else b""
 
     def looped(self, name: str, rule: Expr) -> Expr:
         """A rule without recursion at its ends: R: z R | R y | R x R | c is T (x T)*, where T is z* c y*."""
-
-        def own(part: Expr) -> bool:
-            return isinstance(part, Ref) and part.name == name
-
         options = rule.options if isinstance(rule, Alt) else (rule,)
         before: list[Expr] = []
         behind: list[Expr] = []
@@ -274,10 +249,10 @@ class _Unroller:
         plain: list[Expr] = []
         for option in options:
             parts = option.parts if isinstance(option, Seq) else (option,)
-            first, last = own(parts[0]) if parts else False, len(parts) > 1 and own(parts[-1])
+            first, last = parts[:1] == (name,), parts[1:][-1:] == (name,)
             inner = Seq(parts[first : len(parts) - last])
             kind = middle if first and last else behind if first else before if last else plain
-            if kind is not plain and any(ref.name == name for ref in _refs(inner)):
+            if kind is not plain and name in _refs(inner):
                 return rule
             kind.append(inner if kind is not plain else option)
         if len(plain) == len(options):
@@ -288,7 +263,7 @@ class _Unroller:
     def whole(self, depth: int) -> tuple[Automaton, bool]:
         """The automaton, and whether recursion was cut."""
         self.cut = False
-        node = self.node(Ref(self.grammar.start, 0), depth, False)
+        node = self.rule(self.start, depth, False)
         return self.minimal(alt(()) if node is None else cat(self.between, node)), self.cut
 
     def minimal(self, node: Node) -> Automaton:
@@ -299,10 +274,8 @@ class _Unroller:
     def node(self, expr: Expr, left: int, terminal: bool) -> Node | None:
         """`terminal`: within a terminal, where nothing is ignored."""
         match expr:
-            case Leaf():
-                return expr.node if terminal else cat(expr.node, self.between)
-            case Ref():
-                return self.rule(expr.name, left, terminal)
+            case str():
+                return self.rule(expr, left, terminal)
             case Seq():
                 parts = [self.node(part, left, terminal) for part in expr.parts]
                 return None if None in parts else cat(*(part for part in parts if part is not None))
@@ -314,6 +287,8 @@ class _Unroller:
                 if inner is None:
                     return None if expr.least else b""
                 return repeat(inner, expr.least, expr.most)
+            case _:
+                return expr if terminal else cat(expr, self.between)
 
     def rule(self, name: str, left: int, terminal: bool) -> Node | None:
         if not terminal and name.isupper():
@@ -335,9 +310,10 @@ class _Unroller:
         return found
 
 
-def _refs(expr: Expr) -> Iterator[Ref]:
+def _refs(expr: Expr) -> Iterator[str]:
+    """The names of the rules in an expression."""
     match expr:
-        case Ref():
+        case str():
             yield expr
         case Seq() | Alt():
             for part in expr.parts if isinstance(expr, Seq) else expr.options:
@@ -367,6 +343,6 @@ def _returns(start: str, below: dict[str, list[str]]) -> set[str]:
 def compile_grammar(constraint: Constraint, budget: Budget) -> tuple[Automaton, bool, int | None]:
     """The automaton of a grammar, whether it is exact, and how deep recursion was unrolled."""
     syntax, _, text = constraint.text.partition("\n")
-    unroller = _Unroller(_Reader(text, syntax).whole(), budget)
+    unroller = _Unroller(_Reader(text, syntax), budget)
     automaton, depth = deepest(unroller.whole, constraint.depth, "the grammar accepts no text", budget)
     return automaton, depth is None, depth

@@ -14,6 +14,7 @@ from typing import Any
 
 from dinfer.structure.automaton import (
     ANY_CHARACTER,
+    ANYTHING,
     MOST,
     Automaton,
     Graph,
@@ -26,7 +27,7 @@ from dinfer.structure.automaton import (
     copies,
     repeat,
     without,
-)  # fmt: skip
+)
 from dinfer.structure.constraint import Constraint, deepest
 from dinfer.structure.json_shape import MOST_PROPERTIES, Part, Parts, Reader, Shape, at, fail, type_of
 from dinfer.structure.json_text import (
@@ -35,16 +36,15 @@ from dinfer.structure.json_text import (
     INTEGER,
     NUMBER,
     STRING,
-    decimals,
     escaped,
-    integers,
     literal,
-)  # fmt: skip
-from dinfer.structure.limits import Budget, ConstraintError, TooLarge
+    multiples,
+    numbers,
+)
+from dinfer.structure.limits import Budget, ConstraintError, TooLarge, utf8_text
 from dinfer.structure.regex import parse
 
 CAPS = None, 1024, 256, 128, 64, 32, 16, 8  # what lengths and counts are lowered to if there are too many states
-ANYTHING = repeat(ANY_CHARACTER)
 
 
 def compile_schema(constraint: Constraint, budget: Budget) -> tuple[Automaton, bool, int | None]:
@@ -157,13 +157,11 @@ class _Builder:
     # --- Scalars -----------------------------------------------------------------------------------------------------
 
     def number(self, shape: Shape) -> Node:
-        if "fraction" in shape.types and shape.multiple is None:
-            if shape.low is None and shape.high is None:
-                return NUMBER
-            return decimals(shape.low, shape.high, self.budget)
-        if shape.low is None and shape.high is None and shape.multiple is None:
-            return INTEGER
-        return integers(shape.low, shape.high, shape.multiple or 1, self.budget)
+        whole = shape.multiple is not None or "fraction" not in shape.types
+        found = INTEGER if whole else NUMBER
+        if shape.low is not None or shape.high is not None:
+            found = numbers(shape.low, shape.high, whole, self.budget)
+        return found if shape.multiple is None else both(found, multiples(shape.multiple), self.budget)
 
     def string(self, shape: Shape) -> Node:
         most = self.capping(shape.most_length, shape.least_length, at(shape.path, "minLength"))
@@ -191,7 +189,7 @@ class _Builder:
             whole = both(whole, other, self.budget)
         for pattern in shape.never_matching:
             whole = without(whole, build(parse(pattern, ecma=True, search=True, wide=True), self.budget), self.budget)
-        return without(whole, build(alt(map(self.raw, shape.never))), self.budget) if shape.never else whole
+        return without(whole, build(alt(map(utf8_text, shape.never))), self.budget) if shape.never else whole
 
     def capping(self, most: int | None, least: int, path: str) -> int | None:
         if least > MOST:
@@ -209,36 +207,23 @@ class _Builder:
         if rest != Shape(path=shape.path, types=rest.types):
             node = self.shape(rest, parts, level)
             accepted = build(node if node is not None else alt(()), self.budget)
-            fitting = [value for value in values if accepted.accepts(self.text_of(value, level))]
+            fitting = [v for v in values if not both(build(self.constant(v, level)), accepted, self.budget).empty]
             self.capped |= len(fitting) < len(values)
             values = fitting
         return alt([self.constant(value, level) for value in values]) if values else None
 
-    def text_of(self, value: Any, level: int) -> bytes:
-        automaton, text, state = build(self.constant(value, level)), bytearray(), 0
-        while automaton.edges[state]:  # the shortest text: without spaces that may be left out
-            low, _, state = automaton.edges[state][-1]
-            text.append(low)
-        return bytes(text)
-
     def constant(self, value: Any, level: int) -> Node:
         """One JSON value."""
         if isinstance(value, str):
-            return self.quoted(value)
+            return literal(value)
         if isinstance(value, list):
             return self.sequence([self.constant(item, level + 1) for item in value], level, b"[", b"]")
         if isinstance(value, dict):
-            pairs = [cat(self.quoted(key), self.colon, self.constant(v, level + 1)) for key, v in value.items()]
+            pairs = [cat(literal(key), self.colon, self.constant(v, level + 1)) for key, v in value.items()]
             return self.sequence(pairs, level, b"{", b"}")
         if isinstance(value, float) and not math.isfinite(value):
             raise ConstraintError(f"{value} is no value of JSON")
         return json.dumps(value).encode()
-
-    def quoted(self, text: str) -> bytes:
-        try:
-            return literal(text)
-        except UnicodeEncodeError as error:
-            raise ConstraintError(f"{text!r} is not Unicode text: {error.reason}") from error
 
     def sequence(self, nodes: list[Node], level: int, opening: bytes, closing: bytes) -> Node:
         if not nodes:
@@ -317,22 +302,20 @@ class _Builder:
             if node is None and required:
                 return None
             if node is not None:
-                entries.append((cat(self.quoted(key), self.colon, node), required))
+                entries.append((cat(literal(key), self.colon, node), required))
         pairs = list(self.free_pairs(shape, names, left, level))
         least, most = shape.least_properties, shape.most_properties
         reached = sum(required for _, required in entries)
         if least > max(1, reached) and pairs:
-            fail(
-                "more than the required properties is not supported beside unnamed ones",
-                at(shape.path, "minProperties"),
-            )
+            reason = "more than the required properties is not supported beside unnamed ones"
+            fail(reason, shape.path, "minProperties")
         if most is not None and most > MOST_PROPERTIES and (pairs or most < len(entries)):
-            fail(f"at most {MOST_PROPERTIES} is supported", at(shape.path, "maxProperties"))
+            fail(f"at most {MOST_PROPERTIES} is supported", shape.path, "maxProperties")
         if most is not None and not pairs and most >= len(entries):
             most = None
         least = least if least > reached else 0
         if least > MOST_PROPERTIES:
-            fail(f"at most {MOST_PROPERTIES} is supported", at(shape.path, "minProperties"))
+            fail(f"at most {MOST_PROPERTIES} is supported", shape.path, "minProperties")
         return self.members(entries, pairs, least, most, level)
 
     def members(
@@ -377,17 +360,14 @@ class _Builder:
         options: list[Node] = []
         for each in self.reader.shapes(shape.names):
             if each.enum is not None:
-                options += [self.raw(text) for text in each.enum if isinstance(text, str)]
+                options += [utf8_text(text) for text in each.enum if isinstance(text, str)]
             elif "string" in each.types:
                 options.append(self.text(each, each.most_length))
         return build(alt(options), self.budget)
 
-    def raw(self, text: str) -> bytes:
-        return self.quoted(text) and text.encode()
-
     def free_pairs(self, shape: Shape, names: Automaton | None, left: int, level: int) -> Iterator[Node]:
         """Properties that the schema does not name: those of each pattern, and all others."""
-        named = build(alt(self.raw(key) for key in dict.fromkeys((*shape.properties, *shape.required))), self.budget)
+        named = build(alt(utf8_text(key) for key in dict.fromkeys((*shape.properties, *shape.required))), self.budget)
         others = without(names if names is not None else build(ANYTHING), named, self.budget)
         kinds: list[tuple[Automaton, Parts]] = []
         for pattern, parts in shape.by_pattern.items():

@@ -82,6 +82,14 @@ ALL_TYPES = frozenset({"null", "boolean", "string", "array", "object", "integer"
 MOST_SHAPES, MOST_PROPERTIES, MOST_MULTIPLE = 256, 16, 1000
 
 
+def at(path: str, *keys: str | int) -> str:
+    return ".".join([*([path] if path else []), *map(str, keys)])
+
+
+def fail(message: str, path: str, *keys: str | int) -> NoReturn:
+    raise ConstraintError(message, at(path, *keys))
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """A schema at a place. `left`: how often recursion may still be entered; None: it is not counted."""
@@ -90,13 +98,13 @@ class Part:
     path: str
     left: int | None
 
+    def inner(self, schema: Any, *keys: str | int) -> Part:
+        """A schema that stands within this one."""
+        return Part(schema, at(self.path, *keys), self.left)
+
 
 Parts = tuple[Part, ...]
 Matches = Callable[[str, str], bool]  # of a pattern and a key
-
-
-def at(path: str, *keys: str | int) -> str:
-    return ".".join([*([path] if path else []), *map(str, keys)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,9 +166,7 @@ def merge(a: Shape, b: Shape, matches: Matches) -> Shape | None:
     if a.multiple and b.multiple:
         multiple = lcm(a.multiple, b.multiple)
     if multiple and multiple > MOST_MULTIPLE:
-        raise ConstraintError(
-            f"the multiples together are of {multiple}; at most {MOST_MULTIPLE} is possible", at(b.path, "multipleOf")
-        )
+        fail(f"the multiples together are of {multiple}; at most {MOST_MULTIPLE} is possible", b.path, "multipleOf")
     return Shape(
         path=b.path if a.types == ALL_TYPES else a.path,
         types=types, enum=enum, multiple=multiple,
@@ -215,30 +221,30 @@ def type_of(value: Any) -> str:
     return "null"
 
 
-OBJECT = frozenset({"object"})
+NUMBER, STRING, ARRAY, OBJECT = (frozenset(kinds) for kinds in (TYPES["number"], {"string"}, {"array"}, {"object"}))
 
 
 def contradictions(said: Shape, part: Part, negated: Callable[[Any], Any]) -> Iterator[Shape]:
     """What contradicts one of the things that a part's own keywords say. `negated(schema)`: `not` of it."""
     path = part.path
     others = ALL_TYPES - said.types
-    if not others >= {"integer", "fraction"}:
+    if not others >= NUMBER:
         others -= {"fraction"}  # its texts are those of integers, too
     if others:
         yield Shape(path=path, types=others)
     if said.enum is not None:
         kinds = {type_of(value) for value in said.enum}
-        kinds |= {"integer", "fraction"} if kinds & {"integer", "fraction"} else set()
+        kinds |= NUMBER if kinds & NUMBER else set()
         if rest := ALL_TYPES - kinds:
             yield Shape(path=path, types=rest)
         if "boolean" in kinds and len(left := [v for v in (True, False) if not any(v is x for x in said.enum)]) == 1:
             yield Shape(path=path, enum=list(left))
         texts = tuple(value for value in said.enum if isinstance(value, str))
         if texts:
-            yield Shape(path=path, types=frozenset({"string"}), never=texts)
+            yield Shape(path=path, types=STRING, never=texts)
     yield from _ranges(said, path)
     for pattern, _ in said.patterns:
-        yield Shape(path=path, types=frozenset({"string"}), never_matching=(pattern,))
+        yield Shape(path=path, types=STRING, never_matching=(pattern,))
     for key in said.required:
         yield absent(key, part)
     for key, parts in said.properties.items():
@@ -253,19 +259,18 @@ def absent(key: str, part: Part) -> Shape:
 
 
 def _ranges(said: Shape, path: str) -> Iterator[Shape]:
-    numbers, text, array = frozenset({"integer", "fraction"}), frozenset({"string"}), frozenset({"array"})
     if said.low is not None:
-        yield Shape(path=path, types=numbers, high=Bound(said.low.value, not said.low.exclusive))
+        yield Shape(path=path, types=NUMBER, high=Bound(said.low.value, not said.low.exclusive))
     if said.high is not None:
-        yield Shape(path=path, types=numbers, low=Bound(said.high.value, not said.high.exclusive))
+        yield Shape(path=path, types=NUMBER, low=Bound(said.high.value, not said.high.exclusive))
     if said.least_length:
-        yield Shape(path=path, types=text, most_length=said.least_length - 1)
+        yield Shape(path=path, types=STRING, most_length=said.least_length - 1)
     if said.most_length is not None:
-        yield Shape(path=path, types=text, least_length=said.most_length + 1)
+        yield Shape(path=path, types=STRING, least_length=said.most_length + 1)
     if said.least_items:
-        yield Shape(path=path, types=array, most_items=said.least_items - 1)
+        yield Shape(path=path, types=ARRAY, most_items=said.least_items - 1)
     if said.most_items is not None:
-        yield Shape(path=path, types=array, least_items=said.most_items + 1)
+        yield Shape(path=path, types=ARRAY, least_items=said.most_items + 1)
     if said.least_properties:
         yield Shape(path=path, types=OBJECT, most_properties=said.least_properties - 1)
 
@@ -274,10 +279,6 @@ COUNTS = {
     "minLength": "least_length", "maxLength": "most_length", "minItems": "least_items", "maxItems": "most_items",
     "minProperties": "least_properties", "maxProperties": "most_properties",
 }  # fmt: skip
-
-
-def fail(message: str, path: str) -> NoReturn:
-    raise ConstraintError(message, path)
 
 
 class Reader:
@@ -312,66 +313,61 @@ class Reader:
             return [Shape()] if schema else []
         if not isinstance(schema, dict):
             fail("a schema is an object, true or false", path)
-        self._check(schema, path)
+        self._check(part)
         before = self.narrowed
-        found: list[Shape] = [self.own(schema, part)]
+        found = [self.own(part)]
         if "$ref" in schema:
             target, where = self.resolved(schema["$ref"], at(path, "$ref"))
             if id(target) in inside:
-                fail(f"{schema['$ref']} refers to itself without anything between", at(path, "$ref"))
+                fail(f"{schema['$ref']} refers to itself without anything between", path, "$ref")
             if (entered := self.entered(target, part)) is None:
                 return []
             part = entered
             found = self.cross(found, self.of(Part(target, where, part.left), (*inside, id(target))), path)
-        for i, other in enumerate(self._list(schema, "allOf", path)):
-            found = self.cross(found, self.of(Part(other, at(path, "allOf", i), part.left), inside), path)
+        for other in self._listed(part, "allOf"):
+            found = self.cross(found, self.of(other, inside), path)
         for keyword in ("anyOf", "oneOf"):
-            if keyword in schema:
-                listed = self._list(schema, keyword, path)
-                parts = [Part(option, at(path, keyword, i), part.left) for i, option in enumerate(listed)]
-                apart = keyword == "anyOf" or part.left is None or self._disjoint(schema, part, inside)
+            if parts := self._listed(part, keyword):
+                apart = keyword == "anyOf" or part.left is None or self._disjoint(part, inside)
                 options = [self.of(each, inside) if apart else self._alone(each, parts, inside) for each in parts]
                 found = self.cross(found, [shape for shapes in options for shape in shapes], at(path, keyword))
         if part.left is not None:  # else a superset is asked for
-            for choices in self._conditions(schema, part, inside):
+            for choices in self._conditions(part, inside):
                 found = self.cross(found, choices, path)
         for keyword in ("unevaluatedProperties", "unevaluatedItems"):
             if keyword in schema and self.narrowed > before:
-                fail("not supported beside `not`, `if`, or a `oneOf` whose alternatives overlap", at(path, keyword))
+                fail("not supported beside `not`, `if`, or a `oneOf` whose alternatives overlap", path, keyword)
         if "unevaluatedProperties" in schema:
-            rest = self._part(schema["unevaluatedProperties"], part, "unevaluatedProperties")
+            rest = (part.inner(schema["unevaluatedProperties"], "unevaluatedProperties"),)
             found = [replace(shape, additional=rest) if shape.additional is None else shape for shape in found]
         if "unevaluatedItems" in schema:
-            rest = self._part(schema["unevaluatedItems"], part, "unevaluatedItems")
+            rest = (part.inner(schema["unevaluatedItems"], "unevaluatedItems"),)
             found = [replace(shape, items=rest) if shape.items is None else shape for shape in found]
         return found
 
-    def _conditions(self, schema: dict[str, Any], part: Part, inside: tuple[int, ...]) -> Iterator[list[Shape]]:
+    def _conditions(self, part: Part, inside: tuple[int, ...]) -> Iterator[list[Shape]]:
         """The shapes that `not`, `if` and what depends on a property allow."""
-
-        def inner(value: Any, *keys: str) -> Part:
-            return Part(value, at(part.path, *keys), part.left)
-
+        schema = part.schema
         if "not" in schema:
-            options = self._contrary(inner(schema["not"], "not"), inside)
+            options = self._contrary(part.inner(schema["not"], "not"), inside)
             if not options and schema["not"] not in (True, {}):
-                fail("nothing is certain to contradict this schema", at(part.path, "not"))
+                fail("nothing is certain to contradict this schema", part.path, "not")
             yield options
         if "if" in schema:
-            condition = inner(schema["if"], "if")
-            then, other = inner(schema.get("then", True), "then"), inner(schema.get("else", True), "else")
+            condition = part.inner(schema["if"], "if")
+            then, other = (part.inner(schema.get(keyword, True), keyword) for keyword in ("then", "else"))
             met = self.cross(self.of(condition, inside), self.of(then, inside), condition.path)
             yield met + self.cross(self._contrary(condition, inside), self.of(other, inside), condition.path)
         for keyword in ("dependentRequired", "dependentSchemas", "dependencies"):
             needed = schema.get(keyword, {})
             if not isinstance(needed, dict):
-                fail("an object is needed", at(part.path, keyword))
+                fail("an object is needed", part.path, keyword)
             for key, value in needed.items():
                 names = value if isinstance(value, list) else []
-                there = [Shape(path=part.path, required=(key, *names), types=frozenset({"object"}))]
+                there = [Shape(path=part.path, required=(key, *names), types=OBJECT)]
                 if not isinstance(value, list):
-                    there = self.cross(there, self.of(inner(value, keyword, key), inside), part.path)
-                yield [Shape(types=ALL_TYPES - {"object"}), absent(key, part), *there]
+                    there = self.cross(there, self.of(part.inner(value, keyword, key), inside), part.path)
+                yield [Shape(types=ALL_TYPES - OBJECT), absent(key, part), *there]
 
     def _contrary(self, part: Part, inside: tuple[int, ...]) -> list[Shape]:
         self.narrowed += 1
@@ -392,18 +388,17 @@ class Reader:
             return [] if schema else [Shape()]
         if not isinstance(schema, dict):
             fail("a schema is an object, true or false", path)
-        found = list(contradictions(self.own(schema, part), part, self.negated))
-        for i, other in enumerate(self._list(schema, "allOf", path)):
-            found += self.complement(replace(part, schema=other, path=at(path, "allOf", i)), inside)
+        found = list(contradictions(self.own(part), part, self.negated))
+        for other in self._listed(part, "allOf"):
+            found += self.complement(other, inside)
         for keyword in ("anyOf", "oneOf"):  # what is in none of them
-            if keyword in schema:
+            if parts := self._listed(part, keyword):
                 none = [Shape()]
-                for i, other in enumerate(self._list(schema, keyword, path)):
-                    option = self.complement(replace(part, schema=other, path=at(path, keyword, i)), inside)
-                    none = self.cross(none, option, path)
+                for other in parts:
+                    none = self.cross(none, self.complement(other, inside), path)
                 found += none
         if "not" in schema:
-            found += self.of(replace(part, schema=schema["not"], path=at(path, "not")), inside)
+            found += self.of(part.inner(schema["not"], "not"), inside)
         if "$ref" in schema:
             target, where = self.resolved(schema["$ref"], at(path, "$ref"))
             entered = self.entered(target, part)
@@ -425,59 +420,61 @@ class Reader:
             return None
         return replace(part, left=part.left and part.left - 1)
 
-    def _disjoint(self, schema: dict[str, Any], part: Part, inside: tuple[int, ...]) -> bool:
+    def _disjoint(self, part: Part, inside: tuple[int, ...]) -> bool:
         """Whether it is certain that no value is in two alternatives of `oneOf`."""
-        if id(schema) not in self._proved:
+        known = id(part.schema)
+        if known not in self._proved:
             whole = [  # supersets, of unlimited recursion
-                self.cross([self.own(schema, part)], self.of(Part(option, part.path, None), inside), part.path)
-                for option in schema["oneOf"]
+                self.cross([self.own(part)], self.of(Part(option, part.path, None), inside), part.path)
+                for option in part.schema["oneOf"]
             ]
             pairs = ((a, b) for j, some in enumerate(whole) for others in whole[:j] for a in some for b in others)
-            self._proved[id(schema)] = all(self.prover.apart(a, b) for a, b in pairs)
-        return self._proved[id(schema)]
+            self._proved[known] = all(self.prover.apart(a, b) for a, b in pairs)
+        return self._proved[known]
 
-    def _check(self, schema: dict[str, Any], path: str) -> None:
-        if path and ("$id" in schema and isinstance(schema["$id"], str)):
-            fail("a schema within a schema with its own $id is not supported", at(path, "$id"))
-        for keyword in schema:
+    def _check(self, part: Part) -> None:
+        if part.path and isinstance(part.schema.get("$id"), str):
+            fail("a schema within a schema with its own $id is not supported", part.path, "$id")
+        for keyword in part.schema:
             if keyword in REFUSED:
-                fail(f"{keyword} is not supported: no automaton of bounded size is exact for it", at(path, keyword))
+                fail(f"{keyword} is not supported: no automaton of bounded size is exact for it", part.path, keyword)
             if keyword in KEYWORDS or keyword in ANNOTATIONS or keyword.startswith("x-") or self.lenient:
                 continue
             close = difflib.get_close_matches(keyword, KEYWORDS, 1)
             hint = f"; did you mean {close[0]}?" if close else "; names of your own begin with x-"
-            fail(f"{keyword} is no keyword of JSON Schema{hint}", at(path, keyword))
+            fail(f"{keyword} is no keyword of JSON Schema{hint}", part.path, keyword)
 
-    def _list(self, schema: dict[str, Any], keyword: str, path: str) -> list[Any]:
-        found = schema.get(keyword, [])
-        if not isinstance(found, list) or (keyword in schema and not found):
-            fail("a list of at least one schema is needed", at(path, keyword))
-        return found
+    def _listed(self, part: Part, keyword: str) -> list[Part]:
+        """The schemas in the list of a keyword; none if it is not said."""
+        found = part.schema.get(keyword, [])
+        if not isinstance(found, list) or (keyword in part.schema and not found):
+            fail("a list of at least one schema is needed", part.path, keyword)
+        return [part.inner(schema, keyword, i) for i, schema in enumerate(found)]
 
-    def own(self, schema: dict[str, Any], part: Part) -> Shape:
+    def own(self, part: Part) -> Shape:
         """What the schema's own keywords say, without those that refer to other schemas as a whole."""
-        path = part.path
+        schema, path = part.schema, part.path
         fields: dict[str, Any] = {"path": path}
         if "type" in schema:
             names = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
             if wrong := [name for name in names if not isinstance(name, str) or name not in TYPES]:
-                fail(f"{wrong[0]!r} is none of {', '.join(TYPES)}", at(path, "type"))
+                fail(f"{wrong[0]!r} is none of {', '.join(TYPES)}", path, "type")
             fields["types"] = frozenset().union(*(TYPES[name] for name in names))
         if "enum" in schema or "const" in schema:
             fields["enum"] = [schema["const"]] if "const" in schema else schema["enum"]
             if not isinstance(fields["enum"], list):
-                fail("a list of values is needed", at(path, "enum"))
+                fail("a list of values is needed", path, "enum")
             if "const" in schema and "enum" in schema and schema["const"] not in schema["enum"]:
-                fail("const is not in enum", at(path, "const"))
+                fail("const is not in enum", path, "const")
         for keyword, name in COUNTS.items():
             if keyword in schema:
                 fields[name] = self._count(schema[keyword], at(path, keyword))
         for keyword, name in (("pattern", "patterns"), ("format", "formats")):
             if keyword in schema:
                 if not isinstance(schema[keyword], str):
-                    fail("a text is needed", at(path, keyword))
+                    fail("a text is needed", path, keyword)
                 fields[name] = ((schema[keyword], at(path, keyword)),)
-        return Shape(**fields, **self._range(schema, path), **self._array(schema, part), **self._object(schema, part))
+        return Shape(**fields, **self._range(schema, path), **self._array(part), **self._object(part))
 
     def _count(self, value: Any, path: str) -> int:
         if isinstance(value, bool) or not isinstance(value, int | float) or value < 0 or value != int(value):
@@ -500,7 +497,7 @@ class Reader:
         if "multipleOf" in schema:
             multiple = self._number(schema["multipleOf"], at(path, "multipleOf"))
             if not 1 <= multiple <= MOST_MULTIPLE or multiple != int(multiple):
-                fail(f"only integers from 1 to {MOST_MULTIPLE} are supported", at(path, "multipleOf"))
+                fail(f"only integers from 1 to {MOST_MULTIPLE} are supported", path, "multipleOf")
             found["multiple"] = int(multiple)
         return found
 
@@ -512,42 +509,35 @@ class Reader:
             fail("this number is too large or too small", path)
         return number
 
-    def _part(self, schema: Any, part: Part, *keys: str | int) -> Parts:
-        return (Part(schema, at(part.path, *keys), part.left),)
-
-    def _array(self, schema: dict[str, Any], part: Part) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        items, rest = schema.get("items"), "additionalItems"
-        keyword = "items" if isinstance(items, list) else "prefixItems"
-        if keyword == "prefixItems" and "items" in schema:
-            found["items"] = self._part(items, part, "items")
-        if keyword == "items" and rest in schema:
-            found["items"] = self._part(schema[rest], part, rest)
+    def _array(self, part: Part) -> dict[str, Any]:
+        schema, found = part.schema, dict[str, Any]()
+        draft_7 = isinstance(schema.get("items"), list)
+        keyword, rest = ("items", "additionalItems") if draft_7 else ("prefixItems", "items")
+        if rest in schema:
+            found["items"] = (part.inner(schema[rest], rest),)
         listed = schema.get(keyword, [])
         if not isinstance(listed, list):
-            fail("a list of schemas is needed", at(part.path, keyword))
-        found["prefix"] = tuple(self._part(item, part, keyword, i) for i, item in enumerate(listed))
+            fail("a list of schemas is needed", part.path, keyword)
+        found["prefix"] = tuple((part.inner(item, keyword, i),) for i, item in enumerate(listed))
         most = schema.get("maxItems")
         if schema.get("uniqueItems") is True and part.left is not None and not (isinstance(most, int) and most <= 1):
-            fail(
-                "uniqueItems is not supported: no automaton of bounded size is exact for it",
-                at(part.path, "uniqueItems"),
-            )
+            reason = "uniqueItems is not supported: no automaton of bounded size is exact for it"
+            fail(reason, part.path, "uniqueItems")
         return found
 
-    def _object(self, schema: dict[str, Any], part: Part) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+    def _object(self, part: Part) -> dict[str, Any]:
+        schema, found = part.schema, dict[str, Any]()
         for keyword, name in (("properties", "properties"), ("patternProperties", "by_pattern")):
             if keyword in schema:
                 if not isinstance(schema[keyword], dict):
-                    fail("an object of schemas is needed", at(part.path, keyword))
-                found[name] = {key: self._part(s, part, keyword, key) for key, s in schema[keyword].items()}
+                    fail("an object of schemas is needed", part.path, keyword)
+                found[name] = {key: (part.inner(s, keyword, key),) for key, s in schema[keyword].items()}
         for keyword, name in (("additionalProperties", "additional"), ("propertyNames", "names")):
             if keyword in schema:
-                found[name] = self._part(schema[keyword], part, keyword)
+                found[name] = (part.inner(schema[keyword], keyword),)
         required = schema.get("required", [])
         if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
-            fail("a list of names is needed", at(part.path, "required"))
+            fail("a list of names is needed", part.path, "required")
         return {**found, "required": tuple(dict.fromkeys(required))}
 
     # --- References --------------------------------------------------------------------------------------------------
@@ -572,7 +562,7 @@ class Reader:
             else:
                 fail(f"{reference} points to nothing", path)
             if isinstance(found, dict) and isinstance(found.get("$id"), str):
-                fail("a schema within a schema with its own $id is not supported", at("", *keys, "$id"))
+                fail("a schema within a schema with its own $id is not supported", "", *keys, "$id")
         return found, at("", *keys)
 
     def _anchor(self, name: str, path: str) -> tuple[Any, str]:
@@ -587,7 +577,7 @@ class Reader:
                 todo += [(child, at(where, key)) for key, child in children]
                 if isinstance(value, dict) and isinstance(value.get("$anchor"), str):
                     if value["$anchor"] in self._anchors:
-                        fail(f"there are two anchors {value['$anchor']}", at(where, "$anchor"))
+                        fail(f"there are two anchors {value['$anchor']}", where, "$anchor")
                     self._anchors[value["$anchor"]] = value, where
         if name not in self._anchors:
             fail(f"there is no anchor {name}", path)
@@ -658,7 +648,7 @@ class Prover:
     def parts(self, a: Parts, b: Parts, depth: int) -> bool:
         if not a or not b or depth >= DEEPEST:
             return False
-        some, others = (self.reader.shapes(tuple(Part(p.schema, p.path, None) for p in parts)) for parts in (a, b))
+        some, others = (self.reader.shapes(tuple(replace(p, left=None) for p in parts)) for parts in (a, b))
         return all(self.apart(x, y, depth + 1) for x in some for y in others)
 
     def arrays(self, a: Shape, b: Shape, depth: int) -> bool:

@@ -6,12 +6,13 @@ format allows all that the standard of JSON Schema does, or a part of that.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass
-from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
+from decimal import Decimal
 
 from dinfer.structure.automaton import ANY_CHARACTER, Automaton, Graph, Node, Span, alt, both, build, cat, repeat
-from dinfer.structure.limits import Budget
+from dinfer.structure.limits import Budget, utf8_text
 
 ESCAPES = {byte: b"\\u%04x" % byte for byte in range(0x20)} | {
     0x22: b'\\"', 0x5C: b"\\\\", 0x08: b"\\b", 0x0C: b"\\f", 0x0A: b"\\n", 0x0D: b"\\r", 0x09: b"\\t",
@@ -43,8 +44,8 @@ STRING = build(cat(b'"', repeat(CHARACTER), b'"'))
 
 
 def literal(text: str) -> bytes:
-    """The text of one string, quotes included. Raises UnicodeEncodeError for half a pair of surrogates."""
-    return b'"' + b"".join(ESCAPES.get(byte, bytes([byte])) for byte in text.encode()) + b'"'
+    """The text of one string, quotes included. Raises ConstraintError for half a pair of surrogates."""
+    return json.dumps(utf8_text(text).decode(), ensure_ascii=False).encode()
 
 
 # --- Numbers ---------------------------------------------------------------------------------------------------------
@@ -68,34 +69,11 @@ class Bound:
     exclusive: bool = False
 
 
-def integers(low: Bound | None, high: Bound | None, multiple: int = 1, budget: Budget | None = None) -> Automaton:
-    """Integers of a range that are multiples of a number."""
-    least = None if low is None else _whole(low, ROUND_CEILING, 1)
-    most = None if high is None else _whole(high, ROUND_FLOOR, -1)
-    parts: list[Node] = []
-    if most is None or most >= 0:
-        parts.append(_naturals(max(least or 0, 0), most, budget))
-    if least is None or least < 0:
-        parts.append(cat(b"-", _naturals(max(1, -(most or 0)), None if least is None else -least, budget)))
-    found = build(alt(parts), budget)
-    return found if multiple == 1 else both(found, _multiples(multiple), budget)
-
-
-def _whole(bound: Bound, rounding: str, inwards: int) -> int:
-    whole = int(bound.value.to_integral_value(rounding))
-    return whole + inwards if bound.exclusive and whole == bound.value else whole
-
-
-def _naturals(low: int, high: int | None, budget: Budget | None) -> Automaton:
-    found = build(_at_least(str(low)), budget)
-    return found if high is None else both(found, build(_at_most(str(high)) if high >= 0 else alt(()), budget), budget)
-
-
 def _digits(low: int, high: int) -> Node:
     return Span(0x30 + low, 0x30 + high) if low <= high else alt(())
 
 
-def _beside(digits: str, above: bool, first: int = 0) -> Iterable[Node]:
+def _beside(digits: str, *, above: bool, first: int = 0) -> Iterable[Node]:
     """Numerals of the same length that are larger, or smaller; without leading zeros if `first` is 1."""
     for i, digit in enumerate(map(int, digits)):
         other = _digits(digit + 1, 9) if above else _digits(first if i == 0 else 0, digit - 1)
@@ -103,31 +81,31 @@ def _beside(digits: str, above: bool, first: int = 0) -> Iterable[Node]:
         yield cat(digits[:i].encode(), other, repeat(DIGIT, rest, rest))
 
 
-def _at_least(digits: str, equal: bool = True) -> Node:
-    longer = cat(POSITIVE, repeat(DIGIT, len(digits)))
-    return alt([longer, *_beside(digits, above=True), *([digits.encode()] if equal else [])])
+def _above(digits: str) -> Node:
+    return alt([cat(POSITIVE, repeat(DIGIT, len(digits))), *_beside(digits, above=True)])
 
 
-def _at_most(digits: str, equal: bool = True) -> Node:
-    shorter = [b"0", cat(POSITIVE, repeat(DIGIT, 0, len(digits) - 2))] if len(digits) > 1 else []
-    same = _beside(digits, above=False, first=1 if len(digits) > 1 else 0)
-    return alt([*shorter, *same, *([digits.encode()] if equal else [])])
+def _below(digits: str) -> Node:
+    if len(digits) == 1:
+        return alt(_beside(digits, above=False))
+    shorter = cat(POSITIVE, repeat(DIGIT, 0, len(digits) - 2))
+    return alt([b"0", shorter, *_beside(digits, above=False, first=1)])
 
 
-def _multiples(number: int) -> Automaton:
+def multiples(number: int) -> Automaton:
     """Integers, of which a state for each remainder remembers what was read."""
     edges = [(1 + r, Span(0x30 + d, 0x30 + d), 1 + (10 * r + d) % number) for r in range(number) for d in range(10)]
     start = [(0, Span(0x30 + d, 0x30 + d), 1 + d % number) for d in range(1, 10)]
     return build(alt([b"0", cat(repeat(b"-", 0, 1), Graph(number + 2, (*start, *edges, (1, None, number + 1))))]))
 
 
-def decimals(low: Bound | None, high: Bound | None, budget: Budget | None = None) -> Automaton:
-    """Numbers of a range, without exponent and with few digits behind the point.
+def numbers(low: Bound | None, high: Bound | None, whole: bool, budget: Budget) -> Automaton:
+    """Numbers of a range, without exponent; `whole`: integers alone, else with few digits behind the point.
 
     So few that a reader who rounds to a double never rounds a number to an exclusive bound.
     """
-    whole = max(len(str(int(abs(b.value)))) for b in (low, high) if b is not None)
-    places = max(0, min(FRACTION, PRECISION - whole))
+    digits = max(len(str(int(abs(b.value)))) for b in (low, high) if b is not None)
+    places = 0 if whole else max(0, min(FRACTION, PRECISION - digits))
     form = build(cat(NATURAL, repeat(cat(b".", repeat(DIGIT, 1, places)), 0, 1) if places else b""), budget)
     zero, parts = Bound(Decimal(0)), list[Node]()
     if high is None or high.value >= 0:
@@ -139,17 +117,16 @@ def decimals(low: Bound | None, high: Bound | None, budget: Budget | None = None
     return build(alt(parts), budget)
 
 
-def _between(low: Bound, high: Bound | None, form: Automaton, budget: Budget | None) -> Automaton:
+def _between(low: Bound, high: Bound | None, form: Automaton, budget: Budget) -> Automaton:
     found = both(form, build(_decimal(low, above=True), budget), budget)
     return found if high is None else both(found, build(_decimal(high, above=False), budget), budget)
 
 
 def _decimal(bound: Bound, above: bool) -> Node:
     """Numbers that are not negative, on one side of a bound that is not negative either."""
-    whole, _, fraction = format(bound.value, "f").partition(".")
+    whole, _, fraction = format(abs(bound.value), "f").partition(".")
     fraction, any_digits, equal = fraction.rstrip("0"), repeat(DIGIT), not bound.exclusive
-    beyond = (_at_least if above else _at_most)(whole, equal=False)
-    parts = [cat(beyond, repeat(cat(b".", repeat(DIGIT, 1)), 0, 1))]
+    parts = [cat(_above(whole) if above else _below(whole), repeat(cat(b".", repeat(DIGIT, 1)), 0, 1))]
     for i, digit in enumerate(map(int, fraction)):
         other = _digits(digit + 1, 9) if above else _digits(0, digit - 1)
         parts.append(cat(f"{whole}.{fraction[:i]}".encode(), other, any_digits))

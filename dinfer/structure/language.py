@@ -128,22 +128,28 @@ def language(
     if automaton.states >= budget.limits.states:
         raise ConstraintError(f"has {automaton.states:,} states; at most {budget.limits.states - 1:,} are possible")
     class_V, next_QC = classes(automaton, vocabulary, budget)
-    class_E, state_E = np.nonzero(next_QC.T >= 0)
-    to_E = next_QC[state_E, class_E]
-    pairs_P2 = np.unique(state_E * len(next_QC) + to_E)
-    pairs_P2 = np.stack([pairs_P2 // len(next_QC), pairs_P2 % len(next_QC)], 1).astype(np.int16)
+    derived = _derived(class_V, next_QC)
     accepting_Q = np.array([*automaton.final, True])
-    token_C = np.full(next_QC.shape[1], -1, np.int32)
-    token_C[class_V[::-1]] = np.arange(len(class_V), dtype=np.int32)[::-1]
-    distance_Q = _distances(accepting_Q, pairs_P2)
+    distance_Q = _distances(accepting_Q, pairs_P2=derived[2])
     if distance_Q[0] == NEVER:
         raise ConstraintError("no sequence of the tokenizer's tokens spells an accepted answer")
-    arrays = (class_V, next_QC, accepting_Q, distance_Q, token_C)
-    edges_E3 = np.stack([state_E, class_E, to_E], 1).astype(np.int16)
-    by_next_P2 = pairs_P2[np.lexsort((pairs_P2[:, 0], pairs_P2[:, 1]))]
-    for array in (*arrays, edges_E3, pairs_P2, by_next_P2):
+    arrays = (class_V, next_QC, accepting_Q, distance_Q, *derived)
+    for array in arrays:
         array.flags.writeable = False
-    return Language(*arrays, edges_E3, pairs_P2, by_next_P2, automaton, exact, depth)
+    return Language(*arrays, automaton, exact, depth)
+
+
+def _derived(class_V: np.ndarray, next_QC: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """What follows from a table of next states: token_C, edges_E3, pairs_P2 and pairs_by_next_P2."""
+    states, columns = next_QC.shape
+    token_C = np.full(columns, -1, np.int32)
+    token_C[class_V[::-1]] = np.arange(len(class_V), dtype=np.int32)[::-1]
+    class_E, state_E = np.nonzero(next_QC.T >= 0)
+    to_E = next_QC[state_E, class_E]
+    pair_P = np.unique(state_E * states + to_E)
+    pairs_P2 = np.stack([pair_P // states, pair_P % states], 1).astype(np.int16)
+    by_next_P2 = pairs_P2[np.lexsort((pairs_P2[:, 0], pairs_P2[:, 1]))]
+    return token_C, np.stack([state_E, class_E, to_E], 1).astype(np.int16), pairs_P2, by_next_P2
 
 
 def _distances(accepting_Q: np.ndarray, pairs_P2: np.ndarray) -> np.ndarray:
@@ -191,20 +197,14 @@ def in_gaps(languages: tuple[Language, ...]) -> Language:
         to_QC = own.next_QC[:, class_C]
         next_QC[first : first + own.states, :-2] = np.where(to_QC < 0, -1, to_QC + first)
     next_QC[:, NOWHERE] = -1
-    state_E, class_E = np.nonzero(next_QC >= 0)
-    edges_E3 = np.stack([state_E, class_E, next_QC[state_E, class_E]], 1).astype(np.int16)
-    edges_E3 = edges_E3[np.lexsort((state_E, class_E))]
-    pairs_P2 = np.unique(edges_E3[:, [0, 2]], axis=0)
+    derived = _derived(class_V, next_QC)
     starts = firsts[:1] if len(languages) == 1 else [*firsts[1:-1], -1]
     for own, first, start in zip(languages, firsts, starts, strict=False):
         next_QC[first : first + own.states - 1, NOWHERE] = np.where(own.accepting_Q[:-1], start, -1)
     last, accepting_Q = languages[-1], np.zeros(firsts[-1], bool)
     accepting_Q[-last.states : -1] = last.accepting_Q[:-1]
-    token_C = np.full(next_QC.shape[1], -1, np.int32)
-    token_C[class_V[::-1]] = np.arange(len(class_V), dtype=np.int32)[::-1]
-    by_next_P2 = pairs_P2[np.lexsort((pairs_P2[:, 0], pairs_P2[:, 1]))]
+    distance_Q = np.where(accepting_Q, 0, 1).astype(np.int32)
     return Language(
-        class_V.astype(np.uint16), next_QC, accepting_Q, np.where(accepting_Q, 0, 1).astype(np.int32), token_C,
-        edges_E3, pairs_P2, by_next_P2, last.automaton, exact=all(own.exact for own in languages), depth=last.depth,
-        posterior=any(own.posterior for own in languages),
+        class_V.astype(np.uint16), next_QC, accepting_Q, distance_Q, *derived, last.automaton,
+        exact=all(own.exact for own in languages), depth=last.depth, posterior=any(own.posterior for own in languages),
     )  # fmt: skip

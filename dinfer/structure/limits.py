@@ -58,3 +58,11 @@ class Budget:
             raise ConstraintError(f"takes longer than {self.limits.seconds:g} s to compile; make it simpler")
         if states > 4 * self.limits.states:  # before it is minimised
             raise TooLarge(f"has more than {4 * self.limits.states:,} states before it is minimised")
+
+
+def utf8_text(text: str) -> bytes:
+    """The bytes of a literal text. Raises ConstraintError if it has half a pair of surrogates."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise ConstraintError(f"{text!r} is not Unicode text: {error.reason}") from error

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from dinfer.structure.automaton import ANY_CHARACTER, LAST_CHARACTER, MOST, Anchor, Chars, Node, alt, cat, chars, repeat
+from dinfer.structure.automaton import ANYTHING, LAST_CHARACTER, MOST, Anchor, Chars, Node, alt, cat, chars, repeat
 from dinfer.structure.limits import ConstraintError
 
 Ranges = list[tuple[int, int]]
@@ -42,10 +42,7 @@ def parse(
     Raises ConstraintError, whose path is the position in the pattern.
     """
     node = _Parser(pattern, ecma, wide, ignore_case).whole()
-    if not search:
-        return node
-    anything = repeat(ANY_CHARACTER)
-    return cat(anything, node, anything)
+    return cat(ANYTHING, node, ANYTHING) if search else node
 
 
 class _Parser:

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dinfer.structure.automaton import Automaton, Node, alt, build, cat, repeat, without
-from dinfer.structure.constraint import Constraint, avoiding, free_text, json_schema, json_text, utf8_text
+from dinfer.structure.automaton import ANYTHING, Automaton, Node, alt, avoiding, build, cat, containing, repeat, without
+from dinfer.structure.constraint import Constraint, json_schema, json_text
 from dinfer.structure.json_schema import compile_schema
 from dinfer.structure.json_shape import at
 from dinfer.structure.json_text import literal
@@ -66,12 +66,20 @@ def compile_tools(constraint: Constraint, budget: Budget) -> tuple[Automaton, bo
     """The automaton of an answer, whether it is exact, and how deep recursion was unrolled."""
     told = json.loads(constraint.text)
     functions, choice = told["functions"], told["choice"]
-    parts = _Schemas(constraint, budget)
+    built: list[tuple[Automaton, bool, int | None]] = []
+
+    def automaton(schema: dict[str, Any], path: str) -> Automaton:
+        try:
+            own = replace(constraint, kind="json_schema", text=json_schema(schema).text, stop=(), after="")
+            built.append(compile_schema(own, budget))
+        except ConstraintError as error:
+            raise type(error)(error.message, at(path, *([error.path] if error.path else []))) from error
+        return built[-1][0]
+
     calls = []
     for name in [choice] if choice in functions else functions:
         parameters = NO_PARAMETERS if functions[name] is None else functions[name]
-        utf8_text(name)
-        arguments = parts.automaton(parameters, f"{name}.parameters")
+        arguments = automaton(parameters, f"{name}.parameters")
         calls.append(cat(head(name).encode(), arguments, f"}}\n{CLOSE}".encode()))
     one = build(alt(calls), budget)
     several: Node = cat(one, repeat(cat(b"\n", one))) if told["parallel"] and choice not in functions else one
@@ -80,31 +88,12 @@ def compile_tools(constraint: Constraint, budget: Budget) -> tuple[Automaton, bo
     if choice != "auto":
         answer: Node = several
     elif told["content"] is None:
-        answer = cat(free_text(OPEN), repeat(several, 0, 1))
+        answer = cat(avoiding(ANYTHING, [OPEN], "text", budget), repeat(several, 0, 1))
     else:  # a value of the schema or calls, told apart by the trigger
-        begun = build(cat(free_text(), OPEN.encode(), free_text()))
-        answer = alt([without(parts.automaton(told["content"], "content"), begun, budget), several])
-    return build(answer, budget), parts.exact, parts.depth
-
-
-class _Schemas:
-    """Compiles schemas with the options of a constraint, and notes whether all are exact."""
-
-    def __init__(self, constraint: Constraint, budget: Budget) -> None:
-        self.constraint, self.budget = constraint, budget
-        self.exact = True
-        self.depth: int | None = None
-
-    def automaton(self, schema: dict[str, Any], path: str) -> Automaton:
-        """Raises ConstraintError with the path of the schema before that of the keyword."""
-        try:
-            own = replace(self.constraint, kind="json_schema", text=json_schema(schema).text, stop=(), after="")
-            automaton, exact, depth = compile_schema(own, self.budget)
-        except ConstraintError as error:
-            raise type(error)(error.message, at(path, *([error.path] if error.path else []))) from error
-        self.exact = self.exact and exact
-        self.depth = max(self.depth or 0, depth or 0) or None
-        return automaton
+        value = automaton(told["content"], "content")
+        answer = alt([without(value, build(containing([OPEN])), budget), several])
+    depth = max((depth or 0 for _, _, depth in built), default=0)
+    return build(answer, budget), all(exact for _, exact, _ in built), depth or None
 
 
 def calls_in(answer: str) -> tuple[str, list[Call]]:
