@@ -27,8 +27,7 @@ from dinfer.engine.request import Request
 from dinfer.step.spec import ModelSpec
 from dinfer.structure.compiler import compile_automaton
 from dinfer.structure.constraint import regex
-from dinfer.structure.language import Language, language
-from dinfer.structure.tokens import Vocabulary
+from dinfer.structure.language import Language, Vocabulary, language
 
 RUNS = 3
 LETTERS = "abcdefghijklmnopqrstuvwxyz"

@@ -18,10 +18,9 @@ from dinfer.kernels.dispatch import on_own_device
 from dinfer.kernels.moe import expert_mixture, route
 from dinfer.kernels.norm import geglu, wide_rms_norm
 from dinfer.kernels.rotary import rotary_table
-from dinfer.kernels.types import Dealt, Projections, Summing, Table
-from dinfer.layers.formats.plain import PLAIN
-from dinfer.layers.linear import Formatted, Linear
-from dinfer.layers.transformer import GatedMLP, WholeAttend, checked_ids, dealt_to, embed, mix, whole
+from dinfer.kernels.types import Projections, Table
+from dinfer.layers.linear import Linear
+from dinfer.layers.transformer import GatedMLP, Routed, WholeAttend, checked_ids, embed, mix, whole
 from dinfer.parallel.ranks import ALONE, Ranks
 from dinfer.step.model import Attend
 from dinfer.step.spec import LocalAttention, ModelSpec
@@ -70,33 +69,20 @@ class Attention(nn.Module):
         return self.out(seen_BXHE.flatten(2)) if seen_BXHE.shape[1] else x_BWD[:, :0]
 
 
-class Experts(Formatted):
+class Experts(Routed):
     """The best experts by softmax, their weights divided by their sum; the router norms and scales its own input."""
 
     def __init__(self, spec: ModelSpec) -> None:
-        super().__init__()
-        if (experts := spec.experts) is None:
-            raise ValueError(f"{spec.family} has no experts")
-        self.chosen = experts.chosen
+        super().__init__(spec)
         self.router_norm = Norm(spec.hidden, spec)
-        self.router = nn.Linear(spec.hidden, experts.experts, bias=False)
-        self.expert_scale = nn.Parameter(torch.ones(experts.experts))
-        self.gate_up = nn.Parameter(torch.empty(experts.experts, 2 * experts.width, spec.hidden))
-        self.down = nn.Parameter(torch.empty(experts.experts, spec.hidden, experts.width))
-        self.formats = {"gate_up": PLAIN, "down": PLAIN}
-        self.ranks: Summing | None = None
-        self.dealt: Dealt | None = None
-
-    def join(self, ranks: Ranks) -> None:
-        """See `dinfer.layers.transformer.Experts`."""
-        self.ranks, self.dealt = ranks, dealt_to(ranks, len(self.expert_scale))
+        self.expert_scale = nn.Parameter(torch.ones(self.experts.experts))
 
     def forward(self, x_BWD: Tensor, routed_BWD: Tensor) -> Tensor:
         """What the experts make of `x_BWD`, each token's chosen by `routed_BWD`. [B, W, D]"""
         wide_ND = routed_BWD.flatten(0, 1).to(torch.promote_types(x_BWD.dtype, torch.float32))
         wide_ND = self.router_norm(wide_ND) * wide_ND.shape[-1] ** -0.5
         logits_NX = F.linear(wide_ND, self.router.weight.to(wide_ND.dtype))
-        chosen_NC, weights_NC = route(logits_NX, self.chosen, sigmoid=False, normalize=True, scale=1.0)
+        chosen_NC, weights_NC = route(logits_NX, self.experts.chosen, sigmoid=False, normalize=True, scale=1.0)
         weights_NC = weights_NC * self.expert_scale[chosen_NC]
         weights = self.expert("gate_up"), self.expert("down")
         mixed = expert_mixture(x_BWD, chosen_NC, weights_NC, *weights, geglu, dealt=self.dealt)

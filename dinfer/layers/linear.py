@@ -2,6 +2,7 @@
 
 from typing import ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from dinfer.kernels.deferred import close, share
@@ -28,6 +29,11 @@ class Formatted(nn.Module):
         for end, tensor in zip(held.beside, weight[1:], strict=True):
             self.register_buffer(f"{name}{end}", tensor, persistent=False)
         self.formats[name] = held
+
+    def write(self, name: str, values: Tensor) -> None:
+        """Writes a weight in the format that holds it, rounded if need be. Raises ValueError."""
+        for held, made in zip(self.weight_of(name), self.formats[name].make(values), strict=True):
+            held.detach().copy_(made)
 
     def expert(self, name: str) -> ExpertWeight:
         """A weight as the matrix of one expert, or of all of them."""
@@ -87,11 +93,17 @@ def roundings() -> list[str]:
     return [name for name in FORMATS.names() if name != "plain"]
 
 
-def format_of(name: str) -> Format:
-    """The format that `quantize=name` rounds to. Raises ValueError for a name that is not one."""
+def format_of(name: str, device: torch.device | None = None) -> Format:
+    """The format that `quantize=name` rounds to.
+
+    Raises ValueError for a name that is not one, and for a device, if it is given, that cannot compute with it.
+    """
     if name not in roundings():
         raise ValueError(f"quantize={name!r} is not known; use one of {', '.join(roundings())}, or null for none")
-    return FORMATS.get(name)()
+    found: Format = FORMATS.get(name)()
+    if device is not None:
+        found.check(device, f"quantize={name}")
+    return found
 
 
 def taken(quantize: str | None) -> dict[str, Format]:
@@ -123,8 +135,7 @@ def quantize(network: nn.Module, name: str) -> None:
     Norms, routers, embeddings and a head that is the embedding stay as they are, and so do weights that a checkpoint
     holds in 8 bits. Raises ValueError for a layer that cannot be rounded so; the network is of no use then.
     """
-    wanted = format_of(name)
-    wanted.check(next(network.parameters()).device, f"quantize={name}")
+    wanted = format_of(name, next(network.parameters()).device)
     for path, (module, own) in formatted(network).items():
         if module.formats[own] is PLAIN:
             try:

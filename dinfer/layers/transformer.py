@@ -52,35 +52,36 @@ class GatedMLP(nn.Module):
         return self.down.deferred(self.gated(self.gate_up.deferred(x_BWD), self.down.input_format))
 
 
-def dealt_to(ranks: Ranks, experts: int) -> Dealt | None:
-    """Which of so many experts a rank has; None: a part of each."""
-    first = ranks.first_expert(experts)
-    return None if first is None else Dealt(first, experts)
-
-
-class Experts(Formatted):
-    """A mixture of gated MLPs, and one for all tokens if there is a shared one. The router computes in float32.
-
-    The matrices of an expert are `gate_up`, gate rows and then up rows, and `down`.
-    """
+class Routed(Formatted):
+    """A router, and the matrices of its experts: `gate_up`, gate rows and then up rows, and `down`."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         if (experts := spec.experts) is None:
             raise ValueError(f"{spec.family} has no experts")
-        self.experts, self.causal_block = experts, spec.causal_block
+        self.experts = experts
         self.router = nn.Linear(spec.hidden, experts.experts, bias=False)
         self.choice_bias = nn.Parameter(torch.zeros(experts.experts)) if experts.bias else None
         self.gate_up = nn.Parameter(torch.empty(experts.experts, 2 * experts.width, spec.hidden))
         self.down = nn.Parameter(torch.empty(experts.experts, spec.hidden, experts.width))
-        self.shared = GatedMLP(spec.hidden, experts.shared) if experts.shared else None
         self.formats = {"gate_up": PLAIN, "down": PLAIN}
         self.ranks: Summing | None = None
-        self.dealt: Dealt | None = None
+        self.dealt: Dealt | None = None  # the experts that this rank has; None: a part of each
 
     def join(self, ranks: Ranks) -> None:
-        """Each rank has some experts, or a part of each, and a part of the shared one: one sum over ranks is enough."""
-        self.ranks, self.dealt = ranks, dealt_to(ranks, self.experts.experts)
+        """Each rank has some experts, or a part of each, and a part of a shared one: one sum over ranks is enough."""
+        self.ranks, experts = ranks, self.experts.experts
+        if (first := ranks.first_expert(experts)) is not None:
+            self.dealt = Dealt(first, experts)
+
+
+class Experts(Routed):
+    """A mixture of gated MLPs, and one for all tokens if there is a shared one. The router computes in float32."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__(spec)
+        self.causal_block = spec.causal_block
+        self.shared = GatedMLP(spec.hidden, self.experts.shared) if self.experts.shared else None
 
     @property
     def input_format(self) -> InputFormat:

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from dinfer.loading.files import CONFIG, GGUF, CheckpointError, Folder, locate, read_object, refuse, token_ids
+from dinfer.loading.files import CONFIG, GGUF, CheckpointError, SmallFiles, locate, refuse, small_object, token_ids
 from dinfer.loading.lora import CONFIG as ADAPTER
 from dinfer.loading.lora import Adapter, read_adapter
 from dinfer.loading.quantized import (
@@ -29,7 +29,6 @@ from dinfer.loading.quantized import (
     PACKED,
     PackedWeight,
     Scales,
-    kept,
     packed,
     packing,
     scale_at,
@@ -54,17 +53,17 @@ TABLE = "embedding.weight"  # the embedding of every network
 def read_config(folder: Path) -> dict[str, Any]:
     """config.json, with the `mask_token_id` and all `eos_token_id`s that any file of the folder names."""
     files = small_files(folder)
-    config = read_object(files / CONFIG)
+    config = small_object(files, CONFIG)
     return config | token_ids(files, config).fields()
 
 
-def small_files(folder: Path) -> Folder:
-    """The small files of a checkpoint: its folder, or the metadata of its GGUF file."""
+def small_files(folder: Path) -> SmallFiles:
+    """The small files of a checkpoint. `folder`: also a GGUF file."""
     if folder.suffix != GGUF:
         return folder
     from dinfer.loading.gguf_file import gguf_file  # slow to import
 
-    return gguf_file(folder)
+    return gguf_file(folder).files
 
 
 def family_of(config: dict[str, Any]) -> str:
@@ -197,11 +196,13 @@ class LoadPlan:
         from dinfer.layers.linear import taken
 
         takes, changed = taken(quantize), () if self.adapter is None else self.adapter.pairs
-        same = self.scales.kept(self.tensors, self.placements, takes, changed)
-        found: dict[str, Any] = {name: takes[kind] for name, kind in same.items()}
-        for name, weight in kept(self.tensors, self.placements, changed, rank).items():
-            if weight.dtype in takes:
-                found[name] = Int4(weight.group, weight.scales) if weight.dtype == Int4.stored else takes[weight.dtype]
+        kinds: dict[str, set[tuple[Any, ...] | None]] = {}
+        for name, place in self.placements.items():
+            kinds.setdefault(place.parameter, set()).add(None if name in changed else self._kind(name, rank))
+        found: dict[str, Any] = {}
+        for parameter, (kind, *others) in kinds.items():  # all weights of a parameter must be alike
+            if kind is not None and not others and kind[0] in takes:
+                found[parameter] = Int4(*kind[1:]) if kind[0] == Int4.stored else takes[kind[0]]
         found.pop(TABLE, None)  # none of these formats looks up rows
         if blocks:
             from dinfer.loading.gguf_file import blocks_of  # slow to import
@@ -212,6 +213,13 @@ class LoadPlan:
         if narrow is not None and narrow.itemsize < dtype.itemsize and (found or quantize):
             found.setdefault(TABLE, Plain(narrow))
         return found
+
+    def _kind(self, name: str, rank: Rank) -> tuple[Any, ...] | None:
+        """The dtype of rounded values that a format may hold bit for bit, and of integers their group and scales."""
+        one = self.tensors[name]
+        if isinstance(one, PackedWeight):
+            return (one.dtype, one.group, one.scales) if one.symmetric_groups(self.placements[name], rank) else None
+        return (one.dtype,) if name in self.scales.stored and self.scales.per_output(name, self.tensors) else None
 
 
 def headers(folder: Path, family: ModelFamily, spec: ModelSpec) -> dict[str, Stored]:
@@ -257,7 +265,7 @@ def load_network(
     formats = plan.formats(dtype, quantize, rank, blocks=on_cpu and folder.suffix == GGUF and quantize is None)
     for format in {type(format): format for name, format in formats.items() if name != TABLE}.values():
         format.check(device, f"{folder}: what it holds in {format.stored}")
-    wanted = _wanted(quantize, device)
+    wanted = None if quantize is None else linear.format_of(quantize, device)
     network = empty_network(family, plan.spec, dtype, device, formats, rank, wanted)
     with torch.no_grad():
         filling = _Filling(plan, network, formats, rank, device)
@@ -271,16 +279,6 @@ def load_network(
     if alone:
         compilers.imported(device)
     return network
-
-
-def _wanted(quantize: str | None, device: torch.device) -> Format | None:
-    """The format to which weights are rounded. Raises ValueError if the device cannot compute with it."""
-    from dinfer.layers.linear import format_of  # only here: networks are heavy to import
-
-    wanted = None if quantize is None else format_of(quantize)
-    if wanted is not None:
-        wanted.check(device, f"quantize={quantize}")
-    return wanted
 
 
 class _Filling:
@@ -306,7 +304,7 @@ class _Filling:
         """Maps the embedding into memory: only rows that are looked up take any."""
         if (own := self.plan.table) is not None:
             module, name = self.weights[TABLE]
-            module.hold(name, (self.plan.tensors[own].mapped(own),), module.formats[name])
+            module.hold(name, (self.plan.tensors[own].mapped(),), module.formats[name])
             self.pieces = [piece for piece in self.pieces if piece[0] != own]
 
     def fill_unchanged(self) -> None:
@@ -327,11 +325,10 @@ class _Filling:
         if wanted is not None:
             self.pieces.sort(key=lambda piece: self._parameter(piece[0]))  # a weight's parts follow one another
             rest = {name: one for name, one in self.weights.items() if name not in self.formats and one[0].rounds}
-            rounding = Rounding(wanted, rest, dtype, self.device)
-            for name, _, target in self.pieces:
-                rounding.expect(self._parameter(name), target)
-        parts = [(name, None if self.alone else source) for name, source, _ in self.pieces]
-        for (name, source, target), tensor in zip(self.pieces, read_slices(plan.tensors, parts), strict=True):
+            parts_of = [(self._parameter(name), target) for name, _, target in self.pieces]
+            rounding = Rounding(rest, parts_of, dtype, self.device)
+        parts = [(plan.tensors[name], None if self.alone else source) for name, source, _ in self.pieces]
+        for (name, source, target), tensor in zip(self.pieces, read_slices(parts), strict=True):
             parameter = self._parameter(name)
             if name in self.scales:
                 scale = scale_at(self.scales[name].to(self.device), plan.tensors[name].shape, plan.scales.block, source)
@@ -346,8 +343,7 @@ class _Filling:
             if plan.adapter is not None:
                 tensor = plan.adapter.merged(name, tensor, self.device, source)
             if rounding is not None and parameter in rounding.weights:
-                rounding.of(parameter)[target].copy_(tensor)
-                rounding.filled(parameter)
+                rounding.add(parameter, target, tensor)
             else:
                 self.network.get_parameter(parameter).detach()[target].copy_(tensor)
 
@@ -367,34 +363,27 @@ class Rounding:
     """The weights to round, each of them whole until its last part has been read."""
 
     def __init__(
-        self, format: Format, weights: dict[str, tuple[Formatted, str]], dtype: torch.dtype, device: torch.device
-    ) -> None:
-        """`weights`: the module and attribute of each parameter."""
-        self.format, self.weights, self.dtype, self.device = format, weights, dtype, device
+        self, weights: dict[str, tuple[Formatted, str]], parts: Sequence[tuple[str, Slices]], dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        """`weights`: the module and attribute of each parameter; `parts`: of parameters, which will be added."""
+        self.weights, self.dtype, self.device = weights, dtype, device
         self.whole: dict[str, Tensor] = {}
-        self.left: Counter[str] = Counter()
+        self.left = Counter(name for name, _ in parts)
         self.shape: dict[str, tuple[int, ...]] = {}
+        for name, part in parts:
+            sizes = [piece.stop for piece in part]
+            self.shape[name] = tuple(map(max, sizes, self.shape.get(name, sizes)))
 
-    def expect(self, name: str, part: Slices) -> None:
-        """Notes a part of a weight that will be filled in."""
-        self.left[name] += 1
-        sizes = [piece.stop for piece in part]
-        self.shape[name] = tuple(map(max, zip(sizes, self.shape.get(name, sizes), strict=True)))
-
-    def of(self, name: str) -> Tensor:
-        """The tensor that takes the parts of a weight."""
+    def add(self, name: str, part: Slices, values: Tensor) -> None:
+        """Fills in a part of a weight, and rounds the weight after its last part. Raises ValueError."""
         if name not in self.whole:
             self.whole[name] = torch.empty(self.shape[name], dtype=self.dtype, device=self.device)
-        return self.whole[name]
-
-    def filled(self, name: str) -> None:
-        """Notes that a part is filled in, and rounds the weight after its last part. Raises ValueError."""
+        self.whole[name][part].copy_(values)
         self.left[name] -= 1
-        if self.left[name]:
-            return
-        module, own = self.weights[name]
-        for held, made in zip(module.weight_of(own), self.format.make(self.whole.pop(name)), strict=True):
-            held.detach().copy_(made)
+        if not self.left[name]:
+            module, own = self.weights[name]
+            module.write(own, self.whole.pop(name))
 
 
 def place_of(parameters: Mapping[str, Tensor], place: Placement) -> Tensor:
@@ -413,7 +402,7 @@ def random_network(
     """
     from dinfer.layers import linear  # only here: networks are heavy to import
 
-    wanted = _wanted(quantize, device)
+    wanted = None if quantize is None else linear.format_of(quantize, device)
     network, divided = empty_network(family, spec, dtype, device, rank=rank, rest=wanted), divisions(family, spec, rank)
     shapes = dict(empty_network(family, spec, dtype, torch.device("meta")).named_parameters())
     rounded = {} if wanted is None else linear.formatted(network)
@@ -430,10 +419,9 @@ def random_network(
         if split is not None:
             shares = [whole.narrow(split.dim, first, end - first) for first, end in split.ranges(rank)]
             whole = torch.cat(shares, split.dim)
-        if name in rounded and wanted is not None:
+        if name in rounded:
             module, own = rounded[name]
-            for held, made in zip(module.weight_of(own), wanted.make(whole), strict=True):
-                held.detach().copy_(made)
+            module.write(own, whole)
         elif split is not None:
             parameter.copy_(whole)
     linear.settle(network)

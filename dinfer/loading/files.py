@@ -15,7 +15,7 @@ from importlib import resources
 from pathlib import Path
 from queue import Empty, Queue
 from threading import Thread
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -36,21 +36,18 @@ class CheckpointError(ValueError):
     """The checkpoint is damaged, not supported, or does not fit its family. The message says where."""
 
 
-class SmallFile(Protocol):
-    """A file that describes a checkpoint: a `Path`, or a part of a GGUF file's metadata."""
-
-    def is_file(self) -> bool: ...
-
-    def read_text(self, encoding: str | None = None) -> str: ...
+SmallFiles = Path | Mapping[str, dict[str, Any]]
+"""The files that describe a checkpoint: its folder, or by name what they would hold, from a GGUF file's metadata."""
 
 
-class Folder(Protocol):
-    """The small files of a checkpoint: a `Path`, or a GGUF file."""
+def small_object(files: SmallFiles, name: str) -> dict[str, Any]:
+    """The JSON object in a small file; empty if it is not there, unless it is config.json. Raises as `read_object`."""
+    if not isinstance(files, Path):
+        return files.get(name, {})
+    return read_object(files / name) if name == CONFIG or (files / name).is_file() else {}
 
-    def __truediv__(self, name: str, /) -> SmallFile: ...
 
-
-def read_object(path: SmallFile) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file. Raises CheckpointError, OSError."""
     try:
         pointer = (text := path.read_text()).startswith(POINTER)
@@ -223,7 +220,7 @@ class TokenIds:
         return mask | ({"eos_token_id": [stop.id for stop in self.stops]} if self.stops else {})
 
 
-def token_ids(folder: Folder, config: Mapping[str, Any]) -> TokenIds:
+def token_ids(folder: SmallFiles, config: Mapping[str, Any]) -> TokenIds:
     """The mask token and all stop tokens that the files in `folder` name. `config` is its config.json.
 
     Raises a CheckpointError that names file, field and value if a value is outside the vocabulary.
@@ -250,18 +247,18 @@ def listed(value: Any, field: str, file: str = CONFIG) -> tuple[int, ...]:
     return found
 
 
-def _configured(folder: Folder, config: Mapping[str, Any], field: str) -> Iterator[TokenId]:
+def _configured(folder: SmallFiles, config: Mapping[str, Any], field: str) -> Iterator[TokenId]:
     """The token ids of a field in config.json and generation_config.json."""
     text = config.get("text_config")
     for part, where, file in (
         (config, field, CONFIG),
         (text if isinstance(text, Mapping) else {}, f"text_config.{field}", CONFIG),
-        (_object(folder / GENERATION), field, GENERATION),
+        (small_object(folder, GENERATION), field, GENERATION),
     ):
         yield from (TokenId(token, file) for token in listed(part.get(field), where, file))
 
 
-def _named(folder: Folder, role: str) -> list[TokenId]:
+def _named(folder: SmallFiles, role: str) -> list[TokenId]:
     """The id of the text that the tokenizer's files give a role."""
     names = [name for one, name in named_roles(folder) if one == role]
     for name in dict.fromkeys(names):
@@ -271,26 +268,26 @@ def _named(folder: Folder, role: str) -> list[TokenId]:
     return []
 
 
-def named_roles(folder: Folder) -> Iterator[tuple[str, str]]:
+def named_roles(folder: SmallFiles) -> Iterator[tuple[str, str]]:
     """Roles, such as mask_token, and their texts in the tokenizer's files."""
     for file in (TOKENIZER, SPECIAL):
-        for role, token in _object(folder / file).items():
+        for role, token in small_object(folder, file).items():
             if role.endswith(("_token", "_tokens")):
                 texts = [_content(one) for one in (token if isinstance(token, list) else [token])]
                 yield from ((role, text) for text in texts if text is not None)
 
 
-def vocabularies(folder: Folder) -> Iterator[tuple[str, dict[Any, Any]]]:
+def vocabularies(folder: SmallFiles) -> Iterator[tuple[str, dict[Any, Any]]]:
     """Files, and the ids of the texts in each. The smallest file comes first, since it usually suffices."""
-    decoder = _part(_object(folder / TOKENIZER), "added_tokens_decoder", {}, TOKENIZER)
+    decoder = _part(small_object(folder, TOKENIZER), "added_tokens_decoder", {}, TOKENIZER)
     yield TOKENIZER, {_content(entry): int(token) if token.isdecimal() else token for token, entry in decoder.items()}
     file = "tokenizer.json"
-    whole = _object(folder / file)
+    whole = small_object(folder, file)
     vocab = _part(whole, "model", {}, file).get("vocab")
     added = _part(whole, "added_tokens", [], file)
     known = {_content(entry): entry.get("id") for entry in added if isinstance(entry, dict)}
     yield file, (vocab if isinstance(vocab, dict) else {}) | known
-    yield "added_tokens.json", _object(folder / "added_tokens.json")
+    yield "added_tokens.json", small_object(folder, "added_tokens.json")
 
 
 def _part(found: Mapping[str, Any], field: str, empty: Any, file: str) -> Any:
@@ -305,7 +302,3 @@ def _content(token: Any) -> str | None:
     """The text of a token, which is a text or an object with its properties."""
     text = token.get("content") if isinstance(token, Mapping) else token
     return text if isinstance(text, str) else None
-
-
-def _object(path: SmallFile) -> dict[str, Any]:
-    return read_object(path) if path.is_file() else {}

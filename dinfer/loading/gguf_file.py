@@ -11,8 +11,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -26,7 +26,7 @@ from gguf import GGUFEndian, GGUFReader
 from torch import Tensor
 
 from dinfer.loading.files import CheckpointError, damaged, refuse
-from dinfer.loading.safetensors_io import FLOATS, Reader, Slices, Stored
+from dinfer.loading.safetensors_io import FLOATS, Slices, Stored
 from dinfer.parallel.split import Placement
 
 if TYPE_CHECKING:
@@ -90,9 +90,12 @@ def tokenizer_files(path: Path, fields: Mapping[str, Any]) -> dict[str, dict[str
         named["chat_template"] = fields[TEMPLATE]
     if WHOLE in fields:
         try:
-            return {"tokenizer.json": json.loads(fields[WHOLE]), "tokenizer_config.json": named}
+            whole = json.loads(fields[WHOLE])
         except ValueError as error:
             raise CheckpointError(f"{path}: {WHOLE} is not JSON: {error}") from error
+        if not isinstance(whole, dict):
+            raise CheckpointError(f"{path}: {WHOLE}={whole!r:.80} must hold a JSON object")
+        return {"tokenizer.json": whole, "tokenizer_config.json": named}
     model, pre = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre", "default")
     if model != "gpt2" or pre not in PATTERNS:
         raise CheckpointError(
@@ -162,8 +165,8 @@ class Architecture:
 
     keys: Mapping[str, str]  # fields of config.json, and the keys that hold them
     same: Mapping[str, Any]  # fields that all these models share
-    tied: str  # the field that says whether the head is the embedding
     kind: gguf.MODEL_ARCH  # names of tensors
+    tied: str = "tie_word_embeddings"  # the field that says whether the head is the embedding
     permuted: bool = False  # rows of q and k are in interleaved pairs, as llama.cpp rotates them, not in halves
     shift: bool = False  # logits predict the next token
     absent: Mapping[str, Any] = field(default_factory=dict)  # values of optional keys
@@ -198,7 +201,6 @@ LLADA = Architecture(
 DREAM = Architecture(
     keys=HUB_KEYS | {"intermediate_size": "feed_forward_length"},
     same={"model_type": "Dream", "hidden_act": "silu"},
-    tied="tie_word_embeddings",
     kind=gguf.MODEL_ARCH.DREAM,
     shift=True,
     absent={"attention.key_length": None},
@@ -208,7 +210,6 @@ LLADA_MOE = Architecture(
     | EXPERT_KEYS
     | {"dense_intermediate_size": "feed_forward_length", "expert_intermediate_size": "expert_feed_forward_length"},
     same={"model_type": "llada_moe", "hidden_act": "silu", "qk_layernorm": True},
-    tied="tie_word_embeddings",
     kind=gguf.MODEL_ARCH.LLADA_MOE,
     absent={
         "attention.key_length": None, "feed_forward_length": None, "expert_weights_norm": False,
@@ -220,7 +221,6 @@ RND1 = Architecture(
     | EXPERT_KEYS
     | {"intermediate_size": "feed_forward_length", "moe_intermediate_size": "expert_feed_forward_length"},
     same={"model_type": "rnd1", "hidden_act": "silu"},
-    tied="tie_word_embeddings",
     kind=gguf.MODEL_ARCH.RND1,
     shift=True,
     absent={"expert_weights_norm": True, "expert_weights_scale": None},
@@ -262,19 +262,19 @@ class GgufTensor(Stored):
     def fill(self, format: Any, weight: tuple[Tensor, ...], source: Slices, target: Slices) -> None:
         format.place(weight, target[-2].start, self.blocks())
 
-    def mapped(self, name: str) -> Tensor:
-        return self.read() if self.dtype in FLOATS else self.blocks().flatten()
+    def mapped(self) -> Tensor:
+        return self.values() if self.dtype in FLOATS else self.blocks().flatten()
 
-    @contextmanager
-    def opened(self) -> Iterator[Reader]:
-        yield lambda tensor, _, part: tensor.read() if part is None else tensor.read()[part]  # type: ignore[attr-defined]
+    def opened(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
-    def read(self) -> Tensor:
-        """The values on the CPU: floats as they are, blocks in float32 as the gguf package dequantises them."""
+    def values(self, file: None = None, part: Slices | None = None) -> Tensor:
+        """On the CPU: floats as they are, blocks in float32 as the gguf package dequantises them."""
         if self.dtype in FLOATS:
-            found = self._bytes().view(FLOATS[self.dtype]).view(self.shape)
-            return self._in_halves(found)
-        return dequantised(self.dtype, self.blocks())
+            whole = self._in_halves(self._bytes().view(FLOATS[self.dtype]).view(self.shape))
+        else:
+            whole = dequantised(self.dtype, self.blocks())
+        return whole if part is None else whole[part]
 
     def blocks(self) -> Tensor:
         """The blocks, one row of them for each row of values. uint8"""
@@ -293,21 +293,14 @@ class GgufTensor(Stored):
 
 @dataclass(frozen=True)
 class GgufFile:
-    """The header of a GGUF file, or of all its shards.
-
-    As a folder it has the small files of a checkpoint: config.json, tokenizer.json and tokenizer_config.json.
-    """
+    """The header of a GGUF file, or of all its shards."""
 
     path: Path
     name: str  # of the architecture
     known: Architecture
-    config: dict[str, Any]  # the fields of config.json
-    tokenizer: dict[str, dict[str, Any]]  # the tokenizer's files; empty if the metadata has no tokenizer
+    files: dict[str, dict[str, Any]]  # what the small files of a checkpoint hold: config.json, and its tokenizer's
     tensors: dict[str, GgufTensor]  # by their names in the file
     layers: int
-
-    def __truediv__(self, name: str) -> SmallFile:
-        return SmallFile(self.path, name, ({"config.json": self.config} | self.tokenizer).get(name))
 
     def retold(self, message: str) -> str:
         """A message on fields of config.json, about the keys of the metadata that hold them."""
@@ -326,24 +319,6 @@ class GgufFile:
                 found[name] = self.tensors[own]
         taken = {tensor.offset for tensor in found.values() if isinstance(tensor, GgufTensor)}
         return found | {own: tensor for own, tensor in self.tensors.items() if tensor.offset not in taken}
-
-
-@dataclass(frozen=True, slots=True)
-class SmallFile:
-    """A file of a checkpoint, made of the metadata of a GGUF file."""
-
-    path: Path
-    name: str
-    found: dict[str, Any] | None  # None: the metadata has no such file
-
-    def __str__(self) -> str:
-        return f"{self.path} (as {self.name})"
-
-    def is_file(self) -> bool:
-        return self.found is not None
-
-    def read_text(self, encoding: str | None = None) -> str:
-        return json.dumps(self.found)
 
 
 def dequantised(kind: str, blocks: Tensor) -> Tensor:
@@ -377,9 +352,8 @@ def gguf_file(path: Path) -> GgufFile:
         for own, found in tensors.items():
             if row := re.fullmatch(r"blk\.\d+\.attn_([qk])\.(weight|bias)", own):
                 tensors[own] = replace(found, heads=heads[row[1]])
-    return GgufFile(
-        path, prefix, known, config, tokenizer_files(path, fields), tensors, fields[f"{prefix}.block_count"]
-    )
+    files = {"config.json": config} | tokenizer_files(path, fields)
+    return GgufFile(path, prefix, known, files, tensors, fields[f"{prefix}.block_count"])
 
 
 def _header(path: Path) -> tuple[Mapping[str, Any], Mapping[str, GgufTensor]]:
@@ -395,8 +369,8 @@ def _read_header(path: Path, _changed: int, size: int) -> tuple[Mapping[str, Any
         fields = {name: found.contents() for name, found in reader.fields.items()}
         tensors = {
             one.name: GgufTensor(
-                path, tuple(int(size) for size in reversed(one.shape)), one.tensor_type.name, int(one.data_offset),
-                int(one.n_bytes),
+                path, one.name, tuple(int(size) for size in reversed(one.shape)), one.tensor_type.name,
+                int(one.data_offset), int(one.n_bytes),
             )
             for one in reader.tensors
         }  # fmt: skip

@@ -24,10 +24,11 @@ from dinfer.loading.files import (
     PUBLISHED,
     TOKENIZER,
     CheckpointError,
-    Folder,
+    SmallFiles,
     TokenIds,
     named_roles,
     read_object,
+    small_object,
     token_ids,
     vocabularies,
 )
@@ -64,7 +65,7 @@ class Inspection:
     """What the files say of a checkpoint; None or empty if they do not say."""
 
     folder: Path  # or a GGUF file
-    files: Folder | None = None  # the small files; None: they cannot be read
+    files: SmallFiles | None = None  # the small files; None: they cannot be read
     family: str | None = None
     spec: ModelSpec | None = None
     dtype: torch.dtype | None = None  # of the weights
@@ -112,7 +113,7 @@ def inspect(folder: Path, given: Mapping[str, Any]) -> Inspection:
     if (files := found.files) is None:
         return found
     with found.noting():
-        config = read_object(files / CONFIG)
+        config = small_object(files, CONFIG)
         found.family = family_of(config)
     if found.family is not None:
         family = family or MODELS.build({"name": found.family, **given})
@@ -232,7 +233,7 @@ def _as_expected(
         if name in owners:
             *lead, rows, width = placements[owners[name]].shape
             shape = (*lead, rows) if block is None else (*lead, -(-rows // block[0]), -(-width // block[1]))
-        found[name] = Stored(Path(INDEX), shape, narrow if name in narrowed else plain)
+        found[name] = Stored(Path(INDEX), name, shape, narrow if name in narrowed else plain)
     return found
 
 
@@ -297,7 +298,7 @@ def _bytes(network: Any) -> int:
     return sum(tensor.nbytes for tensor in (*network.parameters(), *network.buffers()))
 
 
-def _tokens(found: Inspection, files: Folder, given: Mapping[str, Any], ids: TokenIds) -> Iterator[Token]:
+def _tokens(found: Inspection, files: SmallFiles, given: Mapping[str, Any], ids: TokenIds) -> Iterator[Token]:
     """The mask token and the stop tokens, then all tokens with a role in the tokenizer's files."""
     known: dict[str, tuple[Any, str]] = {}
     for file, vocabulary in vocabularies(files):
@@ -319,11 +320,10 @@ def _tokens(found: Inspection, files: Folder, given: Mapping[str, Any], ids: Tok
         yield Token(role, token if type(token) is int else None, text, source or None)
 
 
-def _render_chat(found: Inspection, files: Folder) -> None:
+def _render_chat(found: Inspection, files: SmallFiles) -> None:
     """Renders `CHAT` with the chat template, as the tokenizer does."""
-    settings = read_object(files / TOKENIZER) if (files / TOKENIZER).is_file() else {}
-    file, template = TOKENIZER, settings.get("chat_template")
-    if (files / TEMPLATE).is_file():
+    file, template = TOKENIZER, small_object(files, TOKENIZER).get("chat_template")
+    if isinstance(files, Path) and (files / TEMPLATE).is_file():
         file, template = TEMPLATE, (files / TEMPLATE).read_text(encoding="utf-8")
     if isinstance(template, list):  # of named templates
         template = next((one for one in template if isinstance(one, dict) and one.get("name") == "default"), None)

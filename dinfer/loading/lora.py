@@ -84,19 +84,17 @@ def read_adapter(folder: Path, placements: Mapping[str, Placement]) -> Adapter:
     if not (folder / "adapter_model.safetensors").is_file():
         raise CheckpointError(f"{folder} has no adapter_model.safetensors (adapters in other formats are not read)")
     tensors = stored_in(folder / "adapter_model.safetensors")
-    wanted = {}
-    for name in _targets(config.get("target_modules"), placements, folder):
+    wanted, modules = {}, _targets(config.get("target_modules"), placements, folder)
+    for name in modules:
         out, width = placements[f"{name}.weight"].shape
         wanted[f"{PREFIX}{name}.lora_A.weight"] = (rank, width)
         wanted[f"{PREFIX}{name}.lora_B.weight"] = (out, rank)
     refuse([*mismatches(tensors, wanted)], f"the adapter in {folder} does not fit its {CONFIG} and the checkpoint")
     values = {name: tensor.clone() for name, tensor in read(tensors)}
     pairs = {
-        f"{name.removeprefix(PREFIX).removesuffix('.lora_A.weight')}.weight": (
-            values[name], values[name.replace(".lora_A.", ".lora_B.")],
-        )
-        for name in values if name.endswith(".lora_A.weight")
-    }  # fmt: skip
+        f"{name}.weight": (values[f"{PREFIX}{name}.lora_A.weight"], values[f"{PREFIX}{name}.lora_B.weight"])
+        for name in modules
+    }
     return Adapter(pairs, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
 
 

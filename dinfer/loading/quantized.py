@@ -12,7 +12,6 @@ NAME_scale.
 
 import math
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 
 from dinfer.loading.files import CheckpointError, refuse
-from dinfer.loading.safetensors_io import FLOATS, INTEGERS, NARROW, Reader, Slices, Stored, read
+from dinfer.loading.safetensors_io import FLOATS, INTEGERS, NARROW, Slices, Stored, read
 from dinfer.parallel.split import Placement, Rank
 
 FIELD = "quantization_config"
@@ -83,21 +82,20 @@ class Integers(NamedTuple):
 class PackedWeight(Stored):
     """A weight that is stored as separate tensors of values, scales and zeros."""
 
-    name: str
     packing: Packing
-    parts: Mapping[str, tuple[str, Stored]]  # names and tensors by role; the values have the role "values"
+    parts: Mapping[str, Stored]  # by role; the values have the role "values"
 
     @property
     def floats(self) -> torch.dtype | None:
-        return self.parts["scale"][1].floats
+        return self.parts["scale"].floats
 
     @property
     def scales(self) -> torch.dtype:
         """The dtype of its scales."""
-        return FLOATS[self.parts["scale"][1].dtype]
+        return FLOATS[self.parts["scale"].dtype]
 
     def bytes_of(self, part: Slices | None) -> int:
-        return sum(one.size for _, one in self.parts.values())  # any part needs all of it
+        return sum(one.size for one in self.parts.values())  # any part needs all of it
 
     @property
     def group(self) -> int:
@@ -105,7 +103,11 @@ class PackedWeight(Stored):
         return self.shape[1] if self.packing.group < 0 else self.packing.group
 
     def symmetric_groups(self, place: Placement, rank: Rank) -> bool:
-        """Whether one of our formats can hold a rank's part of it."""
+        """Whether one of our formats can hold a rank's part of it.
+
+        These are symmetric values in 4 bits with groups of neighbouring inputs, or in 8 bits with a scale for each
+        output.
+        """
         if not self.packing.symmetric or self.packing.ordered:
             return False
         if self.packing.bits == 8:
@@ -120,11 +122,7 @@ class PackedWeight(Stored):
             place = slice(rows.start + first, rows.start + first + len(some.values))
             format.take(weight, (*lead, place, inputs), *some.inputs(source[1]))
 
-    @contextmanager
-    def opened(self) -> Iterator[Reader]:
-        yield lambda one, _, part: one.widened(part)  # type: ignore[attr-defined]
-
-    def widened(self, part: Slices | None) -> Tensor:
+    def values(self, file: Any, part: Slices | None) -> Tensor:
         """The weight, or a part of it, in float32."""
         rows, inputs = part or (slice(0, self.shape[0]), slice(0, self.shape[1]))
         whole = torch.empty(rows.stop - rows.start, inputs.stop - inputs.start)
@@ -139,8 +137,7 @@ class PackedWeight(Stored):
         values that contradict config.json.
         """
         width, bits, method = self.shape[1], self.packing.bits, self.packing.method
-        roles = {own: role for role, (own, _) in self.parts.items()}
-        found = {roles[own]: tensor for own, tensor in read(dict(self.parts.values()))}
+        found = dict(read(self.parts))
         words, scale, zero = found["values"], found["scale"], found.get("zero")
         middle = 1 << (bits - 1)
         if method == "compressed-tensors":
@@ -152,16 +149,16 @@ class PackedWeight(Stored):
         in_order = torch.arange(width) // self.group
         group_K = found.get("index", in_order)
         if not 0 <= int(group_K.min()) <= int(group_K.max()) < scale.shape[1]:
-            own = self.parts["index"][0]
-            raise CheckpointError(f"{own}: {int(group_K.min())} to {int(group_K.max())} of {scale.shape[1]} groups")
+            found_groups = f"{int(group_K.min())} to {int(group_K.max())}"
+            raise CheckpointError(f"{self.parts['index'].name}: {found_groups} of {scale.shape[1]} groups")
         if not self.packing.ordered and not torch.equal(group_K, in_order.to(group_K.dtype)):
             raise CheckpointError(
-                f"{self.parts['index'][0]}: its groups are not of neighbouring inputs, as config.json says they are; "
+                f"{self.parts['index'].name}: its groups are not of neighbouring inputs, as config.json says they are; "
                 f"give desc_act=true (gptq) or actorder='group' (compressed-tensors) in its {FIELD}"
             )
         if "shape" in found and tuple(found["shape"].tolist()) != self.shape:
-            own = self.parts["shape"][0]
-            raise CheckpointError(f"{own}={found['shape'].tolist()}, but the values beside it are {self.shape}")
+            own, said = self.parts["shape"].name, found["shape"].tolist()
+            raise CheckpointError(f"{own}={said}, but the values beside it are {self.shape}")
         if self.packing.symmetric and not bool((zero == middle).all()):
             raise CheckpointError(f"{self.name}: config.json calls it symmetric, but its zeros are not all {middle}")
         many = max(PIECE // width, 1)
@@ -219,8 +216,7 @@ def packing(config: Mapping[str, Any]) -> Packing | None:
     if isinstance(sparsity := found.get("sparsity_config"), Mapping):
         expect(sparsity, {"format": ("dense", None)}, "sparsity_config.")
     if found.get("format") == "pack-quantized":
-        groups = found.get("config_groups")
-        made = {_scheme(name, group) for name, group in groups.items()} if isinstance(groups, Mapping) else set()
+        made = {_scheme(where, weights) for where, weights in _groups(found)}
         if len(made) != 1:
             raise CheckpointError(
                 f"config.json: {FIELD}.config_groups must pack all weights in one way, not in {len(made)}"
@@ -229,13 +225,22 @@ def packing(config: Mapping[str, Any]) -> Packing | None:
     return None
 
 
-def _scheme(name: str, group: Any) -> Packing:
+def _groups(found: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The weights of each of the `config_groups`, behind their place in `FIELD`."""
+    groups = found.get("config_groups")
+    if not isinstance(groups, Mapping) or not groups:
+        raise CheckpointError(f"config.json: {FIELD}.config_groups={groups!r:.80} must be an object that is not empty")
+    for name, group in groups.items():
+        weights, where = group.get("weights") if isinstance(group, Mapping) else None, f"config_groups.{name}.weights"
+        if not isinstance(weights, Mapping):
+            raise CheckpointError(f"config.json: {FIELD}.{where}={weights!r:.80} must be an object")
+        yield f"{where}.", weights
+
+
+def _scheme(where: str, weights: Mapping[str, Any]) -> Packing:
     """The packing of one of the `config_groups`."""
-    weights, where = group.get("weights") if isinstance(group, Mapping) else None, f"config_groups.{name}.weights"
-    if not isinstance(weights, Mapping):
-        raise CheckpointError(f"config.json: {FIELD}.{where}={weights!r:.80} must be an object")
-    expect(weights, {"num_bits": (4, 8), "type": ("int", None), "strategy": ("group", "channel")}, f"{where}.")
-    expect(weights, {"symmetric": FLAG, "actorder": (*IN_ORDER, *ORDERED)}, f"{where}.")
+    expect(weights, {"num_bits": (4, 8), "type": ("int", None), "strategy": ("group", "channel")}, where)
+    expect(weights, {"symmetric": FLAG, "actorder": (*IN_ORDER, *ORDERED)}, where)
     size = _group(weights) if weights["strategy"] == "group" else -1
     ordered, symmetric = weights.get("actorder") in ORDERED, weights.get("symmetric") is not False
     return Packing("compressed-tensors", weights["num_bits"], size, symmetric, ordered)
@@ -269,16 +274,15 @@ def packed(tensors: Mapping[str, Stored], how: Packing | None) -> dict[str, Stor
         base = name.removesuffix(ending)
         beside = {role: f"{base}.{end}" for role, end in BESIDE[how.method].items()}
         absent += [own for role, own in beside.items() if role in needed and own not in tensors]
-        parts = {"values": (name, found.pop(name))}
-        parts |= {role: (own, found.pop(own)) for role, own in beside.items() if own in found}
-        values = parts["values"][1]
+        parts = {role: found.pop(own) for role, own in {"values": name, **beside}.items() if own in found}
+        values = parts["values"]
         if len(values.shape) != 2 or values.dtype != "I32":
             raise CheckpointError(f"{name}: {values.dtype} {values.shape} must be an I32 of two dimensions")
         (first, second), many = values.shape, WORD // how.bits
         shape = {"gptq": (second, first * many), "awq": (second * many, first)}.get(how.method, (first, second * many))
         if f"{base}.weight" in tensors:
             wrong.append(f"{base}.weight: it is there twice, as it is and as {name}")
-        weight = PackedWeight(values.path, shape, f"I{how.bits}", f"{base}.weight", how, parts)
+        weight = PackedWeight(values.path, f"{base}.weight", shape, f"I{how.bits}", how, parts)
         found[weight.name] = weight
         wrong += _differences(weight)
     refuse([f"missing: {name}" for name in absent], f"config.json says {how}, but tensors are missing")
@@ -297,12 +301,12 @@ def _differences(weight: PackedWeight) -> Iterator[str]:
     if weight.packing.method == "compressed-tensors":
         wanted |= {"scale": (outputs, groups), "zero": (words, groups)}
     for role in wanted.keys() & weight.parts.keys():
-        own, part = weight.parts[role]
+        part = weight.parts[role]
         if part.shape != wanted[role]:
-            yield f"{own}: {part.shape}, must be {wanted[role]}"
+            yield f"{part.name}: {part.shape}, must be {wanted[role]}"
         kinds = {"scale": FLOATS, "zero": ("I32",)}.get(role, INTEGERS)
         if part.dtype not in kinds:
-            yield f"{own}: {part.dtype}, must be {' or '.join(kinds)}"
+            yield f"{part.name}: {part.dtype}, must be {' or '.join(kinds)}"
 
 
 def spare_biases(names: Collection[str], how: Packing | None, expected: Collection[str]) -> list[str]:
@@ -323,25 +327,6 @@ def packed_names(names: Collection[str], how: Packing | None) -> Collection[str]
     weight = f".{VALUES[how.method]}"
     rest = (name for name in names if not any(name.endswith(end) for end in endings))
     return [f"{name.removesuffix(weight)}.weight" if name.endswith(weight) else name for name in rest]
-
-
-def kept(
-    tensors: Mapping[str, Stored], placements: Mapping[str, Placement], changed: Collection[str], rank: Rank
-) -> dict[str, PackedWeight]:
-    """The parameters that can hold the checkpoint's integers, each with one of its weights.
-
-    These are symmetric values in 4 bits with groups of neighbouring inputs, or in 8 bits with a scale for each output.
-    All weights of a parameter must be packed alike. `changed`: weights that an adapter changes.
-    """
-    found: dict[str, PackedWeight | None] = {}
-    for name, place in placements.items():
-        weight = tensors[name]
-        fits = isinstance(weight, PackedWeight) and name not in changed and weight.symmetric_groups(place, rank)
-        one = weight if isinstance(weight, PackedWeight) and fits else None
-        other = found.setdefault(place.parameter, one)
-        if one is None or other is None or one.floats != other.floats:
-            found[place.parameter] = None
-    return {parameter: weight for parameter, weight in found.items() if weight is not None}
 
 
 SCALES = ("_scale_inv", "_scale")
@@ -371,15 +356,8 @@ def scale_block(config: Mapping[str, Any]) -> Block | None:
             "'compressed-tensors' are. Load the original checkpoint with quantize=fp8, int8 or int4."
         )
     expect(found, {"format": FORMATS})
-    groups = found.get("config_groups")
-    if not isinstance(groups, Mapping) or not groups:
-        raise CheckpointError(f"config.json: {FIELD}.config_groups={groups!r:.80} must be an object that is not empty")
     blocks = set()
-    for name, group in groups.items():
-        weights = group.get("weights") if isinstance(group, Mapping) else None
-        if not isinstance(weights, Mapping):
-            raise CheckpointError(f"config.json: {FIELD}.config_groups.{name} has no weights")
-        where = f"config_groups.{name}.weights."
+    for where, weights in _groups(found):
         expect(weights, {"num_bits": (8,), "symmetric": (True,), "strategy": ("channel", "tensor", "block")}, where)
         structure = weights.get("block_structure")
         if isinstance(structure, str):
@@ -403,57 +381,42 @@ def _block(value: Any, field: str) -> Block | None:
 class Scales:
     """The scales of a checkpoint's rounded weights, and the blocks that share one."""
 
-    stored: Mapping[str, tuple[str, Stored]]  # names and tensors of the scales, by the weight's name
+    stored: Mapping[str, Stored]  # the scales, by the weight's name
     block: Block | None
 
     def problems(self, weights: Mapping[str, Stored]) -> Iterator[str]:
         """The scales with a wrong shape or dtype."""
         blocks = "" if self.block is None else f", or one a block of {self.block[0]} x {self.block[1]}"
-        for name, (own, scale) in self.stored.items():
+        for name, scale in self.stored.items():
             if scale.dtype not in FLOATS or not (self.per_output(name, weights) or self._per_block(name, weights)):
                 shape = weights[name].shape
-                yield f"{own}: {scale.dtype} {scale.shape}, must be floats: one for {shape}, one an output{blocks}"
+                must = f"must be floats: one for {shape}, one an output{blocks}"
+                yield f"{scale.name}: {scale.dtype} {scale.shape}, {must}"
 
     def per_output(self, name: str, weights: Mapping[str, Stored]) -> bool:
         """Whether all inputs of an output have the same scale."""
-        shape, outputs = self.stored[name][1].shape, weights[name].shape[:-1]
+        shape, outputs = self.stored[name].shape, weights[name].shape[:-1]
         return math.prod(shape) == 1 or shape in (outputs, (*outputs, 1))
 
     def _per_block(self, name: str, weights: Mapping[str, Stored]) -> bool:
         *lead, rows, width = weights[name].shape
         blocks = None if self.block is None else (*lead, -(-rows // self.block[0]), -(-width // self.block[1]))
-        return self.stored[name][1].shape == blocks
+        return self.stored[name].shape == blocks
 
     def read(self) -> dict[str, Tensor]:
         """The scales in float32, by the weight's name."""
-        owner = {own: name for name, (own, _) in self.stored.items()}
-        return {owner[own]: scale.float().clone() for own, scale in read(dict(self.stored.values()))}
-
-    def kept(
-        self, weights: Mapping[str, Stored], placements: Mapping[str, Placement], only: Collection[str],
-        changed: Collection[str],
-    ) -> dict[str, str]:  # fmt: skip
-        """The parameters that can hold the checkpoint's values bit for bit, and safetensors' name of the dtype.
-
-        All weights of a parameter must be in the same dtype of `only`. `changed`: weights that an adapter changes.
-        """
-        found: dict[str, set[str]] = {}
-        for name, place in placements.items():
-            fits = name in self.stored and name not in changed and self.per_output(name, weights)
-            found.setdefault(place.parameter, set()).add(weights[name].dtype if fits else "")
-        dtypes = {parameter: min(kinds) for parameter, kinds in found.items() if len(kinds) == 1}
-        return {parameter: dtype for parameter, dtype in dtypes.items() if dtype in only}
+        return {name: scale.float().clone() for name, scale in read(self.stored)}
 
 
 def scales_of(tensors: Mapping[str, Stored], block: Block | None) -> tuple[dict[str, Stored], Scales]:
     """The tensors without those of scales, and the scales of rounded weights."""
-    stored: dict[str, tuple[str, Stored]] = {}
+    stored: dict[str, Stored] = {}
     unused: set[str] = set()
     for name in (name for name, tensor in tensors.items() if tensor.dtype in NARROW and len(tensor.shape) > 1):
         unused.update(name.removesuffix(".weight") + end for end in INPUT_SCALES)
         own = next((name + end for end in SCALES if name + end in tensors), None)
         if own is not None:
-            stored[name] = own, tensors[own]
+            stored[name] = tensors[own]
             unused.add(own)
     return {name: tensor for name, tensor in tensors.items() if name not in unused}, Scales(stored, block)
 

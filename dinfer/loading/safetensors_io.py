@@ -6,8 +6,8 @@ It reads no other files of weights, because a pickle may run code.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,6 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 INTEGERS = {"I32": torch.int32, "I64": torch.int64}
 """Dtypes of packed weights, and of their shapes and orders (`dinfer.loading.quantized`)."""
 Slices = tuple[slice, ...]
-Reader = Callable[["Stored", str, Slices | None], Tensor]
-"""Reads a tensor by its name, or a part of it; None: all."""
 PARTS = 32  # files are closed after each such part of all bytes, since an open file keeps its pages in memory
 
 
@@ -35,6 +33,7 @@ class Stored:
     """A tensor in a file, not read yet."""
 
     path: Path
+    name: str  # in the file
     shape: tuple[int, ...]
     dtype: str  # safetensors' name
 
@@ -57,23 +56,21 @@ class Stored:
         """Copies a part of it into a weight whose format holds it unchanged, for tensors that have such a format."""
         raise NotImplementedError
 
-    def mapped(self, name: str) -> Tensor:
-        """What a format that holds it unchanged has, in a private mapping of the file. `name`: its name there.
+    def mapped(self) -> Tensor:
+        """What a format that holds it unchanged has, in a private mapping of the file.
 
         A page of it takes memory from its first use on.
         """
-        with self.opened() as reader:
-            return reader(self, name, None)
+        with self.opened() as file:
+            return self.values(file, None)
 
-    def beside(self, other: Stored) -> bool:
-        """Whether the other's reader can read it too."""
-        return type(self) is type(other) and self.path == other.path
+    def opened(self) -> AbstractContextManager[Any]:
+        """Its file, for the `values` of all its tensors."""
+        return safe_open(self.path, framework="pt")
 
-    @contextmanager
-    def opened(self) -> Iterator[Reader]:
-        """A reader of this tensor and others of its file, while the file is open."""
-        with safe_open(self.path, framework="pt") as file:
-            yield lambda _, name, part: file.get_tensor(name) if part is None else file.get_slice(name)[part]
+    def values(self, file: Any, part: Slices | None) -> Tensor:
+        """It or a part of it, from its open file."""
+        return file.get_tensor(self.name) if part is None else file.get_slice(self.name)[part]
 
 
 def stored(folder: Path) -> dict[str, Stored]:
@@ -94,7 +91,7 @@ def stored_in(path: Path) -> dict[str, Stored]:
     try:
         with safe_open(path, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118, a file is no mapping
-            return {name: Stored(path, tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
+            return {name: Stored(path, name, tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
     except SafetensorError as error:
         raise damaged(path, "safetensors", error) from error
 
@@ -116,20 +113,20 @@ def mismatches(
 def read(tensors: Mapping[str, Stored], names: Sequence[str] | None = None) -> Iterator[tuple[str, Tensor]]:
     """Tensors on the CPU, by default all, file by file. Drop each before taking the next."""
     names = list(tensors) if names is None else names
-    yield from zip(names, read_slices(tensors, [(name, None) for name in names]), strict=True)
+    yield from zip(names, read_slices([(tensors[name], None) for name in names]), strict=True)
 
 
-def read_slices(tensors: Mapping[str, Stored], parts: Sequence[tuple[str, Slices | None]]) -> Iterator[Tensor]:
+def read_slices(parts: Sequence[tuple[Stored, Slices | None]]) -> Iterator[Tensor]:
     """Parts of tensors on the CPU, in order; None: the whole tensor. Drop each before taking the next."""
-    most = sum(tensors[name].bytes_of(part) for name, part in parts) // PARTS
-    while parts:
-        first, taken, size = tensors[parts[0][0]], 0, 0
-        with first.opened() as reader:
-            while taken < len(parts) and tensors[parts[taken][0]].beside(first) and (not taken or size < most):
-                name, part = parts[taken]
-                yield reader(tensors[name], name, part)
-                taken, size = taken + 1, size + tensors[name].size  # pages between slices are in memory too
-        parts = parts[taken:]
+    most = sum(one.bytes_of(part) for one, part in parts) // PARTS
+    path, size = None, 0
+    with ExitStack() as files:
+        for one, part in parts:
+            if one.path != path or size >= most:
+                files.close()
+                file, path, size = files.enter_context(one.opened()), one.path, 0
+            yield one.values(file, part)
+            size += one.size  # pages between slices are in memory too
 
 
 def weight_map(folder: Path) -> dict[str, str]:

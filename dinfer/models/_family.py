@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from dinfer.layers.transformer import Transformer
 from dinfer.loading.files import PUBLISHED, listed
 from dinfer.parallel.split import Placement, Section, Split
-from dinfer.recipe.registry import option
+from dinfer.recipe.registry import check_range, option
 from dinfer.step.model import ModelFamily
 from dinfer.step.spec import ExpertLayout, ExpertSpec, ModelSpec
 
@@ -139,6 +139,7 @@ QWEN = {"rope_theta": 10000.0, "rms_norm_eps": 1e-6, "max_position_embeddings": 
 class Names:
     """A checkpoint's tensor names, without ".weight". `{i}` stands for the layer, `{e}` for the expert.
 
+    The tensors of all experts of a layer, merged, have the name of one expert's without `{e}.` and ".weight".
     None: the family has no such tensor. A model without bias, QK-norm or experts lacks some of the others, as its
     `ModelSpec` says.
     """
@@ -163,11 +164,8 @@ class Names:
     expert_gate: str = "model.layers.{i}.mlp.experts.{e}.gate_proj"
     expert_up: str = "model.layers.{i}.mlp.experts.{e}.up_proj"
     expert_down: str = "model.layers.{i}.mlp.experts.{e}.down_proj"
-    fused_gate_up: str = "model.layers.{i}.mlp.w1"  # these five are full names, of all experts of a layer
+    fused_gate_up: str = "model.layers.{i}.mlp.w1"  # these two are full names, of all experts of a layer
     fused_down: str = "model.layers.{i}.mlp.w2"
-    merged_gate: str = "model.layers.{i}.mlp.experts.gate_proj"
-    merged_up: str = "model.layers.{i}.mlp.experts.up_proj"
-    merged_down: str = "model.layers.{i}.mlp.experts.down_proj"
     shared_gate: str = "model.layers.{i}.mlp.shared_experts.gate_proj"
     shared_up: str = "model.layers.{i}.mlp.shared_experts.up_proj"
     shared_down: str = "model.layers.{i}.mlp.shared_experts.down_proj"
@@ -290,8 +288,7 @@ class PromptBlockFamily(HubFamily):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.block is not None and self.block < 1:
-            raise ValueError(f"model.block={self.block} must be at least 1")
+        check_range("model", self, "block", least=1)
 
     @property
     def attention(self) -> dict[str, Any]:
@@ -309,8 +306,7 @@ class BlockFamily(HubFamily):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.block is not None and self.block < 1:
-            raise ValueError(f"model.block={self.block} must be at least 1")
+        check_range("model", self, "block", least=1)
 
     def attention_block(self, config: Mapping[str, Any], field: str = "block_size") -> int:
         """Length of the attention blocks."""
@@ -385,17 +381,16 @@ def _experts(
     x, m = spec.experts, spec.width
     if layout == "fused":
         yield from fused_placements((names.fused_gate_up, names.fused_down), ours, spec, d)
+        return
     gate_up, down = halves(1, m), Split(2, (Section("width", m),))
-    if layout == "merged":
-        yield names.merged_gate, Placement(f"{ours}.gate_up", (x, m, d), 0, gate_up, x)
-        yield names.merged_up, Placement(f"{ours}.gate_up", (x, m, d), m, gate_up, x)
-        yield names.merged_down, Placement(f"{ours}.down", (x, d, m), 0, down, x)
-    for e in range(x if layout == "separate" else 0):
-        own = (name.replace("{e}", str(e)) for name in (names.expert_gate, names.expert_up, names.expert_down))
-        gate_name, up_name, down_name = own
-        yield f"{gate_name}.weight", Placement(f"{ours}.gate_up", (m, d), 0, gate_up, x, e)
-        yield f"{up_name}.weight", Placement(f"{ours}.gate_up", (m, d), m, gate_up, x, e)
-        yield f"{down_name}.weight", Placement(f"{ours}.down", (d, m), 0, down, x, e)
+    for e in [None] if layout == "merged" else range(x):
+        all_of = (x,) if e is None else ()
+        for name, place in (
+            (names.expert_gate, Placement(f"{ours}.gate_up", (*all_of, m, d), 0, gate_up, x, e)),
+            (names.expert_up, Placement(f"{ours}.gate_up", (*all_of, m, d), m, gate_up, x, e)),
+            (names.expert_down, Placement(f"{ours}.down", (*all_of, d, m), 0, down, x, e)),
+        ):
+            yield name.replace("{e}.", "") if e is None else f"{name.replace('{e}', str(e))}.weight", place
 
 
 def fused_placements(

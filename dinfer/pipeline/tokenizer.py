@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
 import re
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from dinfer.engine.request import Completion, Update
 from dinfer.loading.checkpoint import small_files
-from dinfer.loading.files import Folder, read_object
+from dinfer.loading.files import SmallFiles, read_object, small_object
 from dinfer.pipeline.inputs import NoTools, encodable, texts_in
 
 if TYPE_CHECKING:
@@ -56,16 +57,15 @@ def read_tokenizer(folder: Path, name: str | None) -> PreTrainedTokenizerBase | 
         ) from error
 
 
-def _from_metadata(files: Folder) -> PreTrainedTokenizerBase | None:
+def _from_metadata(files: SmallFiles) -> PreTrainedTokenizerBase | None:
     """The tokenizer in a GGUF file."""
-    if not (files / "tokenizer.json").is_file():
+    if not (whole := small_object(files, "tokenizer.json")):
         return None
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast  # slow to import, and not needed for token ids
 
-    settings = read_object(files / "tokenizer_config.json")
-    whole = Tokenizer.from_str((files / "tokenizer.json").read_text())
-    return PreTrainedTokenizerFast(tokenizer_object=whole, **settings)
+    settings = small_object(files, "tokenizer_config.json")
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(whole)), **settings)
 
 
 class ChatTemplate:

@@ -6,9 +6,8 @@ arrays the step reads; `tests.support.structure_reference` says in numpy what th
 
 from dinfer.structure.compiler import Compilation, Compiler
 from dinfer.structure.constraint import Constraint, choice, grammar, json_object, json_schema, regex
-from dinfer.structure.language import NEVER, Language
+from dinfer.structure.language import NEVER, Language, Vocabulary, vocabulary_of
 from dinfer.structure.limits import Cancelled, ConstraintError, Limits
-from dinfer.structure.tokens import Vocabulary, vocabulary_of
 from dinfer.structure.tools import Call, calls_in, functions_of, tools
 
 __all__ = [

@@ -13,10 +13,9 @@ from dinfer.structure.automaton import ANYTHING, Automaton, alt, avoiding, build
 from dinfer.structure.constraint import Constraint
 from dinfer.structure.grammar import compile_grammar
 from dinfer.structure.json_schema import compile_schema
-from dinfer.structure.language import Language, language
+from dinfer.structure.language import Language, Vocabulary, language
 from dinfer.structure.limits import Budget, ConstraintError, Limits, utf8_text
 from dinfer.structure.regex import parse
-from dinfer.structure.tokens import Vocabulary
 from dinfer.structure.tools import compile_tools
 
 Built = tuple[Automaton, bool, int | None]  # whether it is exact, and how deep recursion was unrolled

@@ -41,7 +41,10 @@ def parse(
 
     Raises ConstraintError, whose path is the position in the pattern.
     """
-    node = _Parser(pattern, ecma, wide, ignore_case).whole()
+    parser = _Parser(pattern, ecma, wide, ignore_case)
+    node = parser.alternatives()
+    if parser.at < len(pattern):
+        parser.fail("unbalanced )")
     return cat(ANYTHING, node, ANYTHING) if search else node
 
 
@@ -66,12 +69,6 @@ class _Parser:
             self.fail(f"the pattern ends within {what}")
         self.at += 1
         return self.pattern[self.at - 1]
-
-    def whole(self) -> Node:
-        node = self.alternatives()
-        if self.at < len(self.pattern):
-            self.fail("unbalanced )")
-        return node
 
     def alternatives(self) -> Node:
         found = [self.sequence()]
@@ -181,9 +178,8 @@ class _Parser:
         if char.lower() not in ("d", "w", "s"):
             return None
         ranges = {"d": DIGIT, "w": WORD, "s": SPACE}[char.lower()]
-        if char == "s" or char == "S":
-            wide = self.ecma and (char == "S") == (narrow != self.wide)
-            ranges = WIDE_SPACE if wide else SPACE
+        if char in "sS" and self.ecma and (char == "S") == (narrow != self.wide):
+            ranges = WIDE_SPACE
         return list(chars(ranges, negated=True).ranges) if char.isupper() else ranges
 
     def escape(self, at: int) -> Node:
@@ -222,13 +218,10 @@ class _Parser:
     def set(self, at: int) -> Chars:
         negated = self.take("^")
         ranges: Ranges = []
-        first = True
-        while first or not self.peek("]"):
-            if first and self.ecma and self.peek("]"):
-                break
-            first = False
+        if not (self.ecma and self.peek("]")):  # in Python, a ] that stands first is one of the characters
             ranges += self.member(at, negated)
-        self.at += 1
+        while not self.take("]"):
+            ranges += self.member(at, negated)
         return chars(self.cased(ranges), negated=negated)
 
     def member(self, at: int, negated: bool) -> Ranges:

@@ -16,8 +16,7 @@ from dinfer.kernels.dispatch import VARIABLE
 from dinfer.recipe.recipe import compose
 from dinfer.structure.compiler import compile_automaton
 from dinfer.structure.constraint import regex
-from dinfer.structure.language import language
-from dinfer.structure.tokens import Vocabulary
+from dinfer.structure.language import Vocabulary, language
 
 pytestmark = [
     pytest.mark.gpu,

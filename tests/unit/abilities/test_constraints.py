@@ -29,8 +29,7 @@ from dinfer.recipe.recipe import IncompatibleRecipe, Recipe, compose
 from dinfer.recipe.registry import CACHES, DECODERS, ITERATIONS
 from dinfer.structure.compiler import compile_automaton
 from dinfer.structure.constraint import choice, regex
-from dinfer.structure.language import Language, language
-from dinfer.structure.tokens import Vocabulary
+from dinfer.structure.language import Language, Vocabulary, language
 from tests.support.structure_reference import Row
 
 REFUSED = {"insert_delete", "daedal"}  # what is committed would move

@@ -11,8 +11,7 @@ from dinfer.abilities.posterior import class_weights, others
 from dinfer.kernels.lines import Line
 from dinfer.structure.compiler import compile_automaton
 from dinfer.structure.constraint import regex
-from dinfer.structure.language import language
-from dinfer.structure.tokens import Vocabulary
+from dinfer.structure.language import Vocabulary, language
 from tests.support.structure_reference import OPEN, Row, posterior
 
 TEXTS = [*"abcd12{}:,", "ab", "cd", "12", '"', "1,"]

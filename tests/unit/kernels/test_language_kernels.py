@@ -19,8 +19,7 @@ from dinfer.kernels import dispatch, languages  # noqa: E402
 from dinfer.kernels.lines import Line  # noqa: E402
 from dinfer.structure.compiler import compile_automaton  # noqa: E402
 from dinfer.structure.constraint import regex  # noqa: E402
-from dinfer.structure.language import Language, language  # noqa: E402
-from dinfer.structure.tokens import Vocabulary  # noqa: E402
+from dinfer.structure.language import Language, Vocabulary, language  # noqa: E402
 
 PATTERNS = ("ab|cd", "[a-j]{3,6}", r'\{"(a|b)":\d{1,3}(,\d)*"\}', "(ab|é)*x?", "abc(12)+")
 TEXTS = [*"abcdefghijx012345{}:,", "ab", "cd", "abc", "12", "é", '{"', '":', '"}', '"', "1,"]

@@ -54,7 +54,7 @@ def test_a_rank_reads_its_share_alone(tmp_path: Path, name: str, ranks: int, exp
     torch.manual_seed(0)
     whole = random_network(family, spec, dtype=torch.float32, device=CPU)
     save_network(whole, family, tmp_path, config)
-    names, places = stored(tmp_path), family.weights(spec)
+    tensors, places = stored(tmp_path), family.weights(spec)
     for index in range(ranks):
         rank = Rank(index, ranks, expert_parallel)
         network = load_network(tmp_path, family, dtype=None, device=CPU, rank=rank)
@@ -62,8 +62,8 @@ def test_a_rank_reads_its_share_alone(tmp_path: Path, name: str, ranks: int, exp
         made = random_network(family, spec, dtype=torch.float32, device=CPU, rank=rank)
         for (parameter, got), want in zip(network.named_parameters(), made.parameters(), strict=True):
             assert torch.equal(got, want), parameter
-        parts = [(tensor, source) for tensor in names for source, _ in places[tensor].pieces(rank)]
-        read = sum(part.nbytes for part in read_slices(names, parts))
+        parts = [(one, source) for name, one in tensors.items() for source, _ in places[name].pieces(rank)]
+        read = sum(part.nbytes for part in read_slices(parts))
         held = sum(p.nbytes for p in network.parameters())
         assert read == held < sum(p.nbytes for p in whole.parameters())
 

@@ -24,9 +24,8 @@ from dinfer.structure import (
     vocabulary_of,
 )  # fmt: skip
 from dinfer.structure.automaton import build
-from dinfer.structure.language import language
+from dinfer.structure.language import check, language
 from dinfer.structure.regex import parse
-from dinfer.structure.tokens import check
 
 
 def vocabulary(*texts: bytes | None, strips_space: bool = False) -> Vocabulary:
