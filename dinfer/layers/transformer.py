@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +22,7 @@ from dinfer.kernels.moe import Gate, Shared, block_experts, expert_mixture, rout
 from dinfer.kernels.norm import add, add_rms_norm, swiglu
 from dinfer.kernels.rotary import projections, queries_keys_values, rotary_table
 from dinfer.kernels.types import Dealt, Deferred, Grouped, HeadNorm, InGroups, InputFormat, Projections, Summing, Table
-from dinfer.layers.compiling import compiled_pieces, untraced
+from dinfer.layers.formats.format import Untraced, untraced
 from dinfer.layers.formats.plain import PLAIN
 from dinfer.layers.linear import Embedding, Formatted, Linear
 from dinfer.parallel.ranks import ALONE, Ranks
@@ -214,6 +215,25 @@ class Block(nn.Module):
         return x_BWD, self.mlp(h_BWD, pos_BW)
 
 
+def compiled_pieces(before: Callable[..., Any], after: Callable[..., Any], mode: str) -> Pieces:
+    """What precedes attention in a block, and what follows it, compiled. All `untraced` methods are left out.
+
+    `mode` as torch.compile has it, but never with CUDA graphs of its own: they would be captured in ours.
+    """
+    while Untraced.waiting:
+        owner, name = Untraced.waiting.pop()
+        setattr(owner, name, torch.compiler.disable(getattr(owner, name)))
+    mode = "max-autotune-no-cudagraphs" if mode == "max-autotune" else mode
+    before, behind = torch.compile(before, mode=mode), torch.compile(after, mode=mode)
+
+    def closed(block: Any, x_BWD: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
+        # Dynamo would trace `before` once for each kind of deferred value, more often than it allows.
+        x_BWD, delta_BWD = behind(block, x_BWD, *others)
+        return x_BWD, close(delta_BWD).view_as(x_BWD)
+
+    return before, closed
+
+
 class Transformer(nn.Module):
     """Embedding, blocks, final norm and head: the four methods that the step and `score` need.
 
@@ -237,7 +257,10 @@ class Transformer(nn.Module):
             block.join(ranks)
 
     def compiled(self, mode: str) -> Transformer:
-        """The same network, its weights shared, with torch.compile for what is neither attention nor experts."""
+        """The same network, its weights shared, with torch.compile for what is neither attention nor experts.
+
+        Attention writes keys and values in place, which a traced graph would do to a copy of the whole pool.
+        """
         twin = copy.copy(self)
         twin.pieces = compiled_pieces(Block.before, Block.after, mode)
         return twin

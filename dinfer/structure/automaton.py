@@ -362,26 +362,23 @@ def minimal(edges: list[list[Edge]], final: list[bool], budget: Budget) -> Autom
     if len(live) < len(edges):
         edges = [[edge for edge in row if edge[2] in live] for row in edges]
     block = _blocks(edges, before, final, live, budget)
+    member = {block[state]: state for state in live}
     # A state for each block, numbered breadth first.
     number, order = {block[0]: 0}, [0]
     found: list[list[Edge]] = []
     for state in order:
-        joined: list[Edge] = []
-        for low, high, to in edges[state]:
-            if block[to] not in number:
-                number[block[to]] = len(order)
-                order.append(to)
-            place = number[block[to]]
-            if joined and joined[-1][1] == low - 1 and joined[-1][2] == place:
-                joined[-1] = (joined[-1][0], high, place)
-            else:
-                joined.append((low, high, place))
-        found.append(joined)
+        flat = _signature(edges[state], block)
+        for to in flat[2::3]:
+            if to not in number:
+                number[to] = len(order)
+                order.append(member[to])
+        rows = zip(flat[::3], flat[1::3], flat[2::3], strict=True)
+        found.append([(low, high, number[to]) for low, high, to in rows])
     return Automaton(found, [final[state] for state in order])
 
 
 def _signature(row: list[Edge], block: list[int]) -> tuple[int, ...]:
-    """A state's edges to blocks, with neighbouring ranges joined."""
+    """A state's edges to blocks, with neighbouring ranges joined: first byte, last byte, block, and so on."""
     found: list[int] = []
     for low, high, to in row:
         if found and found[-2] == low - 1 and found[-1] == block[to]:

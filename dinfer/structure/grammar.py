@@ -243,10 +243,7 @@ class _Unroller:
     def looped(self, name: str, rule: Expr) -> Expr:
         """A rule without recursion at its ends: R: z R | R y | R x R | c is T (x T)*, where T is z* c y*."""
         options = rule.options if isinstance(rule, Alt) else (rule,)
-        before: list[Expr] = []
-        behind: list[Expr] = []
-        middle: list[Expr] = []
-        plain: list[Expr] = []
+        before, behind, middle, plain = list[Expr](), list[Expr](), list[Expr](), list[Expr]()
         for option in options:
             parts = option.parts if isinstance(option, Seq) else (option,)
             first, last = parts[:1] == (name,), parts[1:][-1:] == (name,)

@@ -93,7 +93,7 @@ class _Builder:
         return build(node, self.budget)
 
     def matches(self, pattern: str, key: str) -> bool:
-        return self.key_pattern(pattern, "patternProperties").accepts(key.encode())
+        return self.key_pattern(pattern, "patternProperties").accepts(utf8_text(key))
 
     def key_pattern(self, pattern: str, path: str) -> Automaton:
         if pattern not in self.keys:

@@ -11,8 +11,7 @@ from dinfer.kernels.dispatch import prepare_native
 from dinfer.kernels.moe import ExpertWeight
 from dinfer.kernels.packed import BlockExperts, Dequantise, blocks_linear, widened
 from dinfer.kernels.types import Deferred, Part
-from dinfer.layers.compiling import untraced
-from dinfer.layers.formats.format import Format, Weight
+from dinfer.layers.formats.format import Format, Weight, untraced
 
 
 class Section(NamedTuple):

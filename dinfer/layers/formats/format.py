@@ -4,7 +4,8 @@ Shape suffixes: O outputs, K inputs, X experts.
 """
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -17,6 +18,31 @@ FORMATS: Registry = Registry("format", "dinfer.layers.formats")
 
 Weight = tuple[Tensor, ...]
 """The tensors of a weight: its values, which are a parameter, and the format's buffers (`beside`)."""
+
+
+Args = ParamSpec("Args")
+Result = TypeVar("Result")
+
+
+class Untraced:
+    """Stands for an `untraced` method while its class is made, then notes the method and puts it back."""
+
+    waiting: ClassVar[list[tuple[type, str]]] = []
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self.method = method
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        setattr(owner, name, self.method)
+        self.waiting.append((owner, name))
+
+
+def untraced(method: Callable[Args, Result]) -> Callable[Args, Result]:
+    """Marks a method that torch.compile is to leave out, because our kernels are faster than what it makes.
+
+    Not by `torch.compiler.disable` at once: that imports the compiler, which takes as long as torch itself and 145 MB.
+    """
+    return cast(Callable[Args, Result], Untraced(method))
 
 
 class Format(ABC):

@@ -7,8 +7,7 @@ from dinfer.kernels.dispatch import multiplies_integers, prepare_native
 from dinfer.kernels.moe import ExpertWeight
 from dinfer.kernels.packed import PackedExperts, group_of, halves, inputs_of_group, pack, packed_linear, tiled
 from dinfer.kernels.types import Deferred, InGroups, InputFormat
-from dinfer.layers.compiling import untraced
-from dinfer.layers.formats.format import FORMATS, Format, Weight
+from dinfer.layers.formats.format import FORMATS, Format, Weight, untraced
 
 
 @FORMATS.register("int4")

@@ -10,8 +10,7 @@ from dinfer.kernels.dispatch import prepare_native
 from dinfer.kernels.linear import check_float8, linear, round_rows, rounded, scaled_linear
 from dinfer.kernels.moe import ExpertWeight, ScaledExperts
 from dinfer.kernels.types import FLOAT8, Deferred, InputFormat, Matrices
-from dinfer.layers.compiling import untraced
-from dinfer.layers.formats.format import FORMATS, Format, Weight
+from dinfer.layers.formats.format import FORMATS, Format, Weight, untraced
 
 PIECE = 1 << 24  # values to round at a time, so that their float32 copies need little memory
 

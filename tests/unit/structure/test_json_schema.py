@@ -152,6 +152,8 @@ def test_whatever_is_accepted_is_valid(index: int) -> None:
         ({"type": "string", "minLength": 5000}, "states"),
         ('{"enum": [{"a": [NaN]}]}', "nan is no value of JSON"),
         ({"const": -math.inf}, "-inf is no value of JSON"),
+        ({"patternProperties": {"a": {}}, "properties": {"\ud800": {}}}, "is not Unicode text"),
+        ({"type": "number", "exclusiveMinimum": -0.0, "maximum": -0.0}, "no value meets the schema"),
     ],
 )  # fmt: skip
 def test_what_is_refused(schema: Any, message: str) -> None:
