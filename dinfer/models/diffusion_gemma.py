@@ -138,19 +138,18 @@ def _local(text: Mapping[str, Any]) -> LocalAttention:
 
 def _placements(spec: ModelSpec) -> Iterator[tuple[str, Placement]]:
     """Every tensor of the text part. Encoder and decoder share all, under the decoder's names, but a scalar a layer."""
-    theirs = DECODER
     yield (
-        f"{theirs}.embed_tokens.weight",
+        f"{DECODER}.embed_tokens.weight",
         Placement("embedding.weight", (spec.vocab, spec.hidden), split=Split(0, (Section("vocab", spec.vocab),))),
     )
-    yield f"{theirs}.norm.weight", Placement("norm.weight", (spec.hidden,))
-    yield f"{theirs}.self_conditioning.pre_norm.weight", Placement("conditioning.norm.weight", (spec.hidden,))
-    yield from _mlp(f"{theirs}.self_conditioning", "conditioning.mlp", spec)
+    yield f"{DECODER}.norm.weight", Placement("norm.weight", (spec.hidden,))
+    yield f"{DECODER}.self_conditioning.pre_norm.weight", Placement("conditioning.norm.weight", (spec.hidden,))
+    yield from _mlp(f"{DECODER}.self_conditioning", "conditioning.mlp", spec)
     for layer in range(spec.layers):
         ours, name = f"blocks.{layer}", f"layers.{layer}"
         yield f"{ENCODER}.{name}.layer_scalar", Placement(f"{ours}.scale", (1,), 0)
-        yield f"{theirs}.{name}.layer_scalar", Placement(f"{ours}.scale", (1,), 1)
-        yield from _block(f"{theirs}.{name}", ours, spec, layer)
+        yield f"{DECODER}.{name}.layer_scalar", Placement(f"{ours}.scale", (1,), 1)
+        yield from _block(f"{DECODER}.{name}", ours, spec, layer)
 
 
 def _block(theirs: str, ours: str, spec: ModelSpec, layer: int) -> Iterator[tuple[str, Placement]]:

@@ -232,7 +232,7 @@ class _Unroller:
         self.cut = False
         self.known: dict[tuple[str, int], tuple[Automaton | None, bool]] = {}
         self.rules = {name: self.looped(name, rule) for name, rule in grammar.rules.items()}
-        for rule in self.rules.values():
+        for rule in (*self.rules.values(), *grammar.ignored):
             for name in _refs(rule):
                 if name not in self.rules:
                     raise ConstraintError(f"there is no rule {name}")

@@ -70,6 +70,7 @@ def test_recursion_at_the_ends_is_a_loop(text: str, exact: bool) -> None:
     [
         ("start: a", "there is no rule a"),
         ("other: /a/", "there is no rule start"),
+        ("start: /a/\n%ignore WS", "there is no rule WS"),
         ('start: "a" "', 'line 1: .* is not understood'),
         ("start: /a/\nstart: /b/", "line 2: there are two rules start"),
         ("start: /a(?=b)/", "line 1: .* lookahead is not supported"),
