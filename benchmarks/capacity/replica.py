@@ -201,7 +201,7 @@ class Replica:
                 spent += self._time("FULL", len(group.slots), group.width)
         windows, settles = window_groups(
             len(wide) - whole, whole, self._narrow, self.times.block, self.times.narrow, self.times.settle, self.free,
-            self.setting.positions, self.times.ahead and not self.waiting,
+            self.setting.positions, self.times.ahead,
         )  # fmt: skip
         for lanes, width in windows:
             spent += self._time("WINDOW", lanes, width)

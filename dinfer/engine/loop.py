@@ -78,7 +78,7 @@ class Loop:
             self._launch()
         elif self.running:  # otherwise the room may grow first
             self._admit()  # while the device is busy
-        if self.ahead and len(self._flights) == 1 and not self.waiting:
+        if self.ahead and len(self._flights) == 1:
             self._each([row for rows, _ in self._flights[0] for row in rows], self.scheduler.prepare)
             self._start(self.scheduler.plan(self.running, in_flight=True))
         self._take()

@@ -32,7 +32,7 @@ from dinfer.engine.reader import Asked, CanvasReader
 from dinfer.engine.request import Completion, Request, Wants
 from dinfer.engine.row import Row
 from dinfer.engine.scheduler import scheduler
-from dinfer.engine.scheduler.scheduler import MISS, Lookahead, stays_open
+from dinfer.engine.scheduler.scheduler import MISS, Lookahead, Scheduler, Step, stays_open
 from dinfer.engine.worker import Worker
 from dinfer.recipe.recipe import Recipe, compose
 from dinfer.step.canvas import Cursors, Phase
@@ -174,6 +174,28 @@ def test_a_request_that_waits_is_not_kept_waiting(monkeypatch: pytest.MonkeyPatc
     engine.step()
     engine.step()
     assert late in {update.index for update in engine.step()}
+
+
+def test_rounds_are_launched_ahead_though_requests_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server under load always has a queue. A request enters in the same round as without guesses."""
+    recipe = recipe_of(name="fixed", steps=BLOCK)
+    requests = [Request([5, 6, 7 + i], (2 + i % 3) * BLOCK - 3, recipe.resolve({})) for i in range(8)]
+    watch, waiting, plan = Watch(monkeypatch), list[int](), Scheduler.plan
+
+    def planned(scheduler: Scheduler, rows: Any, *, in_flight: bool = False) -> list[Step]:
+        steps = plan(scheduler, rows, in_flight=in_flight)
+        if in_flight and steps:
+            waiting.append(engine.occupancy()["waiting"])
+        return steps
+
+    monkeypatch.setattr(Scheduler, "plan", planned)
+    found = dict[bool, tuple[list[tuple], int]]()
+    for pays in (False, True):
+        monkeypatch.setattr(Lookahead, "pays", pays)
+        engine, before = launched_ahead(engine_for(recipe, rows=3)), watch.rounds
+        found[pays] = run(engine, requests), watch.rounds - before
+    assert found[True] == found[False]
+    assert sum(map(bool, waiting)) > 5 and watch.open == 0
 
 
 def test_a_request_enters_while_the_device_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
