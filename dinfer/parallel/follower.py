@@ -1,7 +1,7 @@
 """A rank other than 0. It does what rank 0 tells it, and ends when rank 0 does.
 
-Messages are JSON over a Unix socket, preceded by their length. Each end knows from the other's signs of life that it
-works. Nothing here imports torch, so rank 0 can watch a process before it has loaded torch.
+Messages are lines of JSON over a Unix socket. Each end knows from the other's signs of life that it works. Nothing here
+imports torch, so rank 0 can watch a process before it has loaded torch.
 """
 
 import ctypes
@@ -10,18 +10,17 @@ import os
 import select
 import signal
 import socket
-import struct
 import sys
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-LENGTH = struct.Struct("<I")
 BEAT = 1.0  # seconds between two signs of life
 SILENT = 20.0  # seconds without a sign of life after which a process counts as hung
 STILL = 20.0  # seconds without a move of any rank that works, after which the slowest counts as hung
@@ -36,49 +35,41 @@ class Channel:
     def __init__(self, made: socket.socket) -> None:
         self.socket = made
         self._sending = threading.Lock()
-        self._held = bytearray()
+        self._begun = bytearray()  # of the next line
+        self._whole: deque[bytearray] = deque()  # lines that nobody has asked for yet
 
     def send(self, *message: Any) -> None:
         """For what JSON has no form, its `plain()` is sent. Raises OSError if the other end is gone."""
-        data = json.dumps(message, separators=(",", ":"), default=lambda value: value.plain()).encode()
+        line = json.dumps(message, separators=(",", ":"), default=lambda value: value.plain()) + "\n"
         with self._sending:
-            self.socket.sendall(LENGTH.pack(len(data)) + data)
+            self.socket.sendall(line.encode())
 
     def receive(self) -> list[Any]:
         """Waits for the next message. Raises EOFError or OSError if the other end is gone."""
-        while (message := self._whole()) is None:
-            self._fill()
+        while not self._whole:
+            self._read()
+        message: list[Any] = json.loads(self._whole.popleft())
         return message
 
     def arrived(self) -> list[list[Any]]:
         """The complete messages of one read from the socket. Raises as `receive`."""
-        self._fill()
-        found = []
-        while (message := self._whole()) is not None:
-            found.append(message)
-        return found
+        self._read()
+        return [self.receive() for _ in range(len(self._whole))]
 
     def close(self) -> None:
         """Closes the connection, which wakes up the threads that wait at both ends."""
         with suppress(OSError):  # the other end was faster
             self.socket.shutdown(socket.SHUT_RDWR)
 
-    def _fill(self) -> None:
+    def _read(self) -> None:
         data = self.socket.recv(1 << 16)
         if not data:
             raise EOFError("the other process is gone")
-        self._held += data
-
-    def _whole(self) -> list[Any] | None:
-        if len(self._held) < LENGTH.size:
-            return None
-        end = LENGTH.size + LENGTH.unpack_from(self._held)[0]
-        if len(self._held) < end:
-            return None
-        data = bytes(self._held[LENGTH.size : end])
-        del self._held[:end]
-        found: list[Any] = json.loads(data)
-        return found
+        first, *others = data.split(b"\n")
+        self._begun += first
+        for other in others:
+            self._whole.append(self._begun)
+            self._begun = bytearray(other)
 
 
 class Motion:
