@@ -127,8 +127,7 @@ class KVPool:
         A candidate shares the pages without such a position and has its own instead of the others. Of these, the
         first and the last may hold keys beside the window, so they are copied.
         """
-        table_BP, last_B = self.table_NP.index_select(0, slot_B), pos_BW.amax(-1) // self.page
-        first_B = torch.where(pos_BW < 0, pos_BW.new_full((), NOWHERE), pos_BW).amin(-1) // self.page
+        table_BP, (first_B, last_B) = self.table_NP.index_select(0, slot_B), self._ends(pos_BW)
         column_P, which_K = (torch.arange(n, device=slot_B.device) for n in (table_BP.shape[1], count))
         own_KB = self._first_beside() + (slot_B * self.candidates + which_K[:, None]) * self.fork - first_B
         inside_BP = (column_P >= first_B[:, None]) & (column_P <= last_B[:, None])
@@ -140,20 +139,25 @@ class KVPool:
 
     def forks(self, pos_BW: Tensor) -> Tensor:
         """Where the positions lie in as few pages as a candidate has. bool [B]"""
-        first_B = torch.where(pos_BW < 0, pos_BW.new_full((), NOWHERE), pos_BW).amin(-1) // self.page
-        return pos_BW.amax(-1) // self.page - first_B < self.fork
+        first_B, last_B = self._ends(pos_BW)
+        return last_B - first_B < self.fork
 
     def adopt(self, slot_B: Tensor, pos_BW: Tensor, choice_B: Tensor) -> None:
         """Makes the keys of a candidate those of the slot, at the positions that `forked` was given; 0: none does."""
-        first_B = torch.where(pos_BW < 0, pos_BW.new_full((), NOWHERE), pos_BW).amin(-1) // self.page
+        first_B, last_B = self._ends(pos_BW)
         page_F = torch.arange(self.fork, device=slot_B.device)
         column_BF = first_B[:, None] + page_F
         own_BF = (self._first_beside() + (slot_B * self.candidates + choice_B - 1) * self.fork)[:, None] + page_F
-        takes_BF = (choice_B > 0)[:, None] & (column_BF <= (pos_BW.amax(-1) // self.page)[:, None])
+        takes_BF = (choice_B > 0)[:, None] & (column_BF <= last_B[:, None])
         table_BP = self.table_NP.index_select(0, slot_B)
         to_BF = table_BP.gather(1, column_BF.clamp_max(table_BP.shape[1] - 1))
         nowhere = torch.full_like(own_BF, SCRATCH)
         self._copy(*(torch.where(takes_BF, page_BF, nowhere).flatten() for page_BF in (own_BF, to_BF)))
+
+    def _ends(self, pos_BW: Tensor) -> tuple[Tensor, Tensor]:
+        """The columns of the table with the first and the last position of each lane; -1 is none. int64 [B] each"""
+        last_B = pos_BW.amax(-1) // self.page
+        return torch.where(pos_BW < 0, pos_BW.new_full((), NOWHERE), pos_BW).amin(-1) // self.page, last_B
 
     def _copy(self, from_X: Tensor, to_X: Tensor) -> None:
         for pool in (self.k_JPTGE, self.v_JPTGE):
@@ -295,21 +299,17 @@ class PageAllocator:
         """Pages without an owner."""
         return len(self._free) + len(self._idle)
 
-    def allocate(self, count: int) -> list[int]:
-        """Pages of one owner, not wiped. Raises MemoryError if too few are free."""
-        if count > self.free:
-            raise MemoryError(f"{count} pages of keys and values are needed, {self.free} are free")
-        pages = [self._free.pop() if self._free else self._forget() for _ in range(count)]
-        self._owners.update(dict.fromkeys(pages, 1))
-        return pages
-
     def claim(self, shared: list[int], fresh: int) -> list[int] | None:
-        """The shared pages and `fresh` new ones, for one owner. None, without a change, if too few are free."""
-        self.share(shared)  # first, so that they are not allocated as fresh ones
+        """Published pages and `fresh` new ones, not wiped, for one owner. None, without a change: too few are free."""
+        for page in shared:  # first, so that they are not taken as fresh ones
+            self._owners[page] = self._owners.get(page, 0) + 1
+            self._idle.pop(page, None)
         if fresh > self.free:
             self.release(shared)
             return None
-        return shared + self.allocate(fresh)
+        pages = [self._free.pop() if self._free else self._forget() for _ in range(fresh)]
+        self._owners.update(dict.fromkeys(pages, 1))
+        return shared + pages
 
     def publish(self, key: Key, page: int) -> None:
         """Notes that a page holds the keys that `key` stands for."""
@@ -319,12 +319,6 @@ class PageAllocator:
     def published(self, keys: Sequence[Key]) -> list[int]:
         """The pages of the longest published prefix of the keys."""
         return [self._page_of[key] for key in takewhile(self._page_of.__contains__, keys)]
-
-    def share(self, pages: list[int]) -> None:
-        """Adds an owner to each of the published pages."""
-        for page in pages:
-            self._owners[page] = self._owners.get(page, 0) + 1
-            self._idle.pop(page, None)
 
     def release(self, pages: list[int]) -> None:
         """Takes an owner from each page. A prompt's last pages are allocated first, since the fewest can share them."""

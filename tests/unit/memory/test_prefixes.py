@@ -127,20 +127,18 @@ def test_pages_are_never_lost_nor_owned_twice(events: list[tuple[int, int]]) -> 
     pages, owners = PageAllocator(8), []
     for event, number in events:
         if event == 0 and number <= pages.free:
-            owners.append(pages.allocate(number))
+            owners.append(pages.claim([], number))
         elif event == 1 and owners:
             pages.release(owners.pop(number % len(owners)))
         elif event == 2 and owners and owners[-1]:
             pages.publish(bytes([number]), owners[-1][0])
         elif event == 3:
-            found = pages.published([bytes([number])])
-            pages.share(found)
-            owners.append(found)
+            owners.append(pages.claim(pages.published([bytes([number])]), 0))
         used = {page for owned in owners for page in owned}
         assert len(used) + pages.free == 8
     for owned in owners:
         pages.release(owned)
-    assert pages.free == 8 and len(set(pages.allocate(8))) == 8
+    assert pages.free == 8 and len(set(pages.claim([], 8))) == 8
 
 
 @pytest.mark.parametrize("rows", [1, 3])
