@@ -150,7 +150,6 @@ def _steps(engine: Engine, watch: Watched, index: int, request: Request) -> Iter
 def _uncached(engine: Engine, model: Any, length: int) -> tuple[Tensor, Tensor]:
     """Logits of the whole canvas as it is, fed what the iteration feeds; and which positions are masked."""
     iteration, state = engine.recipe.iteration, engine.runner.state
-    assert state is not None, "the engine has run a step"
     slot_B = torch.zeros(1, dtype=torch.int64, device=model.device)
     pos_BT = torch.arange(length, device=slot_B.device)[None]
     tokens_BT, status_BT = state.canvas.gather(slot_B, pos_BT)

@@ -1,19 +1,114 @@
-"""The rows that run, with their slots, their pages and the state of every component."""
+"""The rows that run, with their slots, their pages and the state of every component; what the host reads of it."""
 
 import time
 from collections.abc import Sequence
 from heapq import heappop, heappush
 from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
 
 from dinfer.abilities.feeding import Feeds
-from dinfer.abilities.reports import Reporting
-from dinfer.engine.reader import CanvasReader
+from dinfer.abilities.reports import Reporting, Reports
 from dinfer.engine.row import Row
 from dinfer.engine.runtime import BatchSize, block_of, pages_of
 from dinfer.engine.worker import Worker
+from dinfer.kernels.canvas import active_rows
 from dinfer.memory import PageAllocator, common, prompt_keys
+from dinfer.step.canvas import CURSORS, Canvas, Status
 from dinfer.step.state import Entry
 from dinfer.step.window import prefilled
+
+
+class Asked(NamedTuple):
+    """A copy of cursors and active blocks that was requested, on the host. Valid until it is free."""
+
+    slots: list[int]  # whose cursors are asked for
+    cursors_NC: Tensor
+    # Tokens of the blocks that were active before the round, ~token where it is open. Without `blocks`, those of an
+    # earlier round.
+    active_NX: Tensor
+    drafts_NX: Tensor  # `Reports.draft_NS` of these positions. Without `drafts`, anything
+    done: torch.cuda.Event | None  # the end of the copy
+
+
+class CanvasReader:
+    """Small pinned copies of cursors and active blocks, made by the device in order with its steps.
+
+    The one place where the host waits for the device.
+    """
+
+    def __init__(self, canvas: Canvas, reports: Reports, block: int, worker: Worker) -> None:
+        """`worker` waits for the end of a copy."""
+        self._canvas, self._reports, self._block, self._worker = canvas, reports, block, worker
+        self._before_CN = canvas.cursors_NC.T.contiguous()
+        self._spare: list[Asked] = []
+
+    def begin(self) -> None:
+        """Notes which blocks are active. Call it before the steps of a round that is read with `blocks`."""
+        self._before_CN.copy_(self._canvas.cursors_NC.T)
+
+    def request(self, slots: list[int], *, blocks: bool, drafts: bool) -> Asked:
+        """Requests a copy of these slots after all work launched so far. The caller reads it and then frees it.
+
+        `blocks`: with the tokens of active blocks. `drafts`: also with the tokens proposed there.
+        """
+        copy = self._spare.pop() if self._spare else self._room()
+        copy.cursors_NC.copy_(self._canvas.cursors_NC, non_blocking=True)
+        if blocks:
+            copy.active_NX.copy_(self.active(), non_blocking=True)
+        if drafts:
+            start_N = self._before_CN[CURSORS.index("start_B")]
+            drafts_NX = self._reports.active(start_N, copy.drafts_NX.shape[1])
+            copy.drafts_NX.copy_(drafts_NX, non_blocking=True)
+        if copy.done is not None:
+            copy.done.record()
+        return copy._replace(slots=slots)
+
+    def read(self, asked: Asked) -> dict[int, list[int]]:
+        """Waits for a copy: the cursors by slot. An interrupt leaves it as it was, to be read again."""
+        if asked.done is not None:
+            self._worker.wait(asked.done)
+        cursors_BC = asked.cursors_NC[asked.slots, : len(CURSORS)].tolist()
+        return dict(zip(asked.slots, cursors_BC, strict=True))
+
+    def active(self) -> Tensor:
+        """The tokens of every slot's active blocks and what is behind them, ~token where it is open. int64 [N, K * L]
+
+        Values behind the end of a row are undefined.
+        """
+        blocks = (self._before_CN.shape[0] - len(CURSORS)) // 2
+        cursors_CN, step_KN, quota_KN = self._before_CN.split((len(CURSORS), blocks, blocks))
+        slot_N = torch.arange(self._before_CN.shape[1], device=self._before_CN.device)
+        start_N, *ends = (cursors_CN[CURSORS.index(name)] for name in ("start_B", "end_B", "length_B"))
+        end_N = torch.maximum(*ends)  # rows that grow are shorter than their block
+        _, tokens_RL, masked_RL, _, _ = active_rows(
+            self._canvas.tokens_NS, self._canvas.status_NS, slot_N, start_N, end_N, step_KN.T, quota_KN.T,
+            block=self._block, open_status=int(Status.OPEN), given_status=int(Status.GIVEN),
+        )  # fmt: skip
+        return torch.where(masked_RL, ~tokens_RL, tokens_RL).view(len(slot_N), -1)
+
+    def canvases(self, slots: list[int]) -> Tensor:
+        """The tokens of some slots, ~token where it is open, on the host. Waits for the device. int64 [B, S]"""
+        slot_B = torch.tensor(slots, dtype=torch.int64).to(self._canvas.tokens_NS.device)
+        tokens_BS = self._canvas.tokens_NS.index_select(0, slot_B)
+        open_BS = self._canvas.status_NS.index_select(0, slot_B) == int(Status.OPEN)
+        return torch.where(open_BS, ~tokens_BS, tokens_BS).cpu()
+
+    def free(self, asked: Asked) -> None:
+        """Lets another request have the memory of a copy."""
+        self._spare.append(asked)
+
+    def _room(self) -> Asked:
+        """The target of one more copy."""
+        slots, columns = self._canvas.cursors_NC.shape
+        active = (columns - len(CURSORS)) // 2 * self._block
+
+        def host(width: int) -> Tensor:
+            return torch.empty(slots, width, dtype=torch.int64, pin_memory=self._canvas.cursors_NC.is_cuda)
+
+        return Asked([], host(columns), host(active), host(active), self._worker.event())
 
 
 class Batch:
@@ -22,7 +117,7 @@ class Batch:
     def __init__(self, worker: Worker, room: BatchSize) -> None:
         """`worker` has opened `room`."""
         self.worker, self.recipe, self.runtime, self.room = worker, worker.recipe, worker.runtime, room
-        self.state = worker.state
+        self.state = worker.runner.state
         self.reader = CanvasReader(self.state.canvas, self.state.kept[Reporting], self.state.block, worker)
         self.pages = PageAllocator(room.pages)
         self.rows: dict[int, Row] = {}  # by slot, in order of admission

@@ -56,7 +56,14 @@ class Engine:
         for level in self.levels:
             if (reason := level.recipe.refused(runtime=level.runtime)) is not None:
                 raise IncompatibleRecipe(reason)
-        self.loops = [Loop(worker_for(level.recipe, level.runtime, plain)) for level in self.levels]
+        ranks = leader() if runtime.tensor_parallel > 1 else None
+        self.loops = [
+            Loop(
+                Worker(level.recipe, level.runtime) if ranks is None
+                else LeadingWorker(level.recipe, level.runtime, ranks, plain or level.recipe)
+            )
+            for level in self.levels
+        ]  # fmt: skip
         self.loop: Loop | Loops = self.loops[0] if runtime.load is None else Loops(self.levels, self.loops)
         self.recipe, self.runtime = self.loop.worker.recipe if runtime.load is None else recipe, runtime
         self._turn = threading.Condition()
@@ -218,10 +225,3 @@ class Engine:
                 row.cancelled = True
             if not self._stepping:
                 self.loop.sweep()
-
-
-def worker_for(recipe: Recipe, runtime: Runtime, plain: Recipe | None) -> Worker:
-    """The worker of rank 0. `plain`: see `Engine`."""
-    if runtime.tensor_parallel == 1 or (ranks := leader()) is None:
-        return Worker(recipe, runtime)
-    return LeadingWorker(recipe, runtime, ranks, plain or recipe)

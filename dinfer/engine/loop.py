@@ -4,15 +4,14 @@ import logging
 import os
 import traceback
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
 
 from dinfer.abilities.branches import branches_of
 from dinfer.abilities.reports import Reporting
-from dinfer.engine.batch import Batch
-from dinfer.engine.reader import Asked, Seen
+from dinfer.engine.batch import Asked, Batch
 from dinfer.engine.request import StalledRow, Update
 from dinfer.engine.row import Row
 from dinfer.engine.runtime import BatchSize, pages_of, room_for
@@ -168,7 +167,7 @@ class Loop:
         while (batch := self.batch) is not None and self._flights and (flight := self._flights[0]):
             rows, asked = flight[0]
             try:
-                seen = batch.reader.read(asked)
+                cursors = batch.reader.read(asked)
                 if self._compares and len(flight) == 1:
                     self.worker.compare_ranks()
             except Exception as error:  # the device has failed, and nothing on it is reliable
@@ -178,11 +177,11 @@ class Loop:
             last = self.ahead and len(self._flights) == len(flight) == 1 and self.scheduler.plans_by_place
             groups: tuple[list[Row], list[Row]] = [], []
             for row in rows:
-                groups[last and row.stays(seen.values)].append(row)
-            self._each(groups[False], partial(self._move, seen))
+                groups[last and row.stays(cursors)].append(row)
+            self._each(groups[False], partial(self._move, asked, cursors))
             if groups[True]:
                 self._launch()
-                self._each(groups[True], partial(self._move, seen))
+                self._each(groups[True], partial(self._move, asked, cursors))
             flight.popleft()
             batch.reader.free(asked)
             taken += rows
@@ -195,21 +194,20 @@ class Loop:
         clock = self.worker.runner.clock
         self.scheduler.observe(taken, [] if clock is None else clock.read())
 
-    def _move(self, seen: Seen, row: Row) -> None:
+    def _move(self, asked: Asked, cursors: Mapping[int, Sequence[int]], row: Row) -> None:
         """Notes a row's cursors after a step, if the row still runs. Raises the error of a row that cannot continue."""
         if self.batch is None or row.slot is None or self.batch.rows.get(row.slot) is not row:
             return
-        moved = row.advance(Cursors._make(seen.values[row.slot]))
+        moved = row.advance(Cursors._make(cursors[row.slot]))
         if (failure := row.failure(self.recipe)) is not None:
             raise failure
         self.scheduler.update(row)  # also if the step did not change it: then `prepare` was wrong
         if moved:
             self.batch.publish(row)
             if row.wants.canvas:
-                active_X, drafts_X = seen.active_NX[row.slot], seen.drafts_NX[row.slot]
+                active_X, drafts_X = asked.active_NX[row.slot], asked.drafts_NX[row.slot]
                 behind = branches_of(self.recipe.iteration) > 0
-                row.read_tokens(active_X, drafts_X, behind=behind)
-                row.read_logprobs(self.batch.state.kept[Reporting], behind=behind)
+                row.read_tokens(active_X, drafts_X, self.batch.state.kept[Reporting], behind=behind)
             self._moved.append(row)
 
     def _end(self) -> None:

@@ -81,9 +81,9 @@ class Row:
         level = Level.LOGPROBS if self.wants.logprobs else Level.DRAFTS if self.wants.drafts else Level.NOTHING
         return self.request.more | ({"reports": int(level)} if level else {})
 
-    def stays(self, values: Mapping[int, Sequence[int]]) -> bool:
-        """Whether the cursors in these slots leave it where it was, so that it needs the same of its next step."""
-        return self.slot is not None and (*values[self.slot][:PLACE],) == self.cursors[:PLACE]
+    def stays(self, cursors: Mapping[int, Sequence[int]]) -> bool:
+        """Whether the cursors of its slot leave it where it was, so that it needs the same of its next step."""
+        return self.slot is not None and (*cursors[self.slot][:PLACE],) == self.cursors[:PLACE]
 
     def advance(self, now: Cursors) -> bool:
         """Takes the cursors after a step that named the row. False: the step did not change the row."""
@@ -120,24 +120,21 @@ class Row:
             f"{block}: the {why}."
         )
 
-    def read_tokens(self, active_X: Tensor, drafts_X: Tensor, *, behind: bool) -> None:
-        """Takes the tokens of the blocks that were active and, with drafts, those proposed there.
+    def read_tokens(self, active_X: Tensor, drafts_X: Tensor, reports: Reports, *, behind: bool) -> None:
+        """Takes the tokens of the blocks that were active, and, as far as it wants them, drafts and log-probabilities.
 
         `behind`: the step may also have written to a new block behind them.
         """
         start, end = self.before.start, self.before.end
-        known = active_X[: (self.request.length if behind else end) - start].tolist()
+        stop = self.request.length if behind else end
+        known = active_X[: stop - start].tolist()
         self.canvas[start : start + len(known)] = known
         self.active = known[: end - start]
         if self.wants.drafts:
             self.offers = drafts_X[: end - start].tolist()
-
-    def read_logprobs(self, reports: Reports, *, behind: bool) -> None:
-        """With logprobs, takes those of the blocks that were active, if any are new. `behind`: see `read_tokens`."""
-        start, end = self.before.start, self.request.length if behind else self.before.end
         new = not self.steady or self.cursors.committed != self.before.committed
         if self.wants.logprobs and self.slot is not None and new:
-            self.heard.update(zip(range(start, end), reports.logprobs(self.slot, start, end), strict=True))
+            self.heard.update(zip(range(start, stop), reports.logprobs(self.slot, start, stop), strict=True))
 
     def update(self, recipe: Recipe) -> Update:
         """The update for the caller about the last step, or about the error that ended the row."""

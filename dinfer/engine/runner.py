@@ -89,9 +89,9 @@ class Runner:
         self.clock: StepClock | None = None  # measures steps of known shapes
         self.compiler: KernelCompiler | None = None  # compiles for steps of new shapes
         self.observer: Observer | None = None  # wraps every launch, given its shape and slots
-        self.state: BatchState | None = None
         self.refused: dict[StepShape, str] = {}  # shapes that cannot be captured, and why
         self.meeting: StepShape | None = None  # the shape that is being launched for the first time, or captured
+        self._state: BatchState | None = None
         self._seen: Counter[StepShape] = Counter()  # launches
         self._captured: dict[StepShape, _Captured] = {}
         self._pool: Any = None
@@ -104,11 +104,18 @@ class Runner:
 
     def open(self, state: BatchState | None) -> None:
         """Runs steps of this state from now on, and drops the graphs of the last one. None: no state."""
-        self.state, self._pool = state, None
+        self._state, self._pool = state, None
         for held in (self.refused, self._seen, self._captured, self._wasted):
             held.clear()
         if self.graphs and state is not None:
             self._pool, self._standing = torch.cuda.graph_pool_handle(), StepClock(self.recipe.model.device)
+
+    @property
+    def state(self) -> BatchState:
+        """The state that steps change. Raises RuntimeError if there is none."""
+        if self._state is None:
+            raise RuntimeError("a runner needs a state: open it first")
+        return self._state
 
     def drop_graphs(self) -> None:
         """The next steps are captured anew."""
@@ -132,7 +139,7 @@ class Runner:
 
         `run`: the shape as which it runs. None: what `run_as` says.
         """
-        state, kind = self._opened, self._bucket(asked)
+        state, kind = self.state, self._bucket(asked)
         shape = run or (self._present(kind) if self.graphs else asked)
         lanes = slots + [state.canvas.scratch] * (shape.lanes - len(slots))
         with nullcontext() if self.observer is None else self.observer(shape, slots):
@@ -149,14 +156,8 @@ class Runner:
                 self.meeting = None
                 self._seen[kind] += 1  # buckets, since the number of shapes has no bound
 
-    @property
-    def _opened(self) -> BatchState:
-        if self.state is None:
-            raise RuntimeError("a runner needs a state: open it first")
-        return self.state
-
     def _bucket(self, shape: StepShape) -> StepShape:
-        kv, canvas = self._opened.kv, self._opened.canvas
+        kv, canvas = self.state.kv, self.state.canvas
         return bucket(shape, kv.page, kv.table_NP.shape[1], canvas.capacity, self.recipe.model.spec.vocab)
 
     def _present(self, kind: StepShape) -> StepShape:

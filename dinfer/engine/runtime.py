@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Self, get_args
+from typing import Literal, NamedTuple, Self, get_args
 
 from dinfer.abilities.candidates import DRAFTED
 from dinfer.engine.request import Request
@@ -42,6 +42,11 @@ class Runtime:
     expert_parallel: bool = False  # each card has some experts whole, not a part of each
 
     @property
+    def candidates(self) -> int:
+        """The most candidates of a step."""
+        return AUTO_CANDIDATES if self.speculate == "auto" else self.speculate
+
+    @property
     def throughput(self) -> bool:
         """Whether more tokens a second count for more than early first blocks."""
         return self.favour == "throughput"
@@ -77,28 +82,12 @@ class Runtime:
             )
 
 
-def candidates_of(runtime: Runtime) -> int:
-    """The most candidates of a step."""
-    return AUTO_CANDIDATES if runtime.speculate == "auto" else runtime.speculate
-
-
-def compiled(model: Any, mode: str) -> Any:
-    """The model with a compiled body. Raises ValueError for a model without a method `compiled`."""
-    if not hasattr(model, "compiled"):
-        raise ValueError(
-            f"runtime.compile={mode}: the model {type(model).__name__} has no method `compiled`. Use "
-            "runtime.compile=none."
-        )
-    return model.compiled(mode)
-
-
 class BatchSize(NamedTuple):
     """The size of a batch."""
 
     slots: int
     length: int  # positions of a canvas
     block: int  # L
-    branches: int  # 2 if a request may be guided
     pages: int  # of keys and values, in all
 
     def holds(self, other: Self) -> bool:
@@ -122,4 +111,4 @@ def room_for(requests: Sequence[Request], recipe: Recipe, runtime: Runtime) -> B
     if runtime.max_length is not None:
         slots, length = runtime.rows, runtime.max_length
         block = max(block, min(recipe.iteration.block or length, length))
-    return BatchSize(slots, length, block, branches, runtime.pages or branches * slots * -(-length // runtime.page))
+    return BatchSize(slots, length, block, runtime.pages or branches * slots * -(-length // runtime.page))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dinfer.abilities.candidates import Candidates
 from dinfer.engine.runner import Runner, StepClock
-from dinfer.engine.runtime import BatchSize, Runtime, candidates_of, compiled
+from dinfer.engine.runtime import BatchSize, Runtime
 from dinfer.memory import PoolSize, kv_dtype
 from dinfer.recipe.recipe import Recipe
 from dinfer.startup.kernel_compiler import KernelCompiler
@@ -27,7 +27,12 @@ class Worker:
 
     def __init__(self, recipe: Recipe, runtime: Runtime) -> None:
         if runtime.compile != "none":
-            recipe = replace(recipe, model=compiled(recipe.model, runtime.compile))
+            if not hasattr(recipe.model, "compiled"):
+                raise ValueError(
+                    f"runtime.compile={runtime.compile}: the model {type(recipe.model).__name__} has no method "
+                    "`compiled`. Use runtime.compile=none."
+                )
+            recipe = replace(recipe, model=recipe.model.compiled(runtime.compile))
         self.recipe, self.runtime = recipe, runtime
         self.kv = kv_dtype(runtime.kv, recipe.model.dtype, recipe.model.device)
         self.runner = Runner(recipe, graphs=runtime.graphs)
@@ -40,19 +45,13 @@ class Worker:
         """The error after which no rank can run; None: there is none."""
         return None
 
-    @property
-    def state(self) -> BatchState:
-        if self.runner.state is None:
-            raise RuntimeError("a worker needs room: open it first")
-        return self.runner.state
-
     def open(self, room: BatchSize) -> None:
         """Allocates the state. Raises the device's error if memory is short."""
 
         def alloc(recipe: Recipe, device: torch.device) -> BatchState:
             return BatchState.alloc(
                 recipe, PoolSize(room.slots, room.length, room.pages, self.runtime.page), dtype=self.kv,
-                device=device, block=room.block, extras=(Candidates(candidates_of(self.runtime)),),
+                device=device, block=room.block, extras=(Candidates(self.runtime.candidates),),
             )  # fmt: skip
 
         device = self.recipe.model.device
@@ -66,7 +65,7 @@ class Worker:
 
     def admit(self, entries: Sequence[Entry]) -> tuple[list[Cursors], Tensor]:
         """Places requests in their slots, see `BatchState.admit`."""
-        return self.state.admit(self.recipe, entries)
+        return self.runner.state.admit(self.recipe, entries)
 
     def launch(self, shape: StepShape, slots: list[int], run: StepShape | None = None) -> None:
         """Starts a step, see `Runner.launch`. Does not wait for the device."""
@@ -74,7 +73,7 @@ class Worker:
 
     def compare_ranks(self) -> None:
         """Raises RuntimeError if a rank's cursors or tokens differ from those of rank 0. Waits for the device."""
-        canvas, ranks = self.state.canvas, self.recipe.ranks
+        canvas, ranks = self.runner.state.canvas, self.recipe.ranks
         for name, own_NX in (("cursors", canvas.cursors_NC), ("tokens", canvas.tokens_NS)):
             all_MNX = ranks.all_gather(own_NX[: canvas.scratch])
             differs_MN = (all_MNX != all_MNX[:1]).any(-1)

@@ -28,7 +28,7 @@ from dinfer.loading.checkpoint import divisions, load_network, random_network, r
 from dinfer.loading.quantized import FIELD as QUANTIZATION
 from dinfer.parallel.follower import Follower
 from dinfer.parallel.leader import FIELD, Leader, follows, leader, started
-from dinfer.parallel.leader_worker import model_number, read, shape_of, spelled
+from dinfer.parallel.leader_worker import model_number, opened, read, shape_of, spelled
 from dinfer.parallel.ranks import ALONE, Ranks
 from dinfer.parallel.split import Rank
 from dinfer.recipe.recipe import Recipe
@@ -256,10 +256,7 @@ class RankCommands:
                 with suppress(MemoryError):  # rank 0 meets it too, and ends the request
                     worker.admit([Entry(**values) for values in entries])
             case "open", room:
-                try:
-                    worker.open(BatchSize(*room))
-                except torch.OutOfMemoryError as error:
-                    raise MemoryError(str(error)) from error
+                opened(worker, BatchSize(*room))
             case "close", []:
                 worker.close()
             case "compare", []:

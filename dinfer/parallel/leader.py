@@ -58,10 +58,10 @@ class Leader:
         self.joined: Any = None  # the process group of these ranks, once there is one
         self.leave: Callable[[], object] = int  # called at the end, when the others are gone
         self.models: dict[int, Any] = {}  # the ranks that divide each model, by the model's number
+        self.processes: dict[int, int] = {}  # the process id of each other rank, until it ends in peace
         self._numbers = count()
         self._told: dict[int, Channel] = {}
         self._watch: dict[int, Channel] = {}
-        self._pids: dict[int, int] = {}
         self._children: dict[int, subprocess.Popen[bytes]] = {}
         self._heard: dict[int, float] = {}  # time of each rank's last sign of life
         self._still: dict[int, float | None] = {}  # each rank's `Motion.still`
@@ -89,11 +89,6 @@ class Leader:
     @property
     def _others(self) -> range:
         return range(1, self.size)
-
-    @property
-    def processes(self) -> dict[int, int]:
-        """The process id of each other rank."""
-        return dict(self._pids)
 
     @property
     def alive(self) -> bool:
@@ -195,16 +190,16 @@ class Leader:
         with suppress(EOFError, ConnectionResetError):
             while True:
                 channel.receive()
-        del self._pids[rank]
+        del self.processes[rank]
         if rank in self._children:
             self._children.pop(rank).wait()
 
     def _end(self) -> None:
         for rank, channel in (*self._told.items(), *self._watch.items()):
             channel.close()
-            if rank in self._pids and rank not in self._children:
+            if rank in self.processes and rank not in self._children:
                 with suppress(ProcessLookupError):
-                    os.kill(self._pids[rank], signal.SIGKILL)
+                    os.kill(self.processes[rank], signal.SIGKILL)
         for child in self._children.values():
             child.kill()
         for child in self._children.values():
@@ -225,7 +220,7 @@ class Leader:
                 made.settimeout(None)
                 channel = Channel(made)
                 rank, purpose, pid = channel.receive()
-                self._pids[rank], self._heard[rank] = pid, time.monotonic()
+                self.processes[rank], self._heard[rank] = pid, time.monotonic()
                 (self._told if purpose == "told" else self._watch)[rank] = channel
         self._told = dict(sorted(self._told.items()))
 
@@ -238,7 +233,7 @@ class Leader:
         try:
             for rank, command in zip(self._others, commands, strict=False):
                 child = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment)
-                self._children[rank], self._pids[rank] = child, child.pid
+                self._children[rank], self.processes[rank] = child, child.pid
         except OSError as error:
             self.fail(f"rank {rank} cannot be started: {error}")
         started.set()
@@ -321,7 +316,7 @@ class Leader:
             self.fail(f"{self._named(rank)} hangs: no rank has moved on in its step for {self.patience:.0f} s")
 
     def _named(self, rank: int) -> str:
-        return f"rank {rank} (process {self._pids.get(rank) or os.getpid()})"
+        return f"rank {rank} (process {self.processes.get(rank) or os.getpid()})"
 
 
 _leaders: list[Leader] = []

@@ -2,10 +2,11 @@
 
 import importlib
 import time
+import traceback
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -42,14 +43,8 @@ class LeadingWorker(Worker):
         return self._leader.failure
 
     def open(self, room: BatchSize) -> None:
-        def work() -> None:
-            try:
-                Worker.open(self, room)
-            except torch.OutOfMemoryError as error:
-                raise MemoryError(str(error)) from error
-
         with uninterrupted():
-            self._leader.together("open", self._number, *room, work=work)
+            self._leader.together("open", self._number, *room, work=partial(opened, self, room))
 
     def close(self) -> None:
         super().close()
@@ -86,6 +81,15 @@ class LeadingWorker(Worker):
                 super().compare_ranks()
             except RuntimeError as error:
                 raise self._leader.reason(error) from error
+
+
+def opened(worker: Worker, room: BatchSize) -> None:
+    """Opens the worker of a rank. Raises MemoryError, which a rank can answer, if its device has too little memory."""
+    try:
+        Worker.open(worker, room)
+    except torch.OutOfMemoryError as error:
+        traceback.clear_frames(error.__traceback__)  # which hold what was allocated
+        raise MemoryError(str(error)) from error
 
 
 def model_number(leader: Leader, recipe: Recipe) -> int:

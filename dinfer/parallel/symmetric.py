@@ -78,16 +78,9 @@ class SymmetricSum:
 
     def __call__(self, x: Tensor) -> Tensor:
         """The sum over all ranks of a tensor that it `takes`, in the shape of `x`."""
-        return self.one_shot(x) if x.nbytes * (self.size - 1) <= ONE_SHOT else self.two_shot(x)
-
-    def one_shot(self, x: Tensor) -> Tensor:
-        """Each GPU adds up all."""
-        own, flat = self.buffer[: x.nbytes].view(x.dtype), x.contiguous().flatten()
-        return torch.ops.symm_mem.one_shot_all_reduce_copy(own, flat, "sum", self.group.group_name).view_as(x)
-
-    def two_shot(self, x: Tensor) -> Tensor:
-        """Each GPU adds up a part and sends it to the others."""
-        own = self.buffer[: x.nbytes].view(x.dtype)
+        own, name = self.buffer[: x.nbytes].view(x.dtype), self.group.group_name
+        if x.nbytes * (self.size - 1) <= ONE_SHOT:
+            return torch.ops.symm_mem.one_shot_all_reduce_copy(own, x.contiguous().flatten(), "sum", name).view_as(x)
         own.copy_(x.flatten())
-        torch.ops.symm_mem.two_shot_all_reduce_(own, "sum", self.group.group_name)
+        torch.ops.symm_mem.two_shot_all_reduce_(own, "sum", name)
         return own.clone().view_as(x)

@@ -105,9 +105,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "abilities", "engine.runtime", "engine.runner", "memory", "recipe.recipe",
         "startup.kernel_compiler", "step.canvas", "step.shape", "step.state",
     },
-    "engine.reader": {"abilities", "engine.worker", "kernels", "step.canvas"},
     "engine.batch": {
-        "abilities", "engine.runtime", "engine.reader", "engine.row", "engine.worker", "memory",
+        "abilities", "engine.runtime", "engine.row", "engine.worker", "kernels", "memory", "step.canvas",
         "step.state", "step.window",
     },
     "engine.scheduler": {
@@ -115,7 +114,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "step.shape", "step.window",
     },
     "engine.loop": {
-        "abilities", "engine.batch", "engine.runtime", "engine.reader", "engine.request", "engine.row",
+        "abilities", "engine.batch", "engine.runtime", "engine.request", "engine.row",
         "engine.scheduler", "engine.worker", "step.canvas", "step.window",
     },
     "parallel.follower": set(),

@@ -5,7 +5,7 @@ for the host between two steps. A step does not change rows that it does not fit
 costs the time of a step.
 """
 
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil
@@ -19,7 +19,7 @@ from dinfer.abilities.open_positions import OpenOnly
 from dinfer.abilities.slices import Sliced, sliceable
 from dinfer.abilities.verification import Verifies
 from dinfer.engine.row import PLACE, Row, StepWidth
-from dinfer.engine.runtime import AUTO_CANDIDATES, Runtime, candidates_of
+from dinfer.engine.runtime import AUTO_CANDIDATES, Runtime
 from dinfer.engine.scheduler.grouping import LATE, Group, PrefillBatching, free_positions, grouped, opens
 from dinfer.engine.scheduler.settling import Ahead, Settling, Slicing
 from dinfer.recipe.recipe import Recipe
@@ -45,15 +45,18 @@ class CandidateChoice:
     """Tries each number of candidates for steps of a kind, and then takes the one that saves most time."""
 
     free: int  # positions that take as long as one more step, see `grouping.free_positions`
-    times: dict[tuple[int, int, int], deque[float]] = field(default_factory=dict)  # by rows, width and candidates
-    forwards: dict[int, int] = field(default_factory=dict)  # by candidates
-    hits: dict[int, int] = field(default_factory=dict)
+    # By rows, width and candidates.
+    times: defaultdict[tuple[int, int, int], deque[float]] = field(
+        default_factory=lambda: defaultdict(lambda: deque(maxlen=KEPT))
+    )
+    forwards: Counter[int] = field(default_factory=Counter)  # by candidates
+    hits: Counter[int] = field(default_factory=Counter)
 
     def pick(self, rows: int, width: int) -> int:
         """The number of candidates for a step of so many rows, each with `width` positions."""
         able = self.choices(rows * width)
         for count in able:
-            if len(self.times.get((rows, width, count), ())) < BELIEVED and len(able) > 1:
+            if len(self.times[rows, width, count]) < BELIEVED and len(able) > 1:
                 return count
         return max(able, key=lambda count: self.speed(rows, width, count)) if len(able) > 1 else 0
 
@@ -64,18 +67,17 @@ class CandidateChoice:
 
     def speed(self, rows: int, width: int, count: int) -> float:
         """Denoise steps a second."""
-        seen, hits = self.forwards.get(count, 0), self.hits.get(count, 0)
-        followed = (EXPECTED[count] * WEIGHT + hits) / (WEIGHT + seen)
+        followed = (EXPECTED[count] * WEIGHT + self.hits[count]) / (WEIGHT + self.forwards[count])
         return (1 + followed) / median(self.times[rows, width, count])
 
     def timed(self, rows: int, width: int, count: int, seconds: float) -> None:
         """Learns what a step took on the device."""
-        self.times.setdefault((rows, width, count), deque(maxlen=KEPT)).append(seconds)
+        self.times[rows, width, count].append(seconds)
 
     def followed(self, count: int, hits: int) -> None:
         """Learns how many steps of a row followed a forward with `count` candidates."""
-        self.forwards[count] = self.forwards.get(count, 0) + 1
-        self.hits[count] = self.hits.get(count, 0) + hits
+        self.forwards[count] += 1
+        self.hits[count] += hits
 
 
 MISS = 32  # right guesses that pay for a wrong one: each saves the host's time, a few hundredths of a short step
@@ -150,7 +152,7 @@ class Scheduler:
         self.choice = CandidateChoice(self._free)
         self._prefills = PrefillBatching(self._free, runtime.positions)
         self._branches = branches_of(recipe.iteration)
-        self._tries = candidates_of(runtime) > 0 or self._branches > 0
+        self._tries = runtime.candidates > 0 or self._branches > 0
         self._window = recipe.cache.plan(Phase.WINDOW)
         keeps = self._window.keeps and recipe.iteration.blocks == 1
         # After a draft comes either its verification or another draft, and no step fits both.
@@ -175,10 +177,7 @@ class Scheduler:
         """
         if in_flight:
             self._repeatable = repeats(self._steps, rows)
-        if in_flight and self._repeatable and self.lookahead.pays:
-            return self._steps
-        if in_flight:
-            return self._predicted(rows)
+            return self._steps if self._repeatable and self.lookahead.pays else self._predicted(rows)
         phases: dict[Phase, list[Row]] = {phase: [] for phase in self.recipe.phases}
         for row in rows:
             phases[row.cursors.phase].append(row)  # type: ignore[index]  # an IntEnum is its number
@@ -244,13 +243,9 @@ class Scheduler:
         if self._branches:  # one may open a block that the present state does not
             most = now.start + self.recipe.iteration.blocks * self.block
             now = now._replace(end=max(min(now.end + self.block, most, now.length), now.end))
-        row.need, row.need_at = self._need(now), at
-
-    def _need(self, now: Cursors) -> StepWidth:
-        """What a row with these cursors needs of its next step."""
         cache, spec = self.recipe.cache, self.recipe.model.spec
         narrow = narrow_width(cache, spec, now) if self.runtime.throughput and now.phase == Phase.WINDOW else None
-        return StepWidth(width_of(cache, spec, now), narrow)
+        row.need, row.need_at = StepWidth(width_of(cache, spec, now), narrow), at
 
     def _apart(self, phase: Phase, rows: list[Row]) -> list[list[Row]]:
         """The rows, apart from those that compute more than a branch has pages for. They have no branches yet."""
@@ -300,12 +295,13 @@ class Scheduler:
 
     def _candidates(self, phase: Phase, width: int, rows: Sequence[Row]) -> int:
         """How many candidates, or branches, of each row a step evaluates."""
-        most, branches = candidates_of(self.runtime), self._branches
-        if branches:
-            return branches * (phase == deciding(self.recipe) and width <= self.widest)
-        if phase != deciding(self.recipe) or width > self.widest or not any(row.drafted for row in rows):
+        if phase != deciding(self.recipe) or width > self.widest:
             return 0
-        return self.choice.pick(len(rows), width) if self.runtime.speculate == "auto" else most
+        if self._branches:
+            return self._branches
+        if not any(row.drafted for row in rows):
+            return 0
+        return self.choice.pick(len(rows), width) if self.runtime.speculate == "auto" else self.runtime.candidates
 
     def _holds(self, phases: dict[Phase, list[Row]]) -> bool:
         """Whether prefills wait for more. Not while a request waits for their keys."""

@@ -6,6 +6,7 @@ step with lanes to spare, if rows may take several. Host side; no token depends 
 """
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import sqrt
@@ -31,8 +32,8 @@ FILL = 0.83
 class BlockEnds:
     """Says which rows the step under way most likely takes on to another block. No token depends on it."""
 
-    steps: dict[int, int] = field(default_factory=dict)  # by open positions
-    ends: dict[int, int] = field(default_factory=dict)  # how many of them ended their block
+    steps: Counter[int] = field(default_factory=Counter)  # by open positions
+    ends: Counter[int] = field(default_factory=Counter)  # how many of them ended their block
     gain: float = 0.0  # positions that a step commits, on average over recent ones
     stops: float = 0.0  # the share of rows that end with a block although there is room for another
 
@@ -44,8 +45,8 @@ class BlockEnds:
                 continue
             left = row.open_before[before.end] - before.committed
             self.gain += (now.committed - before.committed - self.gain) / MEMORY
-            self.steps[left] = self.steps.get(left, 0) + 1
-            self.ends[left] = self.ends.get(left, 0) + (now.block > before.block)
+            self.steps[left] += 1
+            self.ends[left] += now.block > before.block
             if now.block > before.block and before.end < before.length:
                 self.stops += ((now.phase not in ACTIVE) - self.stops) / RECENT
             if self.steps[left] == MEMORY:

@@ -19,9 +19,8 @@ from support.models import tiny_model
 import dinfer.kernels.dispatch
 from dinfer.analysis.likelihood import greedy, log_likelihoods
 from dinfer.caches.window import DualCache
-from dinfer.engine.batch import Batch
+from dinfer.engine.batch import Asked, Batch, CanvasReader
 from dinfer.engine.engine import Engine
-from dinfer.engine.reader import Asked, CanvasReader
 from dinfer.engine.request import Request, StalledRow, Update
 from dinfer.engine.runtime import Runtime
 from dinfer.engine.scheduler.scheduler import Scheduler
@@ -205,7 +204,6 @@ def test_a_batch_that_no_step_is_planned_for_is_stalled(monkeypatch: pytest.Monk
 def test_the_old_state_is_freed_before_a_larger_one_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, alloc = engine_for(recipe_of()), BatchState.alloc
     completions(engine, GOOD)
-    assert engine.runner.state is not None
     old, alive = weakref.ref(engine.runner.state.kv.k_JPTGE), []
 
     def watched(*given: Any, **named: Any) -> BatchState:

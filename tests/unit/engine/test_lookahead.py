@@ -27,8 +27,8 @@ from support.models import tiny_model
 from torch import Tensor
 
 from dinfer.caches.chosen import AdaptiveCache
+from dinfer.engine.batch import Asked, CanvasReader
 from dinfer.engine.engine import Engine
-from dinfer.engine.reader import Asked, CanvasReader
 from dinfer.engine.request import Completion, Request, Wants
 from dinfer.engine.row import Row
 from dinfer.engine.scheduler import scheduler

@@ -23,8 +23,8 @@ from support.matrix import (
 from support.models import tiny_model
 
 from dinfer.abilities.open_positions import OpenOnly
+from dinfer.engine.batch import CanvasReader
 from dinfer.engine.engine import Engine
-from dinfer.engine.reader import CanvasReader
 from dinfer.engine.request import Request
 from dinfer.engine.scheduler.settling import PATIENCE, alternating_pays
 from dinfer.recipe.recipe import Recipe, compose

@@ -22,7 +22,7 @@ from support.models import tiny_model
 
 from dinfer.abilities.pacing import Edits
 from dinfer.engine.async_engine import AsyncEngine
-from dinfer.engine.reader import Asked, CanvasReader
+from dinfer.engine.batch import Asked, CanvasReader
 from dinfer.engine.request import Completion, Counts, Request, Update, Wants
 from dinfer.engine.runtime import Runtime
 from dinfer.pipeline import Pipeline, TextStream

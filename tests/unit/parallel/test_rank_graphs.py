@@ -64,7 +64,7 @@ def test_a_graph_stands_in_on_all_ranks_alike(short: int | None, monkeypatch: py
     runtime = Runtime(graphs=True, tensor_parallel=2)
     ranks: Any = Ranks(recipe, runtime, device)
     worker = LeadingWorker(recipe, runtime, ranks, recipe)
-    worker.open(BatchSize(slots=4, length=64, block=BLOCK, branches=1, pages=16))
+    worker.open(BatchSize(slots=4, length=64, block=BLOCK, pages=16))
     drafts = StepShape(Phase.WINDOW, 3, BLOCK, 1, BLOCK, 4, (Reported(Level.DRAFTS),))
     text = replace(drafts, extras=())
     for shape in (drafts, drafts, drafts, text, text, text):
@@ -101,7 +101,7 @@ def test_a_larger_graph_stands_in_until_its_vain_positions_took_as_long_as_a_cap
     device = Device(monkeypatch, None)
     recipe = compose(tiny_model(), iteration={"name": "blockwise", "block": BLOCK}, decoder="threshold", cache="dual")
     worker = Worker(recipe, Runtime(graphs=True))
-    worker.open(BatchSize(slots=8, length=512, block=BLOCK, branches=1, pages=256))
+    worker.open(BatchSize(slots=8, length=512, block=BLOCK, pages=256))
     full = StepShape(Phase.FULL, 8, 512, 1, BLOCK, 32)
     for _ in range(2):
         worker.launch(full, [*range(8)])
