@@ -51,27 +51,32 @@ NOISE = ("Memcpy HtoD", "Memcpy DtoH")  # copies of the host beside a step, not 
 
 
 def pipeline(given: argparse.Namespace, case: str) -> tuple[Any, Callable[[], Any]]:
-    """A pipeline with random weights, and a generation with it. Names of `benchmarks.step`, so of its commit."""
+    """A pipeline with random weights, and a generation with it, by what a checkout of 7fb8a893 has, too."""
     import torch
 
     from benchmarks import step
+    from benchmarks.feeds import apart, random_prompts
+    from benchmarks.shapes import shape
+    from dinfer import Pipeline, Runtime, compose
+    from dinfer.layers.linear import quantize
+    from dinfer.loading.checkpoint import random_network
 
     settings = step.arguments([*CASES[case].split(), "--device", given.device])
     if given.tiny:
         settings.shape, settings.batch = SMALL[settings.shape], min(settings.batch, 2)
         settings.prompt, settings.new = 40, min(settings.new, 64)
     device = torch.device(given.device)
-    family, spec = step.shape(settings.shape)
+    family, spec = shape(settings.shape)
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    model = step.random_network(family, spec, dtype=dtype, device=device)
+    model = random_network(family, spec, dtype=dtype, device=device)
     if settings.quantize:
-        step.quantize(model, settings.quantize)
+        quantize(model, settings.quantize)
     iteration = {"name": settings.iteration, "block": settings.block, "stop": "off"}
-    recipe = step.compose(model, iteration=iteration, decoder="threshold", cache=settings.cache)
-    recipe = step.apart(recipe) if settings.spread else recipe
-    pipe = step.Pipeline(recipe, None, step.Runtime(rows=settings.batch, graphs=device.type == "cuda"))
-    prompts = step.random_prompts(spec, settings.batch, settings.prompt)
+    recipe = compose(model, iteration=iteration, decoder="threshold", cache=settings.cache)
+    recipe = apart(recipe) if settings.spread else recipe
+    pipe = Pipeline(recipe, None, Runtime(rows=settings.batch, graphs=device.type == "cuda"))
+    prompts = random_prompts(spec, settings.batch, settings.prompt)
     return pipe, partial(pipe.generate_ids, prompts, max_new_tokens=settings.new)
 
 

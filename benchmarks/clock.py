@@ -16,6 +16,20 @@ from dinfer.engine.engine import Engine
 from dinfer.step.shape import KeysOnly, StepShape
 
 
+def moment(cuda: bool) -> Any:
+    """Now, on the clock of the device, which need not have come so far, or of the host."""
+    if not cuda:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def milliseconds(begin: Any, end: Any) -> float:
+    """Between two moments that the device has reached."""
+    return 1e3 * (end - begin) if isinstance(begin, float) else begin.elapsed_time(end)
+
+
 class Clock:
     """The GPU time of every launch by shape; on a CPU the host's time."""
 
@@ -33,19 +47,12 @@ class Clock:
 
     @contextmanager
     def _timed(self, step_shape: StepShape, slots: Sequence[int]) -> Iterator[None]:
-        begin, captured = self._mark(), self.engine.runner.captured
+        begin, captured = moment(self.cuda), self.engine.runner.captured
         yield
         if self.engine.runner.captured > captured:
             self.captures.add(len(self.marks))
         rows = step_shape.lanes if step_shape.extra(Sliced) else len(slots)  # a row may take several lanes
-        self.marks.append((step_shape, rows, begin, self._mark()))
-
-    def _mark(self) -> Any:
-        if not self.cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        self.marks.append((step_shape, rows, begin, moment(self.cuda)))
 
     @property
     def shapes(self) -> list[StepShape]:
@@ -58,10 +65,9 @@ class Clock:
             torch.cuda.synchronize()
         found = defaultdict(list)
         for step_shape, rows, begin, end in self.marks:
-            taken = begin.elapsed_time(end) if self.cuda else 1e3 * (end - begin)
             found[
                 step_shape.phase.name, step_shape.lanes, step_shape.width, step_shape.extra(KeysOnly) is not None
-            ].append((taken, rows))
+            ].append((milliseconds(begin, end), rows))
         table = [
             {
                 "phase": phase, "lanes": lanes, "width": width, "settles": settles, "launches": len(values),

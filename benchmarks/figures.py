@@ -37,6 +37,13 @@ def panels(count: int, height: float = 3.2, grid: bool = True) -> tuple[Figure, 
     return figure, found
 
 
+def by_count(axes: Axes, counts: list[int]) -> None:
+    """Gives a panel the requests in flight as its x axis."""
+    axes.set_xscale("log")
+    axes.set_xticks(counts, [str(count) for count in counts])
+    axes.minorticks_off()
+
+
 def speed() -> Figure:
     """Tokens a second of whole generations, of ours and of the published dInfer."""
     report, (figure, (axes,)) = beside(), panels(1, 2.4, grid=False)
@@ -81,9 +88,8 @@ def curve(results: Path = RESULTS) -> Figure:
     fast.set(ylabel="tokens a second (dashed: limit)", yscale="log")
     late.set(ylabel="seconds a request (dotted: worst)", yscale="log")
     for axes in (fast, late):
-        axes.set(xlabel="requests in flight, one card", xscale="log")
-        axes.set_xticks(counts, [str(count) for count in counts])
-        axes.minorticks_off()
+        axes.set(xlabel="requests in flight, one card")
+        by_count(axes, counts)
     fast.legend(frameon=False)
     return figure
 
@@ -98,10 +104,8 @@ def rival() -> Figure:
             lines[f"blocks of {block}, {commits} tokens a step"] = places
     for title, places in lines.items():
         axes.plot(*zip(*places, strict=True), marker="o", ms=4, label=title, color=None if "blocks" in title else "0.3")
-    axes.set(xlabel="requests in flight", ylabel="tokens a second", xscale="log", yscale="log")
-    counts = [int(at) for at in report["causal"]]
-    axes.set_xticks(counts, [str(count) for count in counts])
-    axes.minorticks_off()
+    axes.set(xlabel="requests in flight", ylabel="tokens a second", yscale="log")
+    by_count(axes, [int(at) for at in report["causal"]])
     axes.legend(frameon=False)
     return figure
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.clock import milliseconds, moment
 from dinfer.kernels.types import FLOAT8
 from dinfer.layers.transformer import Experts
 from dinfer.memory import KVPool
@@ -65,19 +66,14 @@ def products(device: torch.device, dtype: torch.dtype) -> Callable[[], torch.Ten
 
 def median_seconds(work: Callable[[], Any], device: torch.device) -> float:
     """The GPU time of a piece of work after warm-up; on a CPU the host's time."""
-    found = []
+    found, cuda = [], device.type == "cuda"
     for _ in range(12):
-        if device.type != "cuda":
-            began = time.perf_counter()
-            work()
-            found.append(time.perf_counter() - began)
-            continue
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
+        begin = moment(cuda)
         work()
-        end.record()
-        end.synchronize()
-        found.append(begin.elapsed_time(end) / 1e3)
+        end = moment(cuda)
+        if cuda:
+            end.synchronize()
+        found.append(milliseconds(begin, end) / 1e3)
     return statistics.median(found[2:])
 
 

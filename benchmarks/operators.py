@@ -25,11 +25,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import dinfer.engine.runner as launching
 from benchmarks.feeds import random_prompts
 from benchmarks.provenance import begun, command_line, save
-from benchmarks.shapes import shape
+from benchmarks.shapes import random_weights, shape
 from dinfer import CACHES, DECODERS, ITERATIONS, Runtime, compose
 from dinfer.engine.engine import Engine
 from dinfer.engine.request import Request, Wants
-from dinfer.loading.checkpoint import random_network
 
 STEP, PAIRWISE = 10, 40
 PARTS = ("model", "iteration", "decoder", "cache")
@@ -83,8 +82,7 @@ def network(name: str) -> Any:
     given = {"shift": 1} if name == "small-shifted" else {}
     given |= {"delete_id": 500, "split_id": 501} if name == "small-llada2" else {}
     family, spec = shape("small" if given.get("shift") else name)
-    torch.manual_seed(0)
-    model = random_network(family, replace(spec, **given), dtype=torch.float32, device=torch.device("cpu"))
+    model = random_weights(family, replace(spec, **given), torch.device("cpu"))
     model.norm.weight.data.mul_(2.5)
     return model
 

@@ -13,7 +13,6 @@ the columns.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import json
 import re
@@ -27,7 +26,7 @@ from typing import Any
 import torch
 
 import dinfer
-from benchmarks.provenance import provenance
+from benchmarks.provenance import command_line, provenance
 from dinfer.analysis.metrics import Sample
 from dinfer.analysis.metrics import measure as metrics_of
 from dinfer.demo.problems import Problem, generate, is_correct
@@ -185,19 +184,8 @@ def measure(base: dinfer.Pipeline, problems: list[Problem], new_tokens: int, rec
     }  # fmt: skip
 
 
-def with_problems(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Adds the arguments for problems, device and output."""
-    parser.add_argument("--count", type=int, default=500, help="held-out problems")
-    parser.add_argument("--seed", type=int, default=0, help="of the problem generator")
-    parser.add_argument("--new", type=int, default=96, help="max_new_tokens")
-    parser.add_argument("--rows", type=int, default=500, help="requests in flight")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--out", type=Path, help="path without suffix")
-    return parser
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, device="cpu")
     parser.add_argument("--model", default="tiny", help="a model in the box, or a folder with one trained likewise")
     parser.add_argument("--preset", choices=("foundation", "everything", "further", "several"), default="foundation")
     parser.add_argument("--adapter", help="folder or name of an adapter that is merged into it")
@@ -205,7 +193,11 @@ def main() -> None:
     parser.add_argument("--edits", action="store_true", help="with several: decoders that edit too")
     parser.add_argument("--blocks", type=int, default=4, help="with several: blocks open at once, at most")
     parser.add_argument("--only", default="", help="a regular expression: only recipes whose line has it")
-    given = with_problems(parser).parse_args()
+    parser.add_argument("--count", type=int, default=500, help="held-out problems")
+    parser.add_argument("--seed", type=int, default=0, help="of the problem generator")
+    parser.add_argument("--new", type=int, default=96, help="max_new_tokens")
+    parser.add_argument("--rows", type=int, default=500, help="requests in flight")
+    given = parser.parse_args()
 
     device = torch.device(given.device)
     problems = generate("heldout", given.count, given.seed)

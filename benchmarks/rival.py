@@ -20,13 +20,13 @@ from typing import Any
 
 import torch
 
-from benchmarks.clock import Clock
+from benchmarks.clock import Clock, milliseconds, moment
 from benchmarks.feeds import random_prompts
 from benchmarks.limits import limits, rates
 from benchmarks.provenance import begun, command_line, save
-from benchmarks.shapes import SHAPES
+from benchmarks.shapes import SHAPES, random_weights
 from dinfer import Pipeline, Runtime, compose
-from dinfer.loading.checkpoint import family_of, random_network
+from dinfer.loading.checkpoint import family_of
 from dinfer.memory import RESERVED, KVPool, PoolSize
 from dinfer.recipe.registry import MODELS
 
@@ -38,27 +38,19 @@ BLOCKS = (8, 16, 32)
 def network(name: str, block: int, device: torch.device) -> Any:
     """The shape with random weights and attention blocks of this length, or causal if it is 1."""
     family = MODELS.build({"name": family_of(SHAPES[name]), "block": block})
-    torch.manual_seed(0)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    return random_network(family, family.spec(SHAPES[name]), dtype=dtype, device=device)
+    return random_weights(family, family.spec(SHAPES[name]), device)
 
 
-def milliseconds(work: Any, device: torch.device, steps: int) -> float:
+def step_ms(work: Any, device: torch.device, steps: int) -> float:
     """The mean time of a step of so many."""
-    if device.type != "cuda":
-        import time
-
-        began = time.perf_counter()
-        for _ in range(steps):
-            work()
-        return 1e3 * (time.perf_counter() - began) / steps
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
+    cuda = device.type == "cuda"
+    begin = moment(cuda)
     for _ in range(steps):
         work()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / steps
+    end = moment(cuda)
+    if cuda:
+        end.synchronize()
+    return milliseconds(begin, end) / steps
 
 
 def left_to_right(model: Any, rows: int, given: argparse.Namespace, card: dict[str, float] | None) -> dict[str, Any]:
@@ -94,7 +86,7 @@ def left_to_right(model: Any, rows: int, given: argparse.Namespace, card: dict[s
     else:
         step()
     pos_B1.fill_(given.prompt)
-    runs = [milliseconds(work, device, given.steps) for _ in range(RUNS)]
+    runs = [step_ms(work, device, given.steps) for _ in range(RUNS)]
     least = limits(
         model, kv, rows=rows, width=1, block=1, keys=given.prompt + given.steps * RUNS / 2, experts=None, rates=card
     )

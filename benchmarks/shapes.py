@@ -85,12 +85,21 @@ def shape(name: str) -> tuple[ModelFamily, ModelSpec]:
     return family, family.spec(config)
 
 
-def random_model(name: str, device: torch.device, dtype: str | None = None, quantized: str | None = None) -> Any:
-    """A shape with random weights, the same at every call. `dtype`: None is bfloat16 on a card, else float32."""
+def random_weights(
+    family: ModelFamily, spec: ModelSpec, device: torch.device, dtype: str | None = None, **share: Any
+) -> Any:
+    """A network with random weights, the same at every call. `dtype`: None is bfloat16 on a card, else float32.
+
+    `share`: what a rank holds of it, see `random_network`.
+    """
     torch.manual_seed(0)
     usual = "bfloat16" if device.type == "cuda" else "float32"
-    family, spec = shape(name)
-    model = random_network(family, spec, dtype=getattr(torch, dtype or usual), device=device)
+    return random_network(family, spec, dtype=getattr(torch, dtype or usual), device=device, **share)
+
+
+def random_model(name: str, device: torch.device, dtype: str | None = None, quantized: str | None = None) -> Any:
+    """A shape with random weights, as `random_weights`."""
+    model = random_weights(*shape(name), device, dtype)
     if quantized:
         quantize(model, quantized)
     return model

@@ -28,13 +28,11 @@ from benchmarks.feeds import Hollow, apart, random_prompts
 from benchmarks.limits import limits, rates
 from benchmarks.parts import by_kernel, by_part, profiled, told
 from benchmarks.provenance import begun, command_line, save
-from benchmarks.shapes import SHAPES, shape
+from benchmarks.shapes import SHAPES, random_model
 from dinfer import Pipeline, Runtime, compose
 from dinfer.engine.engine import Engine
 from dinfer.engine.runtime import KV
-from dinfer.layers.linear import quantize
 from dinfer.layers.transformer import Experts
-from dinfer.loading.checkpoint import random_network
 from dinfer.memory import KVPool
 from dinfer.recipe.recipe import Recipe
 from dinfer.step.shape import StepShape
@@ -93,7 +91,6 @@ def timed_run(pipe: Pipeline, run: Callable[[], Any]) -> tuple[dict[str, Any], l
 
 def pool(engine: Engine) -> KVPool:
     """Keys and values of an engine that has run."""
-    assert engine.runner.state is not None
     return engine.runner.state.kv
 
 
@@ -117,12 +114,9 @@ def main(args: list[str] | None = None) -> None:
     device = torch.device(given.device)
     cuda = device.type == "cuda"
     report = begun(given, device)
-    family, spec = shape(given.shape)
     card = rates(device, given.quantize) if cuda else None
-    torch.manual_seed(0)
-    model = random_network(family, spec, dtype=torch.bfloat16 if cuda else torch.float32, device=device)
-    if given.quantize:
-        quantize(model, given.quantize)
+    model = random_model(given.shape, device, quantized=given.quantize)
+    spec = model.spec
     iteration = {"name": given.iteration, "block": given.block, "stop": "off"}
     plain = compose(model, iteration=iteration, decoder="threshold", cache=given.cache)
     recipe = apart(plain) if given.spread else plain

@@ -32,10 +32,9 @@ from benchmarks.feeds import apart, random_prompts, usual
 from benchmarks.limits import limits, rates
 from benchmarks.parts import by_kernel, by_part, profiled
 from benchmarks.provenance import begun, command_line, save
-from benchmarks.shapes import shape
+from benchmarks.shapes import random_weights, shape
 from benchmarks.step import experts_read, pool, timed_run
 from dinfer import Pipeline, Runtime
-from dinfer.loading.checkpoint import random_network
 from dinfer.parallel.ranks import ALONE, Ranks
 
 BLOCK, PROMPT, NEW = 32, 128, 256
@@ -85,10 +84,8 @@ def run_rank(case: Case, device: torch.device, ranks: Ranks) -> dict[str, Any]:
         ranks = replace(ranks, exchange=None, small=None if case.sums == "nccl" else ranks.small)
     ranks = replace(ranks, rank=replace(ranks.rank, expert_parallel=case.experts != "divided"))
     family, spec = shape(case.shape)
-    torch.manual_seed(0)
     began = time.perf_counter()
-    dtype = torch.bfloat16 if cuda else torch.float32
-    model = random_network(family, spec, dtype=dtype, device=device, quantize=case.quantize, rank=ranks.rank)
+    model = random_weights(family, spec, device, quantize=case.quantize, rank=ranks.rank)
     found: dict[str, Any] = {"case": case._asdict(), "weights_s": time.perf_counter() - began}
     if cuda:
         held, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()

@@ -24,7 +24,7 @@ from unittest.mock import patch
 import torch
 
 from benchmarks import throughput
-from benchmarks.clock import Clock
+from benchmarks.clock import Clock, milliseconds
 from benchmarks.feeds import Hollow, random_prompts
 from benchmarks.provenance import provenance
 from dinfer import Pipeline
@@ -49,8 +49,7 @@ def table(clock: Clock, canvas: int) -> list[dict[str, Any]]:
     found = defaultdict(list)
     for place, (shape, _, begin, end) in enumerate(clock.marks):
         if place not in clock.captures:
-            taken = begin.elapsed_time(end) if clock.cuda else 1e3 * (end - begin)
-            found[shape.phase.name, shape.lanes, shape.width].append(taken)
+            found[shape.phase.name, shape.lanes, shape.width].append(milliseconds(begin, end))
     return [
         {
             "phase": phase, "lanes": lanes, "width": width, "canvas": canvas, "launches": len(taken),
@@ -81,7 +80,7 @@ def sweep(recipe: Recipe, runtime: Runtime, prompt: int, given: argparse.Namespa
     for rows in sorted({min(rows, room) for rows in given.in_flight}):
         clock, wall = timed(pipe, prompts[:rows], given.new)
         found = table(clock, canvas)
-        launched = sum(begin.elapsed_time(end) if clock.cuda else 1e3 * (end - begin) for *_, begin, end in clock.marks)
+        launched = sum(milliseconds(begin, end) for *_, begin, end in clock.marks)
         count = sum(shape.phase.name != "PREFILL" for shape in clock.shapes)
         report["steps"] += found
         report["rounds"].append({"rows": rows, "canvas": canvas, "gap_ms": round((1e3 * wall - launched) / count, 4)})

@@ -15,9 +15,10 @@ import dinfer
 from benchmarks.clock import Clock
 from benchmarks.feeds import random_prompts
 from benchmarks.peers.work import RATE, arguments, report
+from benchmarks.shapes import random_weights
 from dinfer.decoders.threshold import Threshold
 from dinfer.layers.linear import quantize
-from dinfer.loading.checkpoint import family_of, random_network
+from dinfer.loading.checkpoint import family_of
 from dinfer.recipe.registry import MODELS, option
 from dinfer.step.contracts import BlockView, Proposal, State, TokenStats
 
@@ -39,9 +40,7 @@ def main(args: list[str] | None = None) -> None:
     cuda = device.type == "cuda"
     family = family_of(config)
     family = MODELS.build({"name": family, "block": given.attention_block} if given.attention_block else family)
-    torch.manual_seed(0)
-    dtype = torch.bfloat16 if cuda else torch.float32
-    model: Any = random_network(family, family.spec(config), dtype=dtype, device=device)
+    model = random_weights(family, family.spec(config), device)
     with torch.no_grad():  # neither a stop token nor a mask is ever the most likely
         model.head.weight[min(model.spec.mask, *model.spec.stop_ids) :] = 0
     if given.quantize:
