@@ -321,7 +321,9 @@ class Constraints(Ability):
         stays_BX = held_BX & ~said_BX
         rest = replace(line, token_BX=torch.where(said_BX, token_BX, line.token_BX), open_BX=loose.open_BX & ~said_BX)
         rest_BX = torch.where(stays_BX, line.token_BX, token_BX)
-        wanted_BX, first_BX = stays_BX | (commit_BX & ~held_BX), confidence_BX.masked_fill(stays_BX, 2.0)
+        # Once nothing is taken back any more, what is decoded stays, or edits might be in the way of masks for ever.
+        wanted_BX = stays_BX | (commit_BX & (line.open_BX | line.outside_BX))
+        first_BX = confidence_BX.masked_fill(stays_BX, 2.0)
         found = sweeps.settled(rest, wanted_BX, rest_BX, first_BX)
         taken_BX = rest.open_BX & ~found.written_BX & ~line.open_BX
         other_BX = found.written_BX & ~found.forced_BX & ~held_BX
