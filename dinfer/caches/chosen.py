@@ -17,7 +17,7 @@ from dinfer.abilities.pacing import LeavesDecoded, LeavesMasks
 from dinfer.abilities.watching import Follows, Watches
 from dinfer.kernels.canvas import padded
 from dinfer.kernels.selection import density, descending_rank
-from dinfer.recipe.registry import CACHES, check_range, option
+from dinfer.recipe.registry import CACHES, option
 from dinfer.step.contracts import CachePolicy, ModelSpec, Moved, Phase, RowCursors, State, WindowPlan
 from dinfer.step.model import Followed
 from dinfer.step.plan import SHARES
@@ -45,12 +45,8 @@ class DelayedCache(CachePolicy, Chooses, LeavesDecoded):
 
     variant: Literal["decode", "greedy"] = option("decode", "recompute all masks, or those of the active block")
     interval: int = option(8, "steps in a block after which keys are refreshed; 0: only on entering it")
-    delay: int = option(1, "steps after which a decoded token's keys are kept")
+    delay: int = option(1, "steps after which a decoded token's keys are kept", least=1)
     around: int = option(2, "greedy: positions recomputed on either side of a token that was just decoded")
-
-    def __post_init__(self) -> None:
-        check_range("cache", self, "interval", "around", least=0)
-        check_range("cache", self, "delay", least=1)
 
     def fresh_state(self, spec: ModelSpec, length: int) -> State:
         return {"age": torch.tensor(self.delay).expand(length + 1)}  # steps that have seen each token; masks: 0
@@ -108,11 +104,7 @@ class AdaptiveCache(CachePolicy, Chooses, Watches):
 
     prompt_interval: int = option(100, "steps after which everything is recomputed; 0: only the first step does")
     response_interval: int = option(7, "steps after which the whole response is recomputed; 0: never")
-    ratio: float = option(0.25, "share of the response, beside the active block, that other steps recompute")
-
-    def __post_init__(self) -> None:
-        check_range("cache", self, "prompt_interval", "response_interval", least=0)
-        check_range("cache", self, "ratio", least=0, most=1)
+    ratio: float = option(0.25, "share of the response, beside the active block, that other steps recompute", most=1)
 
     def fresh_state(self, spec: ModelSpec, length: int) -> State:
         zeros_S = torch.zeros((), dtype=torch.int64).expand(length + 1)
@@ -184,20 +176,15 @@ class D2Cache(CachePolicy, Chooses, Follows, LeavesDecoded, LeavesMasks):
     paper = "d2Cache, arXiv:2509.23094"
 
     masks: int = option(32, "masks recomputed at every step; at least one is of the active block")
-    mass: float = option(0.1, "share of all attention whose receivers are recomputed")
-    sigma: float = option(10.0, "reach of the weight by decoded neighbours, in positions; 0: no such weight")
+    mass: float = option(0.1, "share of all attention whose receivers are recomputed", most=1)
+    sigma: float = option(10.0, "reach of the weight by decoded neighbours, in positions; 0: no such weight", most=256)
     bridge: int = option(0, "largest distance of two recomputed positions between which all others are recomputed too")
     score: Literal["low_confidence", "margin"] = option(
         "low_confidence", "confidence of a mask: probability, or lead over the second token"
     )
-    share: float | None = option(0.5, "largest share of the response that is computed beside the block; null: all")
-
-    def __post_init__(self) -> None:
-        check_range("cache", self, "mass", least=0, most=1)
-        check_range("cache", self, "sigma", least=0, most=256)
-        check_range("cache", self, "masks", "bridge", least=0)
-        if self.share is not None:
-            check_range("cache", self, "share", least=0, most=1)
+    share: float | None = option(
+        0.5, "largest share of the response that is computed beside the block; null: all", most=1
+    )
 
     def incompatibility(self, spec: ModelSpec) -> str | None:
         if not spec.attention_block:

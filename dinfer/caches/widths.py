@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dinfer.abilities.candidates import RecomputesEveryKey
 from dinfer.abilities.pacing import LeavesDecoded, LeavesMasks
-from dinfer.recipe.registry import CACHES, check_range, option
+from dinfer.recipe.registry import CACHES, option
 from dinfer.step.contracts import CachePolicy, ModelSpec, Moved, Phase, RowCursors, State, WindowPlan
 
 
@@ -37,9 +37,6 @@ class VicinityCache(CachePolicy, RecomputesEveryKey):
     ahead: int = option(16, "positions recomputed to the right of the block")
     warmup: int = option(4, "full passes before keys are kept")
     interval: int = option(0, "passes after which keys are refreshed too, from the second block on; 0: never")
-
-    def __post_init__(self) -> None:
-        check_range("cache", self, "back", "ahead", "warmup", "interval", least=0)
 
     def plan(self, phase: Phase) -> WindowPlan:
         return WindowPlan(None, None) if phase == Phase.FULL else WindowPlan(self.back, self.ahead)
@@ -72,12 +69,8 @@ class NarrowWindow(CachePolicy, LeavesDecoded, LeavesMasks):
 
     paper = "Elastic-Cache, arXiv:2510.14973"
 
-    ahead: int = option(8, "positions computed from the first mask on")
+    ahead: int = option(8, "positions computed from the first mask on", least=1)
     back: int = option(4, "positions computed before it; with `ahead` or more, each token is computed after its commit")
-
-    def __post_init__(self) -> None:
-        check_range("cache", self, "ahead", least=1)
-        check_range("cache", self, "back", least=0)
 
     def incompatibility(self, spec: ModelSpec) -> str | None:
         if spec.mask_id is not None:

@@ -43,10 +43,6 @@ class RefreshedCache(CachePolicy, RecomputesEveryKey):
 
     interval: int = option(0, "window passes of a request after which keys are refreshed too; 0: never")
 
-    def __post_init__(self) -> None:
-        if self.interval < 0:
-            raise ValueError(f"cache.interval={self.interval} must be 0 (never) or more")
-
     def plan(self, phase: Phase) -> WindowPlan:
         return WindowPlan(None, None) if phase == Phase.FULL else WindowPlan(0, self.ahead)
 
@@ -77,11 +73,6 @@ class PrefixCache(RefreshedCache):
     ahead: ClassVar[int | None] = None
 
     suffix: int | None = option(None, "positions right of the block that the model sees, and the last one; null: all")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.suffix is not None and self.suffix < 0:
-            raise ValueError(f"cache.suffix={self.suffix} must be 0 or more, or null (all)")
 
     def incompatibility(self, spec: ModelSpec) -> str | None:
         if self.suffix is None or not spec.attention_block:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dinfer.abilities.adjusting import Adjusts
 from dinfer.kernels.selection import confident, density, descending_rank, run_leaders
-from dinfer.recipe.registry import DECODERS, check_probability, check_range, option
+from dinfer.recipe.registry import DECODERS, option
 from dinfer.step.contracts import BlockView, Decoder, Large, ModelSpec, Proposal, State, TokenStats
 
 
@@ -33,16 +33,13 @@ class Hierarchical(Decoder):
 
     paper = "dInfer, arXiv:2510.08666"
 
-    threshold: float = option(0.9, "commit every token more probable than this", per_request=True)
+    threshold: float = option(0.9, "commit every token more probable than this", most=1, per_request=True)
     low_threshold: float = option(
-        0.4, "commit the best token of a run if it is more probable than this", per_request=True
+        0.4, "commit the best token of a run if it is more probable than this", most=1, per_request=True
     )
     ties: Literal["all", "first"] = option(
         "all", "equally good tokens of a run: commit 'all', or the 'first' (dInfer's fast_v2)"
     )
-
-    def __post_init__(self) -> None:
-        check_probability("decoder", self, "threshold", "low_threshold")
 
     def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
         score_RL = stats.top_RL.masked_fill(~view.masked_RL, -1.0)
@@ -65,9 +62,6 @@ class Factor(Decoder):
     precision = "float64"
 
     factor: float = option(1.0, "the larger, the more tokens a step", per_request=True)
-
-    def __post_init__(self) -> None:
-        check_range("decoder", self, "factor", least=0)
 
     def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
         rank_RL, count_R1 = self.ranked(stats, view)
@@ -112,9 +106,6 @@ class EntropyBound(Decoder):
     def refuses(self) -> tuple[str, ...]:
         return ("eos_last",)  # it does not look at confidences
 
-    def __post_init__(self) -> None:
-        check_range("decoder", self, "bound", least=0)
-
     def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
         entropy_RL = stats.stat("entropy").masked_fill(~view.masked_RL, float("inf"))
         score_RL = self.scores(stats).masked_fill(~view.masked_RL, float("-inf"))
@@ -153,15 +144,10 @@ class Klass(Decoder, Adjusts):
 
     paper = "KLASS, arXiv:2511.05664"
 
-    threshold: float = option(0.9, "least probability of a stable token", per_request=True)
+    threshold: float = option(0.9, "least probability of a stable token", most=1, per_request=True)
     kl_threshold: float = option(0.01, "KL divergence, in nats, below which a step is stable", per_request=True)
-    history: int = option(2, "stable steps in a row that a commit needs", per_request=True)
-    least: int = option(1, "tokens to commit where none is stable", per_request=True)
-
-    def __post_init__(self) -> None:
-        check_probability("decoder", self, "threshold")
-        check_range("decoder", self, "kl_threshold", least=0)
-        check_range("decoder", self, "history", "least", least=1)
+    history: int = option(2, "stable steps in a row that a commit needs", least=1, per_request=True)
+    least: int = option(1, "tokens to commit where none is stable", least=1, per_request=True)
 
     def fresh_state(self, spec: ModelSpec, block: int) -> State:
         return {
@@ -197,16 +183,10 @@ class Credit(Decoder, Adjusts):
 
     paper = "CreditDecoding, arXiv:2510.06133"
 
-    threshold: float = option(0.9, "least probability of a commit, credit included", per_request=True)
-    alpha: float = option(0.7, "weight of the credit in the logits", per_request=True)
+    threshold: float = option(0.9, "least probability of a commit, credit included", most=1, per_request=True)
+    alpha: float = option(0.7, "weight of the credit in the logits", most=1e3, per_request=True)
     gamma: float = option(0.2, "power of the probability that is gained", per_request=True)
-    decay: float = option(0.8, "of the credit, per step", per_request=True)
-
-    def __post_init__(self) -> None:
-        check_probability("decoder", self, "threshold")
-        check_range("decoder", self, "alpha", least=0, most=1e3)  # logits with it stay finite
-        check_range("decoder", self, "gamma", least=0)
-        check_range("decoder", self, "decay", least=0, most=1)
+    decay: float = option(0.8, "of the credit, per step", most=1, per_request=True)
 
     def fresh_state(self, spec: ModelSpec, block: int) -> State:
         return {
@@ -252,8 +232,8 @@ class Calibrated(Decoder):
     paper = "d2Cache, arXiv:2509.23094; PC-Sampler, arXiv:2508.13021"
 
     threshold: float = option(0.9, "least calibrated confidence of a commit", per_request=True)
-    least: int = option(1, "commit at least so many tokens a step", per_request=True)
-    sigma: float = option(10.0, "reach of the certainty prior, in positions; 0: no such prior")
+    least: int = option(1, "commit at least so many tokens a step", least=1, per_request=True)
+    sigma: float = option(10.0, "reach of the certainty prior, in positions; 0: no such prior", most=256)
     frequencies: str | None = option(
         None,
         'JSON file {"total": tokens of a corpus, "counts": {"token id": times it occurs}}; null: not calibrated by it',
@@ -264,9 +244,7 @@ class Calibrated(Decoder):
     )
 
     def __post_init__(self) -> None:
-        check_range("decoder", self, "threshold", "clip", least=0)
-        check_range("decoder", self, "least", least=1)
-        check_range("decoder", self, "sigma", least=0, most=256)
+        super().__post_init__()
         if self.frequencies is not None and self.score == "margin":
             raise ValueError("decoder.frequencies calibrate a probability: use decoder.score=low_confidence with them")
 

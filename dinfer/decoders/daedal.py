@@ -12,7 +12,7 @@ from torch import Tensor
 from dinfer.abilities.pacing import Grows
 from dinfer.kernels.canvas import moved
 from dinfer.kernels.selection import descending_rank
-from dinfer.recipe.registry import DECODERS, check_probability, check_range, option
+from dinfer.recipe.registry import DECODERS, option
 from dinfer.step.contracts import BlockView, Decoder, ModelSpec, Proposal, State, TokenStats
 
 
@@ -31,19 +31,16 @@ class Daedal(Decoder, Grows):
 
     paper = "DAEDAL, arXiv:2508.00819"
 
-    initial: int = option(64, "masks at first", per_request=True)
-    window: int = option(32, "positions that are decoded before those to their right", per_request=True)
-    threshold: float = option(0.9, "commit every token more probable than this", per_request=True)
-    low_threshold: float = option(0.1, "add masks at a position less sure than this; 0: never", per_request=True)
-    expansion: int = option(8, "masks in place of one", per_request=True)
+    initial: int = option(64, "masks at first", least=1, per_request=True)
+    window: int = option(32, "positions that are decoded before those to their right", least=1, per_request=True)
+    threshold: float = option(0.9, "commit every token more probable than this", most=1, per_request=True)
+    low_threshold: float = option(
+        0.1, "add masks at a position less sure than this; 0: never", most=1, per_request=True
+    )
+    expansion: int = option(8, "masks in place of one", least=1, per_request=True)
     eos_threshold: float = option(0.5, "the length is found once e reaches this", per_request=True)
     growth_threshold: float = option(0.9, "add no masks once e reaches this", per_request=True)
-    eos_tokens: int = option(32, "EOS predictions that e is the mean of", per_request=True)
-
-    def __post_init__(self) -> None:
-        check_probability("decoder", self, "threshold", "low_threshold")
-        check_range("decoder", self, "initial", "window", "expansion", "eos_tokens", least=1)
-        check_range("decoder", self, "eos_threshold", "growth_threshold", least=0)
+    eos_tokens: int = option(32, "EOS predictions that e is the mean of", least=1, per_request=True)
 
     def incompatibility(self, spec: ModelSpec) -> str | None:
         if spec.mask_id is not None:

@@ -18,7 +18,7 @@ from dinfer.abilities.adjusting import Adjusts
 from dinfer.abilities.pacing import Edits, Moves
 from dinfer.kernels.canvas import moved
 from dinfer.kernels.selection import Decoded, descending_rank, fill_and_edit, run_leaders
-from dinfer.recipe.registry import DECODERS, check_probability, check_range, option
+from dinfer.recipe.registry import DECODERS, option
 from dinfer.step.contracts import BlockView, Decoder, ModelSpec, Proposal, State, TokenStats
 
 
@@ -36,17 +36,14 @@ class JointThreshold(Decoder, Edits, Adjusts):
 
     paper = "LLaDA2.1, arXiv:2602.08676"
 
-    threshold: float = option(0.7, "commit masked positions above this", per_request=True)
-    edit_threshold: float = option(0.5, "rewrite decoded tokens where another is above this", per_request=True)
-    post_edits: int = option(16, "steps of editing once no mask is left", per_request=True)
-    least: int = option(1, "fill at least so many masks a step", per_request=True)
-    penalty: float = option(0.0, "on repeating the token to the left, in logits", per_request=True)
-
-    def __post_init__(self) -> None:
-        check_probability("decoder", self, "threshold", "edit_threshold")
-        check_range("decoder", self, "post_edits", least=0, most=255)  # the engine ends a row that gains none for 256
-        check_range("decoder", self, "least", least=1)
-        check_range("decoder", self, "penalty", least=-1e3, most=1e3)  # logits less it stay finite
+    threshold: float = option(0.7, "commit masked positions above this", most=1, per_request=True)
+    edit_threshold: float = option(0.5, "rewrite decoded tokens where another is above this", most=1, per_request=True)
+    # The engine ends a row that gains nothing for 256 steps.
+    post_edits: int = option(16, "steps of editing once no mask is left", most=255, per_request=True)
+    least: int = option(1, "fill at least so many masks a step", least=1, per_request=True)
+    penalty: float = option(
+        0.0, "on repeating the token to the left, in logits", least=-1e3, most=1e3, per_request=True
+    )
 
     def fresh_state(self, spec: ModelSpec, block: int) -> State:
         return {"post_edits": torch.zeros((), dtype=torch.int64)}
@@ -77,14 +74,11 @@ class Remasking(Decoder, Edits):
 
     paper = "dInfer, arXiv:2510.08666"
 
-    threshold: float = option(0.9, "commit every token more probable than this", per_request=True)
+    threshold: float = option(0.9, "commit every token more probable than this", most=1, per_request=True)
     low_threshold: float = option(
-        0.4, "commit the best token of a run if it is more probable than this", per_request=True
+        0.4, "commit the best token of a run if it is more probable than this", most=1, per_request=True
     )
-    remask_threshold: float = option(0.4, "reconsider decoded tokens below this", per_request=True)
-
-    def __post_init__(self) -> None:
-        check_probability("decoder", self, "threshold", "low_threshold", "remask_threshold")
+    remask_threshold: float = option(0.4, "reconsider decoded tokens below this", most=1, per_request=True)
 
     def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
         doubtful_RL = (stats.top_RL < view.options["remask_threshold"]) & ~view.masked_RL & ~view.given_RL
@@ -119,15 +113,11 @@ class Wino(Decoder, Edits, Adjusts):
     paper = "WINO, arXiv:2507.18578"
     precision = "float64"
 
-    threshold: float = option(0.6, "commit masks above this", per_request=True)
-    keep_threshold: float = option(0.9, "mask decoded tokens below this again", per_request=True)
-    share: float = option(0.7, "commit at most this share of the masks", per_request=True)
-    fewest: int = option(5, "but at least this number", per_request=True)
-    most: int = option(20, "and at most this number", per_request=True)
-
-    def __post_init__(self) -> None:
-        check_range("decoder", self, "threshold", "keep_threshold", "share", least=0, most=1)
-        check_range("decoder", self, "fewest", "most", least=1)
+    threshold: float = option(0.6, "commit masks above this", most=1, per_request=True)
+    keep_threshold: float = option(0.9, "mask decoded tokens below this again", most=1, per_request=True)
+    share: float = option(0.7, "commit at most this share of the masks", most=1, per_request=True)
+    fewest: int = option(5, "but at least this number", least=1, per_request=True)
+    most: int = option(20, "and at most this number", least=1, per_request=True)
 
     def fresh_state(self, spec: ModelSpec, block: int) -> State:
         return {"own": torch.zeros((), dtype=torch.float64).expand(block)}
@@ -165,11 +155,8 @@ class DMax(Decoder, Edits):
 
     paper = "DMax, github.com/SJTU-DENG-Lab/Diffulex"
 
-    threshold: float = option(0.5, "least probability of a mask that is filled", per_request=True)
-    finish_at: float = option(0.9, "a step that fills every mask at this probability finishes the block")
-
-    def __post_init__(self) -> None:
-        check_probability("decoder", self, "threshold", "finish_at")
+    threshold: float = option(0.5, "least probability of a mask that is filled", most=1, per_request=True)
+    finish_at: float = option(0.9, "a step that fills every mask at this probability finishes the block", most=1)
 
     def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
         low_RL = view.masked_RL & (stats.top_RL < view.bar(view.options["threshold"]))
@@ -209,15 +196,13 @@ class InsertDelete(Decoder, Moves, Adjusts):
 
     paper = "LLaDA2.2; SGLang's JointThresholdInDel"
 
-    threshold: float = option(0.7, "fill masks above this", per_request=True)
+    threshold: float = option(0.7, "fill masks above this", most=1, per_request=True)
     edit_threshold: float = option(
-        0.5, "rewrite, delete or split tokens where the prediction is above this", per_request=True
+        0.5, "rewrite, delete or split tokens where the prediction is above this", most=1, per_request=True
     )
-    post_edits: int = option(16, "steps of editing once no original mask is left; 0: none", per_request=True)
-
-    def __post_init__(self) -> None:
-        check_probability("decoder", self, "threshold", "edit_threshold")
-        check_range("decoder", self, "post_edits", least=0, most=LONGEST)
+    post_edits: int = option(
+        16, "steps of editing once no original mask is left; 0: none", most=LONGEST, per_request=True
+    )
 
     def incompatibility(self, spec: ModelSpec) -> str | None:
         if None not in (spec.mask_id, spec.delete_id, spec.split_id):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dinfer.abilities.adjusting import Adjusts
-from dinfer.recipe.registry import DECODERS, check_range, option
+from dinfer.recipe.registry import DECODERS, option
 from dinfer.step.contracts import BlockView, Decoder, ModelSpec, Proposal, State, TokenStats
 
 
@@ -29,18 +29,14 @@ class Renoise(Decoder, Adjusts):
 
     paper = "DiffusionGemma (transformers 5.23), with EB-Sampler's bound, arXiv:2505.24857"
 
-    steps: int = option(48, "steps that a canvas takes at most", per_request=True)
+    # The engine ends a row that gains nothing for 256 steps.
+    steps: int = option(48, "steps that a canvas takes at most", least=1, most=255, per_request=True)
     bound: float = option(0.1, "joint entropy of the drafts that may be ignored, in nats", per_request=True)
-    t_min: float = option(0.4, "temperature after the last step", per_request=True)
-    t_max: float = option(0.8, "temperature at the first step", per_request=True)
+    # Logits divided by these stay finite.
+    t_min: float = option(0.4, "temperature after the last step", least=1e-3, most=1e3, per_request=True)
+    t_max: float = option(0.8, "temperature at the first step", least=1e-3, most=1e3, per_request=True)
     confidence: float = option(0.005, "mean entropy below which a stable canvas is done, in nats", per_request=True)
-    stability: int = option(1, "steps for which the most likely tokens must have stayed the same; 0: none")
-
-    def __post_init__(self) -> None:
-        check_range("decoder", self, "steps", least=1, most=255)  # the engine stops a row that gains nothing for 256
-        check_range("decoder", self, "bound", "confidence", least=0)
-        check_range("decoder", self, "stability", least=0, most=255)
-        check_range("decoder", self, "t_min", "t_max", least=1e-3, most=1e3)  # logits divided by it stay finite
+    stability: int = option(1, "steps for which the most likely tokens must have stayed the same; 0: none", most=255)
 
     def incompatibility(self, spec: ModelSpec) -> str | None:
         if spec.mask_id is None:

@@ -11,7 +11,7 @@ from dinfer.abilities.adjusting import Adjusts
 from dinfer.abilities.verification import Verifies
 from dinfer.kernels.random import uniform
 from dinfer.kernels.selection import descending_rank
-from dinfer.recipe.registry import DECODERS, check_probability, check_range, option
+from dinfer.recipe.registry import DECODERS, option
 from dinfer.step.contracts import BlockView, Decoder, Large, ModelSpec, Proposal, State, TokenStats
 from dinfer.step.stats import Quota
 
@@ -32,24 +32,19 @@ class S2D2(Decoder, Adjusts, Verifies):
 
     paper = "S2D2, github.com/phymhan/S2D2"
 
-    steps: int = option(32, "steps per block; each has an equal quota of the block length", per_request=True)
-    threshold: float = option(0.85, "fill up with all above this probability; 1: none is", per_request=True)
+    steps: int = option(32, "steps per block; each has an equal quota of the block length", least=1, per_request=True)
+    threshold: float = option(0.85, "fill up with all above this probability; 1: none is", most=1, per_request=True)
     order: Literal["dynamic", "static", "sequential"] = option(
         "dynamic", "what fills up: the best and all above the threshold, the best alone, or the leftmost"
     )
     sure: bool = option(False, "verified steps commit all above the threshold too, even if their quota is met")
 
-    min_span: int = option(1, "verify no shorter run of masks")
+    min_span: int = option(1, "verify no shorter run of masks", least=1)
     unsure: bool = option(False, "verify shorter runs too, where fewer masks are above the threshold")
     tempering: float = option(1.0, "power of q / p")
     least_ratio: float | None = option(None, "also accept tokens of the run with at least this q / p; null: none")
     all_runs: bool = option(False, "with least_ratio: and of other runs")
     resample: bool = option(True, "the first token that is not accepted is replaced; else it is committed as it is")
-
-    def __post_init__(self) -> None:
-        check_probability("decoder", self, "threshold")
-        check_range("decoder", self, "steps", "min_span", least=1)
-        check_range("decoder", self, "tempering", "least_ratio", least=0)
 
     @property
     def refuses(self) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from dinfer.abilities.adjusting import Adjusts
 from dinfer.kernels.random import uniform
 from dinfer.kernels.selection import confident, descending_rank
-from dinfer.recipe.registry import DECODERS, check_probability, check_range, option
+from dinfer.recipe.registry import DECODERS, option
 from dinfer.step.contracts import BlockView, Decoder, ModelSpec, Proposal, State, TokenStats
 from dinfer.step.stats import Quota
 
@@ -33,7 +33,7 @@ class Fixed(Decoder):
     paper = "LLaDA, arXiv:2502.09992"
     precision = "float64"
 
-    steps: int = option(32, "steps per block; the block length means one token a step", per_request=True)
+    steps: int = option(32, "steps per block; the block length means one token a step", least=1, per_request=True)
     score: Literal["low_confidence", "random", "entropy", "margin", "sequential"] = option(
         "low_confidence",
         "what makes a position best: probability, chance, low entropy, lead over the second token, or being leftmost",
@@ -43,11 +43,7 @@ class Fixed(Decoder):
         "what the steps share out: the masks a block begins with, or its length, so that a block which overlaps the "
         "prompt takes fewer steps",
     )
-    threshold: float = option(1.0, "also commit all tokens above this probability; 1: none", per_request=True)
-
-    def __post_init__(self) -> None:
-        check_range("decoder", self, "steps", least=1)
-        check_probability("decoder", self, "threshold")
+    threshold: float = option(1.0, "also commit all tokens above this probability; 1: none", most=1, per_request=True)
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -97,7 +93,7 @@ class Dream(Decoder):
 
     paper = "Dream, arXiv:2508.15487"
 
-    steps: int = option(512, "noise levels from 1 to eps, in each block", per_request=True)
+    steps: int = option(512, "noise levels from 1 to eps, in each block", least=1, per_request=True)
     alg: Literal["origin", "maskgit_plus", "topk_margin", "entropy"] = option(
         "entropy", "what comes first: chance, probability, lead over the second token, or low entropy"
     )
@@ -105,8 +101,7 @@ class Dream(Decoder):
     eps: float = option(0.001, "the last noise level", per_request=True)
 
     def __post_init__(self) -> None:
-        check_range("decoder", self, "steps", least=1)
-        check_range("decoder", self, "alg_temp", least=0)
+        super().__post_init__()
         if not 0 < self.eps < 1:
             raise ValueError(f"decoder.eps={self.eps} must be between 0 and 1")
 
@@ -203,21 +198,16 @@ class Prophet(Decoder, Adjusts):
 
     paper = "Prophet, arXiv:2508.19982"
 
-    steps: int = option(32, "steps for the whole block, unless the answer is sure before", per_request=True)
+    steps: int = option(32, "steps for the whole block, unless the answer is sure before", least=1, per_request=True)
     sub_block: int = option(
         0, "positions that are decoded before those to their right; 0: no such order", per_request=True
     )
     answer: int = option(
-        -1, "where the answer begins, in tokens right of the prompt; -1: all that is masked", per_request=True
+        -1, "where the answer begins, in tokens right of the prompt; -1: all that is masked", least=-1, per_request=True
     )
     early: float = option(7.5, "mean lead that ends the first third of the steps, in logits", per_request=True)
     mid: float = option(5.0, "mean lead that ends the second third", per_request=True)
     late: float = option(2.5, "mean lead that ends the last third", per_request=True)
-
-    def __post_init__(self) -> None:
-        check_range("decoder", self, "steps", least=1)
-        check_range("decoder", self, "sub_block", "early", "mid", "late", least=0)
-        check_range("decoder", self, "answer", least=-1)
 
     def fresh_state(self, spec: ModelSpec, block: int) -> State:
         number = torch.zeros((), dtype=torch.int64)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from dinfer.kernels.selection import confident
-from dinfer.recipe.registry import DECODERS, check_probability, check_range, option
+from dinfer.recipe.registry import DECODERS, option
 from dinfer.step.contracts import BlockView, Decoder, Proposal, State, TokenStats
 
 
@@ -21,16 +21,10 @@ class Threshold(Decoder):
 
     paper = "Fast-dLLM, arXiv:2505.22618"
 
-    threshold: float = option(0.9, "least probability of a commit", per_request=True)
-    least: int = option(1, "commit at least so many tokens a step", per_request=True)
-    relax: float = option(0.0, "by which part the threshold falls as the block fills up")
+    threshold: float = option(0.9, "least probability of a commit", most=1, per_request=True)
+    least: int = option(1, "commit at least so many tokens a step", least=1, per_request=True)
+    relax: float = option(0.0, "by which part the threshold falls as the block fills up", most=1)
     horizon: int = option(0, "with relax: positions right of the block that count as masks of it")
-
-    def __post_init__(self) -> None:
-        check_probability("decoder", self, "threshold")
-        check_range("decoder", self, "least", least=1)
-        check_range("decoder", self, "relax", least=0, most=1)
-        check_range("decoder", self, "horizon", least=0)
 
     def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
         threshold_R1 = view.options["threshold"]

@@ -16,7 +16,7 @@ from dinfer.abilities.pacing import Paces, Pads
 from dinfer.iterations.sweep import AlignedSweep, BlockSweep
 from dinfer.kernels.advance import Grid
 from dinfer.kernels.canvas import padded
-from dinfer.recipe.registry import ITERATIONS, check_range, option
+from dinfer.recipe.registry import ITERATIONS, option
 from dinfer.step.contracts import ModelSpec, RowCursors, State
 from dinfer.step.model import Model, SelfConditioned
 
@@ -34,14 +34,10 @@ class Smooth(BlockSweep, Feeds, Paces):
     paper = "dInfer, arXiv:2510.08666"
     scores: ClassVar[Literal["window", "adjusted", "none"]] = "window"
 
-    weight: float = option(0.3, "largest weight of the expected embedding")
-    weight_init: float = option(0.15, "weight at the first forward")
-    weight_growth: float = option(0.02, "growth of the weight per forward")
-    threshold_decay: float = option(0.02, "by how much the least confidence falls per forward, from 1")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range("iteration", self, "weight", "weight_init", "weight_growth", "threshold_decay", least=0, most=1e3)
+    weight: float = option(0.3, "largest weight of the expected embedding", most=1e3)
+    weight_init: float = option(0.15, "weight at the first forward", most=1e3)
+    weight_growth: float = option(0.02, "growth of the weight per forward", most=1e3)
+    threshold_decay: float = option(0.02, "by how much the least confidence falls per forward, from 1", most=1e3)
 
     def incompatibility(self, spec: ModelSpec) -> str | None:
         if spec.mask_id is not None:
@@ -87,7 +83,7 @@ class SelfConditionedSweep(AlignedSweep, Feeds, Pads):
     paper = "Analog Bits, arXiv:2208.04202"
     scores: ClassVar[Literal["window", "adjusted", "none"]] = "adjusted"
 
-    block: int = option(256, "length of a canvas, in tokens")
+    block: int = option(256, "length of a canvas, in tokens", least=1)
 
     def incompatibility(self, spec: ModelSpec) -> str | None:
         if self.block > spec.max_length:

@@ -18,7 +18,7 @@ from dinfer.iterations.sweep import BlockSweep
 from dinfer.kernels.advance import decoded_share, forced_blocks, slide_blocks
 from dinfer.kernels.canvas import padded, span
 from dinfer.recipe.refusals import Refusal, Trait
-from dinfer.recipe.registry import ITERATIONS, check_range, option
+from dinfer.recipe.registry import ITERATIONS, option
 from dinfer.step.contracts import BlockAfter, ModelSpec, Moved, RowCursors, State, TokenStats
 from dinfer.step.model import Model
 
@@ -48,18 +48,15 @@ class MultiBlock(BlockSweep, Paces):
         ),
     )
 
-    blocks: int = option(2, "blocks that are decoded at once, at most")
-    add_at: float = option(0.1, "open the next block once this share of the last one is decoded")
-    stable_at: float = option(0.0, "and this share of its tokens is predicted again; with decoders that edit")
-    force_at: float = option(0.95, "commit a token at every step once this share of the block before is decoded")
+    blocks: int = option(2, "blocks that are decoded at once, at most", least=1, most=64)
+    add_at: float = option(0.1, "open the next block once this share of the last one is decoded", most=1)
+    stable_at: float = option(0.0, "and this share of its tokens is predicted again; with decoders that edit", most=1)
+    force_at: float = option(
+        0.95, "commit a token at every step once this share of the block before is decoded", most=1
+    )
     force: Literal["each", "first"] = option(
         "each", "which blocks that `force_at` names must commit: each of them, or the first with masks (d3LLM)"
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range("iteration", self, "blocks", least=1, most=64)
-        check_range("iteration", self, "add_at", "stable_at", "force_at", least=0, most=1)
 
     def incompatibility(self, spec: ModelSpec) -> str | None:
         if not spec.encoder:
@@ -128,13 +125,8 @@ class DMaxSweep(MultiBlock, Feeds):
 
     mix: Literal["confidence", "topk"] = option("confidence", "what a token is mixed with: the mask, or likely tokens")
     rescale: bool = option(True, "with mix=confidence: as long as its two parts")
-    top: int = option(1, "with mix=topk: how many of the most likely tokens")
+    top: int = option(1, "with mix=topk: how many of the most likely tokens", least=1, most=64)
     weight: float = option(0.3, "with mix=topk: of their sum")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range("iteration", self, "top", least=1, most=64)
-        check_range("iteration", self, "weight", least=0)
 
     def incompatibility(self, spec: ModelSpec) -> str | None:
         if spec.mask_id is None:
@@ -209,16 +201,11 @@ class Lopa(MultiBlock, Branches):
 
     paper = "LoPA, github.com/zhijie-group/LoPA"
 
-    branches: int = option(3, "versions beside the present state")
+    branches: int = option(3, "versions beside the present state", least=1, most=16)
     by: Literal["confidence", "margin", "entropy"] = option("entropy", "what says how sure a mask is; entropy: less it")
-    part: float = option(1.0, "look at this part of the masks, the least sure; 0: at the least sure one")
-    trust: float = option(0.0, "weight of the added token's own score, 1 for the present state")
+    part: float = option(1.0, "look at this part of the masks, the least sure; 0: at the least sure one", most=1)
+    trust: float = option(0.0, "weight of the added token's own score, 1 for the present state", most=1)
     stay: bool = option(True, "the present state is a version, too; else only where there is no other")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range("iteration", self, "branches", least=1, most=16)
-        check_range("iteration", self, "part", "trust", least=0, most=1)
 
     @property
     def needs(self) -> tuple[str, ...]:

@@ -14,8 +14,6 @@ from dinfer.recipe.refusals import Refusal, Trait
 from dinfer.recipe.registry import ITERATIONS, option
 from dinfer.step.contracts import BlockAfter, Iteration, ModelSpec, Moved, RowCursors, State
 
-STOPS = ("block", "cut", "off")
-
 
 @dataclass(frozen=True, kw_only=True)
 class AlignedSweep(Iteration, Aligned):
@@ -26,7 +24,6 @@ class AlignedSweep(Iteration, Aligned):
     edit refuse it. Positions that are left undecoded hold EOS.
     """
 
-    shortest: ClassVar[int] = 1  # block
     refusals: ClassVar[tuple[Refusal, ...]] = (
         Refusal(
             "iteration.stop=cut ends a row while {decoder} may still edit what it decoded.",
@@ -37,16 +34,10 @@ class AlignedSweep(Iteration, Aligned):
         ),
     )
 
-    block: int = option(32, "block length, in tokens")
+    block: int = option(32, "block length, in tokens", least=1)
     stop: Literal["block", "cut", "off"] = option(
         "block", "at a stop token: finish its 'block'; 'cut' once all before it is decoded; 'off': decode all the same"
     )
-
-    def __post_init__(self) -> None:
-        if self.block < self.shortest:
-            raise ValueError(f"iteration.block={self.block} must be at least {self.shortest}")
-        if self.stop not in STOPS:
-            raise ValueError(f"iteration.stop={self.stop!r} must be one of {', '.join(STOPS)}")
 
     @property
     def grid(self) -> Grid:
@@ -115,14 +106,13 @@ class BlockDiffusion(AlignedSweep):
     """
 
     paper = "Block Diffusion, arXiv:2503.09573"
-    shortest: ClassVar[int] = 0
 
     block: int = option(0, "block length, in tokens; 0: that of the model's attention blocks")
     lead: int = option(0, "decode the first position of every so many by itself, before the others; 0: of none")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.lead < 0 or self.lead % (self.block or self.lead or 1):
+        if self.lead % (self.block or self.lead or 1):
             raise ValueError(f"iteration.lead={self.lead} must be 0 or a multiple of iteration.block={self.block}")
 
     def fitted(self, spec: ModelSpec) -> Self:

@@ -183,6 +183,7 @@ class HubCheckpoint(ModelFamily):
     stop_ids: tuple[int, ...] = option((), "token ids that end an answer, beside the checkpoint's eos_token_id")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         object.__setattr__(self, "stop_ids", tuple(self.stop_ids))
         if not all(type(token) is int and token >= 0 for token in self.stop_ids):
             raise ValueError(f"model.stop_ids={list(self.stop_ids)} must be token ids")
@@ -218,11 +219,6 @@ class HubFamily(HubCheckpoint):
     published_mask: ClassVar[int]  # for checkpoints whose files name none
 
     mask_id: int | None = option(None, "id of the mask token; null: as the checkpoint's config or tokenizer says")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.mask_id is not None and self.mask_id < 0:
-            raise ValueError(f"model.mask_id={self.mask_id} must be a token id")
 
     def names(self) -> Names:
         return Names()
@@ -283,12 +279,9 @@ class PromptBlockFamily(HubFamily):
     """A family of bidirectional models that adapters may make block-causal."""
 
     block: int | None = option(
-        None, "length of the attention blocks right of the prompt, for adapters trained so (D2F); null: bidirectional"
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range("model", self, "block", least=1)
+        None, "length of the attention blocks right of the prompt, for adapters trained so (D2F); null: bidirectional",
+        least=1,
+    )  # fmt: skip
 
     @property
     def attention(self) -> dict[str, Any]:
@@ -302,11 +295,7 @@ class BlockFamily(HubFamily):
 
     published_block: ClassVar[int] = 32  # length of the attention blocks of checkpoints whose config is silent about it
 
-    block: int | None = option(None, "length of the attention blocks; null: as the checkpoint was trained")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range("model", self, "block", least=1)
+    block: int | None = option(None, "length of the attention blocks; null: as the checkpoint was trained", least=1)
 
     def attention_block(self, config: Mapping[str, Any], field: str = "block_size") -> int:
         """Length of the attention blocks."""

@@ -119,8 +119,8 @@ def _described(node: ast.ClassDef, known: Classes) -> Description:
 def _option(name: str, hint: Any, value: ast.expr | None) -> OptionInfo:
     match value:
         case ast.Call(ast.Name("option"), [default, text], keywords):
-            given = {each.arg: _literal(each.value) for each in keywords}
-            return OptionInfo(name, _literal(default), _literal(text), given.get("per_request", False), hint)
+            per_request = any(each.arg == "per_request" and _literal(each.value) for each in keywords)
+            return OptionInfo(name, _literal(default), _literal(text), per_request, hint)
         case None:
             raise Unreadable
     return OptionInfo(name, _literal(value), "", False, hint)
@@ -168,15 +168,18 @@ class UnknownName(ValueError):
     """No component, option or command of that name; the message gives the nearest and lists all."""
 
 
-def option(default: Any, help: str, *, per_request: bool = False) -> Any:
-    """A dataclass field that is an option of a component.
+def option(
+    default: Any, help: str, *, least: float = 0, most: float = math.inf, per_request: bool = False
+) -> Any:  # fmt: skip
+    """A dataclass field that is an option of a component, which refuses numbers outside `[least, most]`, NaN included.
 
     `per_request=True` lets each request bring its own value: it must be an int or a float, and the component reads
     it from the view it is given, never from `self`. Only decoders and samplings are given one.
     """
     if per_request and type(default) not in (int, float):
         raise TypeError(f"a per-request option must default to an int or a float, not {default!r}")
-    return dataclasses.field(default=default, metadata={"help": help, "per_request": per_request})
+    range_ = {"least": least, "most": most}
+    return dataclasses.field(default=default, metadata={"help": help, "per_request": per_request, "range": range_})
 
 
 def options_of(component: Any) -> list[OptionInfo]:
@@ -205,7 +208,7 @@ def brief(component: Any) -> str:
 
 
 def check_range(kind: str, component: Any, *names: str, least: float, most: float = math.inf, what: str = "") -> None:
-    """Raises ValueError for an option of a component outside `[least, most]`, NaN included; for its `__post_init__`.
+    """Raises ValueError for a field of a dataclass outside `[least, most]`, NaN included; for its `__post_init__`.
 
     None passes. In the message, `kind` stands before the name, and `what` before the range.
     """
@@ -216,9 +219,11 @@ def check_range(kind: str, component: Any, *names: str, least: float, most: floa
             raise ValueError(f"{kind}{'.' if kind else ''}{name}={value} must be {what}{allowed}")
 
 
-def check_probability(kind: str, component: Any, *names: str) -> None:
-    """`check_range` for options that are probabilities."""
-    check_range(kind, component, *names, least=0, most=1, what="a probability, ")
+def check_options(kind: str, component: Any) -> None:
+    """`check_range` for all options of a component that are numbers."""
+    for field in dataclasses.fields(component):
+        if "range" in field.metadata and type(getattr(component, field.name)) in (int, float):
+            check_range(kind, component, field.name, **field.metadata["range"])
 
 
 def unknown(kind: str, got: object, known: list[str]) -> UnknownName:

@@ -42,18 +42,19 @@ class StandardSampling(Sampling):
     by_parts = True
 
     temperature: float = option(0.0, "0: take the most likely token; else draw", per_request=True)
-    seed: int = option(0, "seed of the random numbers", per_request=True)
+    seed: int = option(0, "seed of the random numbers", most=2**53 - 1, per_request=True)
     repetition_penalty: float = option(
-        1.0, "divides positive logits of tokens that the canvas holds, and multiplies negative ones", per_request=True
-    )
-    ban_eos: int = option(0, "1: never offer the EOS token (LLaDA's logits_eos_inf)", per_request=True)
+        1.0, "divides positive logits of tokens that the canvas holds, and multiplies negative ones",
+        least=LEAST, most=MOST, per_request=True,
+    )  # fmt: skip
+    ban_eos: int = option(0, "1: never offer the EOS token (LLaDA's logits_eos_inf)", most=1, per_request=True)
     eos_last: int = option(
         0, "1: commit stop tokens last, by taking their confidence as 0 (LLaDA's confidence_eos_eot_inf)",
-        per_request=True,
+        most=1, per_request=True,
     )  # fmt: skip
     guidance: float = option(
         0.0, "s of classifier-free guidance: l' + (s + 1) (l - l'), with l' the logits without prompt; 0: off",
-        per_request=True,
+        most=MOST, per_request=True,
     )  # fmt: skip
     suppress: tuple[int, ...] = option((), "tokens that are never offered")
     suppress_mask: bool = option(
@@ -64,33 +65,27 @@ class StandardSampling(Sampling):
     )
     top_k: int = option(0, "size of the top-k candidate set; 0: unrestricted", per_request=True)
     top_p: float = option(1.0, "draw from the fewest tokens whose mass reaches this", per_request=True)
-    min_p: float = option(0.0, "draw from tokens at least so many times as likely as the likeliest", per_request=True)
-    frequency_penalty: float = option(
-        0.0, "lowers a token's logit by this for each time that the canvas holds it", per_request=True
+    min_p: float = option(
+        0.0, "draw from tokens at least so many times as likely as the likeliest", most=1, per_request=True
     )
-    presence_penalty: float = option(0.0, "lowers the logits of tokens that the canvas holds", per_request=True)
+    frequency_penalty: float = option(
+        0.0, "lowers a token's logit by this for each time that the canvas holds it", least=-2, most=2, per_request=True
+    )
+    presence_penalty: float = option(
+        0.0, "lowers the logits of tokens that the canvas holds", least=-2, most=2, per_request=True
+    )
     min_tokens: int = option(0, "tokens of the answer before which no stop token is offered", per_request=True)
     leftmost: int = option(0, "commit only the first so many masks of each active block; 0: any", per_request=True)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         object.__setattr__(self, "suppress", tuple(self.suppress))
         if self.temperature != 0:
             check_range("sampling", self, "temperature", least=LEAST, most=MOST, what="0 (the most likely token), or ")
-        check_range("sampling", self, "seed", least=0, most=2**53 - 1)
-        check_range("sampling", self, "repetition_penalty", least=LEAST, most=MOST, what="1 (none), or ")
-        check_range("sampling", self, "guidance", least=0, most=MOST)
-        for name, flag in (("ban_eos", self.ban_eos), ("eos_last", self.eos_last)):
-            if flag not in (0, 1):
-                raise ValueError(f"sampling.{name}={flag} must be 0 or 1")
         if not all(type(token) is int and token >= 0 for token in self.suppress):
             raise ValueError(f"sampling.suppress={list(self.suppress)} must be token ids")
-        if self.top_k < 0:
-            raise ValueError(f"sampling.top_k={self.top_k} must be 0 (all tokens) or more")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"sampling.top_p={self.top_p} must be above 0, and at most 1 (all tokens)")
-        check_range("sampling", self, "min_p", least=0, most=1)
-        check_range("sampling", self, "frequency_penalty", "presence_penalty", least=-2, most=2)
-        check_range("sampling", self, "min_tokens", "leftmost", least=0)
 
     def incompatibility(self, spec: ModelSpec) -> str | None:
         wrong = next((t for t in self.suppress if t >= spec.vocab or t == spec.mask_id), None)

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 from torch import Tensor
 
+from dinfer.recipe.registry import check_options
 from dinfer.step.canvas import BlockView, Phase, RowCursors
 from dinfer.step.plan import WindowPlan
 from dinfer.step.spec import ModelSpec
@@ -97,10 +98,15 @@ class Moved:
 
 
 class Component(ABC):
-    """What all components but models have in common."""
+    """What all components have in common."""
 
+    kind: ClassVar[str]  # what settings and messages call it
     paper: ClassVar[str] = ""  # where the algorithm was published
     refusals: ClassVar[tuple[Any, ...]] = ()  # `dinfer.recipe.refusals.Refusal`: what it cannot go with
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for options that are out of range."""
+        check_options(self.kind, self)
 
     def fitted(self, spec: ModelSpec) -> Self:
         """The same for one model: options that it leaves open are filled in. Called before anything else."""
@@ -117,6 +123,7 @@ class Component(ABC):
 class Decoder(Component):
     """Decides which positions of the active blocks to commit, and to what."""
 
+    kind = "decoder"
     precision: ClassVar[str] = "float32"  # of the softmax behind the statistics, as published; see `Sampling.precision`
 
     @property
@@ -145,6 +152,8 @@ class Decoder(Component):
 class CachePolicy(Component):
     """Decides which positions to recompute, which keys to see, and when keys are out of date. Stores no keys."""
 
+    kind = "cache"
+
     def fresh_state(self, spec: ModelSpec, length: int) -> State:
         """State of a row that enters, for canvases of at most `length` positions; tensors without the leading B."""
         return {}
@@ -164,6 +173,7 @@ class CachePolicy(Component):
 class Iteration(Component):
     """Decides how the canvas is swept and what the model is fed at positions that are still masked."""
 
+    kind = "iteration"
     blocks: int = 1  # K
     block: int = 0  # L; 0: as long as the generation
 

@@ -96,6 +96,7 @@ class Divided(OwnLogits, Protocol):
 class ModelFamily(Component):
     """What the checkpoints of one family mean. Options say which one; `dinfer.loading.checkpoint` loads it."""
 
+    kind = "model"
     unused: ClassVar[tuple[str, ...]] = ()  # beginnings of the names of tensors that the network has no use for
     adapter: str | None = None  # hub name or folder of a LoRA adapter to merge
     tokenizer: ClassVar[str | None] = None  # transformers class for checkpoints whose own tokenizer is remote code

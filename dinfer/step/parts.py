@@ -24,6 +24,7 @@ class Sampling(Component):
     For models without a mask token it also decides what open positions hold.
     """
 
+    kind = "sampling"
     neutral: ClassVar[Mapping[str, float]] = {}  # the values of options at which they change nothing
     by_parts: ClassVar[bool] = False  # `adjust` and `draw` do with a rank's part of the vocabulary (`columns`)
     suppress: tuple[int, ...] = ()

@@ -83,7 +83,7 @@ def test_a_system_message_opens_it(dinfer: CommandLine, checkpoint: str) -> None
     [
         ("/sett a=1", "unknown command '/sett'. Did you mean '/set'?"),
         ("/set decoder.treshold=1", "Did you mean 'threshold'?"),
-        ("/set decoder.threshold=2", "must be a probability"),
+        ("/set decoder.threshold=2", "must be between 0 and 1"),
         ("/set decoder.threshold=0.5,0.9", "has several values"),
         ("/set nonsense", "nonsense"),
         ("/set max_new_tokens=0", "max_new_tokens=0 must be at least 1"),

@@ -62,7 +62,7 @@ WRONG = [
     (["generate", "a", "decoder.threshold=0.5,0.9"], "has several values: add -m"),
     (["generate", "a", "hydra.run.foo=1"], "unknown setting of hydra.run: 'foo'. Known: dir"),
     (["generate", "a", "decoder.threshold=high"], "decoder.threshold='high' must be a number"),
-    (["generate", "a", "decoder.threshold=1.5"], "must be a probability, between 0 and 1"),
+    (["generate", "a", "decoder.threshold=1.5"], "must be between 0 and 1"),
     (["generate", "a", "decoder=fixed", "decoder.steps=0"], "decoder.steps=0 must be at least 1"),
     (["generate", "a", "iteration.block=0"], "iteration.block=0 must be at least 1"),
     (["generate", "a", "iteration.align=3"], "iteration.align=3 must be true or false"),
@@ -256,7 +256,7 @@ def test_a_wrong_input_is_answered_with_one_line_and_status_2(
 
 
 def test_a_wrong_input_has_a_traceback_when_debugging(dinfer: CommandLine) -> None:
-    with pytest.raises(ValueError, match="must be a probability"):
+    with pytest.raises(ValueError, match="must be between 0 and 1"):
         dinfer("generate", "a", "decoder.threshold=2", DINFER_DEBUG="1")
 
 

@@ -44,7 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "demo": set(),
     "step.spec": set(),
     "parallel.ranks": {"parallel.split", "parallel.symmetric", "step.stats"},
-    "step.contracts": {"step.canvas", "step.plan", "step.spec", "step.stats"},
+    "step.contracts": {"recipe.registry", "step.canvas", "step.plan", "step.spec", "step.stats"},
     "step.model": {"parallel.ranks", "parallel.split", "step.contracts", "step.spec"},
     "step.parts": {"parallel.ranks", "step.canvas", "step.contracts", "step.model", "step.spec", "step.stats"},
     "step.shape": {"step.canvas"},

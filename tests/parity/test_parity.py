@@ -179,7 +179,7 @@ def put(value: Any, *path: Any) -> Callable[[Any], None]:
         (f"{RUN}.json", put(7, "params"), RUN, "must be an object"),
         (f"{SGLANG}.json", put(True, "cases", 0, "done", 0, 1), f"{SGLANG}/c000", "done[1]: want True, got False"),
         (f"{DINFER}.json", put("nope", "cases", 0, "sequence"), f"{DINFER}/c000", "lacks the tensor 'nope.logits'"),
-        (f"{DINFER}.json", put(2.0, "cases", 0, "params", "threshold"), f"{DINFER}/c000", "must be a probability"),
+        (f"{DINFER}.json", put(2.0, "cases", 0, "params", "threshold"), f"{DINFER}/c000", "must be between 0 and 1"),
         (f"{DINFER}.json", put({}, "cases"), DINFER, "cases must be a list"),
         ("models/llada/config.json", put("gpt2", "model_type"), RUN, "is not of the family 'llada'"),
     ],

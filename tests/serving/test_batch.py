@@ -183,7 +183,7 @@ def test_a_recipe_of_ones_own_is_a_model(dinfer: CommandLine) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("decoder: {threshold: 3}", "decoder.threshold=3.0 must be a probability"),
+        ("decoder: {threshold: 3}", "decoder.threshold=3.0 must be between 0 and 1"),
         ("decoder: {nonsense: 3}", "unknown option of decoder 'threshold': 'nonsense'"),
         ("cache: {refresh: 3}", "unknown option of cache"),
     ],

@@ -174,7 +174,7 @@ def test_temperature_of_the_recipe_and_greedy_tasks_disagree() -> None:
     [
         ({"treshold": 0.5}, "unknown name in gen_kwargs: 'treshold'. Did you mean 'threshold'"),
         ({"num_beams": 4}, "unknown name in gen_kwargs: 'num_beams'"),
-        ({"threshold": 1.5}, "threshold=1.5 must be a probability"),
+        ({"threshold": 1.5}, "threshold=1.5 must be between 0 and 1"),
         ({"max_gen_toks": 0}, "max_gen_toks=0 must be an integer, at least 1"),
         ({"max_gen_toks": "many"}, "max_gen_toks='many' must be an integer"),
         ({"max_gen_toks": 1000}, "task, document 0: prompt 0: .* exceed the model's 256 positions"),

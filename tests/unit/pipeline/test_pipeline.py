@@ -75,8 +75,8 @@ def test_load_reads_what_it_is_given(pipe: Pipeline, folder: Path) -> None:
         ({"decoder": "treshold"}, "Did you mean 'threshold'"),
         ({"decoder": {"name": "threshold", "treshold": 1}}, "Did you mean 'threshold'"),
         ({"decoder": {"name": "threshold", "threshold": "high"}}, "decoder.threshold='high' must be a number"),
-        ({"decoder": {"name": "threshold", "threshold": 1.5}}, "threshold=1.5 must be a probability"),
-        ({"decoder": {"name": "threshold", "threshold": float("nan")}}, "must be a probability"),
+        ({"decoder": {"name": "threshold", "threshold": 1.5}}, "threshold=1.5 must be between 0 and 1"),
+        ({"decoder": {"name": "threshold", "threshold": float("nan")}}, "must be between 0 and 1"),
         ({"decoder": {"name": "fixed", "steps": 2.5}}, "steps=2.5 must be an integer"),
         ({"decoder": {"stesp": 0.5}}, "unknown option of decoder"),  # of the usual one
         ({"cache": "dula"}, "Did you mean 'dual'"),
@@ -140,7 +140,7 @@ def test_options_belong_to_their_request(pipe: Pipeline) -> None:
     [
         ({"treshold": 0.5}, UnknownName, "Did you mean 'decoder.threshold'"),
         ({"block": 4}, UnknownName, "per-request option 'block'"),
-        ({"threshold": 1.5}, ValueError, "threshold=1.5 must be a probability"),
+        ({"threshold": 1.5}, ValueError, "threshold=1.5 must be between 0 and 1"),
         ({"threshold": "0.5"}, ValueError, "must be"),
         ({"threshold": True}, ValueError, "must be"),
         ({"threshold": None}, ValueError, "must be"),

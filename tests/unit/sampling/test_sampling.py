@@ -341,9 +341,9 @@ def test_the_mask_token_takes_part_in_the_draw() -> None:
         ({"seed": -1}, "between 0"),
         ({"top_p": 0.0}, "above 0"),
         ({"top_p": 1.5}, "at most 1"),
-        ({"top_k": -2}, "0 .all tokens. or more"),
+        ({"top_k": -2}, "must be 0 or more"),
         ({"repetition_penalty": 0.0}, "between 0.001"),
-        ({"eos_last": 2}, "must be 0 or 1"),
+        ({"eos_last": 2}, "must be between 0 and 1"),
         ({"seed": 1.5}, "must be of type int"),
     ],
 )
