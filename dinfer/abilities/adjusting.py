@@ -15,13 +15,20 @@ from torch import Tensor
 
 from dinfer.abilities.pacing import Moves
 from dinfer.kernels.canvas import rows_of
-from dinfer.step.ability import Ability, Step
-from dinfer.step.canvas import BlockView, Canvas, Phase
-from dinfer.step.contracts import State
-from dinfer.step.parts import Parts
+from dinfer.step.ability import (
+    Ability,
+    BlockView,
+    ByExtra,
+    Canvas,
+    Entry,
+    Extra,
+    Parts,
+    Phase,
+    State,
+    Step,
+    StepShape,
+)  # fmt: skip
 from dinfer.step.scores import needed_vocabulary
-from dinfer.step.shape import Extra, StepShape
-from dinfer.step.state import Entry
 
 
 class Adjusts(ABC):
@@ -32,22 +39,20 @@ class Adjusts(ABC):
         """Logits to take the statistics of; changes `state` in place, never the logits."""
 
 
+@dataclass(frozen=True)
 class Adjusting(Ability):
     """Asks the decoder for its adjustment, in steps that ask it for a proposal."""
 
+    whole_logits = True
+    decoder: Adjusts
+
     @classmethod
     def of(cls, recipe: Parts, shape: StepShape) -> Self | None:
-        return cls() if isinstance(recipe.decoder, Adjusts) else None
-
-    @property
-    def whole_logits(self) -> bool:
-        return True
+        asked = isinstance(recipe.decoder, Adjusts) and shape.phase != Phase.VERIFY
+        return cls(recipe.decoder) if asked else None
 
     def adjust(self, step: Step, view: BlockView, logits_RLV: Tensor, state: State) -> Tensor:
-        decoder = step.recipe.decoder
-        if step.shape.phase == Phase.VERIFY or not isinstance(decoder, Adjusts):
-            return logits_RLV
-        return decoder.adjust(logits_RLV, view, state)
+        return self.decoder.adjust(logits_RLV, view, state)
 
 
 @dataclass(frozen=True)
@@ -72,9 +77,7 @@ class Offering(Ability):
 class Biased(Extra):
     """Some row has a bias."""
 
-    @property
-    def whole_logits(self) -> bool:
-        return True
+    whole_logits = True
 
 
 @dataclass(slots=True)
@@ -103,12 +106,10 @@ class BiasTable:
         self.bias_NV.index_copy_(0, slot_A, row_AV.to(self.device))
 
 
-class Bias(Ability):
+class Bias(ByExtra[Biased]):
     """Steps in which some rows have a bias: `more["bias"]` of a request, see `BiasTable.write`."""
 
-    @classmethod
-    def of(cls, recipe: Parts, shape: StepShape) -> Self | None:
-        return cls() if shape.extra(Biased) else None
+    kind = Biased
 
     @classmethod
     def asks(cls, recipe: Parts, options: Sequence[float], more: Mapping[str, Any]) -> Extra | None:

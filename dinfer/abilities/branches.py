@@ -20,36 +20,39 @@ from torch import Tensor
 from dinfer.abilities.candidates import States, logits_of_versions
 from dinfer.kernels.canvas import rows_of, span, store_rows
 from dinfer.kernels.selection import descending_rank
-from dinfer.memory import KVPool
-from dinfer.step.ability import Ability, Decision, Forward, Known, Step
-from dinfer.step.canvas import BlockView, Canvas, RowCursors, Status
-from dinfer.step.contracts import Iteration, Phase
-from dinfer.step.parts import Parts
+from dinfer.memory import KVPool, PagedAttend
+from dinfer.step.ability import (
+    Ability,
+    BlockView,
+    Canvas,
+    Decision,
+    Entry,
+    Extra,
+    Forward,
+    Known,
+    Parts,
+    Phase,
+    RowCursors,
+    Step,
+    StepShape,
+    Window,
+)  # fmt: skip
+from dinfer.step.canvas import Status
+from dinfer.step.contracts import Iteration
 from dinfer.step.scores import proposed_tokens
-from dinfer.step.shape import Extra, StepShape
-from dinfer.step.state import Entry
-from dinfer.step.stats import TokenStats
 from dinfer.step.step import block_view, forward, seen
-from dinfer.step.window import Window, deciding
+from dinfer.step.window import deciding
 
 
 class Branches(ABC):
     """An iteration that runs versions of the active blocks beside them."""
 
     branches: int  # J
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        """Which further statistics it reads, see `Decoder.needs`."""
-        return ()
-
-    @abstractmethod
-    def value(self, stats: TokenStats) -> Tensor:
-        """How sure each proposed token is. [R, L]"""
+    by: str  # what says how sure each proposed token is, see `TokenStats.surest`
 
     @abstractmethod
     def worth(self, value_BX: Tensor, masked_BX: Tensor, token_B: Tensor) -> Tensor:
-        """What a branch is worth, by the values of its masks, and of the token that it adds. float64 [B]"""
+        """What a branch is worth, by how sure its masks are, and of the token that it adds. float64 [B]"""
 
     @abstractmethod
     def opens(self, open_BX: Tensor, stopped_B: Tensor, start_B: Tensor, end_B: Tensor, next_B: Tensor,
@@ -197,12 +200,6 @@ class Versions:
         return lanes, adds_B1[:, 0].to(torch.int64), opened_BK
 
 
-def branching(iteration: Iteration) -> Branches:
-    """The iteration, which has branches."""
-    assert isinstance(iteration, Branches)
-    return iteration
-
-
 def branches_of(iteration: Iteration) -> int:
     """How many versions run beside the active blocks."""
     return iteration.branches if isinstance(iteration, Branches) else 0
@@ -212,18 +209,20 @@ def branches_of(iteration: Iteration) -> int:
 class Branched(Ability):
     """Steps that evaluate versions of the active blocks, and go on with the best."""
 
+    iteration: Branches
     count: int  # versions beside the present state; 0: the step has no room for them
     waits: bool  # rows that have versions wait for a step with room
 
     @classmethod
     def of(cls, recipe: Parts, shape: StepShape) -> Self | None:
-        if not branches_of(recipe.iteration) or shape.phase == Phase.PREFILL:
+        iteration = recipe.iteration
+        if not isinstance(iteration, Branches) or shape.phase == Phase.PREFILL:
             return None
         count = 0 if (extra := shape.extra(BranchLanes)) is None else extra.count
-        return cls(count, not count and shape.phase == deciding(recipe))
+        return cls(iteration, count, not count and shape.phase == deciding(recipe))
 
     def needs(self, step: Step) -> tuple[str, ...]:
-        return branching(step.recipe.iteration).needs
+        return (self.iteration.by,)
 
     @classmethod
     def page_sets(cls, recipe: Parts, extras: Sequence[Extra]) -> int:
@@ -243,20 +242,21 @@ class Branched(Ability):
         if self.waits:
             step.narrow(lanes.live_B & ~added.there(lanes.slot_B))
         if self.count:
-            iteration = branching(step.recipe.iteration)
-            versions = step.notes[Branched] = Versions.of(added, step.state.canvas, lanes, iteration, step.shape)
+            versions = Versions.of(added, step.state.canvas, lanes, self.iteration, step.shape)
+            step.notes[Branched] = versions
             step.region = versions.region(lanes)
 
     def window(self, step: Step, window: Window) -> Window:
         return replace(window, fits_B=window.fits_B & step.state.kv.forks(window.place_BW)) if self.count else window
 
-    def prepare(self, step: Step, run: Forward) -> None:
-        if self.count:
-            versions, kv = step.notes[Branched], step.state.kv
-            regions = (versions.region(step.lanes, branch) for branch in range(versions.count))
-            intervals = [seen(step, own, run.place_BW, run.window.stop_B)[0] for own in regions]
-            run.tokens_BW = versions.states.windows(run.pos_BW, run.tokens_BW)
-            run.attend = versions.states.attend(kv, run.pos_BW, run.place_BW, intervals, step.shape.pages)
+    def prepare(self, step: Step, run: Forward) -> PagedAttend | None:
+        if not self.count:
+            return None
+        versions: Versions = step.notes[Branched]
+        regions = (versions.region(step.lanes, branch) for branch in range(versions.count))
+        intervals = [seen(step, own, run.place_BW, run.window.stop_B)[0] for own in regions]
+        run.tokens_BW = versions.states.windows(run.pos_BW, run.tokens_BW)
+        return versions.states.attend(step.state.kv, run.pos_BW, run.place_BW, intervals, step.shape.pages)
 
     def decisions(self, step: Step) -> Iterator[Known] | None:
         return self._best(step) if self.count else None
@@ -265,15 +265,15 @@ class Branched(Ability):
         run, versions = forward(step), step.notes[Branched]
         logits_CRLV = logits_of_versions(step, run, self.count + 1)
         row_R = torch.arange(logits_CRLV.shape[1], device=logits_CRLV.device)
-        iteration, lanes, state = branching(step.recipe.iteration), step.lanes, step.state
+        lanes, state = step.lanes, step.state
         by_lane, worth = (lanes.slot_B.shape[0], -1), list[Tensor]()
         for branch, logits_RLV in enumerate(logits_CRLV):
             own = versions.region(lanes, branch)
             view = versions.view(branch, block_view(step, own))
             decoder_state = state.decoder.lanes(state.block_rows(lanes.slot_B, lanes.block_B, step.shape.blocks))
             stats, _ = proposed_tokens(step, own, view, logits_RLV.clone(), decoder_state)
-            value_BX, masked_BX = iteration.value(stats).view(by_lane), view.masked_RL.view(by_lane)
-            worth.append(iteration.worth(value_BX, masked_BX, versions.value_BC[:, branch]))
+            value_BX, masked_BX = stats.surest(self.iteration.by).view(by_lane), view.masked_RL.view(by_lane)
+            worth.append(self.iteration.worth(value_BX, masked_BX, versions.value_BC[:, branch]))
         choice_B = versions.best(torch.stack(worth, 1))
         step.lanes, gained_B, opened_BK = versions.follow(
             choice_B, step.state.canvas, step.lanes, step.state.kv, run.place_BW, step.shape.block
@@ -282,7 +282,7 @@ class Branched(Ability):
         yield Known(logits_RLV=logits_RLV, gained_B=gained_B, opened_BK=opened_BK)
 
     def moved(self, step: Step, made: Decision) -> None:
-        value_RL = branching(step.recipe.iteration).value(made.stats)
+        value_RL = made.stats.surest(self.iteration.by)
         if (fits_RL := step.notes.get(Added)) is not None:  # of rows that are held to a form, see `Constraints.written`
             value_RL = value_RL.masked_fill(~fits_RL, float("-inf"))
         step.kept(Branched).keep(step.lanes, made, value_RL)

@@ -19,12 +19,21 @@ from torch import Tensor
 
 from dinfer.kernels.canvas import rows_of, span, store_rows, take
 from dinfer.memory import KVPool, PagedAttend
-from dinfer.step.ability import Ability, Decision, Forward, Known, Step
-from dinfer.step.canvas import Canvas, Phase, RowCursors
-from dinfer.step.parts import Parts
+from dinfer.step.ability import (
+    ByExtra,
+    Canvas,
+    Decision,
+    Entry,
+    Extra,
+    Forward,
+    Known,
+    Parts,
+    Phase,
+    RowCursors,
+    Step,
+    StepShape,
+)  # fmt: skip
 from dinfer.step.scores import read_logits
-from dinfer.step.shape import Extra, StepShape
-from dinfer.step.state import Entry
 from dinfer.step.step import forward
 
 
@@ -146,15 +155,10 @@ def logits_of_versions(step: Step, run: Forward, count: int) -> Tensor:
     return read_logits(step, run.model, lanes_GWD).unflatten(0, (count, -1))
 
 
-@dataclass(frozen=True)
-class Speculation(Ability):
+class Speculation(ByExtra[Candidates]):
     """Denoise steps without a forward, where a candidate of the forward before is what the commits led to."""
 
-    count: int
-
-    @classmethod
-    def of(cls, recipe: Parts, shape: StepShape) -> Self | None:
-        return None if (extra := shape.extra(Candidates)) is None else cls(extra.count)
+    kind = Candidates
 
     @classmethod
     def page_sets(cls, recipe: Parts, extras: Sequence[Extra]) -> int:
@@ -171,23 +175,23 @@ class Speculation(Ability):
     def admit(cls, kept: Guesses, slot_A: Tensor, entries: Sequence[Entry]) -> None:
         kept.confidence_NX.index_fill_(0, slot_A, -1.0)
 
-    def prepare(self, step: Step, run: Forward) -> None:
-        if self.count:
-            states = States.of(step.kept(Speculation), step.state.canvas, step.lanes, step.shape, self.count)
-            run.tokens_BW = states.windows(run.pos_BW, run.tokens_BW)
-            intervals = [run.seen[0]] * (self.count + 1)
-            run.attend = states.attend(step.state.kv, run.pos_BW, run.place_BW, intervals, step.shape.pages)
-            step.notes[Speculation] = states
+    def prepare(self, step: Step, run: Forward) -> PagedAttend | None:
+        if not (count := self.extra.count):
+            return None
+        states = States.of(step.kept(Speculation), step.state.canvas, step.lanes, step.shape, count)
+        run.tokens_BW = states.windows(run.pos_BW, run.tokens_BW)
+        step.notes[Speculation] = states
+        return states.attend(step.state.kv, run.pos_BW, run.place_BW, [run.seen[0]] * (count + 1), step.shape.pages)
 
     def decisions(self, step: Step) -> Iterator[Known] | None:
-        return self._chain(step) if self.count else None
+        return self._chain(step) if self.extra.count else None
 
     def _chain(self, step: Step) -> Iterator[Known]:
         run, states = forward(step), step.notes[Speculation]
-        logits_CRLV = logits_of_versions(step, run, self.count + 1)
+        logits_CRLV = logits_of_versions(step, run, self.extra.count + 1)
         row_R = torch.arange(logits_CRLV.shape[1], device=logits_CRLV.device)
         yield Known(logits_RLV=logits_CRLV[0].clone())
-        for _ in range(max(map(len, DRAFTED[: self.count]))):  # if each step commits at least one token
+        for _ in range(max(map(len, DRAFTED[: self.extra.count]))):  # if each step commits at least one token
             states.live_B = step.lanes.live_B
             step.lanes, choice_B = states.reached(step.state.canvas, step.shape.phase)
             slot_B, state = step.lanes.slot_B, step.state

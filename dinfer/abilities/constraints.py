@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
+from enum import IntEnum
 from typing import Any, Self
 
 import numpy as np
@@ -16,17 +17,14 @@ import torch
 from torch import Tensor
 
 from dinfer.abilities.branches import Added, branches_of
-from dinfer.abilities.lines import Active, Kind, Whole
 from dinfer.abilities.reports import Forced
 from dinfer.kernels.canvas import rows_of, uploaded
 from dinfer.kernels.languages import Settled, Sweeps, placed
 from dinfer.kernels.lines import Languages, Line
-from dinfer.step.ability import Ability, Decision, Step
-from dinfer.step.canvas import BlockView, Canvas, Phase, RowCursors
+from dinfer.step.ability import BlockView, ByExtra, Canvas, Decision, Entry, Extra, Parts, RowCursors, Step, StepShape
+from dinfer.step.canvas import Status
 from dinfer.step.commits import with_progress
-from dinfer.step.parts import Parts
-from dinfer.step.shape import Extra, Sampled, StepShape, power_of_2
-from dinfer.step.state import Entry
+from dinfer.step.shape import Sampled, power_of_2
 from dinfer.structure.language import NOWHERE, Language, as_text, of_text
 
 LEAST = 64  # the number of states, and of pairs and edges, is rounded up to a power of two from here on
@@ -36,6 +34,68 @@ ENTRIES = 2**18  # of the table of next states, for each slot; a large schema ha
 ROOM = 2**23  # entries of it at least, so that a language of `MOST_STATES` and `MOST_CLASSES` fits alone
 PAIRS, EDGES = 16, 4  # so many entries of it are there for each pair of neighbouring states, and for each edge
 MOST_STATES, MOST_CLASSES = 8192, 1024
+
+
+class Kind(IntEnum):
+    """What a position of the canvas is to a language."""
+
+    OUTSIDE = 0  # the state stays as it is
+    INSIDE = 1
+    BETWEEN = 2  # of two gaps: the token of no class, see `dinfer.structure.language`
+
+
+@dataclass(frozen=True, slots=True)
+class Active:
+    """The active positions alone: what lies behind them is open."""
+
+    view: BlockView
+    lanes: int
+
+    @property
+    def pos_BX(self) -> Tensor:
+        return self.by_lane(self.view.pos_RL)
+
+    def by_lane(self, value_RL: Tensor) -> Tensor:
+        return value_RL.view(self.lanes, -1)
+
+    def by_row(self, value_BX: Tensor, behind: Tensor | int = 0) -> Tensor:
+        """[B, X, ...] to [R, L, ...]. `behind`: what positions get that the line does not have."""
+        return value_BX.view(*self.view.pos_RL.shape, *value_BX.shape[2:])
+
+
+@dataclass(frozen=True, slots=True)
+class Whole(Active):
+    """The first `span` positions of the canvas: text may stand behind the active ones."""
+
+    span: int
+
+    @property
+    def pos_BX(self) -> Tensor:
+        return torch.arange(self.span, device=self.view.pos_RL.device).expand(self.lanes, -1)
+
+    def by_lane(self, value_RL: Tensor) -> Tensor:
+        """0 at positions that are not active."""
+        place_BX = self.view.pos_RL.view(self.lanes, -1)
+        line_BX = value_RL.new_zeros(self.lanes, self.span + 1)
+        place_BX = torch.where(place_BX < 0, self.span, place_BX.clamp_max(self.span))  # rows without a language
+        return line_BX.scatter(1, place_BX, value_RL.view(self.lanes, -1))[:, : self.span]
+
+    def by_row(self, value_BX: Tensor, behind: Tensor | int = 0) -> Tensor:
+        place_RL, lane_B1 = self.view.pos_RL, torch.arange(self.lanes, device=value_BX.device)[:, None]
+        value_RL = value_BX[rows_of(lane_B1, len(place_RL) // self.lanes), place_RL.clamp(0, self.span - 1)]
+        there_RL = (place_RL >= 0) & (place_RL < self.span)
+        behind = behind if isinstance(behind, Tensor) else value_RL.new_full((), behind)
+        return torch.where(there_RL.view(*there_RL.shape, *(1,) * (value_RL.dim() - 2)), value_RL, behind)
+
+    def stands(
+        self, canvas: Canvas, kind_NS: Tensor, slot_B: Tensor, between_B1: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens, which positions are open, and which are outside. `between_B1`: what stands between two gaps."""
+        kind_BX, token_BX, status_BX = (
+            rows[:, : self.span].index_select(0, slot_B) for rows in (kind_NS, canvas.tokens_NS, canvas.status_NS)
+        )
+        token_BX = torch.where(kind_BX == Kind.BETWEEN, between_B1, token_BX)
+        return token_BX, (status_BX == Status.OPEN) & (kind_BX == Kind.INSIDE), kind_BX == Kind.OUTSIDE
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +122,12 @@ class InLanguage:
 class Constrained(Extra):
     """Some row is in a language of at most so many states, pairs of neighbouring states, and edges."""
 
+    whole_logits = True
     states: int
     pairs: int
     edges: int
     length: int = 0  # at least the positions of the longest of these rows; 0: not needed
     behind: bool = False  # in some of them text stands behind a gap, so the whole canvas counts
-
-    @property
-    def whole_logits(self) -> bool:
-        return True
 
     def joined(self, other: Constrained) -> Constrained:
         return Constrained(*map(max, astuple(self), astuple(other)))
@@ -197,20 +254,11 @@ def tensor(values: np.ndarray, like: Tensor) -> Tensor:
     return uploaded(torch.from_numpy(np.array(values)).to(like.dtype), like.device)
 
 
-@dataclass(frozen=True)
-class Constraints(Ability):
+class Constraints(ByExtra[Constrained]):
     """Steps in which some row is in a language. Rows without one come out as they would without this ability."""
 
-    extra: Constrained
-
-    @property
-    def whole_logits(self) -> bool:
-        return True
-
-    @classmethod
-    def of(cls, recipe: Parts, shape: StepShape) -> Self | None:
-        extra = shape.extra(Constrained)
-        return None if extra is None or shape.phase == Phase.PREFILL else cls(extra)
+    kind = Constrained
+    whole_logits = True
 
     @classmethod
     def asks(cls, recipe: Parts, options: Sequence[float], more: Mapping[str, Any]) -> Extra | None:

@@ -1,7 +1,9 @@
-"""What a model is fed and sees beside tokens: by iterations that read earlier logits, and by models with an encoder."""
+"""What a model is fed and sees beside tokens, and what iterations and caches see of a forward."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar, Literal, Self
 
 from torch import Tensor
@@ -9,14 +11,22 @@ from torch import Tensor
 from dinfer.kernels.attention import encoder_intervals, local_interval
 from dinfer.kernels.canvas import take
 from dinfer.memory import Seen
-from dinfer.step.ability import Ability, Decision, Forward, Step
-from dinfer.step.canvas import RowCursors
-from dinfer.step.contracts import Iteration, State
-from dinfer.step.model import Model
-from dinfer.step.parts import Parts
+from dinfer.step.ability import (
+    Ability,
+    Decision,
+    Forward,
+    Model,
+    Parts,
+    Phase,
+    RowCursors,
+    State,
+    Step,
+    StepShape,
+    TokenStats,
+)  # fmt: skip
+from dinfer.step.contracts import Iteration
+from dinfer.step.model import Followed
 from dinfer.step.scores import scored
-from dinfer.step.shape import StepShape
-from dinfer.step.stats import TokenStats
 
 
 class Feeds(ABC):
@@ -44,33 +54,29 @@ def scores_of(iteration: Iteration) -> str:
 class Feeding(Ability):
     """Asks the iteration what is fed, and shows it the logits: of the whole window, or as the decoder adjusted them."""
 
-    sees: bool
+    iteration: Feeds
 
     @property
     def whole_logits(self) -> bool:
-        return self.sees
+        return self.iteration.scores != "none"
 
     @classmethod
     def of(cls, recipe: Parts, shape: StepShape) -> Self | None:
-        return cls(scores_of(recipe.iteration) != "none") if isinstance(recipe.iteration, Feeds) else None
+        return cls(recipe.iteration) if isinstance(recipe.iteration, Feeds) else None
 
     def feed(self, step: Step, run: Forward) -> None:
-        assert run.attend is not None, "the attention is made"
-        model, iteration = step.recipe.model, step.recipe.iteration
-        assert isinstance(iteration, Feeds)
-        run.x_BWD = iteration.embed(model, run.tokens_BW, run.attend.pos_BW, step.lanes, step.iteration_state)
+        model, pos_BW = step.recipe.model, run.attend.pos_BW
+        run.x_BWD = self.iteration.embed(model, run.tokens_BW, pos_BW, step.lanes, step.iteration_state)
 
     def statistics(self, step: Step, made: Decision) -> TokenStats | None:
         run = made.known.run
-        if run is None or scores_of(step.recipe.iteration) != "window":
+        if run is None or self.iteration.scores != "window":
             return None
         logits_BWV = step.notes[Feeding] = run.model.logits(run.h_BWD)
         return scored(step, made, take(logits_BWV, run.logits_RL))
 
     def written(self, step: Step, made: Decision) -> None:
-        recipe, lanes, run = step.recipe, step.lanes, made.known.run
-        iteration = recipe.iteration
-        assert isinstance(iteration, Feeds)
+        recipe, lanes, run, iteration = step.recipe, step.lanes, made.known.run, self.iteration
         if iteration.scores == "adjusted":
             pos_BX = made.view.pos_RL.view(lanes.slot_B.shape[0], -1)
             logits_BXV = made.adjusted_RLV.reshape(*pos_BX.shape, recipe.model.spec.vocab)
@@ -92,3 +98,58 @@ class Encoder(Ability):
         if local is None:
             return interval_BW, None, context_BW
         return interval_BW, local_interval(interval_BW, place_BW, lanes.start_B, local.window), context_BW
+
+
+class Follows(ABC):
+    """A cache that follows attention, and may leave out masks of the active blocks."""
+
+    @abstractmethod
+    def follow(
+        self, attend: Followed, logits: Callable[[], Tensor], pos_BW: Tensor, lanes: RowCursors, shift: int,
+        phase: Phase, state: State,
+    ) -> None:  # fmt: skip
+        """Sees the attention of a forward, and may ask for the logits of its window."""
+
+
+@dataclass(frozen=True)
+class Following(Ability):
+    """Shows a cache the attention of each forward."""
+
+    cache: Follows
+
+    @classmethod
+    def of(cls, recipe: Parts, shape: StepShape) -> Self | None:
+        return cls(recipe.cache) if isinstance(recipe.cache, Follows) else None
+
+    def feed(self, step: Step, run: Forward) -> None:
+        run.attend = replace(run.attend, queries=[])
+
+    def ran(self, step: Step, run: Forward) -> None:
+        logits, shift = partial(run.model.logits, run.h_BWD), step.recipe.model.spec.shift
+        self.cache.follow(run.attend, logits, run.pos_BW, step.lanes, shift, step.shape.phase, step.cache_state)
+
+
+class Watches(ABC):
+    """A cache that sees how values change."""
+
+    @abstractmethod
+    def observe(self, pos_BW: Tensor, old_BWX: Tensor, new_BWX: Tensor, lanes: RowCursors, state: State) -> None:
+        """Sees the last layer's values at the window's positions before and after the forward."""
+
+
+@dataclass(frozen=True)
+class Watching(Ability):
+    """Shows a cache the last layer's values before and after each forward."""
+
+    cache: Watches
+
+    @classmethod
+    def of(cls, recipe: Parts, shape: StepShape) -> Self | None:
+        return cls(recipe.cache) if isinstance(recipe.cache, Watches) else None
+
+    def feed(self, step: Step, run: Forward) -> None:
+        step.notes[Watching] = run.attend.values()
+
+    def ran(self, step: Step, run: Forward) -> None:
+        old_BWX = step.notes[Watching]
+        self.cache.observe(run.pos_BW, old_BWX, run.attend.values(), step.lanes, step.cache_state)

@@ -7,26 +7,22 @@ it does for the first. Steps in which no row is guided have one lane a row.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dinfer.step.ability import Ability, Forward, Step
+from dinfer.step.ability import ByExtra, Extra, Forward, Parts, Step
 from dinfer.step.canvas import Status
 from dinfer.step.contracts import ModelSpec
 from dinfer.step.model import Attend, Model, OwnLogits
-from dinfer.step.parts import Parts
-from dinfer.step.shape import Extra, StepShape
 
 
 @dataclass(frozen=True, slots=True)
 class Guided(Extra):
     """Some row has a second branch, without the prompt."""
 
-    @property
-    def whole_logits(self) -> bool:
-        return True
+    whole_logits = True
 
 
 @dataclass(slots=True)
@@ -75,12 +71,10 @@ class GuidedModel:
         return torch.where(scale_R11 > 0, guided_RLV.to(told_RLV.dtype), told_RLV)
 
 
-class Guidance(Ability):
+class Guidance(ByExtra[Guided]):
     """Steps in which some rows are guided: the model runs on both branches."""
 
-    @classmethod
-    def of(cls, recipe: Parts, shape: StepShape) -> Self | None:
-        return cls() if shape.extra(Guided) else None
+    kind = Guided
 
     @classmethod
     def asks(cls, recipe: Parts, options: Sequence[float], more: Mapping[str, Any]) -> Extra | None:

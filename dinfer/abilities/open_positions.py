@@ -8,18 +8,25 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from dinfer.abilities.feeding import scores_of
+from dinfer.abilities.feeding import Follows, scores_of
 from dinfer.abilities.pacing import LeavesMasks
 from dinfer.abilities.slices import Sliced
-from dinfer.abilities.watching import Follows
 from dinfer.kernels.canvas import rows_of
 from dinfer.kernels.selection import compact
-from dinfer.step.ability import Ability, Decision, Forward, Step
-from dinfer.step.canvas import Phase
-from dinfer.step.parts import Parts
+from dinfer.step.ability import (
+    Ability,
+    ByExtra,
+    Decision,
+    Extra,
+    Forward,
+    Parts,
+    Phase,
+    Step,
+    StepShape,
+    TokenStats,
+)  # fmt: skip
 from dinfer.step.scores import read_logits, statistics
-from dinfer.step.shape import Extra, KeysOnly, StepShape
-from dinfer.step.stats import TokenStats
+from dinfer.step.shape import KeysOnly
 
 FEWEST = 64  # skip unread positions only if there are at least so many, since skipping adds a few kernels
 
@@ -79,24 +86,20 @@ class OpenOnly(Extra):
         return asked is not None and asked.count <= self.count
 
 
-@dataclass(frozen=True)
-class OpenPositions(Ability):
+class OpenPositions(ByExtra[OpenOnly]):
     """Takes the statistics of open positions. Rows whose open positions do not all fit sit the step out."""
 
-    count: int
-
-    @classmethod
-    def of(cls, recipe: Parts, shape: StepShape) -> Self | None:
-        return None if (extra := shape.extra(OpenOnly)) is None else cls(extra.count)
+    kind = OpenOnly
 
     def statistics(self, step: Step, made: Decision) -> TokenStats | None:
         run, view, blocks, live_B = made.known.run, made.view, step.shape.blocks, step.lanes.live_B
+        count = self.extra.count
         if run is None:
             return None
         (rows, length), width = view.masked_RL.shape, run.h_BWD.shape[1]
         flags_RL = view.masked_RL & (run.logits_RL >= 0) & rows_of(live_B, blocks)[:, None]
-        index_1M, place_1X = compact(flags_RL.view(1, -1), self.count)
-        fits_B = (place_1X < self.count).view(live_B.shape[0], -1).all(-1)
+        index_1M, place_1X = compact(flags_RL.view(1, -1), count)
+        fits_B = (place_1X < count).view(live_B.shape[0], -1).all(-1)
         lane_R = torch.arange(rows, device=live_B.device)[:, None] // blocks
         where_X = (run.logits_RL.clamp_min(0) + lane_R * width).flatten()
         h_1MD = run.h_BWD.flatten(0, 1).index_select(0, where_X.index_select(0, index_1M[0].clamp_min(0)))[None]
@@ -104,7 +107,7 @@ class OpenPositions(Ability):
         for ability in step.abilities:
             logits_1MV = ability.allow(step, view, logits_1MV)
         stats = statistics(step, logits_1MV, index_1M >= 0)
-        back_X = place_1X[0].clamp(0, self.count - 1)
+        back_X = place_1X[0].clamp(0, count - 1)
 
         def placed(stat_1M: Tensor) -> Tensor:
             return stat_1M[0].index_select(0, back_X).view(rows, length).masked_fill(~flags_RL, 0)

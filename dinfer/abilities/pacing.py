@@ -12,12 +12,19 @@ import torch
 from torch import Tensor
 
 from dinfer.kernels.canvas import rows_of
-from dinfer.step.ability import Ability, Decision, Step
-from dinfer.step.canvas import CURSORS, BlockView, RowCursors
-from dinfer.step.contracts import Proposal
-from dinfer.step.parts import Parts
-from dinfer.step.shape import Extra, StepShape
-from dinfer.step.state import Entry
+from dinfer.step.ability import (
+    Ability,
+    BlockView,
+    Decision,
+    Entry,
+    Extra,
+    Parts,
+    Proposal,
+    RowCursors,
+    Step,
+    StepShape,
+)  # fmt: skip
+from dinfer.step.canvas import CURSORS
 
 
 class Edits:
@@ -92,18 +99,19 @@ class Editing(Ability):
         step.state.canvas.cursors_NC[:, CURSORS.index("length_B")].index_copy_(0, step.lanes.slot_B, length_B)
 
 
+@dataclass(frozen=True)
 class Pacing(Ability):
     """Tells a decoder what the iteration asks for: a least confidence, and which blocks must progress."""
 
+    iteration: Paces
+
     @classmethod
     def of(cls, recipe: Parts, shape: StepShape) -> Self | None:
-        return cls() if isinstance(recipe.iteration, Paces) else None
+        return cls(recipe.iteration) if isinstance(recipe.iteration, Paces) else None
 
     def view(self, step: Step, lanes: RowCursors, view: BlockView) -> BlockView:
-        iteration, blocks = step.recipe.iteration, step.shape.blocks
-        assert isinstance(iteration, Paces)
-        floor_B = iteration.floor(lanes)
-        must_BK = iteration.must_progress(lanes, view.masked_RL.view(-1, blocks, step.shape.block))
+        floor_B, blocks = self.iteration.floor(lanes), step.shape.blocks
+        must_BK = self.iteration.must_progress(lanes, view.masked_RL.view(-1, blocks, step.shape.block))
         return replace(
             view,
             floor_R=None if floor_B is None else rows_of(floor_B, blocks),

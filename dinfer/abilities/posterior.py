@@ -22,11 +22,7 @@ from dinfer.abilities.constraints import Constraints, InLanguage
 from dinfer.kernels.canvas import uploaded
 from dinfer.kernels.languages import Sweeps
 from dinfer.kernels.lines import Line
-from dinfer.step.ability import Ability, Step
-from dinfer.step.canvas import BlockView, Canvas
-from dinfer.step.parts import Parts
-from dinfer.step.shape import Extra, StepShape
-from dinfer.step.state import Entry
+from dinfer.step.ability import Ability, BlockView, Canvas, Entry, Extra, Parts, Step, StepShape
 
 NEVER = float("-inf")
 
@@ -35,9 +31,7 @@ NEVER = float("-inf")
 class Weighed(Extra):
     """Some row asks for the posterior."""
 
-    @property
-    def whole_logits(self) -> bool:
-        return True
+    whole_logits = True
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,8 @@ from torch import Tensor
 
 from dinfer.abilities.branches import Branched, branches_of
 from dinfer.kernels.canvas import rows_of, store_rows, uploaded
-from dinfer.step.ability import Ability, Decision, Step
-from dinfer.step.canvas import Canvas, Phase
-from dinfer.step.parts import Parts
-from dinfer.step.shape import Extra, StepShape, power_of_2
-from dinfer.step.state import Entry
+from dinfer.step.ability import ByExtra, Canvas, Decision, Entry, Extra, Parts, Step, StepShape
+from dinfer.step.shape import power_of_2
 
 POSITIONS, BLANKS, TOKENS = 256, 64, 512  # the most of a request: open positions, blanks, and tokens of a position
 STEPS = 64  # the most of a block
@@ -75,11 +72,8 @@ class Noted:
 class Reads(Extra):
     """Some row is read, so many tokens of each of its positions."""
 
+    whole_logits = True
     tokens: int
-
-    @property
-    def whole_logits(self) -> bool:
-        return True
 
     def joined(self, other: Reads) -> Reads:
         return Reads(max(self.tokens, other.tokens))
@@ -153,20 +147,11 @@ class Kept:
     reads: dict[int, Read] = field(default_factory=dict)  # by slot
 
 
-@dataclass(frozen=True)
-class Reading(Ability):
+class Reading(ByExtra[Reads]):
     """Steps in which some row is read. Other rows come out as they would without this ability."""
 
-    tokens: int
-
-    @property
-    def whole_logits(self) -> bool:
-        return True
-
-    @classmethod
-    def of(cls, recipe: Parts, shape: StepShape) -> Self | None:
-        extra = shape.extra(Reads)
-        return None if extra is None or shape.phase == Phase.PREFILL else cls(extra.tokens)
+    kind = Reads
+    whole_logits = True
 
     @classmethod
     def asks(cls, recipe: Parts, options: Sequence[float], more: Mapping[str, Any]) -> Extra | None:
@@ -204,11 +189,8 @@ class Reading(Ability):
 
     @classmethod
     def told(cls, kept: Kept, slots: Sequence[int]) -> dict[int, dict[str, list[Noted]]]:
-        found: dict[int, dict[str, list[Noted]]] = {}
-        for slot in slots:
-            if (read := kept.reads.get(slot)) is not None and kept.notes is not None:
-                found[slot] = {"read": kept.notes.of(slot, read)}
-        return found
+        reads = {slot: kept.reads[slot] for slot in slots if slot in kept.reads}
+        return {slot: {"read": kept.notes.of(slot, read)} for slot, read in reads.items() if kept.notes is not None}
 
     # The step.
 
@@ -217,11 +199,11 @@ class Reading(Ability):
         slot_R1 = rows_of(step.lanes.slot_B, blocks)[:, None]
         open_RL = view.masked_RL & rows_of(step.lanes.live_B, blocks)[:, None]
         place_RL = torch.where(open_RL, notes.place_NS[slot_R1, view.pos_RL.clamp_min(0)], POSITIONS)
-        token_RLK = notes.token_NPK[..., : self.tokens][slot_R1, place_RL]
+        token_RLK = notes.token_NPK[..., : self.extra.tokens][slot_R1, place_RL]
         wide_RLV = logits_RLV.float()
         logprob_RLK = wide_RLV.gather(-1, token_RLK.clamp_min(0)) - wide_RLV.logsumexp(-1, keepdim=True)
         logprob_RLK = logprob_RLK.masked_fill(token_RLK < 0, float("-inf"))
-        notes.logprob_NPK[..., : self.tokens].index_put_((slot_R1, place_RL), logprob_RLK)
+        notes.logprob_NPK[..., : self.extra.tokens].index_put_((slot_R1, place_RL), logprob_RLK)
         notes.step_NP.index_put_((slot_R1, place_RL), view.forward_R[:, None].expand_as(place_RL))
         step.notes[Reading] = place_RL, token_RLK, logprob_RLK
 
@@ -264,9 +246,9 @@ class Reading(Ability):
         notes, slot_B1 = step.kept(Reading).notes, step.lanes.slot_B[:, None]
         place_BX, token_BXK, logprob_BXK = (x.view(step.shape.lanes, -1, *x.shape[2:]) for x in step.notes[Reading])
         blank_BX, fillings_BX = notes.blank_NP[slot_B1, place_BX], notes.fillings_NP[slot_B1, place_BX]
-        place_K = torch.arange(self.tokens, device=place_BX.device)
+        place_K = torch.arange(self.extra.tokens, device=place_BX.device)
         own_BXK = logprob_BXK.masked_fill(place_K >= fillings_BX[..., None], float("-inf"))
-        sum_BGK = own_BXK.new_zeros(len(slot_B1), BLANKS + 1, self.tokens)
+        sum_BGK = own_BXK.new_zeros(len(slot_B1), BLANKS + 1, len(place_K))
         sum_BGK.scatter_add_(1, blank_BX[..., None].expand_as(own_BXK), own_BXK)
         there_BG = torch.zeros_like(sum_BGK[..., 0], dtype=torch.bool).scatter_(1, blank_BX, True)[:, :-1]
         sure_BG = sum_BGK.softmax(-1).amax(-1)[:, :-1].nan_to_num(0).masked_fill(~there_BG, -1)

@@ -15,11 +15,7 @@ from torch import Tensor
 
 from dinfer.abilities.branches import branches_of
 from dinfer.kernels.canvas import padded
-from dinfer.step.ability import Ability, Decision, Step
-from dinfer.step.canvas import BlockView, Canvas, Phase
-from dinfer.step.parts import Parts
-from dinfer.step.shape import Extra, StepShape
-from dinfer.step.state import Entry
+from dinfer.step.ability import BlockView, ByExtra, Canvas, Decision, Entry, Extra, Parts, Step, StepShape
 
 TOP = 20  # alternatives that are reported of a token
 LEVELS = 256  # of confidence, and behind `SURE` one for a token that nothing else could stand for
@@ -74,23 +70,25 @@ class Reports:
     """By slot and position. The last column is scratch, where padding is written."""
 
     draft_NS: Tensor  # int64, token * LEVELS + level of confidence: proposed where the position is open, else written
-    logprob_NS: Tensor | None = None  # float32
-    top_NST: Tensor | None = None  # int64
-    top_logprob_NST: Tensor | None = None  # float32
+    told: tuple[Tensor, Tensor, Tensor] | None = None  # float32 [N, S]; tokens and their float32 [N, S, T]
 
     def want_logprobs(self) -> None:
         """Makes room for log-probabilities, if there is none. Host side, before the first step that tells them."""
-        if self.logprob_NS is None:
-            wide, device = (*self.draft_NS.shape, TOP), self.draft_NS.device
-            self.logprob_NS = torch.zeros(self.draft_NS.shape, device=device)
-            self.top_NST = torch.zeros(wide, dtype=torch.int64, device=device)
-            self.top_logprob_NST = torch.zeros(wide, device=device)
+        if self.told is None:
+            own_NS = torch.zeros_like(self.draft_NS, dtype=torch.float32)
+            wide_NST = torch.zeros(*self.draft_NS.shape, TOP, device=self.draft_NS.device)
+            self.told = own_NS, wide_NST.long(), wide_NST
 
-    def record(self, step: Step, made: Decision, *, drafts_too: bool) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    def logprob_tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probabilities of tokens, the most likely tokens, and theirs."""
+        if self.told is None:
+            raise RuntimeError("there is no room for log-probabilities: call want_logprobs first")
+        return self.told
+
+    def record(self, step: Step, made: Decision) -> tuple[tuple[Tensor, Tensor], Tensor]:
         """Records tokens and their confidence. Returns the index for `record_logprobs`, and all tokens.
 
-        `drafts_too`: the index has drafts beside written tokens, since a branch may commit one without a step that
-        writes it.
+        The index has the written tokens, and drafts where a branch may commit them without a step that writes them.
         """
         view, stats, commits = made.view, made.stats, made.commits
         slot_B, live_B = step.lanes.slot_B, step.lanes.live_B
@@ -105,12 +103,12 @@ class Reports:
         self.draft_NS.index_put_(
             self._index(slot_B, view, known_RL), (token_RL * LEVELS + level_RL).view(len(slot_B), -1)
         )
-        return self._index(slot_B, view, known_RL if drafts_too else new_RL), token_RL
+        told_RL = known_RL if branches_of(step.recipe.iteration) else new_RL
+        return self._index(slot_B, view, told_RL), token_RL
 
     def record_logprobs(self, index: tuple[Tensor, Tensor], token_RL: Tensor, logits_RLV: Tensor) -> None:
         """Records the log-probabilities of the tokens at the index of `record`."""
-        if self.logprob_NS is None or self.top_NST is None or self.top_logprob_NST is None:
-            raise RuntimeError("there is no room for log-probabilities: call want_logprobs first")
+        own_NS, top_NST, logprob_NST = self.logprob_tensors()
         own, top, tops = list[Tensor](), list[Tensor](), list[Tensor]()
         for logits, token in zip(logits_RLV.split(ROWS), token_RL.split(ROWS), strict=True):
             logprob = logits.float().log_softmax(-1)
@@ -119,9 +117,9 @@ class Reports:
             top.append(best.indices)
             tops.append(best.values)
         lanes, count = len(index[0]), top[0].shape[-1]
-        self.logprob_NS.index_put_(index, torch.cat(own).view(lanes, -1))
-        self.top_NST[..., :count].index_put_(index, torch.cat(top).view(lanes, -1, count))
-        self.top_logprob_NST[..., :count].index_put_(index, torch.cat(tops).view(lanes, -1, count))
+        own_NS.index_put_(index, torch.cat(own).view(lanes, -1))
+        top_NST[..., :count].index_put_(index, torch.cat(top).view(lanes, -1, count))
+        logprob_NST[..., :count].index_put_(index, torch.cat(tops).view(lanes, -1, count))
 
     def active(self, start_N: Tensor, width: int) -> Tensor:
         """The drafts of every slot from its first active position on. int64 [N, X]"""
@@ -130,10 +128,7 @@ class Reports:
 
     def logprobs(self, slot: int, start: int, end: int) -> list[TokenLogprob]:
         """Of positions that hold tokens. Waits for the device."""
-        if self.logprob_NS is None or self.top_NST is None or self.top_logprob_NST is None:
-            raise RuntimeError("there is no room for log-probabilities: call want_logprobs first")
-        of = (slot, slice(start, end))
-        columns: Sequence[list] = [t[of].tolist() for t in (self.logprob_NS, self.top_NST, self.top_logprob_NST)]
+        columns: Sequence[list] = [rows[slot, start:end].tolist() for rows in self.logprob_tensors()]
         return [TokenLogprob(own, [*zip(top, tops, strict=True)]) for own, top, tops in zip(*columns, strict=True)]
 
     def _index(self, slot_B: Tensor, view: BlockView, flags_RL: Tensor) -> tuple[Tensor, Tensor]:
@@ -141,22 +136,14 @@ class Reports:
         return slot_B[:, None], padded(pos_BX, self.draft_NS.shape[1] - 1)
 
 
-@dataclass(frozen=True)
-class Reporting(Ability):
+class Reporting(ByExtra[Reported]):
     """Steps that report what they propose and write."""
 
-    level: int
-    branches: bool
-
-    @classmethod
-    def of(cls, recipe: Parts, shape: StepShape) -> Self | None:
-        if (extra := shape.extra(Reported)) is None or shape.phase == Phase.PREFILL:
-            return None
-        return cls(extra.level, branches_of(recipe.iteration) > 0)
+    kind = Reported
 
     @property
     def whole_logits(self) -> bool:
-        return self.level == Level.LOGPROBS
+        return self.extra.whole_logits
 
     @classmethod
     def asks(cls, recipe: Parts, options: Sequence[float], more: Mapping[str, Any]) -> Extra | None:
@@ -180,6 +167,6 @@ class Reporting(Ability):
 
     def written(self, step: Step, made: Decision) -> None:
         reports = step.kept(Reporting)
-        index, token_RL = reports.record(step, made, drafts_too=self.branches)
+        index, token_RL = reports.record(step, made)
         if self.whole_logits:
             reports.record_logprobs(index, token_RL, step.notes[Reporting])

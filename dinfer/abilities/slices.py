@@ -16,12 +16,10 @@ import torch
 from torch import Tensor
 
 from dinfer.abilities.feeding import Feeds
-from dinfer.step.ability import Ability, Forward, Step
-from dinfer.step.contracts import Phase
-from dinfer.step.parts import Parts
-from dinfer.step.shape import Extra, StepShape, power_of_2
+from dinfer.memory import PagedAttend
+from dinfer.step.ability import ByExtra, Extra, Forward, Parts, Phase, Step, StepShape, Window
+from dinfer.step.shape import power_of_2
 from dinfer.step.step import seen
-from dinfer.step.window import Window
 from dinfer.step.window import window as window_of
 
 
@@ -81,34 +79,30 @@ class Places:
         return torch.where(self.index_BG < 0, -1, x_BW.flatten()[self.index_BG.clamp_min(0)])
 
 
-@dataclass(frozen=True)
-class Slices(Ability):
+class Slices(ByExtra[Sliced]):
     """Cuts the windows into lanes before the network, and joins what it has said of the active blocks."""
 
-    widest: int
-
-    @classmethod
-    def of(cls, recipe: Parts, shape: StepShape) -> Self | None:
-        return None if (extra := shape.extra(Sliced)) is None else cls(extra.widest)
+    kind = Sliced
 
     def window(self, step: Step, window: Window) -> Window:
         """The whole windows. Rows for which too few lanes are left sit the step out."""
-        shape, lanes, canvas = replace(step.shape, width=self.widest), step.lanes, step.state.canvas
+        shape, lanes, canvas = replace(step.shape, width=self.extra.widest), step.lanes, step.state.canvas
         whole = window_of(step.recipe.cache, step.region, canvas, step.recipe.model.spec, shape, step.cache_state)
         more_B = ((whole.pos_BW >= 0).sum(-1) - 1).clamp_min(0) // step.shape.width * (lanes.live_B & whole.fits_B)
-        places, fits_B = Places.of(more_B, lanes.slot_B == canvas.scratch, step.shape.width, self.widest)
+        places, fits_B = Places.of(more_B, lanes.slot_B == canvas.scratch, step.shape.width, shape.width)
         step.notes[Slices] = places
         return replace(whole, fits_B=whole.fits_B & fits_B)
 
-    def prepare(self, step: Step, run: Forward) -> None:
+    def prepare(self, step: Step, run: Forward) -> PagedAttend:
         places: Places = step.notes[Slices]
         slot_B, stop_B = step.lanes.slot_B[places.row_B], run.window.stop_B
         pos_BG, place_BG = places.cut(run.pos_BW), places.cut(run.place_BW)
         rows = step.state.canvas.lanes(slot_B, step.shape.phase)
         interval_BG, local_BG, _ = seen(step, rows, place_BG, None if stop_B is None else stop_B[places.row_B])
         sees = interval_BG, local_BG, None
-        run.attend = step.state.kv.attend(slot_B, pos_BG, sees, step.shape.pages, place_BW=place_BG)
+        attend = step.state.kv.attend(slot_B, pos_BG, sees, step.shape.pages, place_BW=place_BG)
         run.x_BWD = run.model.embed(places.cut(run.tokens_BW).clamp_min(0))
+        return attend
 
     def ran(self, step: Step, run: Forward) -> None:
         lanes, block = step.shape.lanes, step.shape.block

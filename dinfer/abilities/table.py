@@ -4,7 +4,7 @@ from dinfer.abilities.adjusting import Adjusting, Adjusts, Bias, Offering
 from dinfer.abilities.branches import Branched, Branches
 from dinfer.abilities.candidates import RecomputesEveryKey, Speculation
 from dinfer.abilities.constraints import Constraints
-from dinfer.abilities.feeding import Encoder, Feeding, Feeds, scores_of
+from dinfer.abilities.feeding import Encoder, Feeding, Feeds, Following, Follows, Watches, Watching, scores_of
 from dinfer.abilities.guidance import Guidance
 from dinfer.abilities.open_positions import KeyPasses, OpenPositions, ReadPositions
 from dinfer.abilities.pacing import Aligned, Editing, Edits, Grows, Holding, LeavesDecoded, LeavesMasks, Moves, Pacing
@@ -13,7 +13,6 @@ from dinfer.abilities.reading import Reading
 from dinfer.abilities.reports import Reporting
 from dinfer.abilities.slices import Slices
 from dinfer.abilities.verification import Verification, Verifies
-from dinfer.abilities.watching import Following, Follows, Watches, Watching
 from dinfer.recipe.refusals import Refusal, Trait
 from dinfer.recipe.registry import values_of
 from dinfer.step.ability import Ability

@@ -8,18 +8,27 @@ tokens before it.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
 from torch import Tensor
 
 from dinfer.kernels.canvas import span
-from dinfer.step.ability import Ability, Decision, Known, Step
-from dinfer.step.canvas import BlockView, Phase, Status
-from dinfer.step.contracts import Proposal, State
-from dinfer.step.parts import Parts
-from dinfer.step.shape import Extra, StepShape
+from dinfer.step.ability import (
+    Ability,
+    BlockView,
+    Decision,
+    Extra,
+    Known,
+    Parts,
+    Phase,
+    Proposal,
+    State,
+    Step,
+    StepShape,
+)  # fmt: skip
+from dinfer.step.canvas import Status
 
 
 class Verifies(ABC):
@@ -33,16 +42,16 @@ class Verifies(ABC):
         """
 
 
+@dataclass(frozen=True)
 class Verification(Ability):
     """Steps whose draft a second pass checks before anything is committed, and these passes."""
 
-    @property
-    def whole_logits(self) -> bool:
-        return True
+    whole_logits = True
+    decoder: Verifies
 
     @classmethod
     def of(cls, recipe: Parts, shape: StepShape) -> Self | None:
-        return cls() if isinstance(recipe.decoder, Verifies) else None
+        return cls(recipe.decoder) if isinstance(recipe.decoder, Verifies) else None
 
     @classmethod
     def page_sets(cls, recipe: Parts, extras: Sequence[Extra]) -> int:
@@ -52,10 +61,9 @@ class Verification(Ability):
         return iter([Known(logits_RLV=verified(step))]) if step.shape.phase == Phase.VERIFY else None
 
     def select(self, step: Step, made: Decision) -> Proposal | None:
-        decoder = step.recipe.decoder
-        if step.shape.phase != Phase.VERIFY or not isinstance(decoder, Verifies):
+        if step.shape.phase != Phase.VERIFY:
             return None
-        return decoder.verify(made.adjusted_RLV, made.view, made.decoder_state)
+        return self.decoder.verify(made.adjusted_RLV, made.view, made.decoder_state)
 
     def proposed(self, step: Step, made: Decision) -> None:
         if made.proposal.verify_R is None:

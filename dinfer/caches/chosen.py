@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dinfer.abilities.feeding import Follows, Watches
 from dinfer.abilities.pacing import LeavesDecoded, LeavesMasks
-from dinfer.abilities.watching import Follows, Watches
 from dinfer.kernels.canvas import padded
 from dinfer.kernels.selection import density, descending_rank
 from dinfer.recipe.registry import CACHES, option

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from dinfer.abilities.candidates import RecomputesEveryKey
 from dinfer.abilities.pacing import LeavesDecoded, LeavesMasks
+from dinfer.caches.window import not_final
 from dinfer.recipe.registry import CACHES, option
 from dinfer.step.contracts import CachePolicy, ModelSpec, Moved, Phase, RowCursors, State, WindowPlan
 
@@ -87,12 +88,7 @@ class NarrowBlock(NarrowWindow):
     """`block` with a narrow window, for block-causal models. Keys of finished blocks are exact."""
 
     def incompatibility(self, spec: ModelSpec) -> str | None:
-        if not spec.attention_block:
-            return (
-                "cache=narrow_block keeps the keys of finished blocks for good, which is exact only under block-causal "
-                "attention, but this model is bidirectional."
-            )
-        return super().incompatibility(spec)
+        return not_final(spec) or super().incompatibility(spec)
 
     def plan(self, phase: Phase) -> WindowPlan:
         narrow = phase == Phase.WINDOW

@@ -4,9 +4,11 @@
 | none   | whole canvas        | every step        | all       |
 | prefix | [start, length)     | on entering block | all, or a suffix window |
 | dual   | [start, end)        | on entering block | all       |
+| block  | [kept, end)         | never             | all up to the end |
 
 A refresh is a pass over the whole canvas, which decodes too. Keys and values outside the window stay as the last
-refresh left them: exact for none, an approximation for bidirectional models otherwise.
+refresh left them: exact for none and for block (block diffusion, arXiv:2503.09573; LLaDA2, SDAR, DiffusionGemma), an
+approximation for bidirectional models otherwise.
 """
 
 from dataclasses import dataclass
@@ -94,3 +96,41 @@ class DualCache(RefreshedCache):
     """Keeps the keys and values left and right of the active block; recomputes the block alone."""
 
     paper = "Fast-dLLM, arXiv:2505.22618"
+
+
+PLAN = WindowPlan(None, None, keeps=True)  # the host asks for it several times a round and row
+
+
+def not_final(spec: ModelSpec) -> str | None:
+    """Why a cache cannot keep the keys of finished blocks for good; None: it can."""
+    if spec.attention_block:
+        return None
+    return (
+        "{cache} keeps the keys of finished blocks for good, which is exact only under block-causal attention, but "
+        "this model is bidirectional."
+    )
+
+
+@CACHES.register("block")
+@dataclass(frozen=True, kw_only=True)
+class BlockCache(CachePolicy, RecomputesEveryKey):
+    """Recomputes the active block. The step that enters a block also recomputes the block before it.
+
+    In a block-causal model, keys and values of finished blocks never change. So they are kept, and the tokens are those
+    without a cache. One pass without the LM head computes the complete blocks of a prompt. In the last step of a block
+    some of its tokens are still masked. So the first step of the next block rewrites its keys, and already sees the new
+    ones, because each layer writes its keys before it attends. The references spend a forward of its own on that, as
+    runtime.favour=throughput does in large batches, where wide steps cost more. In a model with an encoder, the step
+    that enters a block encodes the one before it.
+    """
+
+    paper = "Block Diffusion, arXiv:2503.09573"
+
+    def incompatibility(self, spec: ModelSpec) -> str | None:
+        return not_final(spec)
+
+    def plan(self, phase: Phase) -> WindowPlan:
+        return PLAN
+
+    def needs_full_pass(self, lanes: RowCursors, moved: Moved, phase: Phase, state: State) -> bool:
+        return False

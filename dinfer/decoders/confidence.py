@@ -89,6 +89,7 @@ class EntropyBound(Decoder):
     """
 
     paper = "EB-Sampler, arXiv:2505.24857"
+    refuses = ("eos_last",)  # it does not look at confidences
 
     bound: float = option(0.1, "entropy that a step may ignore, in nats", per_request=True)
     limits: Literal["sum", "each"] = option(
@@ -102,13 +103,9 @@ class EntropyBound(Decoder):
     def needs(self) -> tuple[str, ...]:
         return ("entropy", "margin") if self.score == "margin" else ("entropy",)
 
-    @property
-    def refuses(self) -> tuple[str, ...]:
-        return ("eos_last",)  # it does not look at confidences
-
     def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
         entropy_RL = stats.stat("entropy").masked_fill(~view.masked_RL, float("inf"))
-        score_RL = self.scores(stats).masked_fill(~view.masked_RL, float("-inf"))
+        score_RL = stats.surest(self.score).masked_fill(~view.masked_RL, float("-inf"))
         if self.limits == "each":
             fits_RL = (entropy_RL < view.options["bound"]) | (descending_rank(score_RL) < view.at_least(1))
             return Proposal(fits_RL & view.masked_RL & ~stats.declined_RL)
@@ -119,12 +116,6 @@ class EntropyBound(Decoder):
         spent_RL = torch.nn.functional.pad(more_RL.cumsum(-1), (1, 0))
         fits_RL = (spent_RL <= view.options["bound"]) & sorted_RL.isfinite()
         return Proposal(torch.zeros_like(fits_RL).scatter(1, order_RL, fits_RL) & ~stats.declined_RL)
-
-    def scores(self, stats: TokenStats) -> Tensor:
-        """The larger the better. [R, L]"""
-        if self.score == "margin":
-            return stats.stat("margin")
-        return -stats.stat("entropy") if self.score == "entropy" else stats.top_RL
 
 
 TINY = 1e-12  # added before the logarithm, as published
@@ -265,7 +256,7 @@ class Calibrated(Decoder):
         return {} if self.frequencies is None else {"surprise": surprise(Path(self.frequencies), spec.vocab)}
 
     def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
-        score_RL = stats.stat("margin") if self.score == "margin" else stats.top_RL
+        score_RL = stats.surest(self.score)
         if self.frequencies is not None:
             score_RL = torch.minimum(score_RL * state["surprise"].gather(1, stats.token_RL), view.options["clip"])
         if self.sigma:

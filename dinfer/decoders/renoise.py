@@ -28,6 +28,8 @@ class Renoise(Decoder, Adjusts):
     """
 
     paper = "DiffusionGemma (transformers 5.23), with EB-Sampler's bound, arXiv:2505.24857"
+    needs = ("entropy", "best")
+    refuses = ("eos_last",)  # it does not look at confidences
 
     # The engine ends a row that gains nothing for 256 steps.
     steps: int = option(48, "steps that a canvas takes at most", least=1, most=255, per_request=True)
@@ -45,14 +47,6 @@ class Renoise(Decoder, Adjusts):
             "decoder=renoise puts uniform noise where nothing is decoded, and this model was trained with a mask token "
             "there."
         )
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        return ("entropy", "best")
-
-    @property
-    def refuses(self) -> tuple[str, ...]:
-        return ("eos_last",)  # it does not look at confidences
 
     def fresh_state(self, spec: ModelSpec, block: int) -> State:
         return {"best": torch.full((self.stability, block), -1)} if self.stability else {}

@@ -31,6 +31,7 @@ class S2D2(Decoder, Adjusts, Verifies):
     """
 
     paper = "S2D2, github.com/phymhan/S2D2"
+    refuses = ("temperature", "repetition_penalty", "eos_last")  # p is of the most likely token
 
     steps: int = option(32, "steps per block; each has an equal quota of the block length", least=1, per_request=True)
     threshold: float = option(0.85, "fill up with all above this probability; 1: none is", most=1, per_request=True)
@@ -45,10 +46,6 @@ class S2D2(Decoder, Adjusts, Verifies):
     least_ratio: float | None = option(None, "also accept tokens of the run with at least this q / p; null: none")
     all_runs: bool = option(False, "with least_ratio: and of other runs")
     resample: bool = option(True, "the first token that is not accepted is replaced; else it is committed as it is")
-
-    @property
-    def refuses(self) -> tuple[str, ...]:
-        return ("temperature", "repetition_penalty", "eos_last")  # p is of the most likely token
 
     def incompatibility(self, spec: ModelSpec) -> str | None:
         if spec.encoder or not spec.causal_block or spec.mask_id is None:

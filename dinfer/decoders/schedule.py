@@ -67,11 +67,7 @@ class Fixed(Decoder):
         """The larger the better, where it is not the confidence. [R, L]"""
         if self.score == "random":
             return uniform(view.seed_R[:, None], view.pos_RL, view.forward_R[:, None])
-        if self.score == "entropy":
-            return -stats.stat("entropy")
-        if self.score == "margin":
-            return stats.stat("margin")
-        return -view.pos_RL.to(torch.float64)
+        return -view.pos_RL.to(torch.float64) if self.score == "sequential" else stats.surest(self.score)
 
 
 NEAR = 2  # steps by which rounding may move the first step that commits a token
@@ -142,11 +138,7 @@ class Dream(Decoder):
 
     def scores(self, stats: TokenStats, view: BlockView) -> Tensor:
         """The larger the better; with alg_temp, so perturbed that the k best are k draws without replacement. [R, L]"""
-        score_RL = stats.top_RL
-        if self.alg == "topk_margin" and stats.margin_RL is not None:
-            score_RL = stats.margin_RL
-        if self.alg == "entropy" and stats.entropy_RL is not None:
-            score_RL = -stats.entropy_RL
+        score_RL = stats.surest("margin" if self.alg == "topk_margin" else self.alg)
         # Gumbel noise: its k largest sums are k draws one after the other (Kool et al., arXiv:1903.06059).
         gumbel_RL = -uniform(view.seed_R[:, None], view.pos_RL, view.forward_R[:, None]).log().neg().log()
         warm_R1 = view.options["alg_temp"]

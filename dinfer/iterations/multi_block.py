@@ -19,7 +19,7 @@ from dinfer.kernels.advance import decoded_share, forced_blocks, slide_blocks
 from dinfer.kernels.canvas import padded, span
 from dinfer.recipe.refusals import Refusal, Trait
 from dinfer.recipe.registry import ITERATIONS, option
-from dinfer.step.contracts import BlockAfter, ModelSpec, Moved, RowCursors, State, TokenStats
+from dinfer.step.contracts import BlockAfter, ModelSpec, Moved, RowCursors, State
 from dinfer.step.model import Model
 
 
@@ -207,19 +207,10 @@ class Lopa(MultiBlock, Branches):
     trust: float = option(0.0, "weight of the added token's own score, 1 for the present state", most=1)
     stay: bool = option(True, "the present state is a version, too; else only where there is no other")
 
-    @property
-    def needs(self) -> tuple[str, ...]:
-        return () if self.by == "confidence" else (self.by,)
-
     def incompatibility(self, spec: ModelSpec) -> str | None:
         if spec.mask_id is None:
             return "iteration=lopa compares what is still masked, and this model has no mask token."
         return super().incompatibility(spec)
-
-    def value(self, stats: TokenStats) -> Tensor:
-        if self.by == "confidence":
-            return stats.top_RL
-        return stats.stat("margin") if self.by == "margin" else -stats.stat("entropy")
 
     def worth(self, value_BX: Tensor, masked_BX: Tensor, token_B: Tensor) -> Tensor:
         sorted_BX = value_BX.double().masked_fill(~masked_BX, float("inf")).sort(-1).values

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypedDict
 
-from dinfer.abilities.constraints import InLanguage
-from dinfer.abilities.lines import Kind
+from dinfer.abilities.constraints import InLanguage, Kind
 from dinfer.pipeline.inputs import gaps_of, named
 from dinfer.recipe.recipe import Recipe
 from dinfer.recipe.registry import values_of

@@ -2,17 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
-from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
 from dinfer.abilities.adjusting import Adjusts
-from dinfer.abilities.feeding import Feeds, scores_of
+from dinfer.abilities.feeding import Feeds, Follows, Watches, scores_of
 from dinfer.abilities.pacing import Aligned, Edits, Paces, Pads
 from dinfer.abilities.table import ABILITIES, REFUSALS
 from dinfer.abilities.verification import Verifies
-from dinfer.abilities.watching import Follows, Watches
-from dinfer.parallel.ranks import ALONE, Ranks
 from dinfer.recipe.refusals import COMPONENTS, refused
 from dinfer.recipe.registry import (
     CACHES,
@@ -26,11 +23,9 @@ from dinfer.recipe.registry import (
     unknown,
     values_of,
 )
-from dinfer.step.ability import Ability
 from dinfer.step.canvas import ACTIVE
 from dinfer.step.contracts import CachePolicy, Component, Decoder, Iteration, Phase
-from dinfer.step.model import Divided, Model
-from dinfer.step.parts import RequestOption, Sampling
+from dinfer.step.model import Model, Parts, Sampling
 from dinfer.step.shape import Extra, Sampled, extras_of
 from dinfer.step.window import Chooses
 
@@ -47,14 +42,11 @@ class IncompatibleRecipe(ValueError):
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Recipe(Parts):
     """A model with an iteration, a decoder, a cache and a sampling."""
 
-    model: Model
-    iteration: Iteration
-    decoder: Decoder
-    cache: CachePolicy
     sampling: Sampling = field(default_factory=lambda: SAMPLINGS.build(USUAL))
+    abilities = ABILITIES
 
     def __post_init__(self) -> None:
         check_types("iteration", self.iteration)
@@ -105,16 +97,6 @@ class Recipe:
                 given[f"{o.kind}.{o.name}"] = int(value) if whole else value
         self.resolve(given, **more)
 
-    def sampling_of(self, options: Sequence[float]) -> dict[str, float]:
-        """The sampling options, of what `resolve` returned; those left out at its end have their defaults."""
-        count = len(options)
-        return {name: options[i] if i < count else default for i, name, default in self._sampling_options}
-
-    @cached_property
-    def _sampling_options(self) -> list[tuple[int, str, float]]:
-        """Place among the request's options, name and default."""
-        return [(i, o.name, o.default) for i, o in enumerate(self.request_options) if o.kind == "sampling"]
-
     def asks(self, options: Sequence[float], more: Mapping[str, Any] = MappingProxyType({})) -> tuple[Extra, ...]:
         """What a request with these options needs of its steps. `more`: see `dinfer.step.state.Entry`."""
         given = self.sampling_of(options)
@@ -134,16 +116,6 @@ class Recipe:
         return tuple(phase for phase in ACTIVE if phase != Phase.VERIFY or isinstance(self.decoder, Verifies))
 
     @property
-    def abilities(self) -> tuple[type[Ability], ...]:
-        """The optional features that its steps may have."""
-        return ABILITIES
-
-    @property
-    def ranks(self) -> Ranks:
-        """The ranks that divide the model among them."""
-        return self.model.ranks if isinstance(self.model, Divided) else ALONE
-
-    @property
     def alignment(self) -> int:
         """Active blocks begin and end at multiples of this, counted from where attention blocks are counted from."""
         iteration = self.iteration
@@ -160,16 +132,6 @@ class Recipe:
         decoder = self.decoder
         reads = isinstance(decoder, Adjusts | Edits) or scores_of(self.iteration) != "none"
         return not reads and not isinstance(self.cache, Watches) and not isinstance(self.cache, Follows)
-
-    @cached_property
-    def request_options(self) -> tuple[RequestOption, ...]:
-        parts: tuple[tuple[str, Component], ...] = (("decoder", self.decoder), ("sampling", self.sampling))
-        return tuple(
-            RequestOption(kind, info.name, values_of(part)[info.name])
-            for kind, part in parts
-            for info in options_of(part)
-            if info.per_request
-        )
 
     def resolve(self, given: Mapping[str, Any], **more: Any) -> list[float]:
         """The value of every per-request option for one request, in the order of `request_options`.

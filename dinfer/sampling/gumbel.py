@@ -16,8 +16,8 @@ from torch import Tensor
 
 from dinfer.kernels.random import noise, nucleus
 from dinfer.recipe.registry import SAMPLINGS, check_range, option
-from dinfer.step.contracts import BlockView, ModelSpec, Options
-from dinfer.step.parts import Sampling
+from dinfer.step.contracts import BlockView, ModelSpec
+from dinfer.step.model import Options, Sampling
 from dinfer.step.stats import Draw, VocabularySlice
 
 LEAST, MOST = 1e-3, 1e3  # of numbers that logits are divided by or multiplied with, which then stay finite

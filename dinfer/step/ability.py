@@ -7,7 +7,7 @@ them. All are device work of fixed shapes, like the step itself.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from torch import Tensor
 
@@ -15,12 +15,13 @@ from dinfer.memory import PagedAttend, Seen
 from dinfer.step.canvas import BlockView, Canvas, Phase, RowCursors
 from dinfer.step.commits import Commits
 from dinfer.step.contracts import Moved, Proposal, State
-from dinfer.step.model import Model
-from dinfer.step.parts import Parts
+from dinfer.step.model import Model, Parts
 from dinfer.step.shape import Extra, StepShape
 from dinfer.step.state import BatchState, Entry
 from dinfer.step.stats import TokenStats
 from dinfer.step.window import KeepsNothing, Window
+
+E = TypeVar("E", bound=Extra)
 
 
 class Ability:
@@ -85,8 +86,9 @@ class Ability:
         """What positions see, if not what `dinfer.step.step.seen` says."""
         return None
 
-    def prepare(self, step: "Step", run: "Forward") -> None:
-        """Before the attention is made: it may change the tokens, or make the attention itself (`run.attend`)."""
+    def prepare(self, step: "Step", run: "Forward") -> PagedAttend | None:
+        """Before the attention is made: it may change the tokens, or make the attention itself."""
+        return None
 
     def feed(self, step: "Step", run: "Forward") -> None:
         """The last thing before the network runs: what it is fed, what it attends to, which model it is."""
@@ -141,6 +143,19 @@ class Ability:
         """After the iteration has moved the rows on (`made.moved`), and before the cursors are stored."""
 
 
+@dataclass(frozen=True)
+class ByExtra(Ability, Generic[E]):
+    """An ability that takes part in the steps with an extra of one kind."""
+
+    kind: ClassVar[type[Extra]]
+    extra: E
+
+    @classmethod
+    def of(cls, recipe: Parts, shape: StepShape) -> Self | None:
+        extra: Any = shape.extra(cls.kind)
+        return None if extra is None else cls(extra)
+
+
 @dataclass(slots=True)
 class Step:
     """What one step works on: a recipe, the state of the batch, a shape, and the rows it names."""
@@ -190,7 +205,7 @@ class Forward:
     status_BW: Tensor
     seen: Seen
     logits_RL: Tensor  # where in W the hidden states are that decode the active blocks
-    attend: PagedAttend | None = None  # of the lanes; `prepare` may make it
+    attend: PagedAttend = field(init=False)  # of the lanes
     fed: PagedAttend | None = None  # what the model is given, if not `attend`
     x_BWD: Tensor | None = None  # what it is fed; None: the embedded tokens
     needed_BX: Tensor | None = None  # which of the hidden states are read; None: all

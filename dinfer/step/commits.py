@@ -12,7 +12,7 @@ from dinfer.kernels.canvas import moved
 from dinfer.kernels.dispatch import use_triton
 from dinfer.step.canvas import BlockView, Canvas, Cursors, Phase, RowCursors, Status
 from dinfer.step.contracts import ModelSpec, Moved, Proposal
-from dinfer.step.parts import Parts
+from dinfer.step.model import Parts
 from dinfer.step.stats import TokenStats
 
 

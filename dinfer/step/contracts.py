@@ -8,7 +8,6 @@ B * K rows of blocks, L block length, S canvas length, W query positions of one 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -32,10 +31,6 @@ class Large(NamedTuple):
     """Large state of a decoder: read and written in place, and not reset when a block begins."""
 
     fresh: Tensor
-
-
-Options = Mapping[str, Tensor]
-"""Per-request options of one component by name, [R, 1] each."""
 
 
 @dataclass(frozen=True, slots=True)

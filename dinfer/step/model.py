@@ -1,15 +1,24 @@
-"""What the step needs of a network, and a network of the step. Shape suffixes as in `dinfer.step.contracts`."""
+"""What the step needs of a network, a network of the step, and what is chosen beside it.
+
+Shape suffixes as in `dinfer.step.contracts`.
+"""
 
 from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from dinfer.parallel.ranks import Ranks
+from dinfer.parallel.ranks import ALONE, Ranks
 from dinfer.parallel.split import Placement
-from dinfer.step.contracts import Component
+from dinfer.recipe.registry import options_of, values_of
+from dinfer.step.canvas import BlockView
+from dinfer.step.contracts import CachePolicy, Component, Decoder, Iteration
 from dinfer.step.spec import ExpertLayout, ModelSpec
+from dinfer.step.stats import Draw, VocabularySlice
 
 
 class Attend(Protocol):
@@ -121,3 +130,95 @@ class ModelFamily(Component):
     def copies(self, spec: ModelSpec) -> dict[str, str]:
         """Names of tied weights that some programs also save, and for each the name in `weights` that it repeats."""
         return {}
+
+
+Options = Mapping[str, Tensor]
+"""Per-request options of one component by name, [R, 1] each."""
+
+
+class Sampling(Component):
+    """Decides which token each position is offered, in steps where some row does not take the most likely one.
+
+    For models without a mask token it also decides what open positions hold.
+    """
+
+    kind = "sampling"
+    neutral: ClassVar[Mapping[str, float]] = {}  # the values of options at which they change nothing
+    by_parts: ClassVar[bool] = False  # `adjust` and `draw` do with a rank's part of the vocabulary (`columns`)
+    suppress: tuple[int, ...] = ()
+    suppress_mask: bool = False  # statistics as if the mask token could not be predicted
+    precision: str | None = None  # of the softmax behind the statistics; None: as the decoder has it
+
+    def asks(self, options: Mapping[str, float]) -> bool:
+        """Whether a request with these options needs steps with `StepShape.sampled`. Host side."""
+        return bool(self.suppress) or any(options.get(name, value) != value for name, value in self.neutral.items())
+
+    def top_candidates(self, options: Mapping[str, float], vocab: int) -> int:
+        """Size of the top-k candidate set of a request with these options; 0 means unrestricted. Host side.
+
+        The step then sorts so many tokens and not the whole vocabulary.
+        """
+        return 0
+
+    @abstractmethod
+    def adjust(
+        self, logits_RLV: Tensor, view: BlockView, options: Options, spec: ModelSpec, columns: VocabularySlice
+    ) -> Tensor:
+        """Logits for the decoder to adjust, without tokens that may not be offered; never changed in place."""
+
+    @abstractmethod
+    def draw(
+        self, logits_RLV: Tensor, count_RV: Tensor, view: BlockView, options: Options, spec: ModelSpec, top: int,
+        columns: VocabularySlice,
+    ) -> Draw:  # fmt: skip
+        """Draws a token for each position. A row whose options are neutral must come out as without sampling.
+
+        `count_RV`: how often the canvas holds each token. `top`: the largest `top_candidates` of the rows, or more.
+        """
+
+    @abstractmethod
+    def noise(self, seed: Tensor, pos: Tensor, step: Tensor, vocab: int) -> Tensor:
+        """Uniform random tokens, which open positions hold after `step` denoise steps of the request. int64"""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOption:
+    """An option that every request may set for itself."""
+
+    kind: str  # of the component: decoder or sampling
+    name: str
+    default: int | float
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A recipe as the step takes it: a model and four choices."""
+
+    model: Model
+    iteration: Iteration
+    decoder: Decoder
+    cache: CachePolicy
+    sampling: Sampling
+    abilities: ClassVar[tuple[type[Any], ...]]  # `dinfer.step.ability.Ability`, in the order of their hooks
+
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks that divide the model among them."""
+        return self.model.ranks if isinstance(self.model, Divided) else ALONE
+
+    @cached_property
+    def request_options(self) -> tuple[RequestOption, ...]:
+        return tuple(
+            RequestOption(part.kind, info.name, values_of(part)[info.name])
+            for part in (self.decoder, self.sampling)
+            for info in options_of(part)
+            if info.per_request
+        )
+
+    def sampling_of(self, options: Sequence[float]) -> dict[str, float]:
+        """The sampling's options of a request, from `Recipe.resolve`; those left out at the end have their defaults."""
+        return {
+            o.name: options[i] if i < len(options) else o.default
+            for i, o in enumerate(self.request_options)
+            if o.kind == "sampling"
+        }

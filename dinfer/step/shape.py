@@ -94,11 +94,8 @@ def extras_of(extras: Iterable[Extra]) -> tuple[Extra, ...]:
 class Sampled(Extra):
     """Some row does not simply take the most likely token."""
 
+    whole_logits = True
     top: int = 0  # largest top-k candidate set among the rows; 0: no row restricts its draws
-
-    @property
-    def whole_logits(self) -> bool:
-        return True
 
     def joined(self, other: Sampled) -> Sampled:
         return Sampled(max(self.top, other.top))

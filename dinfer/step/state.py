@@ -13,7 +13,7 @@ from dinfer.kernels.canvas import Rows, host_rows, option_columns, store_rows, u
 from dinfer.memory import KVPool, PoolSize
 from dinfer.step.canvas import Canvas, Cursors, Phase
 from dinfer.step.contracts import Large, Moved, State
-from dinfer.step.parts import Parts
+from dinfer.step.model import Parts
 from dinfer.step.shape import Extra, StepShape
 from dinfer.step.window import first_phase, prefilled, widest
 

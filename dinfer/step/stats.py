@@ -32,6 +32,12 @@ class TokenStats:
             raise KeyError(f"{name!r} was not computed: name it in the decoder's `needs`")
         return value
 
+    def surest(self, by: str) -> Tensor:
+        """How sure the model is of each position: its "margin", less its "entropy", or else `top_RL`."""
+        if by == "entropy":
+            return -self.stat("entropy")
+        return self.stat("margin") if by == "margin" else self.top_RL
+
     def each(self, change: Callable[[Tensor], Tensor]) -> TokenStats:
         """The same with every statistic that is there changed."""
         there = {field.name: getattr(self, field.name) for field in fields(self)}

@@ -18,7 +18,7 @@ from dinfer.step.ability import Decision, Forward, Known, Step
 from dinfer.step.canvas import BlockView, RowCursors, Status
 from dinfer.step.commits import blanks, commit, finish
 from dinfer.step.contracts import BlockAfter
-from dinfer.step.parts import Parts
+from dinfer.step.model import Parts
 from dinfer.step.scores import logits_of, scored
 from dinfer.step.shape import StepShape
 from dinfer.step.state import BatchState
@@ -35,7 +35,9 @@ def denoise_step(recipe: Parts, state: BatchState, shape: StepShape, slot_B: Ten
     for ability in step.abilities:
         ability.begin(step)
     for known in decisions(step):
-        decide(step, known)
+        made = propose(step, known)
+        write(step, made)
+        move_on(step, made)
 
 
 def decisions(step: Step) -> Iterator[Known]:
@@ -58,10 +60,9 @@ def forward(step: Step) -> Forward:
     place_BW = pos_BW if computed.stop_B is None else torch.where(pos_BW >= 0, computed.place_BW, -1)
     sees = seen(step, step.lanes, place_BW, computed.stop_B)
     run = Forward(recipe.model, computed, pos_BW, place_BW, tokens_BW, status_BW, sees, computed.logits_RL)
-    for ability in step.abilities:
-        ability.prepare(step, run)
-    if run.attend is None:
-        run.attend = state.kv.attend(step.lanes.slot_B, pos_BW, run.seen, shape.pages, place_BW=place_BW)
+    made = [ability.prepare(step, run) for ability in step.abilities]
+    own = next((attend for attend in made if attend is not None), None)
+    run.attend = own or state.kv.attend(step.lanes.slot_B, pos_BW, run.seen, shape.pages, place_BW=place_BW)
     for ability in step.abilities:
         ability.feed(step, run)
     x_BWD = run.model.embed(run.tokens_BW) if run.x_BWD is None else run.x_BWD
@@ -81,13 +82,6 @@ def seen(step: Step, lanes: RowCursors, place_BW: Tensor, stop_B: Tensor | None 
     spec, end_B = step.recipe.model.spec, lanes.length_B if stop_B is None else stop_B
     prompt_B = lanes.prompt_B if spec.prompt_block else None
     return attention_interval(place_BW, None, end_B, spec.causal_block, prompt_B), None, None
-
-
-def decide(step: Step, known: Known) -> None:
-    """The part of a step behind its forward."""
-    made = propose(step, known)
-    write(step, made)
-    move_on(step, made)
 
 
 def propose(step: Step, known: Known) -> Decision:

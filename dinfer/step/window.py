@@ -11,7 +11,7 @@ from dinfer.kernels.canvas import span, window_positions
 from dinfer.kernels.selection import compact
 from dinfer.step.canvas import Canvas, Cursors, Phase, RowCursors, Status
 from dinfer.step.contracts import CachePolicy, ModelSpec, State
-from dinfer.step.parts import Parts
+from dinfer.step.model import Parts
 from dinfer.step.plan import AttentionLayout
 from dinfer.step.shape import KeysOnly, StepShape
 

@@ -23,8 +23,8 @@ from support.matrix import (
 )
 from support.models import tiny_model
 
+from dinfer.abilities.feeding import Watches
 from dinfer.abilities.slices import Sliced
-from dinfer.abilities.watching import Watches
 from dinfer.decoders.threshold import Threshold
 from dinfer.engine.engine import Engine
 from dinfer.engine.request import Request, Wants

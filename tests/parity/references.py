@@ -23,7 +23,7 @@ from dinfer.recipe.registry import SAMPLINGS, Registry
 from dinfer.step.ability import Ability, Seen, Step
 from dinfer.step.canvas import BlockView, Phase, RowCursors
 from dinfer.step.contracts import BlockAfter, CachePolicy, ModelSpec, Moved, Proposal, State, TokenStats, WindowPlan
-from dinfer.step.parts import Parts
+from dinfer.step.model import Parts
 from dinfer.step.shape import StepShape
 from dinfer.step.window import CanvasRows, Chooses
 

@@ -18,7 +18,7 @@ from dinfer.recipe.recipe import Recipe
 from dinfer.recipe.registry import CACHES, DECODERS, SAMPLINGS, values_of
 from dinfer.step.canvas import Phase, Status
 from dinfer.step.contracts import BlockView, Decoder, Proposal, State, TokenStats
-from dinfer.step.parts import Sampling
+from dinfer.step.model import Sampling
 from dinfer.step.shape import StepShape
 from dinfer.step.state import BatchState, Entry
 from dinfer.step.step import denoise_step

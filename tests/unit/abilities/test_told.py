@@ -131,4 +131,4 @@ def test_nobody_pays_who_does_not_ask() -> None:
     engine = engine_for(recipe)
     (update, *_) = engine.run([Request([1, 2, 3], 8)], Wants(deltas="commit"))
     assert update.logprobs is None and update.active is None and update.drafts == []
-    assert engine.runner.state.kept[Reporting].logprob_NS is None
+    assert engine.runner.state.kept[Reporting].told is None

@@ -17,7 +17,8 @@ from dinfer.engine.request import NonFiniteLogits
 from dinfer.loading.checkpoint import load_network
 from dinfer.parallel.ranks import ALONE, Ranks
 from dinfer.sampling.gumbel import StandardSampling
-from dinfer.step.contracts import BlockView, ModelSpec, Options
+from dinfer.step.contracts import BlockView, ModelSpec
+from dinfer.step.model import Options
 from dinfer.step.stats import VocabularySlice
 
 BY_PARTS = ["draws", "top-k", "penalties", "last stop tokens", "guidance", "guided draws", "draws of candidates"]

@@ -13,10 +13,9 @@ from support.matrix import completions, engine_for, launched_ahead
 from support.models import EOS, MASK, VOCAB, tiny_model
 from support.scripted import Scripted
 
-from dinfer.abilities.feeding import Feeds
+from dinfer.abilities.feeding import Feeds, Watches
 from dinfer.abilities.pacing import Edits
-from dinfer.abilities.watching import Watches
-from dinfer.caches.block import BlockCache
+from dinfer.caches.window import BlockCache
 from dinfer.decoders.schedule import Fixed
 from dinfer.engine.request import Request, StalledRow, Wants
 from dinfer.recipe.recipe import Recipe, compose
