@@ -48,8 +48,9 @@ class Adjusting(Ability):
 
     @classmethod
     def of(cls, recipe: Parts, shape: StepShape) -> Self | None:
-        asked = isinstance(recipe.decoder, Adjusts) and shape.phase != Phase.VERIFY
-        return cls(recipe.decoder) if asked else None
+        if shape.phase == Phase.VERIFY or not isinstance(recipe.decoder, Adjusts):
+            return None
+        return cls(recipe.decoder)
 
     def adjust(self, step: Step, view: BlockView, logits_RLV: Tensor, state: State) -> Tensor:
         return self.decoder.adjust(logits_RLV, view, state)

@@ -168,9 +168,7 @@ class UnknownName(ValueError):
     """No component, option or command of that name; the message gives the nearest and lists all."""
 
 
-def option(
-    default: Any, help: str, *, least: float = 0, most: float = math.inf, per_request: bool = False
-) -> Any:  # fmt: skip
+def option(default: Any, help: str, *, least: float = 0, most: float = math.inf, per_request: bool = False) -> Any:
     """A dataclass field that is an option of a component, which refuses numbers outside `[least, most]`, NaN included.
 
     `per_request=True` lets each request bring its own value: it must be an int or a float, and the component reads
@@ -245,8 +243,12 @@ def typed(hints: Mapping[str, Any], values: Mapping[str, Any], *, prefix: str = 
 
 
 def check_types(kind: str, component: Any) -> None:
-    """Raises ValueError for an option of another type than declared, in a component that Python code built itself."""
+    """Raises ValueError for an option of another type than declared, in a component that Python code built itself.
+
+    A component with a `__post_init__` of its own may have left out that of `Component`.
+    """
     typed({info.name: info.hint for info in options_of(component)}, values_of(component), prefix=f"{kind}.")
+    check_options(kind, component)
 
 
 def _fits(value: Any, hint: Any) -> bool:
