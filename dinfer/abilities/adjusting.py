@@ -28,6 +28,7 @@ from dinfer.step.ability import (
     Step,
     StepShape,
 )  # fmt: skip
+from dinfer.step.contracts import ModelSpec
 from dinfer.step.scores import needed_vocabulary
 
 
@@ -85,10 +86,8 @@ class Biased(Extra):
 class BiasTable:
     """The biases of all slots. It takes memory from the first request on that has one."""
 
-    slots: int  # the scratch slot included
-    vocab: int
-    mask_id: int | None
-    device: torch.device
+    canvas: Canvas
+    spec: ModelSpec
     bias_NV: Tensor | None = None  # float32
 
     def write(self, slot_A: Tensor, biases: Sequence[Mapping[str, Any]]) -> None:
@@ -96,15 +95,16 @@ class BiasTable:
         if self.bias_NV is None:
             if not any(biases):
                 return
-            self.bias_NV = torch.zeros(self.slots, self.vocab, device=self.device)
-        row_AV = torch.zeros(len(biases), self.vocab)
+            slots, device = len(self.canvas.tokens_NS), self.canvas.tokens_NS.device
+            self.bias_NV = torch.zeros(slots, self.spec.vocab, device=device)
+        row_AV = torch.zeros(len(biases), self.spec.vocab)
         for row_V, bias in zip(row_AV, biases, strict=True):
             if only := bias.get("only"):
                 row_V.fill_(-math.inf)
-                row_V[[*only, *(() if self.mask_id is None else (self.mask_id,))]] = 0
+                row_V[[*only, *(() if self.spec.mask_id is None else (self.spec.mask_id,))]] = 0
             for token, value in bias.get("add", {}).items():
                 row_V[token] += value
-        self.bias_NV.index_copy_(0, slot_A, row_AV.to(self.device))
+        self.bias_NV.index_copy_(0, slot_A, row_AV.to(slot_A.device))
 
 
 class Bias(ByExtra[Biased]):
@@ -118,8 +118,7 @@ class Bias(ByExtra[Biased]):
 
     @classmethod
     def alloc(cls, recipe: Parts, canvas: Canvas, block: int, extras: Sequence[Extra]) -> BiasTable:
-        spec = recipe.model.spec
-        return BiasTable(len(canvas.tokens_NS), spec.vocab, spec.mask_id, canvas.tokens_NS.device)
+        return BiasTable(canvas, recipe.model.spec)
 
     @classmethod
     def admit(cls, kept: BiasTable, slot_A: Tensor, entries: Sequence[Entry]) -> None:

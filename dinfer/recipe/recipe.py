@@ -21,7 +21,6 @@ from dinfer.recipe.registry import (
     check_types,
     options_of,
     unknown,
-    values_of,
 )
 from dinfer.step.canvas import ACTIVE
 from dinfer.step.contracts import CachePolicy, Component, Decoder, Iteration, Phase
@@ -34,7 +33,6 @@ MIXINS: dict[str, tuple[type, ...]] = {
     "decoder": (Adjusts, Verifies), "cache": (Chooses, Watches, Follows), "iteration": (Feeds, Paces, Pads),
 }  # fmt: skip
 USUAL = "standard"  # the sampling of a recipe that names none
-EXACT = 2**53  # per-request options are columns of one float64 tensor, which holds integers up to here
 
 
 class IncompatibleRecipe(ValueError):
@@ -65,10 +63,6 @@ class Recipe(Parts):
         """
         changed = more.keys() if more else None
         parts = {kind: getattr(self, kind) for kind in ("model", *COMPONENTS)} | more
-        for kind in COMPONENTS if changed is None else COMPONENTS.keys() & changed:
-            for name, value in values_of(parts[kind]).items():
-                if isinstance(value, int) and abs(value) > EXACT:
-                    return f"{kind}.{name}={value} is too large: at most 2**53 can be held exactly."
         return refused(REFUSALS, parts, changed)
 
     @property

@@ -29,6 +29,7 @@ from typing import Any, Generic, Literal, TypeVar, Union, cast, get_args, get_or
 
 CONTRACTS = ("dinfer.step.", "dinfer.abilities.")  # modules of what components derive from, which has no options
 TYPES: dict[str, Any] = {"int": int, "float": float, "bool": bool, "str": str}
+EXACT = 2**53  # per-request options are columns of one float64 tensor, which holds integers up to here
 T = TypeVar("T", bound=type)
 entry_points = cache(importlib.metadata.entry_points)
 _hints = cache(get_type_hints)  # it compiles every annotation anew
@@ -220,7 +221,10 @@ def check_range(kind: str, component: Any, *names: str, least: float, most: floa
 def check_options(kind: str, component: Any) -> None:
     """`check_range` for all options of a component that are numbers."""
     for field in dataclasses.fields(component):
-        if "range" in field.metadata and type(getattr(component, field.name)) in (int, float):
+        value = getattr(component, field.name)
+        if type(value) is int and abs(value) > EXACT:
+            raise ValueError(f"{kind}.{field.name}={value} is too large: at most 2**53 can be held exactly.")
+        if "range" in field.metadata and type(value) in (int, float):
             check_range(kind, component, field.name, **field.metadata["range"])
 
 

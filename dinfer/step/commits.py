@@ -63,9 +63,9 @@ def commit(
         source_RL, moved_RL = allowed_moves(proposal.source_RL, view)
         moved_RL, tokens_RL = moved_RL & able_R1, moved(view.tokens_RL, source_RL, blank_RL)
         view = replace(view, tokens_RL=tokens_RL, masked_RL=moved(view.masked_RL, source_RL, True))
-    commit_RL, token_RL = allowed_commits(proposal, stats, view, spec, edits)
+    commit_RL, token_RL = allowed_commits(proposal, stats, view, spec)
     commit_RL = commit_RL & able_R1
-    remask_RL = allowed_remasks(proposal, commit_RL, view, edits) & able_R1
+    remask_RL = allowed_remasks(proposal, commit_RL, view) & able_R1
     left_RL = (view.masked_RL & ~commit_RL) | remask_RL
     token_RL = torch.where(left_RL, blank_RL, token_RL)
     token_RL = torch.where(commit_RL | left_RL, token_RL, view.tokens_RL)
@@ -85,16 +85,14 @@ def commit(
     )
 
 
-def allowed_commits(
-    proposal: Proposal, stats: TokenStats, view: BlockView, spec: ModelSpec, edits: bool
-) -> tuple[Tensor, Tensor]:
+def allowed_commits(proposal: Proposal, stats: TokenStats, view: BlockView, spec: ModelSpec) -> tuple[Tensor, Tensor]:
     """Which positions to write and what: the proposal without what may not be written, and with one commit where a
     row must progress but chose none. A decoder that drafts or moves may choose none.
 
     That commit is at the most confident masked position, if possible one where the model prefers a token to the mask.
     So no decoder can hang the loop, whatever the logits. The mask, and numbers outside the vocabulary, are not written.
     """
-    commit_RL = proposal.commit_RL & (~view.given_RL if edits else view.masked_RL)
+    commit_RL = proposal.commit_RL & (~view.given_RL if view.edits else view.masked_RL)
     token_RL = stats.token_RL
     if proposal.token_RL is not None:
         wanted_RL = proposal.token_RL
@@ -102,7 +100,7 @@ def allowed_commits(
         if spec.mask_id is not None:
             valid_RL = valid_RL & (wanted_RL != spec.mask_id)
         commit_RL, token_RL = commit_RL & valid_RL, torch.where(valid_RL, wanted_RL, token_RL)
-    if proposal.draft_RL is not None or (proposal.source_RL is not None and edits):
+    if proposal.draft_RL is not None or (proposal.source_RL is not None and view.edits):
         return commit_RL, token_RL
     return with_progress(commit_RL, stats, view), token_RL
 
@@ -121,12 +119,12 @@ def with_progress(commit_RL: Tensor, stats: TokenStats, view: BlockView) -> Tens
     return commit_RL | (best_RL & stuck_R[:, None])
 
 
-def allowed_remasks(proposal: Proposal, commit_RL: Tensor, view: BlockView, edits: bool) -> Tensor:
+def allowed_remasks(proposal: Proposal, commit_RL: Tensor, view: BlockView) -> Tensor:
     """Decoded positions to mask again; none in a row that would not end up with fewer masks.
 
     So a decoder that takes tokens back cannot hang the loop, unless it counts these steps itself (`retry_R`) or moves.
     """
-    if proposal.remask_RL is None or not edits:
+    if proposal.remask_RL is None or not view.edits:
         return torch.zeros_like(commit_RL)
     remask_RL = proposal.remask_RL & ~view.masked_RL & ~view.given_RL & ~commit_RL
     if proposal.source_RL is not None:
