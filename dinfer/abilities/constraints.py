@@ -3,6 +3,8 @@
 Before the statistics, tokens that no accepted answer has at a position get the logit -inf, so no decoder changes. What
 the decoder chose is then projected: each commit must leave the row an accepted answer. Last, positions with one allowed
 token get it, and so does all that lies behind the end of the answer. So every answer that ends is in its language.
+
+Shape suffixes: N slots, S canvas length, B lanes, R rows of blocks, L block length, X positions of a line.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ class EntropyBound(Decoder):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        return ("entropy", "margin") if self.score == "margin" else ("entropy",)
+        return ("entropy", self.score)
 
     def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
         entropy_RL = stats.stat("entropy").masked_fill(~view.masked_RL, float("inf"))
@@ -234,15 +234,6 @@ class Calibrated(Decoder):
     def incompatibility(self, spec: ModelSpec) -> str | None:
         self.fresh_state(spec, 1)  # a file that cannot be used is an error before any work
         return None
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        return ("margin",) if self.score == "margin" else ()
-
-    @property
-    def refuses(self) -> tuple[str, ...]:
-        # `eos_last` takes the confidence of stop tokens as 0, so the score must be the confidence.
-        return ("eos_last",) if self.score == "margin" else ()
 
     def fresh_state(self, spec: ModelSpec, block: int) -> State:
         return {} if self.frequencies is None else {"surprise": surprise(Path(self.frequencies), spec.vocab)}

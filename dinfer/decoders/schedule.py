@@ -40,15 +40,6 @@ class Fixed(Decoder):
     )
     threshold: float = option(1.0, "also commit all tokens above this probability; 1: none", most=1, per_request=True)
 
-    @property
-    def needs(self) -> tuple[str, ...]:
-        return (self.score,) if self.score in ("entropy", "margin") else ()
-
-    @property
-    def refuses(self) -> tuple[str, ...]:
-        # `eos_last` takes the confidence of stop tokens as 0, so the score must be the confidence.
-        return () if self.score == "low_confidence" else ("eos_last",)
-
     def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
         steps_R1, step_R1 = view.options["steps"], view.step_R[:, None]
         total_R1 = ((view.pos_RL >= 0).sum(-1) if self.split == "block" else view.quota_R)[:, None]
@@ -102,7 +93,6 @@ class Dream(Decoder):
 
     @property
     def refuses(self) -> tuple[str, ...]:
-        # `eos_last` takes the confidence of stop tokens as 0, so the score must be the confidence.
         return () if self.alg == "maskgit_plus" else ("eos_last",)
 
     def fresh_state(self, spec: ModelSpec, block: int) -> State:

@@ -119,12 +119,13 @@ class Decoder(Component):
     """Decides which positions of the active blocks to commit, and to what."""
 
     kind = "decoder"
+    score: str = "low_confidence"  # what it orders positions by, see `TokenStats.surest`
     precision: ClassVar[str] = "float32"  # of the softmax behind the statistics, as published; see `Sampling.precision`
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Which further statistics `select` reads, of "entropy", "margin" and "best"."""
-        return ()
+        """Which further statistics `select` reads: "entropy", "margin" and "best" are computed if they are named."""
+        return (self.score,)
 
     def fresh_state(self, spec: ModelSpec, block: int) -> State:
         """State of a row that enters a block; tensors without the leading R."""
@@ -133,7 +134,8 @@ class Decoder(Component):
     @property
     def refuses(self) -> tuple[str, ...]:
         """Options of the sampling that this decoder cannot honour; a request that sets one is refused."""
-        return ()
+        # `eos_last` takes the confidence of stop tokens as 0, so the score must be the confidence.
+        return () if self.score == "low_confidence" else ("eos_last",)
 
     @abstractmethod
     def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
