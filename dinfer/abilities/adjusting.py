@@ -15,19 +15,8 @@ from torch import Tensor
 
 from dinfer.abilities.pacing import Moves
 from dinfer.kernels.canvas import rows_of
-from dinfer.step.ability import (
-    Ability,
-    BlockView,
-    ByExtra,
-    Canvas,
-    Entry,
-    Extra,
-    Parts,
-    Phase,
-    State,
-    Step,
-    StepShape,
-)  # fmt: skip
+from dinfer.step.ability import Ability, ByExtra, Entry, Extra, Parts, State, Step, StepShape
+from dinfer.step.canvas import BlockView, Canvas, Phase
 from dinfer.step.contracts import ModelSpec
 from dinfer.step.scores import needed_vocabulary
 

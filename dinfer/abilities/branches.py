@@ -21,23 +21,8 @@ from dinfer.abilities.candidates import States, logits_of_versions
 from dinfer.kernels.canvas import rows_of, span, store_rows
 from dinfer.kernels.selection import descending_rank
 from dinfer.memory import KVPool, PagedAttend
-from dinfer.step.ability import (
-    Ability,
-    BlockView,
-    Canvas,
-    Decision,
-    Entry,
-    Extra,
-    Forward,
-    Known,
-    Parts,
-    Phase,
-    RowCursors,
-    Step,
-    StepShape,
-    Window,
-)  # fmt: skip
-from dinfer.step.canvas import Status
+from dinfer.step.ability import Ability, Decision, Entry, Extra, Forward, Known, Parts, Step, StepShape, Window
+from dinfer.step.canvas import BlockView, Canvas, Phase, RowCursors, Status
 from dinfer.step.contracts import Iteration
 from dinfer.step.scores import proposed_tokens
 from dinfer.step.step import block_view, forward, seen

@@ -19,20 +19,8 @@ from torch import Tensor
 
 from dinfer.kernels.canvas import rows_of, span, store_rows, take
 from dinfer.memory import KVPool, PagedAttend
-from dinfer.step.ability import (
-    ByExtra,
-    Canvas,
-    Decision,
-    Entry,
-    Extra,
-    Forward,
-    Known,
-    Parts,
-    Phase,
-    RowCursors,
-    Step,
-    StepShape,
-)  # fmt: skip
+from dinfer.step.ability import ByExtra, Decision, Entry, Extra, Forward, Known, Parts, Step, StepShape
+from dinfer.step.canvas import Canvas, Phase, RowCursors
 from dinfer.step.scores import read_logits
 from dinfer.step.step import forward
 

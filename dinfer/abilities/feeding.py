@@ -11,21 +11,10 @@ from torch import Tensor
 from dinfer.kernels.attention import encoder_intervals, local_interval
 from dinfer.kernels.canvas import take
 from dinfer.memory import Seen
-from dinfer.step.ability import (
-    Ability,
-    Decision,
-    Forward,
-    Model,
-    Parts,
-    Phase,
-    RowCursors,
-    State,
-    Step,
-    StepShape,
-    TokenStats,
-)  # fmt: skip
+from dinfer.step.ability import Ability, Decision, Forward, Parts, State, Step, StepShape, TokenStats
+from dinfer.step.canvas import Phase, RowCursors
 from dinfer.step.contracts import Iteration
-from dinfer.step.model import Followed
+from dinfer.step.model import Followed, Model
 from dinfer.step.scores import scored
 
 
@@ -82,7 +71,7 @@ class Feeding(Ability):
             logits_BXV = made.adjusted_RLV.reshape(*pos_BX.shape, recipe.model.spec.vocab)
             iteration.observe(recipe.model, logits_BXV, pos_BX, lanes, step.iteration_state)
         elif iteration.scores == "window" and run is not None:
-            iteration.observe(run.model, step.notes[Feeding], run.pos_BW, lanes, step.iteration_state)
+            iteration.observe(recipe.model, step.notes[Feeding], run.pos_BW, lanes, step.iteration_state)
 
 
 class Encoder(Ability):

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from dinfer.step.ability import ByExtra, Extra, Forward, Parts, Step
 from dinfer.step.canvas import Status
-from dinfer.step.contracts import ModelSpec
 from dinfer.step.model import Attend, Model, OwnLogits
 
 
@@ -27,20 +26,11 @@ class Guided(Extra):
 
 @dataclass(slots=True)
 class GuidedModel:
-    """A `Model` for one step: its hidden states are those of both branches, side by side, its logits are guided."""
+    """The network of one step: its hidden states are those of both branches, side by side, its logits are guided."""
 
     model: Model
-    spec: ModelSpec
     bare_BW: Tensor  # the step's tokens, the mask in place of those that are given
     scale_B: Tensor  # 0 in rows that want no guidance
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.model.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.model.device
 
     def embed(self, tokens_BW: Tensor) -> Tensor:
         return self.model.embed(tokens_BW)
@@ -49,9 +39,6 @@ class GuidedModel:
         """[B, W, D] -> [B, W, 2 D]; `attend` has the lanes of the second branch behind those of the first."""
         both = torch.cat((x_BWD, self.model.embed(self.bare_BW)))
         return torch.cat(self.model.forward(both, attend).chunk(2), -1)
-
-    def mix(self, logits_BWV: Tensor) -> Tensor:
-        return self.model.mix(logits_BWV)
 
     def logits(self, h_BLD: Tensor) -> Tensor:
         """[R, L, 2 D] -> [R, L, V]"""
@@ -89,4 +76,4 @@ class Guidance(ByExtra[Guided]):
         start_BW, end_BW = (torch.cat((bound_BW, bound_BW)) for bound_BW in run.seen[0])
         slots, positions = torch.cat((slot_B, kv.twin(slot_B))), torch.cat((run.pos_BW, twin_BW))
         run.fed = kv.attend(slots, positions, ((start_BW, end_BW), None, None), step.shape.pages, place_BW=places)
-        run.model = GuidedModel(model, model.spec, bare_BW, scale_B)
+        run.model = GuidedModel(model, bare_BW, scale_B)

@@ -12,19 +12,8 @@ import torch
 from torch import Tensor
 
 from dinfer.kernels.canvas import rows_of
-from dinfer.step.ability import (
-    Ability,
-    BlockView,
-    Decision,
-    Entry,
-    Extra,
-    Parts,
-    Proposal,
-    RowCursors,
-    Step,
-    StepShape,
-)  # fmt: skip
-from dinfer.step.canvas import CURSORS
+from dinfer.step.ability import Ability, Decision, Entry, Extra, Parts, Proposal, Step, StepShape
+from dinfer.step.canvas import CURSORS, BlockView, RowCursors
 
 
 class Edits:

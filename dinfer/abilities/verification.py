@@ -15,20 +15,8 @@ import torch
 from torch import Tensor
 
 from dinfer.kernels.canvas import span
-from dinfer.step.ability import (
-    Ability,
-    BlockView,
-    Decision,
-    Extra,
-    Known,
-    Parts,
-    Phase,
-    Proposal,
-    State,
-    Step,
-    StepShape,
-)  # fmt: skip
-from dinfer.step.canvas import Status
+from dinfer.step.ability import Ability, Decision, Extra, Known, Parts, Proposal, State, Step, StepShape
+from dinfer.step.canvas import BlockView, Phase, Status
 
 
 class Verifies(ABC):

@@ -11,17 +11,7 @@ from dinfer.abilities.pacing import Aligned, Edits, Paces, Pads
 from dinfer.abilities.table import ABILITIES, REFUSALS
 from dinfer.abilities.verification import Verifies
 from dinfer.recipe.refusals import COMPONENTS, refused
-from dinfer.recipe.registry import (
-    CACHES,
-    DECODERS,
-    ITERATIONS,
-    SAMPLINGS,
-    Registry,
-    brief,
-    check_types,
-    options_of,
-    unknown,
-)
+from dinfer.recipe.registry import brief, check_types, options_of, unknown
 from dinfer.step.canvas import ACTIVE
 from dinfer.step.contracts import CachePolicy, Component, Decoder, Iteration, Phase
 from dinfer.step.model import Model, Parts, Sampling
@@ -43,7 +33,7 @@ class IncompatibleRecipe(ValueError):
 class Recipe(Parts):
     """A model with an iteration, a decoder, a cache and a sampling."""
 
-    sampling: Sampling = field(default_factory=lambda: SAMPLINGS.build(USUAL))
+    sampling: Sampling = field(default_factory=lambda: COMPONENTS["sampling"].build(USUAL))
     abilities = ABILITIES
 
     def __post_init__(self) -> None:
@@ -178,20 +168,20 @@ def compose(model: Model, *, iteration: Any, decoder: Any, cache: Any, sampling:
     """A recipe from components, registered or not, names, or mappings `{"name": ..., option: ...}`."""
     return Recipe(
         model,
-        _part(ITERATIONS, Iteration, iteration),
-        _part(DECODERS, Decoder, decoder),
-        _part(CACHES, CachePolicy, cache),
-        _part(SAMPLINGS, Sampling, sampling),
+        _part(Iteration, iteration),
+        _part(Decoder, decoder),
+        _part(CachePolicy, cache),
+        _part(Sampling, sampling),
     )
 
 
-def _part(registry: Registry, base: type, given: Any) -> Any:
+def _part(base: type[Component], given: Any) -> Any:
     """A component as it is, if it is one of this kind, else what the registry makes of it."""
     if not isinstance(given, base):
-        return registry.build(given)
+        return COMPONENTS[base.kind].build(given)
     if not is_dataclass(given):
         raise TypeError(
-            f"the {registry.kind} {type(given).__name__} must be a dataclass, whose fields are its options: put "
+            f"the {base.kind} {type(given).__name__} must be a dataclass, whose fields are its options: put "
             "@dataclass(frozen=True, kw_only=True) above it."
         )
     return given

@@ -15,7 +15,7 @@ from dinfer.memory import PagedAttend, Seen
 from dinfer.step.canvas import BlockView, Canvas, Phase, RowCursors
 from dinfer.step.commits import Commits
 from dinfer.step.contracts import Moved, Proposal, State
-from dinfer.step.model import Model, Parts
+from dinfer.step.model import Network, Parts
 from dinfer.step.shape import Extra, StepShape
 from dinfer.step.state import BatchState, Entry
 from dinfer.step.stats import TokenStats
@@ -197,7 +197,7 @@ class Step:
 class Forward:
     """One pass of the network: what it computes, and what it leaves."""
 
-    model: Model  # of this step
+    model: Network  # of this step
     window: Window
     pos_BW: Tensor
     place_BW: Tensor

@@ -52,15 +52,8 @@ class Followed(Protocol):
         ...
 
 
-class Model(Protocol):
-    """A network. It keeps no state between calls; keys and values go through `attend`."""
-
-    spec: ModelSpec
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def device(self) -> torch.device: ...
+class Network(Protocol):
+    """What a forward needs. It keeps no state between calls; keys and values go through `attend`."""
 
     def embed(self, tokens_BW: Tensor) -> Tensor: ...  # [B, W, D]
     def forward(self, x_BWD: Tensor, attend: Attend) -> Tensor:
@@ -72,6 +65,18 @@ class Model(Protocol):
         ...
 
     def logits(self, h_BLD: Tensor) -> Tensor: ...  # [B, L, V]
+
+
+class Model(Network, Protocol):
+    """A network, and what it is."""
+
+    spec: ModelSpec
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def device(self) -> torch.device: ...
+
     def mix(self, logits_BLV: Tensor) -> Tensor: ...  # [B, L, D], the expected embedding under softmax(logits)
 
 

@@ -8,7 +8,7 @@ from dinfer.kernels.token_stats import token_stats
 from dinfer.step.ability import Decision, Known, Step
 from dinfer.step.canvas import CURSORS, BlockView, Canvas, RowCursors, Status
 from dinfer.step.contracts import ModelSpec, State
-from dinfer.step.model import Model, OwnLogits
+from dinfer.step.model import Network, OwnLogits
 from dinfer.step.shape import Sampled
 from dinfer.step.stats import Draw, TokenStats, VocabularySlice
 
@@ -33,7 +33,7 @@ def logits_of(step: Step, known: Known) -> Tensor:
     return read_logits(step, known.run.model, take(known.run.h_BWD, known.run.logits_RL))
 
 
-def read_logits(step: Step, model: Model, h_RLD: Tensor) -> Tensor:
+def read_logits(step: Step, model: Network, h_RLD: Tensor) -> Tensor:
     """The logits of `needed_vocabulary`. `model`: of this step. [R, L, V]"""
     if needed_vocabulary(step).all_gather is None or not isinstance(model, OwnLogits):
         return model.logits(h_RLD)
