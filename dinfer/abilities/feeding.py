@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import ClassVar, Literal, Self
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from dinfer.kernels.attention import encoder_intervals, local_interval
 from dinfer.kernels.canvas import take
 from dinfer.memory import Seen
-from dinfer.step.ability import Ability, Decision, Forward, Parts, State, Step, StepShape, TokenStats
+from dinfer.step.ability import Ability, ByPart, Decision, Forward, Parts, State, Step, StepShape, TokenStats
 from dinfer.step.canvas import Phase, RowCursors
 from dinfer.step.contracts import Iteration
 from dinfer.step.model import Followed, Model
@@ -39,33 +39,28 @@ def scores_of(iteration: Iteration) -> str:
     return iteration.scores if isinstance(iteration, Feeds) else "none"
 
 
-@dataclass(frozen=True)
-class Feeding(Ability):
+class Feeding(ByPart[Feeds]):
     """Asks the iteration what is fed, and shows it the logits: of the whole window, or as the decoder adjusted them."""
 
-    iteration: Feeds
+    kind = Feeds
 
     @property
     def whole_logits(self) -> bool:
-        return self.iteration.scores != "none"
-
-    @classmethod
-    def of(cls, recipe: Parts, shape: StepShape) -> Self | None:
-        return cls(recipe.iteration) if isinstance(recipe.iteration, Feeds) else None
+        return self.part.scores != "none"
 
     def feed(self, step: Step, run: Forward) -> None:
         model, pos_BW = step.recipe.model, run.attend.pos_BW
-        run.x_BWD = self.iteration.embed(model, run.tokens_BW, pos_BW, step.lanes, step.iteration_state)
+        run.x_BWD = self.part.embed(model, run.tokens_BW, pos_BW, step.lanes, step.iteration_state)
 
     def statistics(self, step: Step, made: Decision) -> TokenStats | None:
         run = made.known.run
-        if run is None or self.iteration.scores != "window":
+        if run is None or self.part.scores != "window":
             return None
         logits_BWV = step.notes[Feeding] = run.model.logits(run.h_BWD)
         return scored(step, made, take(logits_BWV, run.logits_RL))
 
     def written(self, step: Step, made: Decision) -> None:
-        recipe, lanes, run, iteration = step.recipe, step.lanes, made.known.run, self.iteration
+        recipe, lanes, run, iteration = step.recipe, step.lanes, made.known.run, self.part
         if iteration.scores == "adjusted":
             pos_BX = made.view.pos_RL.view(lanes.slot_B.shape[0], -1)
             logits_BXV = made.adjusted_RLV.reshape(*pos_BX.shape, recipe.model.spec.vocab)
@@ -100,22 +95,17 @@ class Follows(ABC):
         """Sees the attention of a forward, and may ask for the logits of its window."""
 
 
-@dataclass(frozen=True)
-class Following(Ability):
+class Following(ByPart[Follows]):
     """Shows a cache the attention of each forward."""
 
-    cache: Follows
-
-    @classmethod
-    def of(cls, recipe: Parts, shape: StepShape) -> Self | None:
-        return cls(recipe.cache) if isinstance(recipe.cache, Follows) else None
+    kind = Follows
 
     def feed(self, step: Step, run: Forward) -> None:
         run.attend = replace(run.attend, queries=[])
 
     def ran(self, step: Step, run: Forward) -> None:
         logits, shift = partial(run.model.logits, run.h_BWD), step.recipe.model.spec.shift
-        self.cache.follow(run.attend, logits, run.pos_BW, step.lanes, shift, step.shape.phase, step.cache_state)
+        self.part.follow(run.attend, logits, run.pos_BW, step.lanes, shift, step.shape.phase, step.cache_state)
 
 
 class Watches(ABC):
@@ -126,19 +116,14 @@ class Watches(ABC):
         """Sees the last layer's values at the window's positions before and after the forward."""
 
 
-@dataclass(frozen=True)
-class Watching(Ability):
+class Watching(ByPart[Watches]):
     """Shows a cache the last layer's values before and after each forward."""
 
-    cache: Watches
-
-    @classmethod
-    def of(cls, recipe: Parts, shape: StepShape) -> Self | None:
-        return cls(recipe.cache) if isinstance(recipe.cache, Watches) else None
+    kind = Watches
 
     def feed(self, step: Step, run: Forward) -> None:
         step.notes[Watching] = run.attend.values()
 
     def ran(self, step: Step, run: Forward) -> None:
         old_BWX = step.notes[Watching]
-        self.cache.observe(run.pos_BW, old_BWX, run.attend.values(), step.lanes, step.cache_state)
+        self.part.observe(run.pos_BW, old_BWX, run.attend.values(), step.lanes, step.cache_state)

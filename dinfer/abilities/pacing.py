@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dinfer.kernels.canvas import rows_of
-from dinfer.step.ability import Ability, Decision, Entry, Extra, Parts, Proposal, Step, StepShape
+from dinfer.step.ability import Ability, ByPart, Decision, Entry, Extra, Parts, Proposal, Step, StepShape
 from dinfer.step.canvas import CURSORS, BlockView, RowCursors
 
 
@@ -62,12 +62,10 @@ class Paces:
         return None
 
 
-class Editing(Ability):
+class Editing(ByPart[Edits]):
     """Lets a decoder rewrite what is decoded."""
 
-    @classmethod
-    def of(cls, recipe: Parts, shape: StepShape) -> Self | None:
-        return cls() if isinstance(recipe.decoder, Edits) else None
+    kind = Edits
 
     @classmethod
     def first_length(cls, recipe: Parts, entry: Entry, options: Sequence[float]) -> int:
@@ -88,19 +86,14 @@ class Editing(Ability):
         step.state.canvas.cursors_NC[:, CURSORS.index("length_B")].index_copy_(0, step.lanes.slot_B, length_B)
 
 
-@dataclass(frozen=True)
-class Pacing(Ability):
+class Pacing(ByPart[Paces]):
     """Tells a decoder what the iteration asks for: a least confidence, and which blocks must progress."""
 
-    iteration: Paces
-
-    @classmethod
-    def of(cls, recipe: Parts, shape: StepShape) -> Self | None:
-        return cls(recipe.iteration) if isinstance(recipe.iteration, Paces) else None
+    kind = Paces
 
     def view(self, step: Step, lanes: RowCursors, view: BlockView) -> BlockView:
-        floor_B, blocks = self.iteration.floor(lanes), step.shape.blocks
-        must_BK = self.iteration.must_progress(lanes, view.masked_RL.view(-1, blocks, step.shape.block))
+        floor_B, blocks = self.part.floor(lanes), step.shape.blocks
+        must_BK = self.part.must_progress(lanes, view.masked_RL.view(-1, blocks, step.shape.block))
         return replace(
             view,
             floor_R=None if floor_B is None else rows_of(floor_B, blocks),

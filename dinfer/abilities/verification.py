@@ -8,14 +8,13 @@ tokens before it.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Self
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from dinfer.kernels.canvas import span
-from dinfer.step.ability import Ability, Decision, Extra, Known, Parts, Proposal, State, Step, StepShape
+from dinfer.step.ability import ByPart, Decision, Extra, Known, Parts, Proposal, State, Step
 from dinfer.step.canvas import BlockView, Phase, Status
 
 
@@ -30,16 +29,11 @@ class Verifies(ABC):
         """
 
 
-@dataclass(frozen=True)
-class Verification(Ability):
+class Verification(ByPart[Verifies]):
     """Steps whose draft a second pass checks before anything is committed, and these passes."""
 
     whole_logits = True
-    decoder: Verifies
-
-    @classmethod
-    def of(cls, recipe: Parts, shape: StepShape) -> Self | None:
-        return cls(recipe.decoder) if isinstance(recipe.decoder, Verifies) else None
+    kind = Verifies
 
     @classmethod
     def page_sets(cls, recipe: Parts, extras: Sequence[Extra]) -> int:
@@ -51,7 +45,7 @@ class Verification(Ability):
     def select(self, step: Step, made: Decision) -> Proposal | None:
         if step.shape.phase != Phase.VERIFY:
             return None
-        return self.decoder.verify(made.adjusted_RLV, made.view, made.decoder_state)
+        return self.part.verify(made.adjusted_RLV, made.view, made.decoder_state)
 
     def proposed(self, step: Step, made: Decision) -> None:
         if made.proposal.verify_R is None:

@@ -22,6 +22,7 @@ from dinfer.step.stats import TokenStats
 from dinfer.step.window import KeepsNothing, Window
 
 E = TypeVar("E", bound=Extra)
+P = TypeVar("P")
 
 
 class Ability:
@@ -154,6 +155,20 @@ class ByExtra(Ability, Generic[E]):
     def of(cls, recipe: Parts, shape: StepShape) -> Self | None:
         extra: Any = shape.extra(cls.kind)
         return None if extra is None else cls(extra)
+
+
+@dataclass(frozen=True)
+class ByPart(Ability, Generic[P]):
+    """An ability that takes part in all steps of recipes with a decoder, an iteration or a cache of one kind."""
+
+    kind: ClassVar[type]
+    part: P
+
+    @classmethod
+    def of(cls, recipe: Parts, shape: StepShape) -> Self | None:
+        parts = recipe.decoder, recipe.iteration, recipe.cache
+        found: Any = next((part for part in parts if isinstance(part, cls.kind)), None)
+        return None if found is None else cls(found)
 
 
 @dataclass(slots=True)
