@@ -220,8 +220,9 @@ def check_range(kind: str, component: Any, *names: str, least: float, most: floa
 
 def check_options(kind: str, component: Any) -> None:
     """`check_range` for all options of a component that are numbers."""
+    values = values_of(component)
     for field in dataclasses.fields(component):
-        value = getattr(component, field.name)
+        value = values[field.name]
         if type(value) is int and abs(value) > EXACT:
             raise ValueError(f"{kind}.{field.name}={value} is too large: at most 2**53 can be held exactly.")
         if "range" in field.metadata and type(value) in (int, float):

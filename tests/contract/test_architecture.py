@@ -73,8 +73,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "iterations": COMPONENT,
     "models": {"layers", "loading.files", "parallel.split", "recipe.registry", "step.model", "step.spec"},
     "recipe.recipe": {
-        "abilities", "parallel.ranks", "recipe.refusals", "recipe.registry", "step.ability", "step.canvas",
-        "step.contracts", "step.model", "step.shape", "step.window",
+        "abilities", "recipe.refusals", "recipe.registry", "step.canvas", "step.contracts", "step.model", "step.shape",
+        "step.window",
     },
     "loading.files": {"recipe.registry"},
     "loading.safetensors_io": {"loading.files"},

@@ -137,14 +137,12 @@ class EndsSight(Ability):
 class ReferenceRecipe(Recipe):
     """A recipe whose steps ask the abilities of this module too, and whose decoder may say `suppress_mask`."""
 
+    abilities = (EndsSight, *Recipe.abilities)
+
     def __post_init__(self) -> None:
         if getattr(self.decoder, "suppress_mask", False):
             object.__setattr__(self, "sampling", SAMPLINGS.build({"name": "standard", "suppress_mask": True}))
         super().__post_init__()
-
-    @property
-    def abilities(self) -> tuple[type[Ability], ...]:
-        return EndsSight, *super().abilities
 
 
 class D2CacheFactor(Factor):
