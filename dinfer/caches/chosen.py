@@ -1,4 +1,9 @@
-"""Cache policies that recompute single positions of the canvas, wherever they are."""
+"""Cache policies that recompute single positions of the canvas, wherever they are.
+
+* delayed: A decoded token's keys are kept one step after it was decoded (dKV-Cache, arXiv:2505.15781).
+* adaptive: Refresh prompt and response at intervals, and in between the positions that move (dLLM-Cache).
+* d2cache: Recompute masks that are about to be decoded, and tokens that others attend to (d2Cache, arXiv:2509.23094).
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,5 +1,7 @@
 """Cache policies whose window is wider or narrower than the active block.
 
+* vicinity: Recompute the block and its neighbourhood against a stale cache (dInfer, arXiv:2510.08666).
+
 A narrow window is that of a block whose keys all exist: a step computes the positions around its first masks alone. The
 first pass of a block computes all of it, and so does the pass that makes its keys final. What the passes between them
 do not compute keeps its keys, is seen, and is not decoded. Elastic-Cache computes such a window too, and has a test of

@@ -4,11 +4,12 @@
 | none   | whole canvas        | every step        | all       |
 | prefix | [start, length)     | on entering block | all, or a suffix window |
 | dual   | [start, end)        | on entering block | all       |
-| block  | [kept, end)         | never             | all up to the end |
+
+* block: Exact keys and values for block-causal models (block diffusion, arXiv:2503.09573; LLaDA2, SDAR,
+  DiffusionGemma).
 
 A refresh is a pass over the whole canvas, which decodes too. Keys and values outside the window stay as the last
-refresh left them: exact for none and for block (block diffusion, arXiv:2503.09573; LLaDA2, SDAR, DiffusionGemma), an
-approximation for bidirectional models otherwise.
+refresh left them: exact for none and block, an approximation for bidirectional models otherwise.
 """
 
 from dataclasses import dataclass

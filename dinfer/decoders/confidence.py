@@ -1,4 +1,12 @@
-"""Decoders that commit the surest tokens, each with a rule of its own. `threshold` is the simplest of them."""
+"""Decoders that commit the surest tokens, each with a rule of its own. `threshold` is the simplest of them.
+
+* hierarchical: The best token of every run of masks, so that runs are split (dInfer, arXiv:2510.08666).
+* factor: Dynamic threshold: the n-th most confident token must be surer the larger n is (Fast-dLLM, arXiv:2505.22618).
+* entropy_bound: As many positions as their joint uncertainty allows (EB-Sampler, arXiv:2505.24857).
+* klass: A token is committed once its distribution has stopped to move (KLASS, arXiv:2511.05664).
+* credit: A token that is predicted again and again earns credit, added to its logit (arXiv:2510.06133).
+* calibrated: Confidence calibrated by the place (certainty prior of d2Cache) and by the token (PC-Sampler).
+"""
 
 import json
 from dataclasses import dataclass

@@ -1,4 +1,12 @@
-"""Decoders with second thoughts: they edit tokens that are decoded, move them, mask them again, or add masks."""
+"""Decoders with second thoughts: they edit tokens that are decoded, move them, mask them again, or add masks.
+
+* joint_threshold: Fill masks and edit decoded tokens in the same step (LLaDA2.1, arXiv:2602.08676).
+* remasking: Hierarchical decoding that masks doubtful tokens again (dInfer, arXiv:2510.08666).
+* wino: Revocable decoding: commit many tokens, and mask the doubtful ones again (WINO, arXiv:2507.18578).
+* dmax: Fill masks from the left as far as all are sure, and rewrite every decoded token (DMax, as Diffulex has it).
+* insert_delete: Fill, edit, insert and delete in the same step (LLaDA2.2; SGLang's JointThresholdInDel, 0.5.23).
+* daedal: A canvas that grows: adds masks where the model is unsure and predicts no end (DAEDAL, arXiv:2508.00819).
+"""
 
 from __future__ import annotations
 
@@ -173,8 +181,8 @@ class DMax(Decoder, Edits):
 LONGEST = 128  # steps of editing; what a block remembers grows with them
 
 
-# As SGLang 0.5.23 has it. The model predicts two tokens that are no text. DELETE at a position takes it out, and what
-# follows in the block moves to the left. SPLIT puts a mask before the token there, and what follows moves to the right.
+# The model predicts two tokens that are no text. DELETE at a position takes it out, and what follows in the block moves
+# to the left. SPLIT puts a mask before the token there, and what follows moves to the right.
 @DECODERS.register("insert_delete")
 @dataclass(frozen=True, kw_only=True)
 class InsertDelete(Decoder, Moves, Adjusts):

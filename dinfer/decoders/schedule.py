@@ -1,4 +1,9 @@
-"""Decoders with a fixed number of steps."""
+"""Decoders with a fixed number of steps.
+
+* fixed: The same number of tokens at every step, best score first (LLaDA, arXiv:2502.09992).
+* dream: Dream's schedule of noise levels, and its four ways to choose positions (Dream, arXiv:2508.15487).
+* prophet: A fixed schedule that commits all open positions once the answer is sure (Prophet, arXiv:2508.19982).
+"""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -1,4 +1,9 @@
-"""Iterations that feed the model with what it expected before."""
+"""Iterations that feed the model with what it expected before.
+
+* smooth: A masked position is fed the mask plus what it expects to become (dInfer, arXiv:2510.08666).
+* self_conditioned: One canvas after the other, each position fed with what the step before expected there (Analog Bits,
+  arXiv:2208.04202; DiffusionGemma).
+"""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal, cast

@@ -1,4 +1,9 @@
-"""Iterations that decode several blocks at once."""
+"""Iterations that decode several blocks at once.
+
+* multi_block: The next block opens before the last one is finished (D2F, Diffulex, d3LLM).
+* dmax: A new token is fed as a mixture with the mask, by its probability (DMax, as in Diffulex).
+* lopa: Several versions of the blocks, of which the surest is kept (LoPA).
+"""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal

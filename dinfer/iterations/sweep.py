@@ -1,4 +1,9 @@
-"""Iterations that go through the canvas from left to right, and what others share with them."""
+"""Iterations that go through the canvas from left to right, and what others share with them.
+
+* blockwise: One block after the other, masks fed as they are (LLaDA, arXiv:2502.09992).
+* block_diffusion: One block after the other of a block-causal model (arXiv:2503.09573; LLaDA2.0, SDAR).
+* full: Whole canvas at once: any position may be decoded at any step (MaskGIT, arXiv:2202.04200; LLaDA without blocks).
+"""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, Self

@@ -100,7 +100,6 @@ class Component(ABC):
     refusals: ClassVar[tuple[Any, ...]] = ()  # `dinfer.recipe.refusals.Refusal`: what it cannot go with
 
     def __post_init__(self) -> None:
-        """Raises ValueError for options that are out of range."""
         check_options(self.kind, self)
 
     def fitted(self, spec: ModelSpec) -> Self:
