@@ -8,13 +8,12 @@ import hashlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from random import Random
 from typing import TypeVar
 
 T = TypeVar("T")
 
-# How many of the alternatives that a family offers for a step are in use (1: one canonical text).
-WORDINGS = 3
 # How often two facts of equal standing are told in the other order, and operands are swapped.
 OTHER_ORDER = 0.5
 SWAPPED_OPERANDS = 0.3
@@ -28,13 +27,8 @@ GOODS = (
 )  # fmt: skip
 
 
-def choose(rng: Random, *alternatives: str) -> str:
-    """One of the first `WORDINGS` alternatives, all equally likely."""
-    return alternatives[int(rng.random() * min(WORDINGS, len(alternatives)))]
-
-
 def ask(rng: Random, *templates: str) -> str:
-    """One way to put a question, all equally likely; unlike solutions, questions are not cut to `WORDINGS`."""
+    """One way to put a question, all equally likely."""
     return rng.choice(templates)
 
 
@@ -72,18 +66,19 @@ class Draft:
     """A problem before one of its solution texts is chosen.
 
     `key` holds the facts without their wording: it alone decides the split, so that a held-out problem cannot
-    come back in the training split under another wording. `solve` writes one solution; every call may choose
-    other wordings and orders. `answer` is computed from the facts, independently of the text.
+    come back in the training split under another wording. `solve` yields the steps of one solution, each as the ways
+    to word it; every call may choose another order. `answer` is computed from the facts, independently of the text.
     """
 
     key: tuple[object, ...]
     question: str
     answer: str
-    solve: Callable[[Random], list[str]]
+    solve: Callable[[Random], Iterator[tuple[str, ...]]]
 
     def solution(self, rng: Random) -> str:
-        """One complete solution text: the worked steps, a line each, then the answer line."""
-        return "\n".join([*self.solve(rng), f"{ANSWER_LABEL} {self.answer}"])
+        """One complete solution text: the worked steps, a line each, all wordings equally likely; the answer line."""
+        lines = [wordings[int(rng.random() * len(wordings))] for wordings in self.solve(rng)]
+        return "\n".join([*lines, f"{ANSWER_LABEL} {self.answer}"])
 
 
 def extract_answer(text: str) -> str | None:
@@ -91,8 +86,7 @@ def extract_answer(text: str) -> str | None:
     found = _ANSWER.search(text)
     if found is None:
         return None
-    answer = found.group(1).strip().rstrip(".").rstrip()
-    return answer or None
+    return found[1].strip().rstrip(".").rstrip() or None
 
 
 def is_correct(problem: Problem, text: str) -> bool:
@@ -118,30 +112,25 @@ def ages(rng: Random) -> Draft:
     partner, years = (first, age) if with_first else (second, middle)
     question = " ".join(facts) + f" How old are {partner} and {third} together?"
 
-    def solve(rng: Random) -> list[str]:
+    def solve(rng: Random) -> Iterator[tuple[str, ...]]:
         step = commuting(rng, "+", age, gap) if older else f"{age} - {gap}"
         product = commuting(rng, "*", times, middle)
         (one, one_age), (other, other_age) = in_some_order(rng, (partner, years), (third, old))
-        return [
-            choose(
-                rng,
-                f"{second} is {step} = {middle} years old.",
-                f"Age of {second}: {step} = {middle}.",
-                f"From the age of {first} we get {step} = {middle} for {second}.",
-            ),
-            choose(
-                rng,
-                f"{third} is {product} = {old} years old.",
-                f"Age of {third}: {product} = {old}.",
-                f"From the age of {second} we get {product} = {old} for {third}.",
-            ),
-            choose(
-                rng,
-                f"Together {one} and {other} are {one_age} + {other_age} = {one_age + other_age}.",
-                f"Sum for {one} and {other}: {one_age} + {other_age} = {one_age + other_age}.",
-                f"So {one} and {other} have {one_age} + {other_age} = {one_age + other_age} years.",
-            ),
-        ]
+        yield (
+            f"{second} is {step} = {middle} years old.",
+            f"Age of {second}: {step} = {middle}.",
+            f"From the age of {first} we get {step} = {middle} for {second}.",
+        )
+        yield (
+            f"{third} is {product} = {old} years old.",
+            f"Age of {third}: {product} = {old}.",
+            f"From the age of {second} we get {product} = {old} for {third}.",
+        )
+        yield (
+            f"Together {one} and {other} are {one_age} + {other_age} = {one_age + other_age}.",
+            f"Sum for {one} and {other}: {one_age} + {other_age} = {one_age + other_age}.",
+            f"So {one} and {other} have {one_age} + {other_age} = {one_age + other_age} years.",
+        )
 
     return Draft((age, gap, times, older, with_first), question, str(years + old), solve)
 
@@ -167,30 +156,21 @@ def chain(rng: Random) -> Draft:
         f"Take the number {start}, then " + ", ".join(told[:-1]) + f" and {told[-1]}. Which number is it?",
     )
 
-    def solve(rng: Random) -> list[str]:
-        lines, held = [], start
-        for sign, number, result in steps:
+    def solve(rng: Random) -> Iterator[tuple[str, ...]]:
+        held = start
+        for (sign, number, result), verb in zip(steps, told, strict=True):
             work = f"{held} - {number}" if sign == "-" else commuting(rng, sign, held, number)
-            told = f"{_VERBS[sign]} {number}"
-            lines.append(
-                choose(
-                    rng,
-                    f"{told}: {work} = {result}",
-                    f"now {work} = {result}",
-                    f"we {told} and get {work} = {result}",
-                )
+            yield (
+                f"{verb}: {work} = {result}",
+                f"now {work} = {result}",
+                f"we {verb} and get {work} = {result}",
             )
             held = result
-        return lines
 
     return Draft((start, *steps), question, str(value), solve)
 
 
 _PLACES = ("first", "second", "third", "fourth")
-
-
-def _row(numbers: list[int]) -> str:
-    return ", ".join(map(str, numbers))
 
 
 # what the question says -> (the operation, how a solution may say it)
@@ -216,31 +196,27 @@ def lists(rng: Random) -> Draft:
     for operation in told:
         rows.append(_OPERATIONS[operation][0](rows[-1]))
     place = rng.randrange(min(len(rows[-1]), len(_PLACES)))
+    found, listed = rows[-1][place], ", ".join(map(str, numbers))
     question = (
         ask(
             rng,
-            f"Take the list {_row(numbers)}. First {told[0]}, then {told[1]}, then {told[2]}.",
-            f"Given is the list {_row(numbers)}; {told[0]}, {told[1]} and {told[2]}.",
+            f"Take the list {listed}. First {told[0]}, then {told[1]}, then {told[2]}.",
+            f"Given is the list {listed}; {told[0]}, {told[1]} and {told[2]}.",
         )
         + f" Which number is {_PLACES[place]}?"
     )
 
-    def solve(rng: Random) -> list[str]:
-        lines = []
+    def solve(rng: Random) -> Iterator[tuple[str, ...]]:
         for operation, row in zip(told, rows[1:], strict=True):
-            lines.append(f"{choose(rng, *_OPERATIONS[operation][1])} {_row(row)}.")
-        found = rows[-1][place]
-        lines.append(
-            choose(
-                rng,
-                f"The {_PLACES[place]} is {found}.",
-                f"So we find {found} there.",
-                f"In the {_PLACES[place]} place stands {found}.",
-            )
+            listed = ", ".join(map(str, row))
+            yield tuple(f"{words} {listed}." for words in _OPERATIONS[operation][1])
+        yield (
+            f"The {_PLACES[place]} is {found}.",
+            f"So we find {found} there.",
+            f"In the {_PLACES[place]} place stands {found}.",
         )
-        return lines
 
-    return Draft((*numbers, *told, place), question, str(rows[-1][place]), solve)
+    return Draft((*numbers, *told, place), question, str(found), solve)
 
 
 def purchase(rng: Random) -> Draft:
@@ -257,34 +233,24 @@ def purchase(rng: Random) -> Draft:
         f" One of the {one} costs {price} coins, one of the {other} {fee} coins.",
     ) + (f" {name} pays with {note} coins. How many coins come back?" if note else f" How many coins does {name} pay?")
 
-    def solve(rng: Random) -> list[str]:
-        lines = [
-            choose(
-                rng,
+    def solve(rng: Random) -> Iterator[tuple[str, ...]]:
+        for goods, count, each in in_some_order(rng, (one, n, price), (other, m, fee)):
+            yield (
                 f"The {goods} cost {commuting(rng, '*', count, each)} = {count * each} coins.",
                 f"{count} {goods}: {commuting(rng, '*', count, each)} = {count * each}.",
                 f"{name} pays {commuting(rng, '*', count, each)} = {count * each} coins for the {goods}.",
             )
-            for goods, count, each in in_some_order(rng, (one, n, price), (other, m, fee))
-        ]
         both = commuting(rng, "+", n * price, m * fee)
-        lines.append(
-            choose(
-                rng,
-                f"Together that is {both} = {total} coins.",
-                f"In total {name} pays {both} = {total}.",
-                f"Sum: {both} = {total}.",
-            )
+        yield (
+            f"Together that is {both} = {total} coins.",
+            f"In total {name} pays {both} = {total}.",
+            f"Sum: {both} = {total}.",
         )
         if note:
-            lines.append(
-                choose(
-                    rng,
-                    f"Change: {note} - {total} = {note - total}.",
-                    f"{name} gets back {note} - {total} = {note - total} coins.",
-                )
+            yield (
+                f"Change: {note} - {total} = {note - total}.",
+                f"{name} gets back {note} - {total} = {note - total} coins.",
             )
-        return lines
 
     return Draft((n, price, m, fee, note), question, str(note - total if note else total), solve)
 
@@ -306,46 +272,29 @@ def sharing(rng: Random) -> Draft:
         f" {friends} friends share them equally. How many {goods} are there for each?",
     )
 
-    def solve(rng: Random) -> list[str]:
-        both = commuting(rng, "+", rest, gift)
-        if rng.random() < 0.5:
-            first = [
-                choose(
-                    rng,
-                    f"After the loss {name} has {start} - {lost} = {rest} {goods}.",
-                    f"Left: {start} - {lost} = {rest}.",
-                    f"Without the lost {goods} there are {start} - {lost} = {rest}.",
-                ),
-                choose(
-                    rng,
-                    f"With the gift of {giver} it is {both} = {total} {goods}.",
-                    f"All: {both} = {total}.",
-                    f"Then {giver} makes it {both} = {total}.",
-                ),
-            ]
-        else:
-            both = commuting(rng, "+", start, gift)
-            first = [
-                choose(
-                    rng,
-                    f"With the gift of {giver} it is {both} = {have} {goods}.",
-                    f"All: {both} = {have}.",
-                    f"Then {giver} makes it {both} = {have}.",
-                ),
-                choose(
-                    rng,
-                    f"After the loss {name} has {have} - {lost} = {total} {goods}.",
-                    f"Left: {have} - {lost} = {total}.",
-                    f"Without the lost {goods} there are {have} - {lost} = {total}.",
-                ),
-            ]
-        last = choose(
-            rng,
+    def solve(rng: Random) -> Iterator[tuple[str, ...]]:
+        loss, gain = f"{start} - {lost} = {rest}", f"{commuting(rng, '+', rest, gift)} = {total}"
+        gain_first = rng.random() >= 0.5
+        if gain_first:
+            loss, gain = f"{have} - {lost} = {total}", f"{commuting(rng, '+', start, gift)} = {have}"
+        steps = [
+            (
+                f"After the loss {name} has {loss} {goods}.",
+                f"Left: {loss}.",
+                f"Without the lost {goods} there are {loss}.",
+            ),
+            (
+                f"With the gift of {giver} it is {gain} {goods}.",
+                f"All: {gain}.",
+                f"Then {giver} makes it {gain}.",
+            ),
+        ]
+        yield from reversed(steps) if gain_first else steps
+        yield (
             f"Each friend gets {total} / {friends} = {share} {goods}.",
             f"Shared: {total} / {friends} = {share}.",
             f"So one share is {total} / {friends} = {share}.",
         )
-        return [*first, last]
 
     return Draft((start, lost, gift, friends), question, str(share), solve)
 
@@ -371,36 +320,26 @@ def travel(rng: Random) -> Draft:
         f" {name} takes the {one} for {hours} hours and the {other} for {more} hours.",
     ) + (f" How much longer is the way by {one}?" if differ else f" How many km does {name} travel?")
 
-    def solve(rng: Random) -> list[str]:
-        lines = [
-            choose(
-                rng,
+    def solve(rng: Random) -> Iterator[tuple[str, ...]]:
+        for by, time, rate in in_some_order(rng, (one, hours, speed), (other, more, pace)):
+            yield (
                 f"The {by} goes {commuting(rng, '*', time, rate)} = {time * rate} km.",
                 f"By {by}: {commuting(rng, '*', time, rate)} = {time * rate}.",
                 f"In {time} hours the {by} covers {commuting(rng, '*', time, rate)} = {time * rate} km.",
             )
-            for by, time, rate in in_some_order(rng, (one, hours, speed), (other, more, pace))
-        ]
         if differ:
-            lines.append(
-                choose(
-                    rng,
-                    f"The difference is {far} - {near} = {far - near} km.",
-                    f"Longer by {far} - {near} = {far - near}.",
-                    f"So the {one} goes {far} - {near} = {far - near} km more.",
-                )
+            yield (
+                f"The difference is {far} - {near} = {far - near} km.",
+                f"Longer by {far} - {near} = {far - near}.",
+                f"So the {one} goes {far} - {near} = {far - near} km more.",
             )
         else:
             both = commuting(rng, "+", far, near)
-            lines.append(
-                choose(
-                    rng,
-                    f"The whole way is {both} = {far + near} km.",
-                    f"Sum: {both} = {far + near}.",
-                    f"So {name} travels {both} = {far + near} km in all.",
-                )
+            yield (
+                f"The whole way is {both} = {far + near} km.",
+                f"Sum: {both} = {far + near}.",
+                f"So {name} travels {both} = {far + near} km in all.",
             )
-        return lines
 
     return Draft((hours, speed, more, pace, differ), question, str(far - near if differ else far + near), solve)
 
@@ -426,18 +365,13 @@ def turns(rng: Random) -> Draft:
         f"At first {name} looks {_COMPASS[first]}. Then {name} {told}. Where does {name} look at the end?",
     )
 
-    def solve(rng: Random) -> list[str]:
-        lines = []
+    def solve(rng: Random) -> Iterator[tuple[str, ...]]:
         for before, turn, after in moves:
-            lines.append(
-                choose(
-                    rng,
-                    f"{before}, {turn}: {after}.",
-                    f"Turning {turn} from {before} is {after}.",
-                    f"Now {after}, by turning {turn}.",
-                )
+            yield (
+                f"{before}, {turn}: {after}.",
+                f"Turning {turn} from {before} is {after}.",
+                f"Now {after}, by turning {turn}.",
             )
-        return lines
 
     return Draft((first, *(turn for _, turn, _ in moves)), question, _COMPASS[facing], solve)
 
@@ -448,7 +382,7 @@ def walk(rng: Random) -> Draft:
     north, south, east, west = rng.sample(range(11, 99), 4)
     legs = [(north, "north"), (south, "south"), (east, "east"), (west, "west")]
     rng.shuffle(legs)
-    up, across = max(north, south) - min(north, south), max(east, west) - min(east, west)
+    up, across = abs(north - south), abs(east - west)
     side, edge = "north" if north > south else "south", "east" if east > west else "west"
     told = ", ".join(f"{steps} {way}" for steps, way in legs)
     question = ask(
@@ -457,28 +391,20 @@ def walk(rng: Random) -> Draft:
         f"From the well {name} goes {told}. How many steps along the streets lead back to the well?",
     )
 
-    def solve(rng: Random) -> list[str]:
-        lines = [
-            choose(
-                rng,
+    def solve(rng: Random) -> Iterator[tuple[str, ...]]:
+        axes = (side, max(north, south), min(north, south)), (edge, max(east, west), min(east, west))
+        for way, high, low in in_some_order(rng, *axes):
+            yield (
                 f"{way.capitalize()}: {high} - {low} = {high - low}.",
                 f"{name} ends {high} - {low} = {high - low} steps {way}.",
                 f"The steps to the {way} are {high} - {low} = {high - low}.",
             )
-            for way, high, low in in_some_order(
-                rng, (side, max(north, south), min(north, south)), (edge, max(east, west), min(east, west))
-            )
-        ]
         one, other = in_some_order(rng, up, across)
-        lines.append(
-            choose(
-                rng,
-                f"Back it is {one} + {other} = {up + across} steps.",
-                f"Sum: {one} + {other} = {up + across}.",
-                f"So the way is {one} + {other} = {up + across} steps long.",
-            )
+        yield (
+            f"Back it is {one} + {other} = {up + across} steps.",
+            f"Sum: {one} + {other} = {up + across}.",
+            f"So the way is {one} + {other} = {up + across} steps long.",
         )
-        return lines
 
     return Draft((north, south, east, west), question, str(up + across), solve)
 
@@ -493,8 +419,6 @@ FAMILIES: dict[str, Callable[[Random], Draft]] = {
     "walks": walk,
     "lists": lists,
 }
-
-
 SPLITS = ("train", "heldout")
 _HELDOUT_ONE_IN = 10
 
@@ -510,10 +434,9 @@ def stream(split: str, seed: int, families: Sequence[str] | None = None) -> Iter
     """An endless stream of problems of a split, the families in turn; the same for the same arguments."""
     if split not in SPLITS:
         raise ValueError(f"split={split!r}: not a split; choose one of {', '.join(SPLITS)}")
-    names = tuple(FAMILIES) if families is None else tuple(families)
-    unknown = [name for name in names if name not in FAMILIES]
-    if unknown or not names:
-        raise ValueError(f"families={list(names)!r}: choose some of {', '.join(FAMILIES)}")
+    names = list(FAMILIES if families is None else families)
+    if not names or not FAMILIES.keys() >= {*names}:
+        raise ValueError(f"families={names!r}: choose some of {', '.join(FAMILIES)}")
     rng = Random(f"{seed}/{split}")
     while True:
         for name in names:
@@ -531,14 +454,9 @@ def generate(split: str, count: int, seed: int, families: Sequence[str] | None =
     if count < 0:
         raise ValueError(f"count={count}: must not be negative")
     problems: dict[str, Problem] = {}
-    repeats = 0
-    source = stream(split, seed, families)
+    source = islice(stream(split, seed, families), 101 * count + 10_000)  # most of them repeats
     while len(problems) < count:
-        problem = next(source)
-        if problem.question in problems:
-            repeats += 1
-            if repeats > 100 * count + 10_000:
-                raise ValueError(f"count={count}: these families have fewer different problems; ask for less")
-            continue
-        problems[problem.question] = problem
+        if (problem := next(source, None)) is None:
+            raise ValueError(f"count={count}: these families have fewer different problems; ask for less")
+        problems.setdefault(problem.question, problem)
     return list(problems.values())
