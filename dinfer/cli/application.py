@@ -39,13 +39,13 @@ from hydra.types import HydraContext, RunMode, TaskFunction
 from omegaconf import DictConfig
 
 from dinfer.cli import conf
-from dinfer.cli.conf import components, explained, located, parse, ranks_of
-from dinfer.cli.terminal import FAILED, debugging, failures, input_errors, message, read_stdin, reported, say
+from dinfer.cli.conf import components, explained, located, parse, ranks_of, text_of
+from dinfer.cli.terminal import FAILED, debugging, failures, input_errors, message, reported, say, stdin_lines
 from dinfer.parallel.leader import check_copies, follows
 from dinfer.recipe.registry import unknown
 
 OVERRIDE = re.compile(r"[+]{0,2}(?P<root>[A-Za-z_]\w*)[\w./@:-]*=.*", re.DOTALL)
-Task = Callable[[dict[str, Any], str | None], None]
+Task = Callable[[dict[str, Any]], None]
 
 
 class Parser(argparse.ArgumentParser):
@@ -124,7 +124,7 @@ def divided(
     for word in args.words:
         match = OVERRIDE.fullmatch(word)
         if word == "-" and takes_text:
-            texts.append(read_stdin())
+            texts.append("".join(stdin_lines()).removesuffix("\n"))  # which `echo` adds
         elif match and (not takes_text or texts or begins_one(word, match["root"], names())):
             overrides.append(word)
         else:
@@ -179,13 +179,14 @@ class Missed:
     failed: bool  # else its components cannot work together, which is a finding and no failure
 
 
-def launch(args: Namespace, task: Task, *, takes_text: bool = False) -> None:
-    """Calls `task(configuration, text)` once, or once for each point of a sweep.
+def launch(args: Namespace, task: Task, *, text: str = "", needed: str = "") -> None:
+    """Calls `task(configuration)` once, or once for each point of a sweep.
 
-    `conf/<command>.yaml` is the configuration.
+    `conf/<command>.yaml` is the configuration. `text`: the setting that a text on the command line stands for; without
+    one, the command takes no text. `needed`: the error if there is none.
     """
     command, folders = args.command, args.config_dirs
-    text, overrides = divided(args, cache(lambda: names(command, folders)), takes_text=takes_text)
+    given, overrides = divided(args, cache(lambda: names(command, folders)), takes_text=bool(text))
     overrides = [one for override in overrides for one in conf.model_named(override)]
     overrides += [f"hydra.searchpath={conf.searched(folders)}"] if folders else []
     parsed = [parse(override) for override in overrides]
@@ -194,11 +195,15 @@ def launch(args: Namespace, task: Task, *, takes_text: bool = False) -> None:
         with reported():  # inside Hydra, which would add lines of its own to an error that reaches it
             values = conf.values_of(config)
             if args.multirun:
-                return point(found, values, text)
-            found(values, text)
+                return point(found, values)
+            found(values)
         return None
 
-    def found(values: dict[str, Any], text: str | None) -> None:
+    def found(values: dict[str, Any]) -> None:
+        if text:
+            values = values | {text: text_of(values, text, given)}
+            if needed and values[text] is None:
+                raise ValueError(needed)
         if command != "eval":
             check_copies(ranks_of(values))
         if follows(ranks_of(values)):
@@ -206,7 +211,7 @@ def launch(args: Namespace, task: Task, *, takes_text: bool = False) -> None:
 
             serve_torchrun()
         located(values)  # before the task imports torch, so that an error comes at once
-        task(values, text)
+        task(values)
 
     if args.flags and args.multirun:
         raise ValueError("-m runs a sweep, and --cfg and its like show something and stop: leave one of them out")
@@ -270,13 +275,13 @@ def numbered(path: Path) -> Path:
     return path.with_stem(f"{path.stem}-{settings.job.num}") if settings.mode == RunMode.MULTIRUN else path
 
 
-def point(task: Task, settings: dict[str, Any], text: str | None) -> Missed | None:
+def point(task: Task, settings: dict[str, Any]) -> Missed | None:
     """Runs one point of a sweep. Returns why it has no result, if it has none, so that the other points still run."""
     job = HydraConfig.get()
     number = "\n" if job.job.num else ""
     print(f"{number}# {' '.join(job.overrides.task)}", flush=True)
     try:
-        task(settings, text)
+        task(settings)
     except (*input_errors(), *failures()) as error:
         from dinfer.recipe.recipe import IncompatibleRecipe
 

@@ -13,7 +13,7 @@ import warnings
 
 import dinfer
 from dinfer.cli import commands, conf
-from dinfer.cli.application import Parser, complete, in_hydra
+from dinfer.cli.application import Parser, complete, configured, in_hydra
 from dinfer.cli.terminal import check_arguments, debugging, reported
 from dinfer.recipe.registry import unknown
 
@@ -37,7 +37,8 @@ def parsers() -> tuple[Parser, dict[str, Parser]]:
     """The parser of `dinfer` and those of its commands, by name.
 
     A command's module has a docstring (a line of help, the usage, the description), `arguments(parser)`, which adds its
-    flags if it has any, and `run(args)`. What is no flag is in `args.words`, and in `args.literal` behind `--`.
+    own flags if it has any, and `run(args)`. What is no flag is in `args.words`, and in `args.literal` behind `--`. A
+    command with a file in `conf` also has the flags of Hydra.
     """
     parser = Parser(prog="dinfer", usage="dinfer COMMAND [arguments]", description=DESCRIPTION, epilog=EPILOG)
     parser.add_argument("-V", "--version", action="version", version=f"dinfer {dinfer.__version__}")
@@ -54,6 +55,8 @@ def parsers() -> tuple[Parser, dict[str, Parser]]:
         summary, usage, description = text.split("\n\n", 2)
         command = found.add_parser(name, help=summary, usage=usage.removeprefix("usage: "), description=description)
         vars(module).get("arguments", lambda parser: None)(command)
+        if (conf.folder() / f"{name}.yaml").is_file():
+            configured(command)
         command.set_defaults(run=module.run)
     for each in (parser, *found.choices.values()):
         each.add_argument("-v", "--verbose", action="count", default=argparse.SUPPRESS, help="log more; -vv: all")

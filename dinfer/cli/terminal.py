@@ -45,11 +45,6 @@ def several(count: int, thing: str) -> str:
     return f"{count} {thing}{'s' * (count != 1)}"
 
 
-def read_stdin() -> str:
-    """The text on standard input, without the line break that `echo` adds. Raises ValueError unless it is UTF-8."""
-    return "".join(stdin_lines()).removesuffix("\n")
-
-
 def stdin_lines() -> Iterator[str]:
     """The lines on standard input. Raises ValueError unless they are UTF-8."""
     try:

@@ -67,9 +67,11 @@ def form_of(held: Mapping[str, Any]) -> Form | None:
         with named(name):
             if isinstance(value, list) and name != "choice":
                 raise ValueError("a list is of gaps, one for each: infill takes it, with scope=gap")
-            typed = name == "schema" and not isinstance(value, (dict, bool, str))
-            constraint = _schema_of(value) if typed else MAKERS[name](value)
-            read = partial(_instance, value) if typed else partial(value_of, constraint)
+            if name == "schema" and not isinstance(value, (dict, bool, str)):
+                constraint, read = _of_type(value)
+            else:
+                constraint = MAKERS[name](value)
+                read = partial(value_of, constraint)
         if (weighed := held.get("posterior")) is not None:
             constraint = replace(constraint, posterior=weighed)
         return Form(name, constraint, read)
@@ -128,20 +130,16 @@ MAKERS: dict[str, Callable[[Any], Constraint]] = {
 }  # fmt: skip
 
 
-def _schema_of(kind: Any) -> Constraint:
+def _of_type(kind: Any) -> tuple[Constraint, Callable[[str], Any]]:
+    """The schema of a type that pydantic knows, and what makes an instance of an answer."""
     from pydantic import TypeAdapter
     from pydantic.errors import PydanticUserError
 
     try:
-        return json_schema(TypeAdapter(kind).json_schema())
+        adapter = TypeAdapter(kind)
+        return json_schema(adapter.json_schema()), adapter.validate_json
     except PydanticUserError as error:
         raise ValueError(f"{kind!r:.80} is no JSON Schema, and pydantic makes none of it: {error.message}") from error
-
-
-def _instance(kind: Any, text: str) -> Any:
-    from pydantic import TypeAdapter
-
-    return TypeAdapter(kind).validate_json(text)
 
 
 def value_of(constraint: Constraint, text: str) -> Any:

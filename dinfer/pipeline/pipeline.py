@@ -21,7 +21,7 @@ from dinfer.engine.engine import Engine
 from dinfer.engine.request import Completion, Counts, Request, Update, Wants
 from dinfer.engine.runtime import Runtime
 from dinfer.loading.checkpoint import family_of, load_network, read_config
-from dinfer.loading.files import boxed, locate
+from dinfer.loading.files import locate
 from dinfer.parallel.divided_model import Source, divided
 from dinfer.pipeline.form import Held, compiler_of, form_of, in_gaps_of, languages_of
 from dinfer.pipeline.inputs import (
@@ -183,9 +183,13 @@ class Pipeline:
         form = form_of(held)
         language = None if form is None else form.language(self.compiler)
         requests = self.requests(prompts, max_new_tokens, options, language)
-        done = zip(requests, self._run(requests, trace), strict=True)
-        read = None if form is None else form.read
-        return [replace(self.result(request, *finished[:2]), read=read) for request, finished in done]
+        read, results = None if form is None else form.read, list[Result]()
+        for request, (done, snapshots, _) in zip(requests, self._run(requests, trace), strict=True):
+            text, counts = "" if self.tokenizer is None else self.decode(done.output), done.counts
+            results.append(
+                Result(text, done.output, request.prompt, done.canvas, done.stopped, counts, snapshots, read)
+            )
+        return results
 
     @overload
     def infill(  # type: ignore[overload-overlap]  # a text is no list of texts here
@@ -446,12 +450,6 @@ class Pipeline:
         gaps = [token == mask_id for token in ids]
         return self._checked(what, options, Request(ids, 0, gaps=gaps, stops=stop, more=more))
 
-    def result(self, request: Request, completion: Completion, trace: list[list[int]] | None = None) -> Result:
-        text = "" if self.tokenizer is None else self.decode(completion.output)
-        return Result(
-            text, completion.output, request.prompt, completion.canvas, completion.stopped, completion.counts, trace
-        )
-
     def decode(self, ids: list[int]) -> str:
         return str(self._need_tokenizer().decode(ids, skip_special_tokens=True))
 
@@ -572,6 +570,3 @@ def _device(device: str | torch.device | None) -> torch.device:
             f"device={str(where)!r}: torch {torch.__version__} finds {torch.cuda.device_count()} CUDA devices"
         )
     return where
-
-
-__all__ = ["Infilled", "Pipeline", "Result", "boxed", "load"]

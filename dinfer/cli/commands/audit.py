@@ -21,19 +21,18 @@ from typing import TYPE_CHECKING, Any
 from rich.console import RenderableType
 
 from dinfer.analysis.outputs import check_file, replacing
-from dinfer.cli.application import configured, launch, numbered
-from dinfer.cli.conf import counted, pipeline, problems_of, ranks_of, setting, text_of
+from dinfer.cli.application import launch, numbered
+from dinfer.cli.conf import counted, pipeline, problems_of, ranks_of, setting
 from dinfer.cli.terminal import Report, say, several, show, table
 
 if TYPE_CHECKING:
     from dinfer.analysis.audit import Audit
 
 
-def measure(config: dict[str, Any], question: str | None) -> None:
+def measure(config: dict[str, Any]) -> None:
     """Audits one recipe, prints what it found and writes it."""
-    question = text_of(config, "prompt", question)
-    count, new_tokens = counted(config, "count"), setting(config, "max_new_tokens", int)
-    out = setting(config, "out", str | None)
+    question, count = config["prompt"], counted(config, "count")
+    new_tokens, out = setting(config, "max_new_tokens", int), setting(config, "out", str | None)
     questions = [question] if question else [problem.question for problem in problems_of(config, count)]
     from dinfer.analysis.audit import Audit, audit, check_ranks, plot
 
@@ -76,4 +75,4 @@ def report(found: Audit) -> RenderableType:
     )
 
 
-arguments, run = configured, partial(launch, task=measure, takes_text=True)
+run = partial(launch, task=measure, text="prompt")

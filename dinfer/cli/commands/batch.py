@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from dinfer.analysis.outputs import check_file
-from dinfer.cli.application import OVERRIDE, configured, launch
+from dinfer.cli.application import OVERRIDE, launch
 from dinfer.cli.conf import GROUPS, check_ahead, counted, held_of, need, ranks_of, setting
 from dinfer.cli.terminal import FAILED, Interrupted, Report, fail, say, several
 
@@ -48,7 +48,7 @@ def run(args: Namespace) -> None:
     launch(args, partial(batch, paths=paths, line=args.line))
 
 
-def batch(config: dict[str, Any], _text: str | None, *, paths: list[str], line: list[str]) -> None:
+def batch(config: dict[str, Any], *, paths: list[str], line: list[str]) -> None:
     """Answers what is not answered yet. `line`: the command line."""
     from dinfer.cli.commands.serve import made, name_of, needed, recipes
     from dinfer.pipeline.form import form_of
@@ -169,6 +169,3 @@ class Progress:
             f"{self._tokens} tokens, {self._forwards} forwards, {tpf:.2f} tokens per forward (TPF), "
             f"{time.monotonic() - self._began:.2f} s"
         )
-
-
-arguments = configured

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from dinfer.cli.application import configured, launch
+from dinfer.cli.application import launch
 from dinfer.cli.conf import pipeline, text_of
 from dinfer.cli.terminal import debugging, failures, message, say, stdin_lines
 
@@ -34,7 +34,7 @@ def run(args: Any) -> None:
     launch(args, partial(chat, folders=args.config_dirs))
 
 
-def chat(config: dict[str, Any], _text: str | None, *, folders: Sequence[str]) -> None:
+def chat(config: dict[str, Any], *, folders: Sequence[str]) -> None:
     """Answers each line of standard input."""
     system = text_of(config, "system", None)
     from dinfer.cli.watch import Conversation, Ended, interruptible
@@ -82,6 +82,3 @@ def ask(prompt: str) -> str:
         return input(prompt)
     print(prompt, end="", file=sys.stderr, flush=True)
     return input()
-
-
-arguments = configured

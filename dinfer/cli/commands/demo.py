@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import RenderableType
 from rich.rule import Rule
 
-from dinfer.cli.application import configured, launch
+from dinfer.cli.application import launch
 from dinfer.cli.conf import counted, pipeline, problems_of, setting
 from dinfer.cli.terminal import Report, show, table
 from dinfer.demo.problems import Problem, is_correct
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from dinfer.pipeline import Pipeline
 
 
-def demo(config: dict[str, Any], _text: str | None) -> None:
+def demo(config: dict[str, Any]) -> None:
     """Solves one problem in view, then all of them with every decoder."""
     problems = problems_of(config, counted(config, "count"))
     delay, new_tokens = setting(config, "delay", float), setting(config, "max_new_tokens", int)
@@ -84,4 +84,4 @@ def work_out(pipe: Pipeline, problem: Problem, new_tokens: int, delay: float) ->
     print(figures(completion.counts))
 
 
-arguments, run = configured, partial(launch, task=demo)
+run = partial(launch, task=demo)

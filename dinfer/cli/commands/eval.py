@@ -23,7 +23,7 @@ from typing import Any, get_type_hints
 from rich.console import RenderableType
 
 from dinfer.analysis.outputs import check_folder
-from dinfer.cli.application import configured, launch
+from dinfer.cli.application import launch
 from dinfer.cli.conf import GROUPS, check_ahead, counted, group, held_of, need, pipeline, ranks_of, setting
 from dinfer.cli.terminal import Interrupted, Report, say, several, show, table
 from dinfer.recipe.registry import typed
@@ -40,7 +40,7 @@ def run(args: Namespace) -> None:
     launch(args, partial(evaluate, line=args.line))
 
 
-def evaluate(config: dict[str, Any], _text: str | None, *, line: list[str]) -> None:
+def evaluate(config: dict[str, Any], *, line: list[str]) -> None:
     """Evaluates one recipe, unless its report is there. `line`: the command line."""
     need("lm_eval", "eval", "dinfer eval needs lm-eval")
     address, count = setting(config, "ray", str | None), setting(config, "replicas", int | None)
@@ -155,6 +155,3 @@ def figures(document: dict[str, Any]) -> RenderableType:
         how = document["likelihood"]
         caption += f"\nLikelihoods: Monte-Carlo bounds, {how['estimator']}, {how['samples']} samples."
     return table(rows, caption)
-
-
-arguments = configured

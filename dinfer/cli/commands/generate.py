@@ -19,8 +19,8 @@ import sys
 from functools import partial
 from typing import Any
 
-from dinfer.cli.application import Parser, configured, launch
-from dinfer.cli.conf import held_of, pipeline, setting, text_of
+from dinfer.cli.application import Parser, launch
+from dinfer.cli.conf import held_of, pipeline, setting
 from dinfer.cli.terminal import say
 
 
@@ -29,15 +29,11 @@ def arguments(parser: Parser) -> None:
         "--watch", dest="overrides", action="append_const", const="watch=true",
         help="show the canvas while it is denoised: masks, commits, the active block",
     )  # fmt: skip
-    configured(parser)
 
 
-def generate(config: dict[str, Any], question: str | None) -> None:
-    """Answers `question`, or else the prompt of the configuration."""
-    prompt = text_of(config, "prompt", question)
-    if prompt is None:
-        raise ValueError('a question is needed: dinfer generate "question"')
-    live, delay = setting(config, "watch", bool), setting(config, "delay", float)
+def generate(config: dict[str, Any]) -> None:
+    """Answers the prompt."""
+    prompt, live, delay = config["prompt"], setting(config, "watch", bool), setting(config, "delay", float)
     chat, new_tokens = setting(config, "chat", bool | None), setting(config, "max_new_tokens", int)
     held = held_of(config)
     pipe = pipeline(config)
@@ -57,4 +53,5 @@ def generate(config: dict[str, Any], question: str | None) -> None:
     explain_empty(pipe, counts)
 
 
-run = partial(launch, task=generate, takes_text=True)
+NEEDED = 'a question is needed: dinfer generate "question"'
+run = partial(launch, task=generate, text="prompt", needed=NEEDED)

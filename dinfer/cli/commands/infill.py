@@ -15,25 +15,23 @@ on stderr. max_new_tokens has no effect here.
 from functools import partial
 from typing import Any
 
-from dinfer.cli.application import configured, launch
-from dinfer.cli.conf import held_of, pipeline, setting, text_of
+from dinfer.cli.application import launch
+from dinfer.cli.conf import held_of, pipeline, setting
 from dinfer.cli.terminal import say
 
 
-def infill(config: dict[str, Any], given: str | None) -> None:
-    """Fills the gaps of `given`, or else of the text of the configuration."""
-    text = text_of(config, "text", given)
-    if text is None:
-        raise ValueError('a text with gaps is needed: dinfer infill "The capital of [MASK:4] is Paris."')
+def infill(config: dict[str, Any]) -> None:
+    """Fills the gaps of the text."""
     stop, scope, held = setting(config, "stop", bool), setting(config, "scope", str), held_of(config)
     pipe = pipeline(config)
     from dinfer.pipeline.inputs import figures
 
-    result = pipe.infill(text, stop=stop, scope=scope, **held)
+    result = pipe.infill(config["text"], stop=stop, scope=scope, **held)
     print(result.text)
     for index, words in enumerate(result.gap_texts, 1):
         say(f"[{index}] {words}")
     say(figures(result.counts))
 
 
-arguments, run = configured, partial(launch, task=infill, takes_text=True)
+NEEDED = 'a text with gaps is needed: dinfer infill "The capital of [MASK:4] is Paris."'
+run = partial(launch, task=infill, text="text", needed=NEEDED)

@@ -15,24 +15,22 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from dinfer.cli.application import configured, launch
-from dinfer.cli.conf import counted, pipeline, setting, text_of
+from dinfer.cli.application import launch
+from dinfer.cli.conf import counted, pipeline, setting
 from dinfer.cli.terminal import say
 
 
-def read(config: dict[str, Any], question: str | None) -> None:
-    """Reads the slots of the answer to `question`, or else to the prompt of the configuration."""
-    prompt = text_of(config, "prompt", question)
-    if prompt is None:
-        raise ValueError('a question is needed: dinfer read "question" choice=[yes,no]')
+def read(config: dict[str, Any]) -> None:
+    """Reads the slots of the answer to the prompt."""
     answer, chat = setting(config, "answer", str | None), setting(config, "chat", bool | None)
     asked = {"choice": setting(config, "choice", tuple[str, ...] | None), "slots": config["slots"]}
     steps, seeds, seed = counted(config, "steps"), counted(config, "seeds"), setting(config, "seed", int)
-    found = pipeline(config).read(prompt, answer, **asked, steps=steps, seeds=seeds, seed=seed, chat=chat)
+    found = pipeline(config).read(config["prompt"], answer, **asked, steps=steps, seeds=seeds, seed=seed, chat=chat)
     slots = {name: asdict(slot) for name, slot in found.slots.items()}
     print(json.dumps({"text": found.text, "slots": slots}, ensure_ascii=False, indent=2))
     forwards, seconds = sum(one.forwards for one in found.counts), max(one.seconds for one in found.counts)
     say(f"{len(slots)} slots, {forwards} forwards, {seconds:.2f} s")
 
 
-arguments, run = configured, partial(launch, task=read, takes_text=True)
+NEEDED = 'a question is needed: dinfer read "question" choice=[yes,no]'
+run = partial(launch, task=read, text="prompt", needed=NEEDED)

@@ -25,7 +25,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from dinfer.cli import conf
-from dinfer.cli.application import configured, launch
+from dinfer.cli.application import launch
 from dinfer.cli.conf import check_ahead, counted, need, of_recipe, pipeline, ranks_of, runtime_of, setting
 from dinfer.cli.terminal import FAILED, check_interrupted, fail, say
 from dinfer.recipe.registry import typed
@@ -44,7 +44,7 @@ def run(args: Namespace) -> None:
     launch(args, serve)
 
 
-def serve(config: dict[str, Any], text: str | None) -> None:
+def serve(config: dict[str, Any]) -> None:
     """Loads the model with its recipes and serves them."""
     needed("dinfer serve")
     settings = settings_of(config)
@@ -174,6 +174,3 @@ def settings_of(config: dict[str, Any]) -> Settings:
 
     hints = get_type_hints(Settings)
     return Settings(**typed(hints, {name: config[name] for name in hints if name in config}))
-
-
-arguments = configured

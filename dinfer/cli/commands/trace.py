@@ -26,8 +26,8 @@ from hydra.core.hydra_config import HydraConfig
 
 from dinfer.analysis.outputs import check_file, write
 from dinfer.cli import conf
-from dinfer.cli.application import configured, launch, numbered
-from dinfer.cli.conf import beside, parse, pipeline, setting, text_of
+from dinfer.cli.application import launch, numbered
+from dinfer.cli.conf import beside, parse, pipeline, setting
 from dinfer.cli.terminal import say
 from dinfer.recipe.registry import unknown
 
@@ -39,7 +39,8 @@ SUFFIXES = (".html", ".svg", ".json")
 def run(args: Namespace) -> None:
     """Writes the traces of each point of a sweep."""
     args.words, changes = taken_out(args.words)
-    launch(args, partial(trace, changes=changes), takes_text=True)
+    needed = 'a question is needed: dinfer trace "question"'
+    launch(args, partial(trace, changes=changes), text="prompt", needed=needed)
 
 
 def taken_out(words: list[str]) -> tuple[list[str], list[str]]:
@@ -65,11 +66,8 @@ def changed(command: str, changes: list[str]) -> dict[str, Any]:
     return conf.compose(command, [*given.hydra, *kept, *changes])
 
 
-def trace(config: dict[str, Any], question: str | None, *, changes: list[str]) -> None:
+def trace(config: dict[str, Any], *, changes: list[str]) -> None:
     """Records the answer with one recipe, or two, and writes what is asked for."""
-    prompt = text_of(config, "prompt", question)
-    if prompt is None:
-        raise ValueError('a question is needed: dinfer trace "question"')
     if (candidates := config["runtime"]["speculate"]) != 0:
         raise ValueError(f"runtime.speculate={candidates}: a trace shows each step by itself: leave it at 0")
     paths = [numbered(path) for path in outputs(setting(config, "out", str | tuple[str, ...]))]
@@ -90,8 +88,8 @@ def trace(config: dict[str, Any], question: str | None, *, changes: list[str]) -
         )
         own = beside(pipe, each) if model == config["model"] else pipeline(each)  # the same network is loaded already
         name = model.get("checkpoint") or model["name"]
-        traces.append(record(own, prompt, max_new_tokens=new_tokens, chat=chat, model=name))
-    found = document(prompt, traces)
+        traces.append(record(own, config["prompt"], max_new_tokens=new_tokens, chat=chat, model=name))
+    found = document(config["prompt"], traces)
     for one in traces:
         counts = one.counts
         say(
@@ -100,7 +98,7 @@ def trace(config: dict[str, Any], question: str | None, *, changes: list[str]) -
         )
     for path in paths:
         if path.suffix == ".svg":
-            write(path, animation(traces[0], prompt))
+            write(path, animation(traces[0], config["prompt"]))
         else:
             write(path, page(found) if path.suffix == ".html" else json.dumps(found) + "\n")
         say(f"wrote {path}")
@@ -115,6 +113,3 @@ def outputs(out: str | list[str]) -> list[Path]:
     if not paths:
         raise ValueError("out=[] names no file: write out=trace.html")
     return paths
-
-
-arguments = configured

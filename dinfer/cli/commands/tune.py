@@ -32,7 +32,7 @@ from omegaconf import OmegaConf
 
 from dinfer.analysis.outputs import check_file, write
 from dinfer.cli import conf
-from dinfer.cli.application import Parser, configured, launch
+from dinfer.cli.application import Parser, launch
 from dinfer.cli.conf import GROUPS, need, setting
 from dinfer.cli.terminal import Report, say
 from dinfer.recipe.registry import options_of
@@ -49,7 +49,6 @@ def arguments(parser: Parser) -> None:
         "--max-drop", dest="overrides", action="append", type="max_drop={}".format, metavar="POINTS",
         help="the same as max_drop=POINTS",
     )  # fmt: skip
-    configured(parser)
 
 
 def run(args: Namespace) -> None:
@@ -57,7 +56,7 @@ def run(args: Namespace) -> None:
     launch(args, partial(run_search, command=shlex.join(args.line)))
 
 
-def run_search(config: dict[str, Any], _text: str | None, *, command: str) -> None:
+def run_search(config: dict[str, Any], *, command: str) -> None:
     """Searches, says what it tries, and writes what it found."""
     need("optuna", "tune", "dinfer tune needs Optuna")
     from dinfer.analysis.tuning import Found, NothingFound, by_load, tune
