@@ -71,8 +71,9 @@ class Audit:
             groups.setdefault(key(sample), []).append(sample)
         return {value: _pooled(group) for value, group in sorted(groups.items())}
 
-    def to_json(self) -> dict[str, Any]:
-        return {
+    def write(self, path: Path) -> None:
+        """The numbers as JSON; raises OSError."""
+        found = {
             "recipe": self.recipe,
             "exact": self.exact,
             "overall": self.overall,
@@ -81,10 +82,7 @@ class Audit:
             "by_step": self.by(lambda s: s.step),
             "samples": [asdict(sample) for sample in self.samples],
         }
-
-    def write(self, path: Path) -> None:
-        """The numbers as JSON; raises OSError."""
-        path.write_text(json.dumps(self.to_json(), indent=1) + "\n")
+        path.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def check_ranks(count: int) -> None:

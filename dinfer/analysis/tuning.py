@@ -172,16 +172,14 @@ def tune(
         trial = study.ask()
         parts = suggest(trial, space, reference)
         key = json.dumps(parts, sort_keys=True)
-        again = key in seen
-        one = None if again else tried(parts, "calibration")
-        if one is None:
+        if again := key in seen:
             study.tell(trial, state=optuna.trial.TrialState.FAIL)
-        else:  # a refused recipe counts as one that loses everything, so that the sampler turns to others
-            trial.set_constraint("drop", 100.0 if one.drop is None else one.drop.points - max_drop)
-            study.tell(trial, one.speed or 0.0)
-        if one is not None:
-            seen[key] = one
-            yield one
+            continue
+        one = seen[key] = tried(parts, "calibration")
+        # A refused recipe counts as one that loses everything, so that the sampler turns to others.
+        trial.set_constraint("drop", 100.0 if one.drop is None else one.drop.points - max_drop)
+        study.tell(trial, one.speed or 0.0)
+        yield one
     yield _verified(list(seen.values()), references, tried, objective, reference, max_drop, verify)
 
 

@@ -40,7 +40,7 @@ from omegaconf import DictConfig
 
 from dinfer.cli import conf
 from dinfer.cli.conf import components, explained, located, parse, ranks_of, text_of
-from dinfer.cli.terminal import FAILED, debugging, failures, input_errors, message, reported, say, stdin_lines
+from dinfer.cli.terminal import FAILED, INPUT_ERRORS, debugging, failures, message, reported, say, stdin_lines
 from dinfer.parallel.leader import check_copies, follows
 from dinfer.recipe.registry import unknown
 
@@ -282,7 +282,7 @@ def point(task: Task, settings: dict[str, Any]) -> Missed | None:
     print(f"{number}# {' '.join(job.overrides.task)}", flush=True)
     try:
         task(settings)
-    except (*input_errors(), *failures()) as error:
+    except (*INPUT_ERRORS, *failures()) as error:
         from dinfer.recipe.recipe import IncompatibleRecipe
 
         failed = not isinstance(error, IncompatibleRecipe)
@@ -310,7 +310,7 @@ def sweep(command: str, overrides: Sequence[Override], context: HydraContext, ta
     arguments += [str(override.input_line) for override in overrides if not override.is_hydra_override()]
     found = points(arguments, loader, config)
     for point in found:
-        composed(loader, config, point)
+        components(loader.load_sweep_config(config, point))
     launcher = Plugins.instance().instantiate_launcher(hydra_context=context, task_function=task, config=config)
     size, jobs = config.hydra.sweeper.max_batch_size or len(found), list[JobReturn]()
     for first in range(0, len(found), size):
@@ -325,7 +325,7 @@ def points(arguments: list[str], loader: ConfigLoader, config: DictConfig) -> li
     """
     overrides = OverridesParser.create(config_loader=loader).parse_overrides(arguments)
     choices = {override.key_or_group for override in overrides if loader.get_group_options(override.key_or_group)}
-    parts_at = cache(lambda point: composed(loader, config, point))
+    parts_at = cache(lambda point: components(loader.load_sweep_config(config, list(point))))
     found: dict[tuple[str, ...], None] = {}
     kept: set[str] = set()
     left_out: dict[str, dict[str, list[str]]] = {}  # key -> component -> the options that it has
@@ -350,11 +350,6 @@ def points(arguments: list[str], loader: ConfigLoader, config: DictConfig) -> li
         told = sorted(f"{key} of {key.partition('.')[0]}={name}" for key, names in left_out.items() for name in names)
         say(f"# no such option, so not swept: {', '.join(told)}")
     return [list(point) for point in found]
-
-
-def composed(loader: ConfigLoader, config: DictConfig, point: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """The components at a point. Raises ValueError."""
-    return components(loader.load_sweep_config(config, list(point)))
 
 
 def written(override: Override) -> list[str]:

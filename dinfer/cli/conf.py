@@ -5,7 +5,7 @@ Explains Hydra's errors.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
@@ -132,14 +132,6 @@ def searched(folders: Sequence[str]) -> str:
     return "[" + ",".join(f"'file://{path}'" for path in paths) + "]"
 
 
-def read(path: Path) -> dict[str, Any]:
-    """A YAML file as it stands, interpolations unresolved. Raises ValueError."""
-    content = OmegaConf.to_container(OmegaConf.load(path))
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} must be a mapping of names to values")
-    return {str(key): value for key, value in content.items()}
-
-
 @cache
 def publish() -> None:
     """Registers with Hydra what has no file in `conf`: the components with their options, and all presets.
@@ -218,15 +210,11 @@ def values_of(config: DictConfig) -> dict[str, Any]:
     return tree_of(config, resolve=True)
 
 
-def chosen(kind: str) -> str:
-    """What the running command's configuration chooses of a group, by name."""
-    return str(HydraConfig.get().runtime.choices[kind])
-
-
-def with_recipe(command: str, recipe: str) -> dict[str, Any]:
-    """The running command's configuration with another preset of components. Raises ValueError."""
+def recomposed(command: str, more: Sequence[str], without: Collection[str] = ()) -> dict[str, Any]:
+    """The running command's configuration with more overrides, and without those of some groups. Raises ValueError."""
     given = HydraConfig.get().overrides  # those of Hydra hold the folder of --config-dir
-    return compose(command, [*given.hydra, *given.task, f"{RECIPE}={recipe}"])
+    kept = [text for text in given.task if parse(text).key_or_group.partition(".")[0] not in without]
+    return compose(command, [*given.hydra, *kept, *more])
 
 
 def pipeline(config: dict[str, Any]) -> Pipeline:
@@ -278,9 +266,9 @@ def ranks_of(config: dict[str, Any]) -> int:
 
 def located(config: dict[str, Any]) -> None:
     """Finds the description of the model's checkpoint. Raises CheckpointError if it cannot be had."""
-    _, options = GROUPS["model"].check(config["model"])
-    if checkpoint := options.get("checkpoint"):
-        locate(checkpoint, options.get("revision"), wanted=SMALL)
+    model = config["model"]
+    if checkpoint := model.get("checkpoint"):
+        locate(checkpoint, model.get("revision"), wanted=SMALL)
 
 
 def check_ahead(config: dict[str, Any], others: Mapping[str, dict[str, Any]] = MappingProxyType({})) -> None:
@@ -311,10 +299,9 @@ def inspected(model: dict[str, Any], dtype: str | None, quantize: str | None) ->
     taken(quantize)
     if dtype is not None:
         dtype_of(dtype)
-    name, options = GROUPS["model"].check(model)
     family = GROUPS["model"].build(model)
     folder = locate(family.checkpoint, family.revision, wanted=SMALL)
-    found = inspect(folder, {"name": name, **options})
+    found = inspect(folder, model)
     if found.problems:
         raise CheckpointError(found.problems[0])
     if local(family.checkpoint).is_dir():

@@ -19,15 +19,19 @@ from threading import Event
 from types import TracebackType
 from typing import Any, NoReturn
 
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console, Group, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
+from safetensors import SafetensorError
 
 from dinfer.analysis.outputs import naming
 
 STDOUT = Path("standard output")
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+INPUT_ERRORS = ValueError, OSError, HydraException, OmegaConfBaseException, SafetensorError  # what bad input causes
 _ASKED_TO_END = Event()  # by Ctrl-C
 UNWRAPPED = 1 << 16  # columns, more than any line has
 EVERY = 10.0  # seconds between two lines
@@ -119,17 +123,8 @@ class Interrupted(KeyboardInterrupt):
     """Ctrl-C with a message: what was kept, and how to continue."""
 
 
-def input_errors() -> tuple[type[Exception], ...]:
-    """Errors of libraries that bad input causes. Imported only after something was raised, to start fast."""
-    from hydra.errors import HydraException
-    from omegaconf.errors import OmegaConfBaseException
-    from safetensors import SafetensorError
-
-    return ValueError, OSError, HydraException, OmegaConfBaseException, SafetensorError
-
-
 def failures() -> tuple[type[Exception], ...]:
-    """Errors that good input may meet."""
+    """Errors that good input may meet. Imported only after something was raised, to start fast."""
     import torch
 
     from dinfer.analysis.tuning import NothingFound
@@ -162,9 +157,7 @@ def reported() -> Iterator[None]:
         if str(error):
             say(f"dinfer: {error}")
         raise SystemExit(INTERRUPTED) from None
-    except (ValueError, OSError) as error:
-        fail(error, BAD_INPUT)
-    except input_errors() as error:
+    except INPUT_ERRORS as error:
         fail(error, BAD_INPUT)
     except failures() as error:
         fail(error, FAILED)

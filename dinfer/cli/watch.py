@@ -17,7 +17,6 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, TextIO
 
-from hydra.core.hydra_config import HydraConfig
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.padding import Padding
@@ -81,7 +80,6 @@ class Frame:
     cells: list[Cell]
     step: int
     phase: Phase  # what the step computed
-    block: tuple[int, int]  # [start, end) of the active block, counted from the first generated token
     fresh: int  # tokens that the step decoded
     decoded: int  # tokens decoded so far
     length: int  # of the generation
@@ -112,7 +110,6 @@ def frames(pipe: Pipeline, prompt_ids: list[int], updates: Iterable[Update]) -> 
             cells=cells,
             step=update.forwards,
             phase=update.phase,
-            block=(max(update.region[0] - prompt, 0), update.region[1] - prompt),
             fresh=sum(before[prompt:]) - left,
             decoded=len(tokens) - prompt - left,
             length=len(tokens) - prompt,
@@ -319,14 +316,14 @@ class Conversation:
             text, counts = self._answer(asked, interrupts, live=sys.stdin.isatty())
         finally:
             interrupts.answering = False
-        if counts is None:
-            say("(ended" + (")" if text else "; the question is dropped, since nothing of its answer was decided)"))
         if counts is not None or text:
             self.messages = [*asked, {"role": "assistant", "content": text}]
-        if counts is not None and sys.stdin.isatty():
+        if counts is None:
+            say("(ended" + (")" if text else "; the question is dropped, since nothing of its answer was decided)"))
+            return
+        if sys.stdin.isatty():
             say(figures(counts))
-        if counts is not None:
-            explain_empty(self._pipe, counts)
+        explain_empty(self._pipe, counts)
 
     def _answer(self, asked: list[dict[str, str]], interrupts: Interrupts, *, live: bool) -> tuple[str, Counts | None]:
         """Prints the answer. Returns what is decided of its text, and its counts unless it was ended."""
@@ -389,7 +386,7 @@ class Conversation:
     def _command(self, name: str, value: str) -> None:
         value = value.strip()
         if name not in COMMANDS:
-            raise ValueError(f"{unknown('command', f'/{name}', [f'/{known}' for known in COMMANDS])}")
+            raise unknown("command", f"/{name}", [f"/{known}" for known in COMMANDS])
         if name in ("clear", "help", "quit") and value:
             raise ValueError(f"/{name} takes nothing behind it")
         if name == "quit":
@@ -408,8 +405,7 @@ class Conversation:
     def _set(self, override: str) -> None:
         """Changes a setting. Raises ValueError, and then nothing is changed."""
         check("chat", self._folders, [parse(override)], multirun=False)
-        given = HydraConfig.get().overrides
-        config = conf.compose("chat", [*given.hydra, *given.task, *self._changes, override])
+        config = conf.recomposed("chat", [*self._changes, override])
         check_settings(config)
         for name in FIXED:
             if config[name] != self._config[name]:

@@ -31,7 +31,7 @@ from dinfer.engine.request import Request, Update, Wants, whole
 from dinfer.engine.runtime import Runtime
 from dinfer.pipeline import Pipeline
 from dinfer.recipe.recipe import Recipe
-from dinfer.recipe.registry import CACHES, DECODERS, ITERATIONS, SAMPLINGS, Registry, values_of
+from dinfer.recipe.registry import CACHES, DECODERS, ITERATIONS, SAMPLINGS, values_of
 from dinfer.step.contracts import BlockView, Decoder, Phase, Proposal, State, TokenStats
 from dinfer.step.model import Attend
 from dinfer.step.window import KeepsNothing
@@ -48,7 +48,7 @@ def page(document: dict[str, Any]) -> str:
         "form-action 'none'",
         "title": f"Denoising: {html.escape(' '.join(document['prompt'].split())[:60])}",
         "prompt": html.escape(document["prompt"]),
-        "answers": "".join(answers),
+        "answers": answers,
         "style": style,
         "script": script,
         "data": embedded(document),
@@ -142,9 +142,6 @@ class Trace:
     counts: dict[str, float]
     pieces: dict[int, str]  # the text of every token that occurs
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
     def __repr__(self) -> str:
         return f"Trace({self.name}, {len(self.steps)} steps, {self.text!r:.60})"
 
@@ -160,7 +157,7 @@ def document(prompt: str, traces: Sequence[Trace]) -> dict[str, Any]:
         "schema": SCHEMA,
         "dinfer": __version__,
         "prompt": prompt,
-        "runs": [trace.to_json() for trace in traces],
+        "runs": [asdict(trace) for trace in traces],
     }
 
 
@@ -209,7 +206,7 @@ def record_request(
     if completion is None:
         raise RuntimeError("the engine ended without a completion")
     counts = completion.counts
-    described = describe(recipe)
+    described, piece = describe(recipe), str if pipe.tokenizer is None else Pieces(pipe).of
     offered = {offer.token for step in steps for offer in step.offers}
     committed = {token for step in steps for _, token in step.commits}
     return Trace(
@@ -227,19 +224,19 @@ def record_request(
             "tokens": counts.tokens, "forwards": counts.forwards, "tpf": counts.tpf, "refreshes": counts.refreshes,
             "positions": counts.positions, "positions_per_committed": counts.positions_per_committed,
         },
-        pieces=_pieces(pipe, {*request.prompt, *completion.canvas, *offered, *committed}),
+        pieces={token: piece(token) for token in sorted({*request.prompt, *completion.canvas, *offered, *committed})},
     )  # fmt: skip
 
 
 def describe(recipe: Recipe) -> dict[str, Any]:
     """The components of a recipe, each a mapping of `name` and options, as `dinfer.load` takes them."""
-    parts: dict[str, tuple[Registry, Any]] = {
-        "iteration": (ITERATIONS, recipe.iteration),
-        "decoder": (DECODERS, recipe.decoder),
-        "cache": (CACHES, recipe.cache),
-        "sampling": (SAMPLINGS, recipe.sampling),
-    }
-    return {kind: {"name": registry.name_of(part), **values_of(part)} for kind, (registry, part) in parts.items()}
+    parts = (
+        (ITERATIONS, recipe.iteration),
+        (DECODERS, recipe.decoder),
+        (CACHES, recipe.cache),
+        (SAMPLINGS, recipe.sampling),
+    )
+    return {registry.kind: {"name": registry.name_of(part), **values_of(part)} for registry, part in parts}
 
 
 def _short(part: dict[str, Any]) -> str:
@@ -325,13 +322,6 @@ def _blocks(steps: Sequence[Step]) -> list[Block]:
         refreshes, commits = sum(step.refresh for step in own), sum(len(step.commits) for step in own)
         found.append(Block(index, own[0].region, len(own), refreshes, commits))
     return found
-
-
-def _pieces(pipe: Pipeline, tokens: set[int]) -> dict[int, str]:
-    if pipe.tokenizer is None:
-        return {token: str(token) for token in sorted(tokens)}
-    pieces = Pieces(pipe)
-    return {token: pieces.of(token) for token in sorted(tokens)}
 
 
 COLUMNS, CELL, LINE, MARGIN = 64, 9.6, 27, 16  # characters a line; pixels of a character, a line, a margin

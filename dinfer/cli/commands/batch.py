@@ -26,12 +26,13 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from dinfer.analysis.outputs import check_file
 from dinfer.cli.application import OVERRIDE, launch
+from dinfer.cli.commands.serve import made, name_of, needed, recipes
 from dinfer.cli.conf import GROUPS, check_ahead, counted, held_of, need, ranks_of, setting
 from dinfer.cli.terminal import FAILED, Interrupted, Report, fail, say, several
 
 if TYPE_CHECKING:
     from dinfer.serving.batch_file import Answering
-    from dinfer.serving.server import Server
+    from dinfer.serving.settings import Settings
 
 STANDARD = "-"
 WAITING = 2  # lines in flight for each row, so that none is free while the next line is read
@@ -50,7 +51,6 @@ def run(args: Namespace) -> None:
 
 def batch(config: dict[str, Any], *, paths: list[str], line: list[str]) -> None:
     """Answers what is not answered yet. `line`: the command line."""
-    from dinfer.cli.commands.serve import made, name_of, needed, recipes
     from dinfer.pipeline.form import form_of
 
     needed("dinfer batch")
@@ -73,7 +73,7 @@ def batch(config: dict[str, Any], *, paths: list[str], line: list[str]) -> None:
         from dinfer.serving.run import EngineFailed
 
         limits = settings(setting(config, "round_timeout", float))
-        answering = answering_of(config, partial(made, config | {"name": name_of(config)}, others, limits))
+        answering = answering_of(config | {"name": name_of(config)}, others, limits)
         progress = Progress(report)
         with Output(target, overwrite=overwrite) as output:
             try:
@@ -88,7 +88,7 @@ def batch(config: dict[str, Any], *, paths: list[str], line: list[str]) -> None:
     say(progress.summary())
 
 
-def answering_of(config: dict[str, Any], make: partial[Server]) -> Answering:
+def answering_of(config: dict[str, Any], others: dict[str, dict[str, Any]], limits: Settings) -> Answering:
     """What answers the requests: an engine here, or several on a Ray cluster. Raises ValueError."""
     from dinfer.serving.batch_file import answer_here
 
@@ -97,19 +97,19 @@ def answering_of(config: dict[str, Any], make: partial[Server]) -> Answering:
     if address is None:
         if replicas is not None:
             raise ValueError(f"replicas={replicas} needs a Ray cluster: give ray=auto too")
-        return partial(answer_here, make=make, at_once=WAITING * rows)
+        return partial(answer_here, make=partial(made, config, others, limits), at_once=WAITING * rows)
     need("ray", "ray", "ray= needs Ray")
     if replicas is not None:
         counted(config, "replicas")
-    check_ahead(config, make.args[1])
+    check_ahead(config, others)
     from dinfer.serving.ray.cluster import connect, device_of, placed
     from dinfer.serving.ray.shards import answer_on_cluster
 
     connect(address, logs=False)
     device = device_of(setting(config, "device", str | None))
     replicas, resources = placed(replicas, ranks_of(config), device)
-    found = partial(make.func, make.args[0] | {"device": device}, *make.args[1:])
-    return partial(answer_on_cluster, make=found, replicas=replicas, resources=resources, at_once=WAITING * rows)
+    make = partial(made, config | {"device": device}, others, limits)
+    return partial(answer_on_cluster, make=make, replicas=replicas, resources=resources, at_once=WAITING * rows)
 
 
 @contextmanager

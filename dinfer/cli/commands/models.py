@@ -11,6 +11,7 @@ checkpoints of these families load as well: `model=NAME_OR_FOLDER`.
 import json
 from argparse import Namespace
 from dataclasses import asdict
+from itertools import groupby
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -40,14 +41,10 @@ def run(args: Namespace) -> None:
         print(json.dumps([described(entry) for entry in found], indent=1))
         return
     parts: list[RenderableType] = []
-    groups: dict[str, list[Published]] = {}
-    for entry in found:
-        groups.setdefault(entry.preset, []).append(entry)
-    family = None
-    for preset, entries in groups.items():
-        if family != (family := entries[0].family):
-            parts.append(Text.assemble((family, "bold magenta"), f": {MODELS.describe(family).summary}"))
-        parts.append(Padding(group(preset, entries), (0, 0, 1, 2), expand=False))
+    for family, of_family in groupby(found, key=lambda entry: entry.family):
+        parts.append(Text.assemble((family, "bold magenta"), f": {MODELS.describe(family).summary}"))
+        for preset, entries in groupby(of_family, key=lambda entry: entry.preset):
+            parts.append(Padding(group(preset, [*entries]), (0, 0, 1, 2), expand=False))
     more = "model=NAME runs the first of a group. model=HUB_NAME runs any of them."
     show(*parts, Text(more, "bright_black"))
 
@@ -61,9 +58,8 @@ def described(entry: Published) -> dict[str, Any]:
 def use(entry: Published) -> str:
     """The overrides that run it as recommended."""
     model = presets.preset(entry.preset).model
-    return (
-        f"model={entry.preset if entry.checkpoint in (model['checkpoint'], model.get('adapter')) else entry.checkpoint}"
-    )
+    usual = entry.checkpoint in (model["checkpoint"], model.get("adapter"))
+    return f"model={entry.preset if usual else entry.checkpoint}"
 
 
 def group(preset: str, entries: list[Published]) -> RenderableType:

@@ -17,12 +17,12 @@ from __future__ import annotations
 import os
 import time
 from argparse import Namespace
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, get_type_hints
+
+from hydra.core.hydra_config import HydraConfig
 
 from dinfer.cli import conf
 from dinfer.cli.application import launch
@@ -31,8 +31,6 @@ from dinfer.cli.terminal import FAILED, check_interrupted, fail, say
 from dinfer.recipe.registry import typed
 
 if TYPE_CHECKING:
-    from dinfer.pipeline import Pipeline
-    from dinfer.serving.served import Catalogue
     from dinfer.serving.server import Server
     from dinfer.serving.settings import Settings
 
@@ -47,15 +45,16 @@ def run(args: Namespace) -> None:
 def serve(config: dict[str, Any]) -> None:
     """Loads the model with its recipes and serves them."""
     needed("dinfer serve")
-    settings = settings_of(config)
+    from dinfer.serving.settings import Settings, listen
+
+    hints = get_type_hints(Settings)
+    settings = Settings(**typed(hints, {name: config[name] for name in hints if name in config}))
     settings.keys()  # raises where there are none
     others, config = recipes(config, "serve"), config | {"name": name_of(config)}
     if setting(config, "replicas", int | None) is not None:
         return serve_replicas(config, others, settings)
     if config["autoscaling"] is not None:
         raise ValueError(f"autoscaling={config['autoscaling']} is for replicas: give replicas= too, the least of them")
-    from dinfer.serving.settings import listen
-
     with listen(settings) as socket:
         server = made(config, others, settings)
         from dinfer.serving.guard import log_as_json
@@ -64,7 +63,7 @@ def serve(config: dict[str, Any]) -> None:
         log_as_json()
         check_interrupted()
         with tuned():
-            serve(server, socket, announced([*server.catalogue]))
+            serve(server, socket, partial(announce, [*server.catalogue]))
     return None
 
 
@@ -89,23 +88,32 @@ def serve_replicas(config: dict[str, Any], others: dict[str, dict[str, Any]], se
         plan = Plan(replicas=replicas, rows=rows, resources=resources, autoscaling=autoscaling)
         names = [config["name"], *(f"{config['name']}:{preset}" for preset in others)]
         try:
-            run(partial(made, config | {"device": device}, others), settings, plan, socket, announced(names))
+            run(partial(made, config | {"device": device}, others), settings, plan, socket, partial(announce, names))
         except EngineFailed as error:
             fail(error, FAILED)
 
 
 def made(config: dict[str, Any], others: dict[str, dict[str, Any]], settings: Settings) -> Server:
-    """The server of one process. Ray calls it in the process of each replica."""
+    """The server of one process: the model under its `name`, and beside it its other recipes.
+
+    Ray calls it in the process of each replica.
+    """
     pipe = pipeline(config)
     from dinfer.pipeline import Pipeline
+    from dinfer.recipe.recipe import compose
 
     runtime, most = pipe.engine.runtime, pipe.model.spec.max_length
     if runtime.max_length is not None and runtime.max_length > most:  # no longer canvases than the model has positions
         pipe = Pipeline(pipe.recipe, pipe.tokenizer, replace(runtime, max_length=most))
-    from dinfer.serving.served import warm_up
+    found = {config["name"]: pipe.recipe}
+    for preset, other in others.items():
+        with of_recipe(preset):
+            found[f"{config['name']}:{preset}"] = compose(pipe.model, **other)
+    from dinfer.serving.served import catalogue, warm_up
     from dinfer.serving.server import Server  # while a compiler may be at the kernels of `pipe`
 
-    server = Server(served(config, others, pipe), settings)
+    new_tokens = setting(config, "max_new_tokens", int)
+    server = Server(catalogue(pipe, found, max_new_tokens=new_tokens, created=int(time.time())), settings)
     if settings.warm_up:
         warm_up(server.catalogue, settings.warm_up)
     return server
@@ -114,8 +122,7 @@ def made(config: dict[str, Any], others: dict[str, dict[str, Any]], settings: Se
 def needed(command: str) -> None:
     """Raises ValueError unless the packages of the extra `serve` are installed."""
     for package in ("fastapi", "uvicorn", "httptools", "prometheus_client"):
-        if find_spec(package) is None:
-            raise ValueError(f"{command} needs {package}: pip install 'dinfer[serve]'")
+        need(package, "serve", f"{command} needs {package}")
 
 
 def recipes(config: dict[str, Any], command: str) -> dict[str, dict[str, Any]]:
@@ -123,8 +130,7 @@ def recipes(config: dict[str, Any], command: str) -> dict[str, dict[str, Any]]:
     others: dict[str, dict[str, Any]] = {}
     for name in setting(config, "recipes", tuple[str, ...]):
         with of_recipe(name):
-            others[name] = conf.with_recipe(command, name)
-    for name, other in others.items():
+            other = conf.recomposed(command, [f"{conf.RECIPE}={name}"])
         if other["model"] != config["model"]:
             raise ValueError(f"recipes: {name} is for another model: run that with a command of its own")
         for key in other.keys() - {*conf.GROUPS}:
@@ -133,44 +139,20 @@ def recipes(config: dict[str, Any], command: str) -> dict[str, dict[str, Any]]:
                     f"recipes: {name} sets {key}, which all recipes of a {command} share: take it out of the preset, "
                     "and set it on the command line"
                 )
-    return {name: {kind: other[kind] for kind in conf.GROUPS if kind != "model"} for name, other in others.items()}
+        others[name] = {kind: other[kind] for kind in conf.GROUPS if kind != "model"}
+    return others
 
 
-def announced(names: list[str]) -> Callable[[str], None]:
+def announce(names: list[str], address: str) -> None:
     """Says where the server is."""
-
-    def ready(address: str) -> None:
-        with suppress(OSError):  # a server goes on without a reader
-            print(f"{', '.join(names)}: {address} (a page), {address}v1 (OpenAI's API), {address}docs", flush=True)
-        say("Ctrl-C ends it.")
-
-    return ready
+    with suppress(OSError):  # a server goes on without a reader
+        print(f"{', '.join(names)}: {address} (a page), {address}v1 (OpenAI's API), {address}docs", flush=True)
+    say("Ctrl-C ends it.")
 
 
 def name_of(config: dict[str, Any]) -> str:
     """The name by which clients ask for the model. Raises ValueError."""
-    name = setting(config, "name", str | None) or conf.chosen("model")
+    name = setting(config, "name", str | None) or str(HydraConfig.get().runtime.choices["model"])
     if ":" in name:
         raise ValueError(f"name={name!r} must be a word without a colon, which divides the model from the recipe")
     return name
-
-
-def served(config: dict[str, Any], others: dict[str, dict[str, Any]], pipe: Pipeline) -> Catalogue:
-    """The model under its `name`, and beside it its other recipes."""
-    from dinfer.recipe.recipe import compose
-    from dinfer.serving.served import catalogue
-
-    name = config["name"]
-    recipes = {name: pipe.recipe}
-    for preset, other in others.items():
-        with of_recipe(preset):
-            recipes[f"{name}:{preset}"] = compose(pipe.model, **other)
-    return catalogue(pipe, recipes, max_new_tokens=setting(config, "max_new_tokens", int), created=int(time.time()))
-
-
-def settings_of(config: dict[str, Any]) -> Settings:
-    """The settings of the server. Raises ValueError."""
-    from dinfer.serving.settings import Settings
-
-    hints = get_type_hints(Settings)
-    return Settings(**typed(hints, {name: config[name] for name in hints if name in config}))

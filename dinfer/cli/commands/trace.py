@@ -22,8 +22,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hydra.core.hydra_config import HydraConfig
-
 from dinfer.analysis.outputs import check_file, write
 from dinfer.cli import conf
 from dinfer.cli.application import launch, numbered
@@ -52,7 +50,7 @@ def taken_out(words: list[str]) -> tuple[list[str], list[str]]:
     return [word for word in words if word not in found], [match["change"] for match in found.values()]
 
 
-def changed(command: str, changes: list[str]) -> dict[str, Any]:
+def changed(changes: list[str]) -> dict[str, Any]:
     """The running command's configuration with the changes.
 
     Where they choose a component, the first recipe's options of that component do not hold. Raises ValueError.
@@ -61,9 +59,7 @@ def changed(command: str, changes: list[str]) -> dict[str, Any]:
     for key in keys:
         if (root := key.partition(".")[0]) not in MAY_DIFFER:
             raise unknown("setting to compare:", root, list(MAY_DIFFER))
-    given = HydraConfig.get().overrides
-    kept = [text for text in given.task if parse(text).key_or_group.partition(".")[0] not in {*keys} & {*conf.GROUPS}]
-    return conf.compose(command, [*given.hydra, *kept, *changes])
+    return conf.recomposed("trace", changes, without={*keys} & {*conf.GROUPS})
 
 
 def trace(config: dict[str, Any], *, changes: list[str]) -> None:
@@ -75,17 +71,14 @@ def trace(config: dict[str, Any], *, changes: list[str]) -> None:
         if changes and path.suffix == ".svg":
             raise ValueError(f"out={path} shows one recipe: leave compare.* out, or write the page, out=trace.html")
         check_file(path)
-    configs = [config] + ([changed("trace", changes)] if changes else [])
+    configs = [config] + ([changed(changes)] if changes else [])
     pipe = pipeline(config)
     from dinfer.analysis.trace.record import animation, document, page, record
 
     traces = []
     for each in configs:
-        model, chat, new_tokens = (
-            each["model"],
-            setting(each, "chat", bool | None),
-            setting(each, "max_new_tokens", int),
-        )
+        model, chat = each["model"], setting(each, "chat", bool | None)
+        new_tokens = setting(each, "max_new_tokens", int)
         own = beside(pipe, each) if model == config["model"] else pipeline(each)  # the same network is loaded already
         name = model.get("checkpoint") or model["name"]
         traces.append(record(own, config["prompt"], max_new_tokens=new_tokens, chat=chat, model=name))

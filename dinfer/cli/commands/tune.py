@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
@@ -33,12 +34,14 @@ from omegaconf import OmegaConf
 from dinfer.analysis.outputs import check_file, write
 from dinfer.cli import conf
 from dinfer.cli.application import Parser, launch
-from dinfer.cli.conf import GROUPS, need, setting
+from dinfer.cli.commands.eval import settings_of
+from dinfer.cli.conf import GROUPS, beside, counted, need, pipeline, problems_of, ranks_of, setting
 from dinfer.cli.terminal import Report, say
+from dinfer.demo.problems import Problem
 from dinfer.recipe.registry import options_of
 
 if TYPE_CHECKING:
-    from dinfer.analysis.tuning import Found, Parts, Tried
+    from dinfer.analysis.tuning import Found, Measured, Parts, Split, Tried
     from dinfer.pipeline import Pipeline
 
 GOALS = ("tps", "tpf")
@@ -59,8 +62,7 @@ def run(args: Namespace) -> None:
 def run_search(config: dict[str, Any], *, command: str) -> None:
     """Searches, says what it tries, and writes what it found."""
     need("optuna", "tune", "dinfer tune needs Optuna")
-    from dinfer.analysis.tuning import Found, NothingFound, by_load, tune
-    from dinfer.cli.tuning_objectives import objective_of
+    from dinfer.analysis.tuning import Found, by_load, tune
 
     goal = setting(config, "goal", str)
     if goal not in GOALS:
@@ -76,9 +78,11 @@ def run_search(config: dict[str, Any], *, command: str) -> None:
     found: Found | None = None
     tried: list[Tried] = []
     trials, drop = setting(config, "trials", int), setting(config, "max_drop", float)
+    for name in ("count", "heldout"):
+        counted(config, name)
     with Report() as progress:
         progress.at("loading the model")
-        objective = objective_of(config)
+        objective = Problems(config) if config["tasks"] is None else Task(config)
         search = tune(
             objective, searched(config["space"]), reference, max_drop=drop, trials=trials, goal=goal,
             seed=setting(config, "seed", int),
@@ -92,8 +96,7 @@ def run_search(config: dict[str, Any], *, command: str) -> None:
                 say(f"{len(tried):>3}  {told(one, goal)}")
                 measured = sum(other.refused is None for other in tried)
                 progress.at("searching" if measured < trials else "checking on held-out problems", measured, trials)
-        if found is None:
-            raise NothingFound("the search ended without a recipe")
+        assert found is not None, "a search that finds nothing raises"
         progress.at("measuring by load")
         rows = [*by_load(objective, reference, tried, counts, max_drop=drop)] if table else []
     finish(config, found, path, command)
@@ -151,13 +154,10 @@ def words(kind: str, part: dict[str, Any]) -> str:
 
 def finish(config: dict[str, Any], found: Found, path: Path, command: str) -> None:
     """Says what was found and writes the preset and the report."""
-    from dinfer.analysis.tuning import NothingFound
-
     out, goal, lines = config["out"], config["goal"], []
     for split, one in (("calibration", found.calibration), ("heldout", found.heldout)):
         row, before, drop = one.metrics or {}, found.reference[split], one.drop
-        if drop is None:
-            raise NothingFound(f"the recipe has no figures on the {split} problems")
+        assert drop is not None, "it was measured on both splits"
         lines.append(
             f"{split}, {row['problems']} problems: {row['accuracy']:.1f}% against {before['accuracy']:.1f}%, "
             f"{drop.points:.2f} points lost (95% interval {drop.low:.2f} to {drop.high:.2f}), "
@@ -217,3 +217,79 @@ def save_preset(path: Path, parts: dict[str, dict[str, Any]], heading: Sequence[
         check_file(file)
         write(file, text)
     return list(files)
+
+
+# --- What recipes are measured on -----------------------------------------------------------------------------------
+
+
+def some(rows: int) -> int:
+    """How many problems show the speed of so many in flight."""
+    return max(4 * rows, 16)
+
+
+class Problems:
+    """Measures recipes on generated problems; the network is loaded once."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        count, heldout = config["count"], config["heldout"]
+        every = problems_of(config, count + heldout)
+        self.problems: dict[Split, list[Problem]] = {"calibration": every[:count], "heldout": every[count:]}
+        self.new_tokens = setting(config, "max_new_tokens", int | None) or 128
+        self.timed = config["goal"] == "tps"
+        self.base = pipeline(config)
+
+    def __call__(self, parts: Parts, split: Split, rows: int | None = None) -> Measured:
+        from dinfer.analysis.metrics import solve
+        from dinfer.analysis.tuning import Measured
+
+        problems = self.problems[split][: rows and some(rows)]
+        pipe = beside(self.base, parts, rows)
+        if self.timed or rows:  # memory, kernels and graphs are nobody's speed
+            solve(pipe, problems[: pipe.engine.runtime.rows], self.new_tokens)
+        return Measured(*solve(pipe, problems, self.new_tokens))
+
+
+class Task:
+    """Measures recipes on documents of one task: the first `count` for the search, as many as `heldout` behind them."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        need("lm_eval", "eval", "tasks= needs lm-eval")
+        from evaluations.replicas import replicas
+
+        count, heldout = config["count"], config["heldout"]
+        self.config = config
+        self.bounds: dict[Split, tuple[int, int]] = {"calibration": (0, count), "heldout": (count, count + heldout)}
+        self.settings = partial(settings_of, conf.compose("eval", []) | config)
+        if len(self.settings(documents=(0, count)).tasks) != 1:
+            raise ValueError(f"tasks={config['tasks']}: tune on one task at a time")
+        self.among = replicas(setting(config, "device", str | None), ranks_of(config))
+        if self.among.size > 1:
+            raise ValueError(f"dinfer tune runs on one rank, not on {self.among.size}: start it without torchrun")
+        self.base = pipeline(config | {"device": str(self.among.device)})
+
+    def __call__(self, parts: Parts, split: Split, rows: int | None = None) -> Measured:
+        from dinfer.analysis.metrics import Metrics
+        from dinfer.analysis.tuning import Measured
+        from evaluations import run as runs
+
+        first, end = self.bounds[split]
+        documents = first, end if rows is None else min(end, first + some(rows))
+        pipe, settings = beside(self.base, parts, rows), self.settings(documents=documents)
+        recipe = {"model": self.config["model"], **parts}
+        with TemporaryDirectory(prefix="dinfer-tune-") as folder:
+            found = runs.evaluate(
+                lambda: pipe, settings, among=self.among, recipe=recipe, runtime={}, stem=Path(folder) / "tune",
+                command="dinfer tune",
+            )  # fmt: skip
+            lines = [json.loads(line) for path in Path(folder).glob("*.samples.jsonl") for line in path.open()]
+        if found is None or len(found["tasks"]) != 1:
+            raise ValueError(f"tasks={self.config['tasks']} is a group of tasks: tune on one of them")
+        (task,) = found["tasks"].values()
+        if task["metrics"] is None or task["score"] is None:
+            raise ValueError(
+                f"tasks={self.config['tasks']}: {task['metric']} is no share of right answers of a generation. Choose "
+                "another with metric=, or another task"
+            )
+        name, kind = task["metric"].rsplit(",", 1)
+        scores = {line["doc_id"]: float(line[name]) for line in lines if line["filter"] == kind}
+        return Measured(Metrics(**task["metrics"]), [scores[document] for document in sorted(scores)])
