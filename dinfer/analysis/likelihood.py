@@ -77,15 +77,15 @@ def log_likelihoods(
             raise ValueError(f"{name}={value} must be at least {least}")
     for index, pair in enumerate(pairs):
         _check(model.spec, *pair, f"pair {index}")
-    counts = [1 if _exact(model.spec, *pair) else samples for pair in pairs]
-    sums = [torch.zeros(count, dtype=torch.float64) for count in counts]
+    exact = [_exact(model.spec, *pair) for pair in pairs]
+    sums = [torch.zeros(1 if alone else samples, dtype=torch.float64) for alone in exact]
 
     def work() -> Iterator[tuple[int, int, Rows]]:
         # Texts of one length side by side, or padding would be computed too.
         for i in sorted(range(len(pairs)), key=lambda i: sum(map(len, pairs[i]))):
             if pairs[i][1]:
-                rows = noised(model.spec, *pairs[i], samples=counts[i], seed=seed)
-                yield from ((i, sample, rows) for sample in range(counts[i]))
+                rows = noised(model.spec, *pairs[i], samples=len(sums[i]), seed=seed)
+                yield from ((i, sample, rows) for sample in range(len(sums[i])))
 
     passes = work()
     while part := list(islice(passes, batch)):
@@ -95,11 +95,11 @@ def log_likelihoods(
     return [
         Bound(
             value=float(sum_X.mean()),
-            error=float(sum_X.std() / math.sqrt(count)) if count > 1 else 0.0 if exact else math.inf,
-            samples=count,
-            exact=exact,
+            error=float(sum_X.std() / math.sqrt(len(sum_X))) if len(sum_X) > 1 else 0.0 if alone else math.inf,
+            samples=len(sum_X),
+            exact=alone,
         )
-        for sum_X, count, exact in zip(sums, counts, (_exact(model.spec, *pair) for pair in pairs), strict=True)
+        for sum_X, alone in zip(sums, exact, strict=True)
     ]
 
 

@@ -31,7 +31,9 @@ from dinfer.analysis.outputs import naming
 
 STDOUT = Path("standard output")
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
-INPUT_ERRORS = ValueError, OSError, HydraException, OmegaConfBaseException, SafetensorError  # what bad input causes
+INPUT_ERRORS: tuple[type[Exception], ...] = (  # what bad input causes
+    ValueError, OSError, HydraException, OmegaConfBaseException, SafetensorError,
+)  # fmt: skip
 _ASKED_TO_END = Event()  # by Ctrl-C
 UNWRAPPED = 1 << 16  # columns, more than any line has
 EVERY = 10.0  # seconds between two lines

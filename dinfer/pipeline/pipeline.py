@@ -162,10 +162,8 @@ class Pipeline:
         Raises ValueError for bad input, and NonFiniteLogits or StalledRow for a request that fails.
         """
         single = isinstance(prompts, str) or is_conversation(prompts)
-        if single:
-            ids = [self.encode(prompts, chat=chat)]
-        else:
-            ids = self._each(partial(self.encode, chat=chat), prompts, "prompt")
+        encode = partial(self.encode, chat=chat)
+        ids = [encode(prompts)] if single else self._each(encode, prompts, "prompt")
         results = self.generate_ids(ids, max_new_tokens=max_new_tokens, options=options, trace=trace, **held)
         return results[0] if single else results
 

@@ -35,19 +35,14 @@ SUFFIXES = (".html", ".svg", ".json")
 
 
 def run(args: Namespace) -> None:
-    """Writes the traces of each point of a sweep."""
-    args.words, changes = taken_out(args.words)
-    needed = 'a question is needed: dinfer trace "question"'
-    launch(args, partial(trace, changes=changes), text="prompt", needed=needed)
-
-
-def taken_out(words: list[str]) -> tuple[list[str], list[str]]:
-    """Takes the words that begin with `compare.` out. Returns the others, and the overrides in these. ValueError."""
-    found = {word: match for word in words if (match := _CHANGE.fullmatch(word))}
+    """Writes the traces of each point of a sweep. What begins with `compare.` is an override of the second recipe."""
+    found = {word: match for word in args.words if (match := _CHANGE.fullmatch(word))}
     for word, match in found.items():
         if not match["change"]:
             raise ValueError(f"{word!r} does not say what to change: write compare.decoder=NAME or compare.cache=NAME")
-    return [word for word in words if word not in found], [match["change"] for match in found.values()]
+    args.words, changes = [word for word in args.words if word not in found], [m["change"] for m in found.values()]
+    needed = 'a question is needed: dinfer trace "question"'
+    launch(args, partial(trace, changes=changes), text="prompt", needed=needed)
 
 
 def changed(changes: list[str]) -> dict[str, Any]:
@@ -66,8 +61,13 @@ def trace(config: dict[str, Any], *, changes: list[str]) -> None:
     """Records the answer with one recipe, or two, and writes what is asked for."""
     if (candidates := config["runtime"]["speculate"]) != 0:
         raise ValueError(f"runtime.speculate={candidates}: a trace shows each step by itself: leave it at 0")
-    paths = [numbered(path) for path in outputs(setting(config, "out", str | tuple[str, ...]))]
+    out = setting(config, "out", str | tuple[str, ...])
+    paths = [numbered(Path(name)) for name in ([out] if isinstance(out, str) else out)]
+    if not paths:
+        raise ValueError("out=[] names no file: write out=trace.html")
     for path in paths:
+        if path.suffix not in SUFFIXES:
+            raise ValueError(f"out={path} must end in .html (the page), .svg (an animation) or .json (their data)")
         if changes and path.suffix == ".svg":
             raise ValueError(f"out={path} shows one recipe: leave compare.* out, or write the page, out=trace.html")
         check_file(path)
@@ -95,14 +95,3 @@ def trace(config: dict[str, Any], *, changes: list[str]) -> None:
         else:
             write(path, page(found) if path.suffix == ".html" else json.dumps(found) + "\n")
         say(f"wrote {path}")
-
-
-def outputs(out: str | list[str]) -> list[Path]:
-    """The files to write. Raises ValueError for an unknown ending."""
-    paths = [Path(name) for name in ([out] if isinstance(out, str) else out)]
-    for path in paths:
-        if path.suffix not in SUFFIXES:
-            raise ValueError(f"out={path} must end in .html (the page), .svg (an animation) or .json (their data)")
-    if not paths:
-        raise ValueError("out=[] names no file: write out=trace.html")
-    return paths

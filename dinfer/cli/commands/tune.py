@@ -34,6 +34,7 @@ from omegaconf import OmegaConf
 from dinfer.analysis.outputs import check_file, write
 from dinfer.cli import conf
 from dinfer.cli.application import Parser, launch
+from dinfer.cli.commands.compare import read as evaluated
 from dinfer.cli.commands.eval import settings_of
 from dinfer.cli.conf import GROUPS, beside, counted, need, pipeline, problems_of, ranks_of, setting
 from dinfer.cli.terminal import Report, say
@@ -277,19 +278,17 @@ class Task:
         pipe, settings = beside(self.base, parts, rows), self.settings(documents=documents)
         recipe = {"model": self.config["model"], **parts}
         with TemporaryDirectory(prefix="dinfer-tune-") as folder:
+            stem = Path(folder) / "tune"
             found = runs.evaluate(
-                lambda: pipe, settings, among=self.among, recipe=recipe, runtime={}, stem=Path(folder) / "tune",
-                command="dinfer tune",
+                lambda: pipe, settings, among=self.among, recipe=recipe, runtime={}, stem=stem, command="dinfer tune",
             )  # fmt: skip
-            lines = [json.loads(line) for path in Path(folder).glob("*.samples.jsonl") for line in path.open()]
-        if found is None or len(found["tasks"]) != 1:
-            raise ValueError(f"tasks={self.config['tasks']} is a group of tasks: tune on one of them")
-        (task,) = found["tasks"].values()
-        if task["metrics"] is None or task["score"] is None:
-            raise ValueError(
-                f"tasks={self.config['tasks']}: {task['metric']} is no share of right answers of a generation. Choose "
-                "another with metric=, or another task"
-            )
-        name, kind = task["metric"].rsplit(",", 1)
-        scores = {line["doc_id"]: float(line[name]) for line in lines if line["filter"] == kind}
-        return Measured(Metrics(**task["metrics"]), [scores[document] for document in sorted(scores)])
+            if found is None or len(found["tasks"]) != 1:
+                raise ValueError(f"tasks={self.config['tasks']} is a group of tasks: tune on one of them")
+            ((name, task),) = found["tasks"].items()
+            if task["metrics"] is None or task["score"] is None:
+                raise ValueError(
+                    f"tasks={self.config['tasks']}: {task['metric']} is no share of right answers of a generation. "
+                    "Choose another with metric=, or another task"
+                )
+            _, scores = evaluated(runs.report_of(stem))[name]
+        return Measured(Metrics(**task["metrics"]), [scores[document][1] for document in sorted(scores)])
