@@ -74,6 +74,10 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
+class PlainText(Strict):
+    type: Literal["text"]  # no form
+
+
 class JsonObject(Strict):
     type: Literal["json_object"]
     own: Schema | None = Field(None, alias="schema")  # Together's
@@ -109,13 +113,22 @@ class StructuredOutputs(Strict):
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
-    json_object: Literal[True] | None = None
+    json_object: bool | None = None
+    # Fields of vLLM that a client may send with their defaults.
+    whitespace_pattern: None = None
+    structural_tag: None = None
+    disable_fallback: Literal[False] | None = None
+    disable_any_whitespace: Literal[False] | None = None
+    disable_additional_properties: Literal[False] | None = None
+
+
+Form = Annotated[PlainText | JsonObject | JsonSchema | Pattern | Grammar, Field(discriminator="type")]
 
 
 class HeldFields(Strict):
     """Fields that hold an answer to a form. At most one may be given."""
 
-    response_format: Annotated[JsonObject | JsonSchema | Pattern | Grammar, Field(discriminator="type")] | None = None
+    response_format: Form | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: Schema | None = None  # vLLM's before 0.12
     guided_regex: str | None = None

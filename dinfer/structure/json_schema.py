@@ -47,16 +47,20 @@ from dinfer.structure.regex import parse
 CAPS = None, 1024, 256, 128, 64, 32, 16, 8  # what lengths and counts are lowered to if there are too many states
 
 
-def compile_schema(constraint: Constraint, budget: Budget) -> tuple[Automaton, bool, int | None]:
+def compile_schema(
+    constraint: Constraint, budget: Budget, kind: str | None = None
+) -> tuple[Automaton, bool, int | None]:
     """The automaton of a schema, whether it is exact, and how deep recursion was unrolled.
 
+    `kind`: the type that values must have, whatever the schema says; None: any.
     Raises ConstraintError with the path of the keyword that is wrong, not supported or impossible to meet.
     """
     root, caps = json.loads(constraint.text), list(CAPS)
+    nothing = f"no {kind or 'value'} meets the schema"
     while True:
-        builder = _Builder(root, constraint, caps.pop(0), budget)
+        builder = _Builder(root, constraint, caps.pop(0), budget, kind)
         try:
-            automaton, depth = deepest(builder.whole, constraint.depth, "no value meets the schema", budget)
+            automaton, depth = deepest(builder.whole, constraint.depth, nothing, budget)
             return automaton, depth is None and not (builder.capped or builder.reader.narrowed), depth
         except TooLarge:
             caps = [cap for cap in caps if cap is not None and cap < builder.largest]
@@ -67,8 +71,11 @@ def compile_schema(constraint: Constraint, budget: Budget) -> tuple[Automaton, b
 class _Builder:
     """One way to build a schema. An expression is None where no value is possible."""
 
-    def __init__(self, root: Any, constraint: Constraint, cap: int | None, budget: Budget) -> None:
+    def __init__(
+        self, root: Any, constraint: Constraint, cap: int | None, budget: Budget, kind: str | None = None
+    ) -> None:
         self.root, self.constraint, self.cap, self.budget = root, constraint, cap, budget
+        self.typed: Any = True if kind is None else {"type": kind}
         self.reader = Reader(root, constraint.lenient, self.matches, budget)
         self.capped, self.largest = False, 0  # whether a number was lowered to the cap, and the largest there is
         self.keys: dict[str, Automaton] = {}
@@ -82,7 +89,7 @@ class _Builder:
     def whole(self, depth: int) -> tuple[Automaton, bool]:
         """The automaton, and whether recursion was cut."""
         self.reader.cut = self.reader.counted = False
-        node = self.value((Part(self.root, "", depth),), 0)
+        node = self.value((Part(self.root, "", depth), Part(self.typed, "", depth)), 0)
         return self.minimal(node if node is not None else alt(())), self.reader.cut
 
     def minimal(self, node: Node) -> Automaton:
@@ -205,10 +212,13 @@ class _Builder:
         values = [value for value in shape.enum or () if type_of(value) in shape.types]
         rest = replace(shape, enum=None, types=frozenset(map(type_of, values)))
         if rest != Shape(path=shape.path, types=rest.types):
+            before, self.reader.cut = self.reader.cut, False
             node = self.shape(rest, parts, level)
             accepted = build(node if node is not None else alt(()), self.budget)
             fitting = [v for v in values if not both(build(self.constant(v, level)), accepted, self.budget).empty]
-            self.capped |= len(fitting) < len(values)
+            fewer = len(fitting) < len(values)
+            self.capped |= fewer and not self.reader.cut
+            self.reader.cut = before or (fewer and self.reader.cut)
             values = fitting
         return alt([self.constant(value, level) for value in values]) if values else None
 

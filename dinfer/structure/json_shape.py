@@ -57,7 +57,8 @@ KEYWORDS = {
     "minLength": "characters, counted",
     "maxLength": "characters, counted; lowered as `maxItems`",
     "pattern": "found anywhere unless anchored, as in ECMA-262; classes are ASCII",
-    "format": "date, time, date-time, duration, email, hostname, ipv4, ipv6, uuid, uri",
+    "format": "date, time, date-time, duration, email, hostname, ipv4, ipv6, uuid, uri; of numbers, and binary, "
+    "password and path: no condition",
     **dict.fromkeys(
         ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
         "such numbers have no exponent and at most 12 digits behind the point; true and false as in draft 4",
@@ -71,8 +72,8 @@ KEYWORDS = {
 REFUSED = ("contains", "minContains", "maxContains", "$dynamicRef", "$recursiveRef")
 ANNOTATIONS = (
     "$comment", "$id", "$schema", "$vocabulary", "$dynamicAnchor", "$recursiveAnchor", "contentEncoding",
-    "contentMediaType", "contentSchema", "default", "deprecated", "description", "example", "examples", "id",
-    "readOnly", "title", "writeOnly",
+    "contentMediaType", "contentSchema", "default", "deprecated", "description", "discriminator", "example", "examples",
+    "id", "readOnly", "title", "writeOnly",
 )  # fmt: skip
 TYPES = {
     "null": {"null"}, "boolean": {"boolean"}, "string": {"string"}, "array": {"array"}, "object": {"object"},
@@ -504,7 +505,7 @@ class Reader:
     def _number(self, value: Any, path: str) -> Decimal:
         if isinstance(value, bool) or not isinstance(value, int | float):
             fail("a number is needed", path)
-        number = Decimal(str(value))
+        number = Decimal(str(value)) if value else Decimal(0)  # not -0.0, whose text begins with a sign
         if not number.is_finite() or abs(number.adjusted()) > 400:
             fail("this number is too large or too small", path)
         return number

@@ -112,8 +112,8 @@ def numbers(low: Bound | None, high: Bound | None, whole: bool, budget: Budget) 
         first = low if low and (low.value > 0 or low == Bound(Decimal(0), True)) else zero
         parts.append(_between(first, high, form, budget))
     if low is None or low.value < 0:
-        least = Bound(-high.value, high.exclusive) if high and high.value < 0 else Bound(Decimal(0), True)
-        parts.append(cat(b"-", _between(least, low and Bound(-low.value, low.exclusive), form, budget)))
+        least = Bound(high.value.copy_negate(), high.exclusive) if high and high.value < 0 else Bound(Decimal(0), True)
+        parts.append(cat(b"-", _between(least, low and Bound(low.value.copy_negate(), low.exclusive), form, budget)))
     return build(alt(parts), budget)
 
 
@@ -179,3 +179,5 @@ FORMATS = {
 FORMATS |= dict.fromkeys(("iri", "iri-reference", "uri-reference", "uri-template"), FORMATS["uri"])
 FORMATS |= {"idn-email": FORMATS["email"], "idn-hostname": FORMATS["hostname"]}
 FORMATS |= {"json-pointer": r"(/([!-.0-}]|~[01])*)*"}
+# They say how a text is shown or read, so any is of them.
+FORMATS |= dict.fromkeys(("binary", "password", "path"), r"[\s\S]*")

@@ -68,10 +68,10 @@ def compile_tools(constraint: Constraint, budget: Budget) -> tuple[Automaton, bo
     functions, choice = told["functions"], told["choice"]
     built: list[tuple[Automaton, bool, int | None]] = []
 
-    def automaton(schema: dict[str, Any], path: str) -> Automaton:
+    def automaton(schema: dict[str, Any], path: str, kind: str | None = None) -> Automaton:
         try:
             own = replace(constraint, kind="json_schema", text=json_schema(schema).text, stop=(), after="")
-            built.append(compile_schema(own, budget))
+            built.append(compile_schema(own, budget, kind))
         except ConstraintError as error:
             raise type(error)(error.message, at(path, *([error.path] if error.path else []))) from error
         return built[-1][0]
@@ -79,7 +79,7 @@ def compile_tools(constraint: Constraint, budget: Budget) -> tuple[Automaton, bo
     calls = []
     for name in [choice] if choice in functions else functions:
         parameters = NO_PARAMETERS if functions[name] is None else functions[name]
-        arguments = automaton(parameters, f"{name}.parameters")
+        arguments = automaton(parameters, f"{name}.parameters", "object")
         calls.append(cat(head(name).encode(), arguments, f"}}\n{CLOSE}".encode()))
     one = build(alt(calls), budget)
     several: Node = cat(one, repeat(cat(b"\n", one))) if told["parallel"] and choice not in functions else one

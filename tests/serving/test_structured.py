@@ -39,10 +39,12 @@ def named(schema: Any) -> dict[str, Any]:
         named(SCHEMA),
         {"response_format": {"type": "json_object", "schema": SCHEMA}},
         {"structured_outputs": {"json": SCHEMA}},
+        {"structured_outputs": {"json": SCHEMA, "json_object": False, "whitespace_pattern": None,
+                                "structural_tag": None, "disable_fallback": False, "disable_any_whitespace": False}},
         {"guided_json": json.dumps(SCHEMA)},
         {"json_schema": json.dumps(SCHEMA)},
     ],
-)
+)  # fmt: skip
 def test_a_schema_is_met_whoever_s_field_has_it(client: Client, fields: Any) -> None:
     body = client.ask(CHAT, ASK | fields).json()
     assert isinstance(json.loads(body["choices"][0]["message"]["content"])["n"], int)
@@ -94,6 +96,7 @@ def test_plain_text_asks_for_nothing(client: Client) -> None:
         ({"regex": "(a"}, "regex"),
         (named({"properties": {"a": {"$dynamicRef": "#b"}}}), "response_format.json_schema.schema.properties.a"),
         ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"structured_outputs": {"json": {}, "disable_any_whitespace": True}}, "structured_outputs.disable_any"),
         ({"structured_outputs": {"structural_tag": "a"}}, "structured_outputs.structural_tag"),
         ({"structured_outputs": {"json": None}}, "structured_outputs"),
         ({"guided_choice": ["a"], "ignore_eos": True}, "ignore_eos"),

@@ -29,6 +29,8 @@ SCHEMAS: list[tuple[Any, list[Any], list[Any]]] = [
     (PERSON, [{"name": "Ada"}, {"name": "", "age": 36}], [{}, {"name": "Adam"}, {"name": "", "age": -1}, []]),
     ({"type": ["integer", "null"]}, [0, -7, None], [1.5, "1", True]),
     ({"type": "number", "exclusiveMinimum": 0.5, "maximum": 10}, [0.51, 10, 3], [0.5, 10.01, -1]),
+    ({"type": "number", "minimum": -0.0, "exclusiveMaximum": 2}, [0, 1.5], [-1, 2]),
+    ({"type": "number", "minimum": -(10**32) + 1}, [-(10**32) + 1, 0], [-(10**32)]),
     ({"type": "integer", "minimum": -3, "exclusiveMaximum": 12}, [-3, 0, 11], [-4, 12]),
     ({"type": "integer", "minimum": 5, "exclusiveMinimum": True}, [6], [5]),
     ({"type": "integer", "multipleOf": 7}, [0, -14, 21], [1, 15]),
@@ -38,6 +40,9 @@ SCHEMAS: list[tuple[Any, list[Any], list[Any]]] = [
     ({"type": "string", "pattern": "b+", "maxLength": 3}, ["b", "abc"], ["a", "abcd"]),
     ({"type": "string", "pattern": '^["\\\\\\n]$'}, ['"', "\\", "\n"], ["a"]),
     ({"type": "string", "format": "date"}, ["2024-02-29", "2026-12-31"], ["2026-02-29", "2026-13-01", "x"]),
+    ({"type": "string", "format": "password", "maxLength": 2}, ["a\n", ""], ["abc", 1]),
+    ({"type": "integer", "format": "int32"}, [1], ["a"]),
+    ({"oneOf": [{"type": "null"}, {"const": 1}], "discriminator": {"propertyName": "kind"}}, [None, 1], [2]),
     ({"type": "string", "format": "ipv6"}, ["::1", "1:2:3:4:5:6:7:8", "::ffff:10.0.0.1"], ["1:2", "1::2::3"]),
     ({"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 2}, [[True]], [[], [1], [True] * 3]),
     ({"type": "array", "prefixItems": [{"const": 1}, {"const": 2}], "items": False}, [[], [1, 2]], [[2], [1, 2, 3]]),
@@ -190,6 +195,11 @@ def test_a_huge_bound_takes_no_memory(number: int) -> None:
             automaton_of({"properties": {"a": {keyword: number}}, "required": ["a"]})
     for pattern in ({"pattern": "^a+$", "maxLength": number}, {"not": {"maxItems": 2, "minItems": number}}):
         assert automaton_of(pattern).states < 8192
+
+
+def test_an_enumeration_is_exact_whatever_else_the_schema_leaves_open() -> None:
+    automaton, exact, depth = compile_automaton(json_schema({"enum": [[[1]], {"a": {}}], "minLength": 3}))
+    assert automaton.accepts(b"[[1]]") and (exact, depth) == (True, None)
 
 
 def test_options() -> None:

@@ -49,6 +49,15 @@ def test_choices(choice: str, options: dict[str, Any], accepted: set[str]) -> No
     assert (exact, depth) == (True, None)
 
 
+@pytest.mark.parametrize("schema", [{}, {"properties": {}}, {"type": ["object", "null"]}, {"$ref": "#/$defs/a"}])
+def test_arguments_are_an_object_whatever_the_schema_says(schema: Any) -> None:
+    automaton, _, _ = compile_automaton(tools({"f": schema | {"$defs": {"a": {"enum": [1, {}]}}}}, "f"))
+    assert automaton.accepts(written(Call("f", "{}")))
+    assert not any(automaton.accepts(written(Call("f", text))) for text in ("1", "null", "[]", '"{}"'))
+    with pytest.raises(ConstraintError, match=r"f\.parameters: no object meets the schema"):
+        compile_automaton(tools({"f": {"type": "string"}}, "f"))
+
+
 def test_calls_are_read_back() -> None:
     assert calls_in(written(CITY, NOW, text="One moment.").decode()) == ("One moment.", [CITY, NOW])
     assert calls_in("no call </tool_call>") == ("no call </tool_call>", [])
