@@ -362,7 +362,13 @@ def held_of(config: dict[str, Any]) -> dict[str, Any]:
 
     Raises ValueError for a file that cannot be read.
     """
-    choice = setting(config, "choice", tuple[str, ...] | tuple[tuple[str, ...], ...] | None)
+    try:
+        choice = setting(config, "choice", tuple[str, ...] | tuple[tuple[str, ...], ...] | None)
+    except ValueError as error:
+        raise ValueError(
+            f"choice={config['choice']!r:.80} must be a list of texts, such as choice=[yes,no]. Quote numbers and true "
+            "or false: \"choice=['1','2']\""
+        ) from error
     held: dict[str, Any] = {"regex": setting(config, "regex", str | tuple[str, ...] | None), "choice": choice}
     for name in ("schema", "grammar"):
         given = setting(config, name, str | tuple[str, ...] | None)

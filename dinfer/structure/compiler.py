@@ -1,4 +1,4 @@
-"""Constraints into languages, with limits, a cache, and a thread that compiles while others work."""
+"""Constraints into languages, with limits, a cache, and threads that compile while others work."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from dinfer.structure.constraint import Constraint
 from dinfer.structure.grammar import compile_grammar
 from dinfer.structure.json_schema import compile_schema
 from dinfer.structure.language import Language, Vocabulary, language
-from dinfer.structure.limits import Budget, ConstraintError, Limits, utf8_text
+from dinfer.structure.limits import Budget, Cancelled, ConstraintError, Limits, TooSlow, utf8_text
 from dinfer.structure.regex import parse
 from dinfer.structure.tools import compile_tools
 
+QUICK = 0.5  # seconds after which a constraint makes way for others that wait
 Built = tuple[Automaton, bool, int | None]  # whether it is exact, and how deep recursion was unrolled
 
 
@@ -56,16 +57,21 @@ class Compiler:
         self.vocabulary, self.limits, self.kept = vocabulary, limits or Limits(), kept
         self._languages: OrderedDict[Constraint, Language] = OrderedDict()
         self._lock = threading.Lock()
-        self._worker = ThreadPoolExecutor(1, "dinfer-structure")
+        # Two threads, so that a few constraints that take long do not hold up all others.
+        self._quick, self._slow = (ThreadPoolExecutor(1, f"dinfer-structure-{name}") for name in ("quick", "slow"))
 
     def compile(self, constraint: Constraint, cancelled: threading.Event | None = None) -> Language:
         """The language of a constraint, in this thread. Raises ConstraintError, or Cancelled once the event is set."""
+        return self._compile(constraint, cancelled, self.limits)
+
+    def _compile(self, constraint: Constraint, cancelled: threading.Event | None, limits: Limits) -> Language:
         if (kept := self._kept(constraint)) is not None:
             return kept
         if constraint.posterior:
-            found = replace(self.compile(replace(constraint, posterior=False), cancelled), posterior=True)
+            plain = self._compile(replace(constraint, posterior=False), cancelled, limits)
+            found = replace(plain, posterior=True)
         else:
-            budget = Budget(self.limits, cancelled)
+            budget = Budget(limits, cancelled)
             automaton, exact, depth = compile_automaton(constraint, budget)
             found = language(automaton, self.vocabulary, budget, exact=exact, depth=depth)
         with self._lock:
@@ -81,17 +87,47 @@ class Compiler:
             return self._languages.get(constraint)
 
     def submit(self, constraint: Constraint) -> Compilation:
-        """Compiles in the worker thread. A language that is there waits for no other."""
+        """Compiles in a worker thread. A language that is there waits for no other."""
         cancelled, done = threading.Event(), Future[Language]()
         if (kept := self._kept(constraint)) is None:
-            done = self._worker.submit(self.compile, constraint, cancelled)
+            quick = replace(self.limits, seconds=min(QUICK, self.limits.seconds))
+            self._let(self._quick, quick, constraint, cancelled, done)
         else:
             done.set_result(kept)
         return Compilation(done, cancelled)
 
+    def _let(
+        self, worker: ThreadPoolExecutor, limits: Limits, constraint: Constraint, cancelled: threading.Event,
+        done: Future[Language],
+    ) -> None:  # fmt: skip
+        """Lets a worker compile, and the slow one once more what takes the quick one too long."""
+
+        def work() -> None:
+            if worker is self._quick and not done.set_running_or_notify_cancel():
+                return
+            try:
+                done.set_result(self._compile(constraint, cancelled, limits))
+            except TooSlow as error:
+                if limits.seconds < self.limits.seconds:
+                    self._let(self._slow, self.limits, constraint, cancelled, done)
+                else:
+                    done.set_exception(error)
+            except BaseException as error:
+                done.set_exception(error)
+
+        def closed(asked: Future[None]) -> None:
+            if asked.cancelled() and not done.cancel():
+                done.set_exception(Cancelled())
+
+        try:
+            worker.submit(work).add_done_callback(closed)
+        except RuntimeError:  # the compiler has been closed
+            done.set_exception(Cancelled())
+
     def close(self) -> None:
-        """Ends the worker thread; what waits for it is cancelled."""
-        self._worker.shutdown(wait=False, cancel_futures=True)
+        """Ends the worker threads; what waits for them is cancelled."""
+        for worker in (self._quick, self._slow):
+            worker.shutdown(wait=False, cancel_futures=True)
 
 
 class Compilation:

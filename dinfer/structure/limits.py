@@ -22,6 +22,10 @@ class TooLarge(ConstraintError):
     """The constraint needs more states than the limit allows."""
 
 
+class TooSlow(ConstraintError):
+    """The constraint takes longer to compile than the limit allows."""
+
+
 class Cancelled(Exception):
     """Nobody waits for the result any more."""
 
@@ -55,7 +59,7 @@ class Budget:
         if self.until is None:  # begun in the thread that compiles, which may be another one than made this
             self.until = now + self.limits.seconds
         if now >= self.until:
-            raise ConstraintError(f"takes longer than {self.limits.seconds:g} s to compile; make it simpler")
+            raise TooSlow(f"takes longer than {self.limits.seconds:g} s to compile; make it simpler")
         if states > 4 * self.limits.states:  # before it is minimised
             raise TooLarge(f"has more than {4 * self.limits.states:,} states before it is minimised")
 

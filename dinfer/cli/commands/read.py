@@ -17,7 +17,7 @@ from typing import Any
 
 from dinfer.cli.application import launch
 from dinfer.cli.conf import counted, pipeline, setting
-from dinfer.cli.terminal import say
+from dinfer.cli.terminal import say, several
 
 
 def read(config: dict[str, Any]) -> None:
@@ -29,7 +29,7 @@ def read(config: dict[str, Any]) -> None:
     slots = {name: asdict(slot) for name, slot in found.slots.items()}
     print(json.dumps({"text": found.text, "slots": slots}, ensure_ascii=False, indent=2))
     forwards, seconds = sum(one.forwards for one in found.counts), max(one.seconds for one in found.counts)
-    say(f"{len(slots)} slots, {forwards} forwards, {seconds:.2f} s")
+    say(f"{several(len(slots), 'slot')}, {several(forwards, 'forward')}, {seconds:.2f} s")
 
 
 NEEDED = 'a question is needed: dinfer read "question" choice=[yes,no]'

@@ -131,6 +131,20 @@ def test_a_compilation_runs_beside_and_can_be_cancelled() -> None:
     compiler.close()
 
 
+def test_what_takes_long_does_not_hold_up_others_and_is_cancelled_on_closing() -> None:
+    compiler = Compiler(vocabulary(b"a", b"b"), Limits(seconds=60))
+    slow = [compiler.submit(regex("(a|aa){4000}b" + "b" * i)) for i in range(3)]
+    assert compiler.submit(regex("ab")).result(30).states == 4
+    assert not any(work.future.done() for work in slow)
+    compiler.close()
+    slow[0].cancel()
+    for work in slow:
+        with pytest.raises(Cancelled):
+            work.result(30)
+    with pytest.raises(Cancelled):
+        compiler.submit(regex("ba")).result(30)
+
+
 def test_stop_strings_are_taken_out_and_a_trigger_is_waited_for() -> None:
     compiler = Compiler(vocabulary(*(bytes([byte]) for byte in range(256))))
     found = compiler.compile(regex("[ab]*", stop=("ab",))).automaton
