@@ -180,15 +180,13 @@ def section(registry: Registry, name: str, common: set[str], level: str) -> str:
     if registry is CACHES:
         lines.append(exactness(cls()))
     parents = {base: n for n in registry.names() if (base := registry.get(n)) is not cls and issubclass(cls, base)}
-    own, also = [], []
-    for info in options_of(cls):
-        if info.name in common or owner(cls, info.name) in parents:
-            also.append(info)
-        else:
-            own.append(info)
+    classes = [registry.get(each) for each in registry.names()]
+    inherited = {info.name for info in options_of(cls) if owner(cls, info.name) not in classes}
+    own = [info for info in options_of(cls) if info.name not in common & inherited]
+    own = [info for info in own if owner(cls, info.name) not in parents]
     if own:
         lines.append(rows(own))
-    taken = [f"`{info.name}`" for info in also if info.name in common]
+    taken = [f"`{info.name}`" for info in options_of(cls) if info.name in common & inherited]
     lines += [f"Takes {', '.join(taken)} too."] if taken else []
     lines += [f"Takes the options of `{parent}` too." for parent in parents.values()]
     return "\n\n".join(line for line in lines if line)

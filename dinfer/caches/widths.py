@@ -85,7 +85,12 @@ class NarrowWindow(CachePolicy, LeavesDecoded, LeavesMasks):
 @CACHES.register("narrow_block")
 @dataclass(frozen=True, kw_only=True)
 class NarrowBlock(NarrowWindow):
-    """`block` with a narrow window, for block-causal models. Keys of finished blocks are exact."""
+    """`block` with a narrow window, for block-causal models. Keys of finished blocks are exact.
+
+    A step computes `back` positions before the first mask of the block and `ahead` from that mask on; it decodes no
+    others. The first step of a block, and the one that makes its keys final, compute the whole block. A decoder that
+    edits cannot use it: `decoder=threshold` can.
+    """
 
     def incompatibility(self, spec: ModelSpec) -> str | None:
         return not_final(spec) or super().incompatibility(spec)
@@ -101,7 +106,10 @@ class NarrowBlock(NarrowWindow):
 @CACHES.register("narrow_dual")
 @dataclass(frozen=True, kw_only=True)
 class NarrowDual(NarrowWindow):
-    """`dual` with a narrow window, for bidirectional models. A full pass on entering a block refreshes all keys."""
+    """`dual` with a narrow window, for bidirectional models. A full pass on entering a block refreshes all keys.
+
+    The window is that of `narrow_block`.
+    """
 
     def plan(self, phase: Phase) -> WindowPlan:
         if phase == Phase.FULL:

@@ -130,12 +130,14 @@ def test_a_kill_loses_and_repeats_nothing(dinfer: CommandLine) -> None:
 def test_lines_without_a_form_of_their_own_take_the_command_s(dinfer: CommandLine) -> None:
     Path("form.json").write_text('{"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}')
     own, free = {"structured_outputs": {"choice": ["yes", "no"]}}, {"response_format": {"type": "text"}}
-    write(line(0), line(1, **own), line(2, **free))
+    call = {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required", "max_tokens": 64}
+    write(line(0), line(1, **own), line(2, **free), line(3, **call))
     args = ("batch", "in.jsonl", "out.jsonl", *QUICK)
     assert dinfer(*args, "schema=form.json").status == 0
     got = answers()
     assert isinstance(json.loads(text(got["q0"]))["n"], int) and text(got["q1"]) in ("yes", "no")
     assert "structure" not in got["q2"]["response"]["body"]["usage"]["dinfer"]
+    assert got["q3"]["response"]["body"]["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "f"
     said = dinfer(*args)
     assert said.status == 2 and "or of other settings" in said.err
     both = dinfer(*args, "overwrite=true", "schema=form.json", "regex=a")
