@@ -215,11 +215,12 @@ class _Builder:
             before, self.reader.cut = self.reader.cut, False
             node = self.shape(rest, parts, level)
             accepted = build(node if node is not None else alt(()), self.budget)
-            fitting = [v for v in values if not both(build(self.constant(v, level)), accepted, self.budget).empty]
-            fewer = len(fitting) < len(values)
-            self.capped |= fewer and not self.reader.cut
-            self.reader.cut = before or (fewer and self.reader.cut)
-            values = fitting
+            fits = [not both(build(self.constant(value, level)), accepted, self.budget).empty for value in values]
+            others = [value for value, fit in zip(values, fits, strict=True) if not fit]
+            deeper = self.reader.cut and any(isinstance(value, list | dict) for value in others)
+            self.capped |= bool(others) and not deeper
+            self.reader.cut = before or deeper
+            values = [value for value, fit in zip(values, fits, strict=True) if fit]
         return alt([self.constant(value, level) for value in values]) if values else None
 
     def constant(self, value: Any, level: int) -> Node:

@@ -77,7 +77,7 @@ def test_the_example_of_traces_runs(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_example_of_structured_output_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    source = blocks((ROOT / "docs" / "structured.md").read_text(), "python")[0]
+    source = "\n".join(blocks((ROOT / "docs" / "structured.md").read_text(), "python"))
     exec(compile(source, "structured.md", "exec", dont_inherit=True), {})
     assert capsys.readouterr().out.startswith("Answer(steps=[")
 
