@@ -67,7 +67,9 @@ def test_tuning_on_a_task(
     assert row["problems"] == 2 and row["points_lost"] == 0 and [*row["tokens_per_s"]] == ["1", "2"]
     report = json.loads((tmp_path / "tune.json").read_text())
     assert report["heldout"]["metrics"]["problems"] == 2 and report["heldout"]["drop"]["points"] == 0
-    capsys.readouterr()
+    said = capsys.readouterr().out
+    assert f'use it: dinfer generate "question" {checkpoint} --config-dir conf recipe=tuned' in said
+    assert f"use it: dinfer serve iteration.block=8 {checkpoint} runtime.load=adaptive" in said
     for more, message in (
         (["tasks=[mini_turns,mini_ages]"], "tune on one task at a time"),
         (["tasks=mini_turns", "count=499", "heldout=2"], "has 500 documents, and 501 are asked for"),

@@ -125,7 +125,14 @@ def write_table(
     }  # fmt: skip
     write(Path(path), json.dumps(report, indent=1) + "\n")
     say(f"wrote {path}")
-    print(f"use it: dinfer serve runtime.load=adaptive runtime.load_table={path} runtime.max_accuracy_loss=1.0")
+    same = again(command, *GROUPS, "dtype", "quantize", "device")
+    print(f"use it: dinfer serve {same}runtime.load=adaptive runtime.load_table={path} runtime.max_accuracy_loss=1.0")
+
+
+def again(command: str, *names: str) -> str:
+    """The overrides of a command that set these, as they are typed again, each with a space behind it."""
+    kept = [word for word in shlex.split(command) if re.match(rf"({'|'.join(names)})[.=]", word)]
+    return "".join(f"{shlex.quote(word)} " for word in kept)
 
 
 def searched(space: Any) -> Any:
@@ -177,7 +184,8 @@ def finish(config: dict[str, Any], found: Found, path: Path, command: str) -> No
         say(f"wrote {out}")
     folder = path.parent.parent
     where = "" if folder.resolve() == conf.folder().resolve() else f"--config-dir {folder} "
-    print(f'use it: dinfer generate "question" {where}{conf.RECIPE}={path.stem}')
+    same = again(command, "model", "dtype", "quantize", "device")
+    print(f'use it: dinfer generate "question" {same}{where}{conf.RECIPE}={path.stem}')
 
 
 def preset_file(path: Path) -> Path:
