@@ -50,13 +50,13 @@ def refused(table: Sequence[Refusal], parts: Parts, changed: Set[str] | None = N
 
     `changed`: the kinds of parts that are not as they were when they could; None: all of them.
     """
-    if (found := _first(table, parts, changed)) is None:
+    if (found := first_refusal(table, parts, changed)) is None:
         return None
     why = found.why.format(**{kind: registry.called(parts[kind]) for kind, registry in COMPONENTS.items()})
     return why if " Use " in why else f"{why} Use {', or '.join(_remedies(table, found, parts))}."
 
 
-def _first(table: Sequence[Refusal], parts: Parts, changed: Set[str] | None = None) -> Refusal | None:
+def first_refusal(table: Sequence[Refusal], parts: Parts, changed: Set[str] | None = None) -> Refusal | None:
     """The first thing that stands in the way."""
     own = (refusal for kind in COMPONENTS for refusal in parts[kind].refusals)
     known = chain(_of_model(**parts), own, table, _declined(**parts))
@@ -103,7 +103,7 @@ def _remedies(table: Sequence[Refusal], found: Refusal, parts: Parts) -> Iterato
     for kind in [kind for kind, side in found.sides.items() if kind in COMPONENTS and not side.instead]:
         for name, other in _others(COMPONENTS[kind], parts[kind], parts["model"].spec):
             changed = {**parts, kind: other}
-            if _first(table, changed) is None:
+            if first_refusal(table, changed) is None:
                 going.setdefault(kind, []).append(name)
             elif other.incompatibility(parts["model"].spec) is None and not found.meets(changed):
                 fitting.setdefault(kind, []).append(name)

@@ -16,11 +16,13 @@ import pytest
 from support import selection
 from support.models import UNIFORM, VARIANTS, fitted, tiny_model
 
+from dinfer.abilities.table import REFUSALS
 from dinfer.engine.engine import Engine
 from dinfer.engine.request import Completion, Request
 from dinfer.engine.runtime import Runtime
-from dinfer.recipe.recipe import IncompatibleRecipe, Recipe, compose
-from dinfer.recipe.registry import CACHES, DECODERS, ITERATIONS, Registry, options_of
+from dinfer.recipe.recipe import USUAL, IncompatibleRecipe, Recipe, compose
+from dinfer.recipe.refusals import first_refusal
+from dinfer.recipe.registry import CACHES, DECODERS, ITERATIONS, SAMPLINGS, Registry, options_of
 from dinfer.step.shape import StepShape
 
 BLOCK = 8
@@ -111,6 +113,7 @@ def _further(setting: tuple[tuple[str, Any], ...]) -> bool:
 
 
 COMBINATIONS = combinations()
+USUAL_SAMPLING = SAMPLINGS.build(USUAL)
 
 
 @cache
@@ -118,9 +121,18 @@ def _model_of(variant: str) -> Any:
     return tiny_model(variant)
 
 
-def legal() -> list[Combination]:
-    """The combinations that compose; the others must be refused with a reason, which another test checks."""
-    return [combination for combination in COMBINATIONS if refusal(combination) is None]
+@cache
+def composes(combination: Combination) -> bool:
+    """Whether nothing stands in its way. What to use instead, which `refusal` says, takes long to find."""
+    return first_refusal(REFUSALS, parts_of(combination)) is None
+
+
+def parts_of(combination: Combination) -> dict[str, Any]:
+    """What `compose` makes a recipe of, over a model that all combinations of a variant share."""
+    model = fitted(_model_of(combination.variant), dict(combination.decoder)["name"])
+    iteration = built(ITERATIONS, combination.iteration).fitted(model.spec)
+    decoder, cache = built(DECODERS, combination.decoder), built(CACHES, combination.cache)
+    return {"model": model, "iteration": iteration, "decoder": decoder, "cache": cache, "sampling": USUAL_SAMPLING}
 
 
 def over_shared_model(combination: Combination) -> Recipe:
@@ -156,7 +168,8 @@ def covering(points: list[Combination]) -> list[Combination]:
     return chosen
 
 
-LEGAL = legal()
+LEGAL = [c for c in COMBINATIONS if composes(c)]
+ILLEGAL = [c for c in COMBINATIONS if not composes(c)]
 SAMPLE = covering(LEGAL)
 BLOCK_CACHED = [c for c in SAMPLE if dict(c.cache)["name"] == "block" and dict(c.iteration)["name"] != "full"]
 
