@@ -6,7 +6,7 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -212,6 +212,13 @@ OUTSIDE: dict[str, set[str]] = {
     "evaluations": {"cli"},
 }
 FILES = sorted((ROOT / "dinfer").rglob("*.py"))
+Nodes = Iterable[ast.AST]
+
+
+@pytest.fixture(scope="module")
+def syntax() -> dict[Path, list[ast.AST]]:
+    """All nodes of each file, which is read once for all rules."""
+    return {path: [*ast.walk(ast.parse(path.read_text()))] for path in FILES}
 
 
 def below(unit: str) -> set[str]:
@@ -235,9 +242,9 @@ def unit_of_file(path: Path) -> str:
     return parts[1] if len(parts) == 2 else unit_of(".".join(parts).removesuffix(".__init__"))
 
 
-def imports(source: str) -> Iterator[str]:
+def imports(nodes: Nodes) -> Iterator[str]:
     """Full names; a relative import begins with a dot; `from dinfer import x` gives dinfer.x."""
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -245,9 +252,9 @@ def imports(source: str) -> Iterator[str]:
             yield from ([f"{module}.{alias.name}" for alias in node.names] if module == "dinfer" else [module])
 
 
-def offences(unit: str, source: str) -> list[str]:
+def offences(unit: str, nodes: Nodes) -> list[str]:
     found = []
-    for name in imports(source):
+    for name in imports(nodes):
         top, *rest = name.split(".")
         if not top:
             found.append(f"relative import {name}")
@@ -260,14 +267,16 @@ def offences(unit: str, source: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("path", FILES, ids=relative)
-def test_imports_point_down(path: Path) -> None:
-    unit = unit_of_file(path)
-    if unit in LEVELLED and unit not in MAY_IMPORT:
-        assert list(imports(path.read_text())) == []  # the docstring of a package
-        return
-    assert unit in MAY_IMPORT, f"say in MAY_IMPORT what {unit} may import"
-    assert offences(unit, path.read_text()) == []
+def test_imports_point_down(syntax: dict[Path, list[ast.AST]]) -> None:
+    found = {}
+    for path, nodes in syntax.items():
+        unit = unit_of_file(path)
+        if unit in LEVELLED and unit not in MAY_IMPORT:
+            found[relative(path)] = [f"{name}: a package has only a docstring" for name in imports(nodes)]
+            continue
+        assert unit in MAY_IMPORT, f"say in MAY_IMPORT what {unit} may import"
+        found[relative(path)] = offences(unit, nodes)
+    assert {path: names for path, names in found.items() if names} == {}
 
 
 @pytest.mark.parametrize(
@@ -288,7 +297,7 @@ def test_imports_point_down(path: Path) -> None:
     ],
 )
 def test_the_rule_notices(unit: str, source: str) -> None:
-    assert len(offences(unit, source)) == 1
+    assert len(offences(unit, ast.walk(ast.parse(source)))) == 1
 
 
 def test_the_rule_has_no_cycle_and_nothing_idle() -> None:
@@ -304,12 +313,12 @@ def test_the_rule_has_no_cycle_and_nothing_idle() -> None:
     assert not any(siblings & MAY_IMPORT[unit] for unit in MAY_IMPORT)
 
 
-def test_nobody_may_import_what_nobody_does() -> None:
+def test_nobody_may_import_what_nobody_does(syntax: dict[Path, list[ast.AST]]) -> None:
     """Components may import more, and who is allowed a package need not import every module of it."""
     used: dict[str, set[str]] = {unit: set() for unit in MAY_IMPORT}
-    for path in FILES:
+    for path, nodes in syntax.items():
         if (unit := unit_of_file(path)) in used:
-            used[unit] |= {unit_of(name) for name in imports(path.read_text()) if name.startswith("dinfer.")}
+            used[unit] |= {unit_of(name) for name in imports(nodes) if name.startswith("dinfer.")}
     idle = {
         f"{unit} does not import {other}"
         for unit, allowed in MAY_IMPORT.items()
@@ -323,28 +332,29 @@ def module_of(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-def test_no_module_imports_itself_through_others() -> None:
+def test_no_module_imports_itself_through_others(syntax: dict[Path, list[ast.AST]]) -> None:
     """Imports within functions and for types alone count too, so kernels and their Triton twins have levels as well."""
     modules = {module_of(path): path for path in FILES if path.name != "__init__.py"}
-    below = {name: set(imports(path.read_text())) & modules.keys() - {name} for name, path in modules.items()}
+    below = {name: set(imports(syntax[path])) & modules.keys() - {name} for name, path in modules.items()}
     while ready := [name for name, others in below.items() if not others & below.keys()]:
         below = {name: others for name, others in below.items() if name not in ready}
     assert not below, f"a cycle among {sorted(below)}"
 
 
-def test_only_kernels_look_inside_what_kernels_defer() -> None:
+def test_only_kernels_look_inside_what_kernels_defer(syntax: dict[Path, list[ast.AST]]) -> None:
     types = "dinfer.kernels.types"
     for path in (path for path in FILES if unit_of_file(path) != "kernels"):
-        nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+        nodes = [node for node in syntax[path] if isinstance(node, ast.ImportFrom)]
         names = {alias.name for node in nodes if node.module == types for alias in node.names}
         assert not names & {"Parts", "Rounded"}, path
         assert not names or unit_of_file(path) == "layers", path
 
 
-def test_no_function_is_too_large() -> None:
+def test_no_function_is_too_large(syntax: dict[Path, list[ast.AST]]) -> None:
     found = set()
-    for path in [*FILES, *(ROOT / "evaluations").rglob("*.py")]:
-        for node in ast.walk(ast.parse(path.read_text())):
+    evaluations = {path: ast.walk(ast.parse(path.read_text())) for path in (ROOT / "evaluations").rglob("*.py")}
+    for path, nodes in [*syntax.items(), *evaluations.items()]:
+        for node in nodes:
             if "kernels" not in path.parts and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 lines, own = (node.end_lineno or 0) - node.lineno + 1, node.args
                 parameters = len(own.posonlyargs) + len(own.args) + len(own.kwonlyargs)
@@ -364,10 +374,10 @@ def test_the_step_is_read_in_half_an_hour() -> None:
     assert max((node.end_lineno or 0) - node.lineno + 1 for node in functions) <= 40
 
 
-def test_no_text_is_run() -> None:
+def test_no_text_is_run(syntax: dict[Path, list[ast.AST]]) -> None:
     """No exec and no eval: what is not imported is only read."""
-    for path in FILES:
-        names = {node.id for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Name)}
+    for path, nodes in syntax.items():
+        names = {node.id for node in nodes if isinstance(node, ast.Name)}
         assert not names & {"exec", "eval"}, relative(path)
 
 
@@ -380,56 +390,47 @@ EVERYDAY = {
 NAMED = {("dinfer/recipe/recipe.py", "standard")}  # who composes a recipe in Python need not name a sampling
 
 
-def test_core_names_no_component() -> None:
+def test_core_names_no_component(syntax: dict[Path, list[ast.AST]]) -> None:
     """It asks what components can do, and queries the registries for what a message offers."""
     registered = {(registry.kind, name) for registry in REGISTRIES for name in registry.names()}
     written = {f"{kind}={name}" for kind, name in registered}
     words = {name for _, name in registered} - EVERYDAY
     found = set()
     for path in (path for path in FILES if path.parts[len(ROOT.parts) + 1] in CORE_FOLDERS):
-        tree = ast.parse(path.read_text())
-        docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-        for node in ast.walk(tree):
+        docs = {id(node.value) for node in syntax[path] if isinstance(node, ast.Expr)}
+        for node in syntax[path]:
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
                 named = {*re.findall(r"\w+=\w+", node.value)} & written | {*re.findall(r"\w+", node.value)} & words
                 found |= {(relative(path), name) for name in named}
     assert found == NAMED
 
 
-def test_no_module_gives_a_constant_twice() -> None:
+def test_no_module_gives_a_constant_twice(syntax: dict[Path, list[ast.AST]]) -> None:
     """Where files were merged, the second of two constants of one name would silently count for both."""
-    for path in FILES:
-        nodes = (node for node in ast.parse(path.read_text()).body if isinstance(node, ast.Assign))
-        given = [x for node in nodes for each in node.targets for x in ast.walk(each) if isinstance(x, ast.Name)]
+    for path, (module, *_) in syntax.items():
+        assert isinstance(module, ast.Module)
+        assigned = (node for node in module.body if isinstance(node, ast.Assign))
+        given = [x for node in assigned for each in node.targets for x in ast.walk(each) if isinstance(x, ast.Name)]
         names = [x.id for x in given if x.id.isupper() and isinstance(x.ctx, ast.Store)]
         assert len(names) == len({*names}), f"{relative(path)}: {sorted(n for n in names if names.count(n) > 1)}"
 
 
-def test_attributes_are_named() -> None:
-    calls = (node for path in FILES for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
+def test_attributes_are_named(syntax: dict[Path, list[ast.AST]]) -> None:
+    calls = (node for nodes in syntax.values() for node in nodes if isinstance(node, ast.Call))
     found = [node for node in calls if isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr")]
     assert len(found) <= REFLECTIONS
 
 
-@pytest.mark.parametrize("path", FILES, ids=relative)
-def test_no_error_is_swallowed(path: Path) -> None:
+def test_no_error_is_swallowed(syntax: dict[Path, list[ast.AST]]) -> None:
     """No bare except, none that does nothing, and none that catches everything and does not pass the error on."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ExceptHandler):
-            caught = {name.id for name in ast.walk(node.type) if isinstance(name, ast.Name)} if node.type else {"all"}
-            used = {name.id for line in node.body for name in ast.walk(line) if isinstance(name, ast.Name)}
-            passed_on = node.name in used or any(isinstance(part, ast.Raise) for part in ast.walk(node))
-            assert passed_on or not caught & {"all", "Exception", "BaseException"}, f"line {node.lineno}"
-            assert not all(isinstance(statement, (ast.Pass, ast.Continue)) for statement in node.body), node.lineno
-
-
-def test_loading_a_model_imports_no_computer_algebra() -> None:
-    """Torch does so when it is asked for a tensor like one without memory, and then every command starts later."""
-    code = "import sys, dinfer; dinfer.load('tiny', device='cpu'); print('sympy' in sys.modules)"
-    out = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, timeout=120
-    )
-    assert out.stdout.strip() == "False"
+    handlers = [(path, node) for path, nodes in syntax.items() for node in nodes if isinstance(node, ast.ExceptHandler)]
+    for path, node in handlers:
+        caught = {name.id for name in ast.walk(node.type) if isinstance(name, ast.Name)} if node.type else {"all"}
+        used = {name.id for line in node.body for name in ast.walk(line) if isinstance(name, ast.Name)}
+        passed_on = node.name in used or any(isinstance(part, ast.Raise) for part in ast.walk(node))
+        assert passed_on or not caught & {"all", "Exception", "BaseException"}, f"{path}, line {node.lineno}"
+        idle = all(isinstance(statement, (ast.Pass, ast.Continue)) for statement in node.body)
+        assert not idle, f"{path}, line {node.lineno}"
 
 
 def test_importing_dinfer_is_light() -> None:
