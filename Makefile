@@ -31,6 +31,9 @@ PINS := $(VENV)/constraints.txt
 demo: $(VENV)/.installed
 	$(BIN)/dinfer demo $(ARGS)
 
+# Tests start many processes, which need not compile the same modules each, whatever the environment says.
+test test-rest test-lowest: export PYTHONDONTWRITEBYTECODE :=
+
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
 

@@ -139,6 +139,7 @@ def publish() -> None:
     A model brings its recipe. So does a family, with the options of the model under another name.
     """
     store = partial(ConfigStore.instance().store, provider="dinfer")
+    vars(ConfigStore.instance())["__deepcopy__"] = shared
     for kind, registry in GROUPS.items():
         for name in registry.names():
             node: dict[str, Any] = {"name": name}
@@ -155,6 +156,11 @@ def publish() -> None:
         own = {key: value for key, value in preset.model.items() if key != "name"}
         bare = OPTIONS.format(preset.model["name"])
         store(group="model", name=name, node={"defaults": [bare, *brought(preset.recipe), "_self_"], **own})
+
+
+def shared(memo: Any) -> ConfigStore:
+    """Hydra copies its whole store to compose a configuration, and then each node again that it reads."""
+    return ConfigStore.instance()
 
 
 def brought(recipe: Mapping[str, str]) -> list[dict[str, str]]:

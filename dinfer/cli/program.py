@@ -50,8 +50,8 @@ def parsers() -> tuple[Parser, dict[str, Parser]]:
     found = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
     for name in sorted(module.name for module in pkgutil.iter_modules(commands.__path__)):
         module = importlib.import_module(f"{commands.__name__}.{name}")
-        # From the source, since Python drops docstrings with PYTHONOPTIMIZE=2.
-        text = ast.get_docstring(ast.parse(inspect.getsource(module))) or ""
+        # Python drops docstrings with PYTHONOPTIMIZE=2; to read the source takes as long as all else here.
+        text = inspect.getdoc(module) or ast.get_docstring(ast.parse(inspect.getsource(module))) or ""
         summary, usage, description = text.split("\n\n", 2)
         command = found.add_parser(name, help=summary, usage=usage.removeprefix("usage: "), description=description)
         vars(module).get("arguments", lambda parser: None)(command)

@@ -65,8 +65,8 @@ def folder() -> Path:
 @cache
 def catalog() -> tuple[Published, ...]:
     """All published checkpoints, in the order of the file."""
-    groups = _read("catalog")
-    return tuple(Published(name, size, **group) for group in groups for name, size in group.pop("sizes").items())
+    groups = [(group["sizes"], {key: group[key] for key in group if key != "sizes"}) for group in _read("catalog")]
+    return tuple(Published(name, size, **group) for sizes, group in groups for name, size in sizes.items())
 
 
 @cache
@@ -129,6 +129,7 @@ def named(model: str) -> Preset | None:
     return chosen(model, entry.family)
 
 
+@cache
 def _read(name: str) -> Any:
     import yaml  # not needed to import dinfer
 
