@@ -49,7 +49,7 @@ ROUNDED = {"rounded": TINY | {"quantize": "int4"}}  # the kernels round in anoth
 def answers(gone: tuple[str, ...], settings: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """The tokens of two answers by name of the settings, all of one new process, and which modules that imports."""
     code = f"GONE, MODULES, QUESTIONS, SETTINGS = {gone!r}, {GONE!r}, {QUESTIONS!r}, {settings!r}\n{WORK}"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=200)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
