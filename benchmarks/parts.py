@@ -28,7 +28,7 @@ from dinfer.step.shape import StepShape
 PARTS = ("linear", "experts", "attention", "rotary, keys", "norms", "gate", "statistics", "collectives", "rest")
 REST = PARTS[-1]  # window, embedding, commits, cursors
 FILES = {  # the part of the Triton kernels in each file of dinfer/kernels/triton; others: REST
-    "linear": "linear", "packed": "linear", "moe": "experts", "packed_moe": "experts",
+    "linear": "linear", "packed": "linear", "moe": "experts",
     "attention": "attention", "hopper_attention": "attention", "rotary": "rotary, keys",
     "norm": "norms", "token_stats": "statistics",
 }  # fmt: skip

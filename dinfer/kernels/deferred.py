@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from dinfer.kernels.dispatch import use_triton
-from dinfer.kernels.types import Deferred, Grouped, Parts, Rounded, Share, Summing
+from dinfer.kernels.types import Deferred, Grouped, Parts, Rounded, Share
+from dinfer.parallel.ranks import Ranks
 
 
 def close(x: Deferred) -> Tensor:
@@ -31,7 +32,7 @@ def close(x: Deferred) -> Tensor:
     return (mixed_ND if x.plus_ND is None else mixed_ND + x.plus_ND).to(x.dtype)
 
 
-def share(x: Deferred, ranks: Summing | None) -> Deferred:
+def share(x: Deferred, ranks: Ranks | None) -> Deferred:
     """A layer's output. If `ranks` divide the layer's inputs, it is this rank's addend."""
     return x if ranks is None else Share(to_add(x), ranks)
 
@@ -72,12 +73,9 @@ def widened(x: Tensor | Rounded) -> Tensor:
 
 def rows_of(x: Deferred) -> Deferred:
     """All rows in one dimension. [..., K] -> [R, K]"""
-    if isinstance(x, Tensor):
-        return x.flatten(0, -2)
-    if isinstance(x, Grouped):
-        wide = None if x.wide is None else x.wide.flatten(0, -2)
-        return x._replace(shape=torch.Size((x.shape[:-1].numel(), x.shape[-1])), wide=wide)
-    if not isinstance(x, Rounded):
+    if not isinstance(x, Grouped | Rounded):
         return close(x).flatten(0, -2)
     wide = None if x.wide is None else x.wide.flatten(0, -2)
+    if isinstance(x, Grouped):
+        return x._replace(shape=torch.Size((x.shape[:-1].numel(), x.shape[-1])), wide=wide)
     return Rounded(x.values.flatten(0, -2), x.scale.flatten(), x.dtype, wide)

@@ -34,25 +34,22 @@ def card(device: torch.device) -> torch.device | None:
 
 def on_hopper(tensor: Tensor) -> bool:
     """Whether its `card` is of the Hopper generation or later: kernels start early there, an engine copies tiles."""
-    device = card(tensor.device)
-    return device is not None and _capability(device) >= (9, 0)
+    return _capability(card(tensor.device)) >= (9, 0)
 
 
 def multiplies_in_groups_of_warps(tensor: Tensor) -> bool:
     """Whether its `card` is of the Hopper generation itself: no other has the instruction (`wgmma`)."""
-    device = card(tensor.device)
-    return device is not None and _capability(device)[0] == 9
+    return _capability(card(tensor.device))[0] == 9
 
 
 def multiplies_integers(tensor: Tensor) -> bool:
     """Whether kernels on its `card` multiply 8-bit integers: Triton compiles that from Ampere on."""
-    device = card(tensor.device)
-    return device is not None and _capability(device) >= (8, 0)
+    return _capability(card(tensor.device)) >= (8, 0)
 
 
 @cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
+def _capability(device: torch.device | None) -> tuple[int, int]:
+    return (0, 0) if device is None else torch.cuda.get_device_capability(device)
 
 
 @contextmanager
@@ -113,18 +110,18 @@ def native(group: Group, *tensors: Tensor | None) -> Any | None:
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return None
     plain = all(x is None or (x.device.type == "cpu" and x.dtype == torch.float32) for x in tensors)
-    return in_c() if plain and compiled(group) else None
+    return compiled(group) if plain else None
 
 
-def use_native(x: Tensor, group: Group) -> bool:
-    """Whether `dinfer.kernels.cpu.linear` takes these inputs, for weights in 8 or fewer bits."""
+def native_few_bits(x: Tensor, group: Group) -> Any | None:
+    """`dinfer.kernels.cpu.linear`, if it takes these inputs, for weights in 8 or fewer bits."""
     able = x.device.type == "cpu" and x.dtype != torch.float64 and x.shape[-1] % 32 == 0 and x.numel() > 0
-    return able and not x.requires_grad and compiled(group)
+    return compiled(group) if able and not x.requires_grad else None
 
 
-def compiled(group: Group) -> bool:
-    """Whether kernels in C of this group are wanted, and this CPU and system have them."""
-    return wanted(group) and has_native()
+def compiled(group: Group) -> Any | None:
+    """`dinfer.kernels.cpu.linear`, if kernels of this group are wanted, and this CPU and system have them."""
+    return in_c() if wanted(group) and has_native() else None
 
 
 def has_native() -> bool:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dinfer.kernels.deferred import close, held, rows, widened
-from dinfer.kernels.dispatch import native, on_hopper, use_native, use_triton
+from dinfer.kernels.dispatch import native, native_few_bits, on_hopper, use_triton
 from dinfer.kernels.types import FLOAT8, LARGEST, Deferred, Part, Parts, Rounded
 
 BLOCK = 1 << 19  # values of a weight that are widened at a time
@@ -104,10 +104,8 @@ def scaled_linear(x: Deferred, weight_OK: Tensor, scale_O: Tensor, bias_O: Tenso
         from dinfer.kernels.triton.linear import linear as kernel
 
         return close(kernel(x, weight_OK, bias_O, scale_O))
-    if isinstance(x, Tensor) and weight_OK.dtype == torch.int8 and use_native(x, "linear"):
-        from dinfer.kernels.cpu.linear import native_linear
-
-        out = native_linear(x, [Part("int8", weight_OK, scale_O[:, None])])
+    if isinstance(x, Tensor) and weight_OK.dtype == torch.int8 and (found := native_few_bits(x, "linear")) is not None:
+        out = found.native_linear(x, [Part("int8", weight_OK, scale_O[:, None])])
     else:
         out = F.linear(widened(x), weight_OK.to(torch.float32)) * scale_O
     return (out if bias_O is None else out + bias_O).to(x.dtype)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dinfer.kernels.deferred import close, held, rows, rows_of, to_add, widened
-from dinfer.kernels.dispatch import use_native, use_triton
+from dinfer.kernels.dispatch import native_few_bits, use_triton
 from dinfer.kernels.linear import few, linear, round_rows, rounded, scaled_linear
 from dinfer.kernels.norm import geglu, swiglu
 from dinfer.kernels.types import Dealt, Deferred, InputFormat, Matrices, Part, Parts, Plan, Rounded
@@ -95,6 +95,8 @@ class ExpertWeight(ABC):
 
     each: Tensor  # [X, O, ...]
     piece: int | None = None  # how many inputs the gate rounds to float8 at one scale; None: it does not round
+    able = True  # whether the GPU's kernels multiply with it
+    input_format: InputFormat = "plain"  # how a gate should leave the inputs
 
     def joined(self, shared: ExpertWeight) -> ExpertWeight | None:
         """These experts and one more that every token goes to; None if the two are not alike."""
@@ -111,16 +113,6 @@ class ExpertWeight(ABC):
     def rows_of_tile(self, pairs_per_expert: float) -> int:
         """The most rows of one expert that a program of the GPU takes."""
         raise NotImplementedError
-
-    @property
-    def able(self) -> bool:
-        """Whether the GPU's kernels multiply with it."""
-        return True
-
-    @property
-    def input_format(self) -> InputFormat:
-        """How a gate should leave the inputs."""
-        return "plain"
 
     def gated_rows(self, x_ND: Deferred, plan: Plan, gated: Gate, down: ExpertWeight) -> Deferred:
         """Each token times the matrices of its experts, gated, as `down` takes them. [P, O / 2]
@@ -167,19 +159,20 @@ class ScaledExperts(ExpertWeight):
         return [Part("int8", self.each, scale_XO[..., None])]
 
     def rows_of_tile(self, pairs_per_expert: float) -> int:
-        from dinfer.kernels.triton.moe import rows_of_tile
-
-        return rows_of_tile(pairs_per_expert, self.each.dtype.itemsize)
+        size = self.each.dtype.itemsize
+        if size > 2 or pairs_per_expert <= 4:  # by measurements on an H200 with the experts of LLaDA2-mini
+            return 16
+        return 128 if pairs_per_expert > 32 else 64 if size == 2 else 32
 
     def gated_rows(self, x_ND: Deferred, plan: Plan, gated: Gate, down: ExpertWeight) -> Deferred:
-        from dinfer.kernels.triton.moe import gated_linear
+        from dinfer.kernels.triton.moe import expert_linear
 
-        return gated_linear(self._taken(x_ND), self.matrices, plan, GATES[gated], down.piece)
+        return expert_linear(self._taken(x_ND), self.matrices, plan, GATES[gated], down.piece)
 
     def mixed_rows(self, x_PK: Deferred, plan: Plan) -> Tensor:
         from dinfer.kernels.triton.moe import expert_linear
 
-        return expert_linear(self._taken(x_PK), self.matrices, plan)
+        return close(expert_linear(self._taken(x_PK), self.matrices, plan))
 
     def tiles(self, x_ITK: Deferred, expert_I: Tensor) -> Tensor:
         x, scale_XO = self._taken(x_ITK), self.matrices.scale
@@ -266,10 +259,8 @@ def _mixed_rows(
 
 def _sorted_rows(x_PK: Tensor, weight: ExpertWeight, count_X: Tensor) -> Tensor:
     """Rows in the order of experts, `count_X` of each, times the experts' matrices. [P, K] -> [P, O]"""
-    if (parts := weight.parts()) and use_native(x_PK, "experts"):
-        from dinfer.kernels.cpu.linear import native_linear
-
-        return native_linear(x_PK, parts, count_X).to(x_PK.dtype)
+    if (parts := weight.parts()) and (kernels := native_few_bits(x_PK, "experts")) is not None:
+        return kernels.native_linear(x_PK, parts, count_X).to(x_PK.dtype)
     pieces = enumerate(x_PK.split(count_X.tolist()))
     return torch.cat([weight.one(piece, expert) for expert, piece in pieces if len(piece)])
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from dinfer.kernels.deferred import close, held, to_add
 from dinfer.kernels.dispatch import native, use_triton
 from dinfer.kernels.linear import round_rows
-from dinfer.kernels.types import Deferred, InGroups, InputFormat, Share
+from dinfer.kernels.types import Deferred, InGroups, InputFormat, Parts, Share
 from dinfer.parallel.symmetric import Exchange
 
 
@@ -32,8 +32,8 @@ def add(x_BWD: Tensor, delta_BWD: Deferred) -> Tensor:
     if use_triton(x_BWD, "norm"):
         from dinfer.kernels.triton.norm import add as kernel
 
-        exchange, delta_BWD = _swap(x_BWD, delta_BWD)
-        return kernel(x_BWD, to_add(delta_BWD), exchange)
+        delta, exchange = _addend(x_BWD, delta_BWD)
+        return kernel(x_BWD, delta, exchange)
     return x_BWD + close(delta_BWD).view_as(x_BWD)
 
 
@@ -44,25 +44,22 @@ def add_rms_norm(
     if use_triton(x_BWD, "norm"):
         from dinfer.kernels.triton.norm import add_rms_norm as kernel
 
-        if delta_BWD is None:
-            return kernel(x_BWD, None, weight_D, eps, inputs)
-        exchange, delta_BWD = _swap(x_BWD, delta_BWD)
-        return kernel(x_BWD, to_add(delta_BWD), weight_D, eps, inputs, exchange)
+        addend, exchange = (None, None) if delta_BWD is None else _addend(x_BWD, delta_BWD)
+        return kernel(x_BWD, addend, weight_D, eps, inputs, exchange)
     delta = None if delta_BWD is None else close(delta_BWD)
     if (kernels := native("norm", x_BWD, weight_D, delta)) is not None:
         x_BWD, normed_BWD = kernels.add_rms_norm(x_BWD, delta, weight_D, eps)
-        return x_BWD, _as(normed_BWD, inputs)
-    if delta is not None:
-        x_BWD = x_BWD + delta.view_as(x_BWD)
-    normed_BWD = rms_norm(x_BWD, weight_D, eps)
+    else:
+        x_BWD = x_BWD if delta is None else x_BWD + delta.view_as(x_BWD)
+        normed_BWD = rms_norm(x_BWD, weight_D, eps)
     return x_BWD, _as(normed_BWD, inputs)
 
 
-def _swap(x_BWD: Tensor, delta_BWD: Deferred) -> tuple[Exchange | None, Deferred]:
-    """The memory through which a kernel adds up two ranks' addends, and this rank's addend; or None and `delta_BWD`."""
+def _addend(x_BWD: Tensor, delta_BWD: Deferred) -> tuple[Tensor | Parts, Exchange | None]:
+    """What a kernel adds, and if that is this rank's addend of two, the memory through which it gets the other's."""
     if isinstance(delta_BWD, Share) and (found := delta_BWD.ranks.exchange) is not None and found.takes(x_BWD):
-        return found, delta_BWD.value
-    return None, delta_BWD
+        return delta_BWD.value, found
+    return to_add(delta_BWD), None
 
 
 def swiglu(gate_up_BWX: Deferred, inputs: InputFormat = "plain") -> Deferred:

@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dinfer.kernels.deferred import close, held
-from dinfer.kernels.dispatch import multiplies_integers, use_native, use_triton
+from dinfer.kernels.dispatch import multiplies_integers, native_few_bits, use_triton
 from dinfer.kernels.moe import ExpertWeight, Gate
-from dinfer.kernels.types import GROUPED_ROWS, TILE, Deferred, Grouped, InGroups, InputFormat, Part, Parts, Plan
+from dinfer.kernels.types import GROUPED_ROWS, TILE, Deferred, Grouped, InGroups, Part, Parts, Plan
 
 GROUPS = (128, 64, 32)
 PIECE = 1 << 24  # values that are packed at a time, so that their float32 copies need little memory
@@ -103,10 +103,8 @@ def packed_linear(
     """
     if not use_triton(held(x), "packed"):
         x = close(x)
-        if use_native(x, "packed"):
-            from dinfer.kernels.cpu.linear import native_linear
-
-            out = native_linear(x, [Part("int4", flat(values, scale_OG), scale_OG)])
+        if (native := native_few_bits(x, "packed")) is not None:
+            out = native.native_linear(x, [Part("int4", flat(values, scale_OG), scale_OG)])
         else:
             out = F.linear(x.float(), unpack(values, scale_OG))
         return (out if bias_O is None else out + bias_O).to(x.dtype)
@@ -124,6 +122,7 @@ class PackedExperts(ExpertWeight):
 
     def __init__(self, values: Tensor, scale: Tensor, shared: tuple[Tensor, Tensor] | None = None) -> None:
         self.each, self.scale, self.shared = values, scale, shared
+        self.able, self.input_format = multiplies_integers(values), InGroups(inputs_of_group(values, scale))
 
     def joined(self, shared: ExpertWeight) -> PackedExperts | None:
         if not isinstance(shared, PackedExperts) or shared.each.shape != self.each.shape[1:]:
@@ -139,28 +138,19 @@ class PackedExperts(ExpertWeight):
         return [Part("int4", flat(self.each, self.scale), self.scale)]
 
     def rows_of_tile(self, pairs_per_expert: float) -> int:
-        from dinfer.kernels.triton.packed_moe import rows_of_tile
-
-        return rows_of_tile(pairs_per_expert)
+        """As for linear maps: up to 64 rows, so that few experts' weights are read more than once."""
+        return min(max(1 << int(pairs_per_expert).bit_length(), 16), 64)
 
     def gated_rows(self, x_ND: Deferred, plan: Plan, gated: Gate, down: ExpertWeight) -> Deferred:
-        from dinfer.kernels.triton.packed_moe import expert_linear
+        from dinfer.kernels.triton.moe import packed_expert_linear
 
-        both_PX = expert_linear(_normed(x_ND), self.each, self.scale, plan, self.shared, by_token=True)
+        both_PX = packed_expert_linear(_normed(x_ND), self.each, self.scale, plan, self.shared, by_token=True)
         return gated(both_PX, down.input_format)
 
-    @property
-    def able(self) -> bool:
-        return multiplies_integers(self.each)
-
-    @property
-    def input_format(self) -> InputFormat:
-        return InGroups(inputs_of_group(self.each, self.scale))
-
     def mixed_rows(self, x_PK: Deferred, plan: Plan) -> Tensor:
-        from dinfer.kernels.triton.packed_moe import expert_linear
+        from dinfer.kernels.triton.moe import packed_expert_linear
 
-        return expert_linear(_normed(x_PK), self.each, self.scale, plan, self.shared, by_token=False)
+        return packed_expert_linear(_normed(x_PK), self.each, self.scale, plan, self.shared, by_token=False)
 
     def tiles(self, x_ITK: Deferred, expert_I: Tensor) -> Tensor:
         weight_IOK = unpack(self.each.index_select(0, expert_I), self.scale.index_select(0, expert_I))
@@ -184,10 +174,8 @@ def widened(parts: Sequence[Part], dequantise: Dequantise) -> Tensor:
 
 def blocks_linear(x: Tensor, parts: Sequence[Part], dequantise: Dequantise, bias_O: Tensor | None = None) -> Tensor:
     """x times the transpose of the weight that the parts form. [..., K] -> [..., O]"""
-    if use_native(x, "packed"):
-        from dinfer.kernels.cpu.linear import native_linear
-
-        out = native_linear(x, parts)
+    if (native := native_few_bits(x, "packed")) is not None:
+        out = native.native_linear(x, parts)
     else:
         out = F.linear(x.float(), widened(parts, dequantise))
     return (out if bias_O is None else out + bias_O).to(x.dtype)

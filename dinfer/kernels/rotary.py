@@ -78,10 +78,9 @@ def rotate_and_store(x: Projections, k_YGE: Tensor, v_YGE: Tensor, write_X: Tens
         from dinfer.kernels.triton.rotary import rotate_and_store as kernel
 
         return kernel(x, k_YGE, v_YGE, write_X)
-    norm = None if x.norm is None else (x.norm.weight_X, x.norm.eps)
-    kernels = native("rotary", held(x.qkv_BWXE), k_YGE, *x.table, norm and norm[0])
+    kernels = native("rotary", held(x.qkv_BWXE), k_YGE, *x.table, x.norm and x.norm.weight_X)
     if kernels is not None and x.qkv_BWXE.shape[-1] <= kernels.WIDEST:
-        return kernels.rotate_and_store(close(x.qkv_BWXE), x.heads, *x.table, norm, k_YGE, v_YGE, write_X)
+        return kernels.rotate_and_store(close(x.qkv_BWXE), x.heads, *x.table, x.norm, k_YGE, v_YGE, write_X)
     q_BWHE, k_BWGE, v_BWGE = queries_keys_values(x)
     put(k_YGE, write_X, k_BWGE.flatten(0, 1))
     put(v_YGE, write_X, v_BWGE.flatten(0, 1))

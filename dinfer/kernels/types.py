@@ -4,13 +4,12 @@ Shape suffixes: S parts, N tokens, C chosen experts of a token, P pairs of token
 B lanes, W positions, X query, key and value heads, E head size.
 """
 
-from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol, Self
+from typing import Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from dinfer.parallel.symmetric import Exchange
+from dinfer.parallel.ranks import Ranks
 
 FLOAT8 = torch.float8_e4m3fn
 LARGEST = {FLOAT8: 448, torch.int8: 127}
@@ -89,24 +88,11 @@ class Grouped(NamedTuple):
     squares: Squares | None = None  # never with `wide`
 
 
-class Summing(Protocol):
-    """The ranks that divide a layer's inputs."""
-
-    @property
-    def exchange(self) -> Exchange | None:
-        """Memory through which a kernel may add up two ranks' rows as it reads them; None: it may not."""
-        ...
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over all ranks, possibly in place."""
-        ...
-
-
 class Share(NamedTuple):
     """One rank's addend of a layer whose inputs are divided among ranks."""
 
     value: Tensor | Parts
-    ranks: Summing
+    ranks: Ranks
 
     @property
     def shape(self) -> torch.Size:
@@ -159,8 +145,7 @@ InputFormat = Literal["plain", "rounded", "both"] | InGroups
 """How a layer takes its input rows: as they are, rounded to float8, both, or in groups of 8-bit integers."""
 
 
-@dataclass(frozen=True, slots=True)
-class HeadNorm:
+class HeadNorm(NamedTuple):
     """RMSNorm of each query head, by the first E weights, and of each key head, by the last E (Qwen3's QK-norm)."""
 
     weight_X: Tensor  # [2 * E]

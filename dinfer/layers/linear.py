@@ -8,9 +8,10 @@ from torch import Tensor, nn
 from dinfer.kernels.deferred import close, share
 from dinfer.kernels.dispatch import on_own_device
 from dinfer.kernels.moe import ExpertWeight
-from dinfer.kernels.types import Deferred, InputFormat, Summing
+from dinfer.kernels.types import Deferred, InputFormat
 from dinfer.layers.formats.format import FORMATS, Format, Weight
 from dinfer.layers.formats.plain import PLAIN
+from dinfer.parallel.ranks import Ranks
 
 
 class Formatted(nn.Module):
@@ -49,7 +50,7 @@ class Linear(Formatted, nn.Linear):
     def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
         super().__init__(inputs, outputs, bias=bias)
         self.formats = {"weight": PLAIN}
-        self.ranks: Summing | None = None
+        self.ranks: Ranks | None = None
 
     @property
     def input_format(self) -> InputFormat:

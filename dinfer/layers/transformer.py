@@ -21,7 +21,7 @@ from dinfer.kernels.dispatch import on_own_device
 from dinfer.kernels.moe import Gate, Shared, block_experts, expert_mixture, route, wide_linear
 from dinfer.kernels.norm import add, add_rms_norm, swiglu
 from dinfer.kernels.rotary import projections, queries_keys_values, rotary_table
-from dinfer.kernels.types import Dealt, Deferred, Grouped, HeadNorm, InGroups, InputFormat, Projections, Summing, Table
+from dinfer.kernels.types import Dealt, Deferred, Grouped, HeadNorm, InGroups, InputFormat, Projections, Table
 from dinfer.layers.formats.format import Untraced, untraced
 from dinfer.layers.formats.plain import PLAIN
 from dinfer.layers.linear import Embedding, Formatted, Linear
@@ -66,7 +66,7 @@ class Routed(Formatted):
         self.gate_up = nn.Parameter(torch.empty(experts.experts, 2 * experts.width, spec.hidden))
         self.down = nn.Parameter(torch.empty(experts.experts, spec.hidden, experts.width))
         self.formats = {"gate_up": PLAIN, "down": PLAIN}
-        self.ranks: Summing | None = None
+        self.ranks: Ranks | None = None
         self.dealt: Dealt | None = None  # the experts that this rank has; None: a part of each
 
     def join(self, ranks: Ranks) -> None:

@@ -137,7 +137,7 @@ class Shapes(TorchDispatchMode):
         if func in KNOWN:
             with suppress(NotImplementedError):
                 return KNOWN[func](*args, **kwargs)
-        if torch.Tag.pointwise in func.tags:
+        if torch.Tag.pointwise in func.tags or func is aten.cumsum.default:
             return _elementwise(func, tensors, args, kwargs)
         if func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
             with self:
@@ -165,10 +165,6 @@ def _like(
     return made.as_strided(x.shape, x.stride()) if kept else made
 
 
-def _summed(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
-    return torch.empty(x.shape, dtype=dtype or torch.cumsum(_one(x), 0).dtype, device=META)
-
-
 def _range(*given: Any, dtype: torch.dtype | None = None, **more: Any) -> Tensor:
     counted = torch.arange(*given, dtype=dtype)
     return torch.empty(counted.shape, dtype=counted.dtype, device=META)
@@ -191,10 +187,6 @@ def _product(x: Tensor, y_KO: Tensor, dtype: torch.dtype | None = None) -> Tenso
     return torch.empty((*x.shape[:-1], y_KO.shape[1]), dtype=dtype or x.dtype, device=META)
 
 
-def _linear(x: Tensor, weight_OK: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    return _product(x, weight_OK.mT)
-
-
 def _reduced(x: Tensor, dims: list[int], keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
     gone = {dim % x.dim() for dim in dims}
     shape = [1 if dim in gone else size for dim, size in enumerate(x.shape) if keepdim or dim not in gone]
@@ -207,17 +199,18 @@ def _largest(x: Tensor, count: int, dim: int = -1, *how: Any, **more: Any) -> tu
     return torch.empty(shape, dtype=x.dtype, device=META), torch.empty(shape, dtype=torch.int64, device=META)
 
 
-def _sorted(x: Tensor, *given: Any, **more: Any) -> tuple[Tensor, Tensor]:
+def _sorted(x: Tensor, *how: Any, **more: Any) -> tuple[Tensor, Tensor]:
     return _like(x), _like(x, dtype=torch.int64)
 
 
 KNOWN: dict[Any, Callable[..., Any]] = {
     aten.empty_like.default: _like, aten.zeros_like.default: _like, aten.ones_like.default: _like,
-    aten.full_like.default: _like, aten.clone.default: _like, aten.cumsum.default: _summed,
+    aten.full_like.default: _like, aten.clone.default: _like,
     aten.arange.default: _range, aten.arange.start: _range, aten.arange.start_step: _range,
     aten.cat.default: _joined, aten.repeat.default: _repeated,
     aten.stack.default: lambda tensors, dim=0: _joined([each.unsqueeze(dim) for each in tensors], dim),
-    aten.mm.default: _product, aten.mm.dtype: _product, aten.matmul.default: _product, aten.linear.default: _linear,
+    aten.mm.default: _product, aten.mm.dtype: _product, aten.matmul.default: _product,
+    aten.linear.default: lambda x, weight_OK, bias_O=None: _product(x, weight_OK.mT),
     aten.embedding.default: lambda weight_VD, token, *how: torch.empty(
         (*token.shape, weight_VD.shape[1]), dtype=weight_VD.dtype, device=META
     ),

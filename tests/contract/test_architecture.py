@@ -36,7 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "step.stats": set(),
     "parallel.split": set(),
     "parallel.symmetric": set(),
-    "kernels": {"step.plan", "step.stats", "parallel.symmetric"},
+    "kernels": {"step.plan", "step.stats", "parallel.ranks", "parallel.symmetric"},
     "step.canvas": {"kernels"},
     "recipe.registry": set(),
     "recipe.refusals": {"recipe.registry"},

@@ -331,11 +331,10 @@ def confident(
         remask_RL, busy_R, full_R = torch.empty_like(out_RL), out_RL.new_empty(rows), out_RL.new_empty(rows)
     least_R1 = least.total if isinstance(least, Quota) else least if isinstance(least, Tensor) else None
     share = (least.steps, least.step) if isinstance(least, Quota) else (None, None)
-    edits = (stats.token_RL, *decoded[:3]) if decoded is not None else (None,) * 4
-    budget = decoded[3:] if decoded is not None else (None, None)
+    edits = (stats.token_RL, *decoded) if decoded is not None else (None,) * 6
     read = [
         stats.confidence_RL, stats.mask_confidence_RL, stats.mask_drawn_RL, masked_RL, bar_R1.expand(rows, 1),
-        least_R1, *share, *edits, *budget,
+        least_R1, *share, *edits,
     ]  # fmt: skip
     _confident[(rows,)](
         *(out_RL if t is None else t.contiguous() for t in read), out_RL, remask_RL, busy_R, full_R,

@@ -8,7 +8,7 @@ And how a kernel adds up the parts of its input (`dinfer.kernels.types`).
 import os
 from functools import cache
 from types import FunctionType
-from typing import Any, NamedTuple, Self
+from typing import Any
 
 import torch
 import triton
@@ -121,31 +121,6 @@ def added(ptr, mix_ptr, mask, apart, OTHER: tl.constexpr, PARTS: tl.constexpr, M
             addend = tl.where(weight == 0.0, 0.0, addend * weight)
         sum += addend
     return sum
-
-
-class Addends(NamedTuple):
-    """Where a kernel finds the parts that it adds up."""
-
-    values: Tensor
-    mix: Tensor
-    apart: int  # from one part of a row to the next
-    stride: int  # from one row to the next
-    parts: int
-    mixed: int  # how many parts have a weight
-    plus: Tensor | None = None  # one more addend, the last
-
-    @classmethod
-    def of(cls, delta: Tensor | Parts | None, x: Tensor) -> Self:
-        """The addends of `delta`, which has the shape of `x`; None has none."""
-        width = x.shape[-1]
-        if delta is None:
-            return cls(x, x, 0, 0, 0, 0)
-        if isinstance(delta, Parts) and delta.weights_NC is not None:
-            parts = delta.values.numel() // x.numel()
-            mixed = delta.weights_NC.shape[1]
-            return cls(delta.values, delta.weights_NC, width, parts * width, parts, mixed, delta.plus_ND)
-        values, parts = addends(delta)
-        return cls(values, x, x.numel(), width, parts, 0)
 
 
 def addends(x: Tensor | Parts) -> tuple[Tensor, int]:

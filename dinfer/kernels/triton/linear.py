@@ -49,29 +49,20 @@ def _round_rows(x_ptr, out_ptr, scale_ptr, width, LARGEST: tl.constexpr, BLOCK: 
     tl.store(scale_ptr + row + tl.arange(0, 1), scale)
 
 
-def empty_rounded(x: Tensor) -> Rounded:
-    return Rounded(
-        torch.empty_like(x, dtype=FLOAT8, memory_format=torch.contiguous_format),
-        x.new_empty(x.shape[:-1], dtype=torch.float32),
-        x.dtype,
-    )
+def empty_rounded(x: Tensor, width: int) -> Rounded:
+    """For rows in the shape of `x`, but of `width` inputs."""
+    values = x.new_empty(*x.shape[:-1], width, dtype=FLOAT8)
+    return Rounded(values, x.new_empty(x.shape[:-1], dtype=torch.float32), x.dtype)
 
 
 def round_rows(x: Tensor) -> Rounded:
     """See `dinfer.kernels.linear.round_rows`."""
-    x = x.contiguous()
-    made = empty_rounded(x)
-    block = triton.next_power_of_2(x.shape[-1])
+    x, width = x.contiguous(), x.shape[-1]
+    made, block = empty_rounded(x, width), triton.next_power_of_2(width)
     _round_rows[(made.scale.numel(),)](
-        x,
-        made.values,
-        made.scale,
-        x.shape[-1],
-        LARGEST=LARGEST[FLOAT8],
-        BLOCK=block,
-        num_warps=min(max(block // 512, 1), 8),
-        **early(x),
-    )
+        x, made.values, made.scale, width, LARGEST=LARGEST[FLOAT8], BLOCK=block,
+        num_warps=min(max(block // 512, 1), 8), **early(x),
+    )  # fmt: skip
     return made
 
 

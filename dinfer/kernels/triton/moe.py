@@ -18,9 +18,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from dinfer.kernels.dispatch import card
 from dinfer.kernels.triton.launch import added, addends, early, follow, let_next, stages, wait
-from dinfer.kernels.triton.linear import copyable, scaled
-from dinfer.kernels.types import FLOAT8, LARGEST, Matrices, Parts, Plan, Rounded
+from dinfer.kernels.triton.linear import copyable, round_groups, scaled
+from dinfer.kernels.triton.packed import group_sums
+from dinfer.kernels.types import FLOAT8, LARGEST, Grouped, Matrices, Parts, Plan, Rounded
 
 
 @triton.jit
@@ -235,29 +237,16 @@ class Shape(NamedTuple):
     copied: bool = False  # whether the copy engine of Hopper (TMA) fetches weights, and rows of the second product
 
 
-def gated_linear(
-    x_ND: Tensor | Rounded, weight: Matrices, plan: Plan, gate: str, piece: int | None = None
+def expert_linear(
+    x: Tensor | Rounded, weight: Matrices, plan: Plan, gate: str | None = None, piece: int | None = None
 ) -> Tensor | Rounded:
-    """Each token by each of its experts, "silu" or "gelu" of half of the outputs times the other half. [P, O / 2]
+    """For each pair of token and expert, the expert's matrix times a row. [P, O]
 
-    One row for each pair, in the order of tiles. Rounded to float8 by pieces of so many values, if `piece` says
-    so, whose scales are [P, pieces].
+    With a `gate`, rows are those of tokens. "silu" or "gelu" of half of the outputs is multiplied with the other half,
+    [P, O / 2], in the order of tiles. With a `piece` too, it is rounded to float8 by pieces of so many values, whose
+    scales are [P, pieces]. Without a gate, rows are what such a product has made. Those that come out are in the order
+    of the tokens, with each in that of its experts, a shared one last.
     """
-    out, out_scale = _product(x_ND, weight, plan, gate, piece)
-    return out if out_scale is None else Rounded(out, out_scale.mT, x_ND.dtype)
-
-
-def expert_linear(x_PM: Tensor | Rounded, weight: Matrices, plan: Plan) -> Tensor:
-    """Each row that `gated_linear` made times the matrix of its expert. [P, O]
-
-    The rows that come out are in the order of the tokens, with each in that of its experts, a shared one last.
-    """
-    return _product(x_PM, weight, plan, None, None)[0]
-
-
-def _product(
-    x: Tensor | Rounded, weight: Matrices, plan: Plan, gate: str | None, piece: int | None
-) -> tuple[Tensor, Tensor | None]:
     values, x_scale = (x.contiguous(), None) if isinstance(x, Tensor) else (x.values, x.scale)
     (experts, outputs, width), pairs = weight.each.shape, plan.pairs
     outputs = outputs // 2 if gate else outputs
@@ -287,17 +276,11 @@ def _product(
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=warps,
         num_stages=stages(values.device, each, most), **early(values),
     )  # fmt: skip
-    return out, out_scale
-
-
-def rows_of_tile(pairs_per_expert: float, size: int) -> int:
-    """`size`: bytes of a weight. This and the shapes by measurements on an H200 with the experts of LLaDA2-mini."""
-    if size > 2 or pairs_per_expert <= 4:
-        return 16
-    return 128 if pairs_per_expert > 32 else 64 if size == 2 else 32
+    return out if out_scale is None else Rounded(out, out_scale.mT, x.dtype)
 
 
 def _shape(rows: int, size: int, gated: bool, copied: bool) -> Shape:
+    """By measurements on an H200 with the experts of LLaDA2-mini; `size`: bytes of an input."""
     if size > 2:
         return Shape(64, 32, 4, 3, rows)
     if copied and rows == 128:  # of 8 bits, smaller tiles of `down` wait less for their scales
@@ -311,6 +294,69 @@ def _shape(rows: int, size: int, gated: bool, copied: bool) -> Shape:
     if rows == 64:
         return Shape(64 if gated else 128, 64, 4, 3, rows)
     return Shape(64, 128, 4, 3, rows) if gated else Shape(64, 64, 4, 4, rows)
+
+
+@triton.jit
+def _packed_expert_linear(
+    x_ptr, x_scale_ptr, weight_ptr, scale_ptr, shared_ptr, shared_scale_ptr, pairs_ptr, tile_ptr, out_ptr, tokens, room,
+    width, outputs, experts, scale_expert, scale_output, scale_group, PER: tl.constexpr, SHARED: tl.constexpr,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, GROUP: tl.constexpr, TILED: tl.constexpr, TOGETHER: tl.constexpr,
+    ASM: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    wait(EARLY)
+    columns = tl.cdiv(outputs, OUTPUTS)
+    output = tl.program_id(0) % columns * OUTPUTS + tl.arange(0, OUTPUTS)
+    tile_ptr += tl.program_id(0) // columns * 4
+    expert = tl.load(tile_ptr).to(tl.int64)
+    if expert < 0:
+        return
+    slot = tl.arange(0, ROWS)
+    there = slot < tl.load(tile_ptr + 3)
+    pair = tl.load(pairs_ptr + expert * tokens + tl.load(tile_ptr + 1) + slot, mask=there, other=0)
+    place = tl.load(tile_ptr + 2) + slot
+    weight_ptr += expert * outputs * (width // 2)
+    scale_ptr += expert * scale_expert
+    if SHARED:
+        weight_ptr = tl.where(expert == experts, shared_ptr, weight_ptr)
+        scale_ptr = tl.where(expert == experts, shared_scale_ptr, scale_ptr)
+    total = group_sums(
+        x_ptr, x_scale_ptr, weight_ptr, scale_ptr,
+        pair // PER if PER else tl.where(there, place, 0), tl.minimum(output, outputs - 1),
+        room, outputs, width, scale_output, scale_group,
+        0, width // GROUP, x_scale_ptr, 0.0, ROWS, OUTPUTS, GROUP, TILED, TOGETHER, 0, ASM, False,
+    )  # fmt: skip
+    let_next(EARLY)
+    row = (place if PER else pair).to(tl.int64)
+    out = out_ptr + row[None, :] * outputs + output[:, None]
+    tl.store(out, total.to(out_ptr.dtype.element_ty), mask=there[None, :] & (output < outputs)[:, None])
+
+
+PACKED = 128, 1, 8, 3  # outputs of a tile, groups together, warps, stages, by measurements with LLaDA2-mini's experts
+
+
+def packed_expert_linear(
+    x: Tensor | Grouped, values: Tensor, scale_XOG: Tensor, plan: Plan, shared: tuple[Tensor, Tensor] | None = None, *,
+    by_token: bool,
+) -> Tensor:  # fmt: skip
+    """As `expert_linear`, with weights in 4 bits and no gate. [P, O]
+
+    `by_token`: rows that go in are those of tokens, and those that come out are in the order of the experts; else the
+    other way round, a row for each pair.
+    """
+    (experts, outputs, groups), (rows, width) = scale_XOG.shape, x.shape
+    group = width // groups
+    given = x if isinstance(x, Grouped) else round_groups(x, group)
+    out_PO = values.new_empty(plan.pairs, outputs, dtype=x.dtype)
+    shared_values, shared_scale = (values, scale_XOG) if shared is None else shared
+    tall, together, warps, most = PACKED
+    _packed_expert_linear[(triton.cdiv(outputs, tall) * plan.tile_I4.shape[0],)](
+        given.values_RK, given.scale_GR, values, scale_XOG, shared_values, shared_scale, plan.pairs_XN, plan.tile_I4,
+        out_PO, plan.pairs_XN.shape[1], len(given.values_RK), width, outputs, experts, *scale_XOG.stride(),
+        PER=plan.pairs // rows if by_token else 0, SHARED=shared is not None, ROWS=plan.rows, OUTPUTS=tall, GROUP=group,
+        TILED=values.ndim > 3, TOGETHER=together, ASM=card(values.device) is not None, num_warps=warps,
+        num_stages=stages(values.device, (tall // 2 + plan.rows) * group * together, most), **early(values),
+    )  # fmt: skip
+    return out_PO
 
 
 @triton.jit

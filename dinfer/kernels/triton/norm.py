@@ -1,13 +1,14 @@
 """Residual RMSNorm and SwiGLU. A program takes a row or a piece of one."""
 
 import math
+from typing import NamedTuple, Self
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from dinfer.kernels.triton.launch import Addends, added, addends, early, follow, let_next, wait
+from dinfer.kernels.triton.launch import added, addends, early, follow, let_next, wait
 from dinfer.kernels.triton.linear import FEW, empty_groups, empty_rounded, in_groups, round_rows, scaled, store_groups
 from dinfer.kernels.types import FLOAT8, LARGEST, Grouped, InputFormat, Parts, Rounded, Squares
 from dinfer.parallel.symmetric import EMPTY as SENT_NOTHING
@@ -122,24 +123,40 @@ def _size(width: int, rows: int, parts: int) -> dict[str, int]:
     return {"BLOCK": block, "num_warps": min(max(block // each, 1), 16)}
 
 
+class Addends(NamedTuple):
+    """What `_plus` adds to rows, and the memory of an exchange. Where there is none of it, any tensors stand for it."""
+
+    parts: tuple[Tensor, Tensor, Tensor]  # the parts, their weights, and one more addend, the last
+    swapped: tuple[Tensor, ...]
+    strides: tuple[int, int]  # from one part of a row to the next, and from one row to the next
+    fixed: dict[str, int]
+
+    @classmethod
+    def of(cls, delta: Tensor | Parts | None, x: Tensor, exchange: Exchange | None) -> Self:
+        """The addends of `delta`, which has the shape of `x`."""
+        values, mix, plus = x, x, None
+        parts, mixed, strides = 0, 0, (0, 0)
+        if isinstance(delta, Parts) and delta.weights_NC is not None:
+            values, mix, plus = delta.values, delta.weights_NC, delta.plus_ND
+            parts, mixed = values.numel() // x.numel(), mix.shape[1]
+            strides = x.shape[-1], parts * x.shape[-1]
+        elif delta is not None:
+            (values, parts), strides = addends(delta), (x.numel(), x.shape[-1])
+        rows, widest = (0, 0) if exchange is None else exchange.mine.shape[1:]
+        fixed = {"PARTS": parts, "MIXED": mixed, "PLUS": plus is not None, "ROWS": rows, "WIDEST": widest}
+        return cls((values, mix, values if plus is None else plus), exchange or (x,) * 3, strides, fixed)
+
+
 def add(x_BWD: Tensor, delta_BWD: Tensor | Parts, exchange: Exchange | None = None) -> Tensor:
     """See `dinfer.kernels.norm.add`. With an `exchange`, `delta_BWD` is this rank's addend of two."""
     x_BWD = x_BWD.contiguous()
     sum_BWD, width = torch.empty_like(x_BWD), x_BWD.shape[-1]
-    delta, mix, apart, stride, parts, mixed, plus = Addends.of(delta_BWD, x_BWD)
-    swapped, rows, widest = _places(exchange, x_BWD)
-    lines = x_BWD.shape[:-1].numel()
+    delta, lines = Addends.of(delta_BWD, x_BWD, exchange), x_BWD.shape[:-1].numel()
     _add[(lines,)](
-        x_BWD, delta, mix, delta if plus is None else plus, sum_BWD, *swapped, width, apart, stride,
-        PARTS=parts, MIXED=mixed, PLUS=plus is not None, ROWS=rows, WIDEST=widest, **_size(width, lines, parts),
-        **early(x_BWD),
+        x_BWD, *delta.parts, sum_BWD, *delta.swapped, width, *delta.strides,
+        **delta.fixed, **_size(width, lines, delta.fixed["PARTS"]), **early(x_BWD),
     )  # fmt: skip
     return sum_BWD
-
-
-def _places(exchange: Exchange | None, x: Tensor) -> tuple[tuple[Tensor, ...], int, int]:
-    """A kernel's tensors of an exchange, its rows and their width; without an exchange, any tensors and 0."""
-    return ((x,) * 3, 0, 0) if exchange is None else (exchange, *exchange.mine.shape[1:])
 
 
 def add_rms_norm(
@@ -163,19 +180,16 @@ def add_rms_norm(
             square_SR = scale.new_empty(triton.next_power_of_2(triton.cdiv(width, piece)), room)
             made = made._replace(squares=Squares(square_SR, eps))
     elif narrow:
-        made = empty_rounded(x_BWD)._replace(wide=wide)
+        made = empty_rounded(x_BWD, width)._replace(wide=wide)
         out, scale = made.values, made.scale
     sum_BWD = x_BWD if delta_BWD is None else torch.empty_like(x_BWD)
-    delta, mix, apart, stride, parts, mixed, plus = Addends.of(delta_BWD, x_BWD)
-    swapped, rows, widest = _places(exchange, x_BWD)
-    lines = x_BWD.shape[:-1].numel()
+    delta, lines = Addends.of(delta_BWD, x_BWD, exchange), x_BWD.shape[:-1].numel()
     pieces = len(square_SR) if isinstance(made, Grouped) and made.squares else 0
     _add_rms_norm[(lines, max(pieces, 1))](
-        x_BWD, delta, mix, delta if plus is None else plus, weight_D, sum_BWD, out, scale, square_SR, plain, *swapped,
-        width, apart, stride, room, eps,
-        PARTS=parts, MIXED=mixed, PLUS=plus is not None, LARGEST=LARGEST[FLOAT8] if isinstance(made, Rounded) else 0,
-        GROUP=0 if groups is None else groups.group, PIECES=pieces, BOTH=both, ROWS=rows, WIDEST=widest,
-        **_size(piece, lines, parts), **early(x_BWD),
+        x_BWD, *delta.parts, weight_D, sum_BWD, out, scale, square_SR, plain, *delta.swapped,
+        width, *delta.strides, room, eps, LARGEST=LARGEST[FLOAT8] if isinstance(made, Rounded) else 0,
+        GROUP=0 if groups is None else groups.group, PIECES=pieces, BOTH=both,
+        **delta.fixed, **_size(piece, lines, delta.fixed["PARTS"]), **early(x_BWD),
     )  # fmt: skip
     return sum_BWD, made
 
@@ -216,8 +230,7 @@ def swiglu(gate_up_BWX: Tensor | Parts, inputs: InputFormat = "plain") -> Tensor
         made = empty_groups(like, width, groups.group)
         out, scale, room = made.values_RK, made.scale_GR, len(made.values_RK)
     elif inputs == "rounded" and (width <= block or rows >= MANY):
-        rounded, scales = like.new_empty(*lead, width, dtype=FLOAT8), like.new_empty(*lead, dtype=torch.float32)
-        made = Rounded(rounded, scales, like.dtype)
+        made = empty_rounded(like, width)
         out, scale, largest, block = made.values, made.scale, LARGEST[FLOAT8], triton.next_power_of_2(width)
     else:
         made = out = scale = like.new_empty(*lead, width)

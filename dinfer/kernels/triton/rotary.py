@@ -90,7 +90,7 @@ def rotate_and_store(x: Projections, k_YGE: Tensor, v_YGE: Tensor, write_X: Tens
     lanes, width, all_heads, size = x.qkv_BWXE.shape
     q_BWHE = qkv.new_empty(lanes, width, x.heads, size, dtype=x.qkv_BWXE.dtype)
     some = min(8, triton.next_power_of_2(all_heads))
-    weight_X, eps = (q_BWHE, 0.0) if x.norm is None else (x.norm.weight_X, x.norm.eps)
+    weight_X, eps = x.norm or (q_BWHE, 0.0)
     pieces = triton.cdiv(all_heads, some)
     turns = triton.cdiv(pieces, triton.cdiv(pieces, TURNS)) if lanes * width >= MANY else 1
     _rotate_and_store[(lanes * width, triton.cdiv(pieces, turns))](

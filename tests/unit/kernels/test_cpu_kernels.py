@@ -18,7 +18,7 @@ from torch import Tensor
 from dinfer.kernels import dispatch, packed
 from dinfer.kernels.attention import paged_attention
 from dinfer.kernels.cpu import linear as native
-from dinfer.kernels.dispatch import use_native
+from dinfer.kernels.dispatch import native_few_bits
 from dinfer.kernels.linear import linear, round_rows, scaled_linear
 from dinfer.kernels.norm import add_rms_norm, swiglu
 from dinfer.kernels.packed import widened
@@ -200,15 +200,15 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
 
 
 def test_what_the_kernels_do_not_take() -> None:
-    assert not use_native(torch.randn(2, 80), "linear")
-    assert not use_native(torch.randn(2, 64, dtype=torch.float64), "linear")
-    assert not use_native(torch.randn(0, 64), "linear")
-    assert use_native(torch.randn(2, 64), "linear")
+    assert not native_few_bits(torch.randn(2, 80), "linear")
+    assert not native_few_bits(torch.randn(2, 64, dtype=torch.float64), "linear")
+    assert not native_few_bits(torch.randn(0, 64), "linear")
+    assert native_few_bits(torch.randn(2, 64), "linear")
 
 
 def test_they_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DINFER_KERNELS", "triton,-packed")
-    assert use_native(torch.randn(2, 64), "linear") and not use_native(torch.randn(2, 64), "packed")
+    assert native_few_bits(torch.randn(2, 64), "linear") and not native_few_bits(torch.randn(2, 64), "packed")
 
 
 @pytest.fixture

@@ -205,7 +205,7 @@ def test_expert_mlps(
         if one is not None:
             gate_up, down = gate_up._replace(shared=one[0]), down._replace(shared=one[1])
         plan = triton_moe.plan(experts_NC, experts, rows, one is not None)
-        out_PD = triton_moe.expert_linear(triton_moe.gated_linear(x_ND, gate_up, plan, moe.GATES[gated]), down, plan)
+        out_PD = triton_moe.expert_linear(triton_moe.expert_linear(x_ND, gate_up, plan, moe.GATES[gated]), down, plan)
         wide_x, wide_up, wide_down = (t.float() for t in (x_ND, gate_up_XMD, down_XDM))
         wide = None if one is None else shared_of(*(part.float() for part in one))
         want_ND = expert_mlps(wide_x, experts_NC, weights_NC, wide_up, wide_down, gated, shared=wide)
@@ -238,8 +238,8 @@ def test_rounding_keeps_nan() -> None:
 def test_gates_are_rounded_piece_by_piece() -> None:
     x_ND, gate_up = draw(7, 64), Matrices(draw(4, 2 * 64, 64) / 8)
     plan = triton_moe.plan(chosen_by(7, 4, 2, "spread"), 4, 16)
-    want_PM = triton_moe.gated_linear(x_ND, gate_up, plan, "silu")
-    got = triton_moe.gated_linear(x_ND, gate_up, plan, "silu", piece=32)
+    want_PM = triton_moe.expert_linear(x_ND, gate_up, plan, "silu")
+    got = triton_moe.expert_linear(x_ND, gate_up, plan, "silu", piece=32)
     want = linear.round_rows(want_PM.unflatten(-1, (2, -1)))
     torch.testing.assert_close(got.scale, want.scale)
     pieces = got.values.float().unflatten(-1, (2, -1)) * got.scale[..., None]
@@ -255,7 +255,7 @@ def test_a_token_and_its_experts_do_not_notice_the_others(neighbours: int) -> No
 
     def run(count: int) -> torch.Tensor:
         plan = triton_moe.plan(experts_NC[:count], 64, 16)
-        hidden_PM = triton_moe.gated_linear(x_ND[:count], Matrices(gate_up_XMD), plan, "silu")
+        hidden_PM = triton_moe.expert_linear(x_ND[:count], Matrices(gate_up_XMD), plan, "silu")
         out_PD = triton_moe.expert_linear(hidden_PM, Matrices(down_XDM), plan)
         return triton_moe.combine(out_PD, weights_NC[:count])
 

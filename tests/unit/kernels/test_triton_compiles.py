@@ -46,11 +46,11 @@ def experts_of_more_tokens() -> None:
 
     plan = Plan(empty(4, 512, dtype=torch.int32), empty(12, 4, dtype=torch.int32), rows=128, pairs=1024)
     x_PM, weight_XOM = empty(1024, 256, dtype=torch.bfloat16), empty(4, 256, 256, dtype=torch.bfloat16)
-    triton_moe.gated_linear(x_PM[:512], Matrices(weight_XOM), plan, "silu")
+    triton_moe.expert_linear(x_PM[:512], Matrices(weight_XOM), plan, "silu")
     triton_moe.expert_linear(x_PM, Matrices(weight_XOM), plan)
     weight = Matrices(weight_XOM.to(FLOAT8), empty(4, 256, dtype=torch.float32))
     x = Rounded(x_PM[:512].to(FLOAT8), empty(512, dtype=torch.float32), torch.bfloat16)
-    triton_moe.gated_linear(x, weight, plan, "silu", piece=128)
+    triton_moe.expert_linear(x, weight, plan, "silu", piece=128)
     rounded = Rounded(x_PM.to(FLOAT8), empty(2, 1024, dtype=torch.float32).mT, torch.bfloat16)
     triton_moe.expert_linear(rounded, weight, plan)
 
@@ -83,7 +83,7 @@ def test_the_kernels_of_every_recipe_compile(monkeypatch: pytest.MonkeyPatch) ->
 def test_products_with_weights_in_4_bits_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter does not run their PTX. Groups of 128 and 32, dense and of experts."""
     from dinfer.kernels import norm, packed
-    from dinfer.kernels.triton import moe, packed_moe  # noqa: F401 (their launches are recorded)
+    from dinfer.kernels.triton import moe
 
     with recorded_launches(monkeypatch) as launches, torch.device("meta"):
         x = torch.empty(32, 1024, dtype=torch.bfloat16)

@@ -13,7 +13,6 @@ pytestmark = [pytest.mark.gpu] if CUDA else []
 
 from dinfer.kernels import linear, moe, norm, packed  # noqa: E402
 from dinfer.kernels.triton import moe as triton_moe  # noqa: E402
-from dinfer.kernels.triton import packed_moe as triton_packed_moe  # noqa: E402
 from dinfer.kernels.types import FLOAT8, Dealt, Matrices, Rounded  # noqa: E402
 
 
@@ -50,13 +49,13 @@ def test_experts_that_are_elsewhere_take_no_tile_and_add_nothing(
                 gate_up, down = gate_up._replace(shared=one[0]), down._replace(shared=one[1])
                 plus_ND = shared_of(*one).mlp(x_ND)
             plan = triton_moe.plan(own_NC, 2, 16, one is not None)
-            hidden_PM = triton_moe.gated_linear(x_ND, gate_up, plan, "silu")
+            hidden_PM = triton_moe.expert_linear(x_ND, gate_up, plan, "silu")
             got_ND = triton_moe.combine(triton_moe.expert_linear(hidden_PM, down, plan), own_weights_NC)
             torch.testing.assert_close(got_ND, want_ND + plus_ND, **CLOSE[torch.float32])
         packs = packed.pack(gate_up_XMD[here]), packed.pack(down_XDM[here])
         plan = triton_moe.plan(own_NC, 2, 16)
-        up_PM = triton_packed_moe.expert_linear(x_ND, *packs[0], plan, by_token=True)
-        out_PD = triton_packed_moe.expert_linear(norm.swiglu(up_PM), *packs[1], plan, by_token=False)
+        up_PM = triton_moe.packed_expert_linear(x_ND, *packs[0], plan, by_token=True)
+        out_PD = triton_moe.packed_expert_linear(norm.swiglu(up_PM), *packs[1], plan, by_token=False)
         scales = packs[0][1], packs[1][1]
         want_ND = expert_mlps(
             in_8_bits(x_ND, 64), experts_NC, weights_NC, packs[0][0], packs[1][0],
@@ -101,7 +100,7 @@ def test_tiles_that_the_copy_engine_fetches(
     x_ND, weights_NC = draw(150, hidden, dtype=SHORT), torch.rand(150, 2, device=DEVICE)
     gate_up_XMD, down_XDM = (draw(4, 2 * width, hidden) / 8).to(SHORT), (draw(4, hidden, width) / 6).to(SHORT)
     plan = triton_moe.plan(uneven_NC, 4, 128)
-    hidden_PM = triton_moe.gated_linear(x_ND, Matrices(gate_up_XMD), plan, "silu")
+    hidden_PM = triton_moe.expert_linear(x_ND, Matrices(gate_up_XMD), plan, "silu")
     got_ND = triton_moe.combine(triton_moe.expert_linear(hidden_PM, Matrices(down_XDM), plan), weights_NC)
     want_ND = expert_mlps(x_ND.float(), uneven_NC, weights_NC, gate_up_XMD.float(), down_XDM.float())
     torch.testing.assert_close(got_ND.float(), want_ND, **CLOSE[SHORT])
@@ -138,7 +137,7 @@ def test_gates_that_the_copy_engine_feeds_are_rounded_piece_by_piece(
     scale_N, scale_XM = ((torch.rand(shape, device=DEVICE) + 0.5) / 40 for shape in ((150,), (4, 2 * 96)))
     plan = triton_moe.plan(uneven_NC, 4, 128)
     x = Rounded(x_ND.to(dtype), scale_N, torch.float32)
-    got = triton_moe.gated_linear(x, Matrices(weight_XMD.to(dtype), scale_XM), plan, "silu", piece=32)
+    got = triton_moe.expert_linear(x, Matrices(weight_XMD.to(dtype), scale_XM), plan, "silu", piece=32)
     pair_P = uneven_NC.flatten().argsort(stable=True)
     wide_PD, expert_P = (x_ND * scale_N[:, None])[pair_P // 2], uneven_NC.flatten()[pair_P]
     up_PM = ((weight_XMD * scale_XM[..., None])[expert_P] @ wide_PD[..., None])[..., 0]

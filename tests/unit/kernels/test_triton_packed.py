@@ -15,7 +15,6 @@ from dinfer.kernels.triton import attention as triton_attention  # noqa: E402
 from dinfer.kernels.triton import moe as triton_moe  # noqa: E402
 from dinfer.kernels.triton import norm as triton_norm  # noqa: E402
 from dinfer.kernels.triton import packed as triton_packed  # noqa: E402
-from dinfer.kernels.triton import packed_moe as triton_packed_moe  # noqa: E402
 from dinfer.kernels.triton.linear import round_groups  # noqa: E402
 from dinfer.kernels.triton.packed import Config  # noqa: E402
 from dinfer.kernels.types import GROUPED_ROWS, Grouped, InGroups, Parts  # noqa: E402
@@ -176,8 +175,9 @@ def test_expert_mlps_in_4_bits(
     gate_up, gate_up_scale = packed.pack(draw(experts, 2 * width, hidden) / hidden**0.5)
     down, down_scale = packed.pack(draw(experts, hidden, width) / width**0.5)
     weights_NC, experts_NC = draw(tokens, experts).softmax(-1).topk(chosen)
-    plan = triton_moe.plan(experts_NC, experts, triton_packed_moe.rows_of_tile(tokens * chosen / experts))
     scales = gate_up_scale, down_scale
+    rows = packed.PackedExperts(down, down_scale).rows_of_tile(tokens * chosen / experts)
+    plan = triton_moe.plan(experts_NC, experts, rows)
 
     def gated(both: torch.Tensor, inputs: str) -> torch.Tensor:
         return in_8_bits(norm.swiglu(both), packed.group_of(width))
@@ -185,6 +185,6 @@ def test_expert_mlps_in_4_bits(
     rounded_ND = in_8_bits(x_ND, packed.group_of(hidden))
     want = expert_mlps(rounded_ND, experts_NC, weights_NC, gate_up, down, gated, scales)
     for first, second in ((gate_up, down), (packed.tiled(gate_up, scales[0]), packed.tiled(down, scales[1]))):
-        up_PM = triton_packed_moe.expert_linear(x_ND, first, scales[0], plan, by_token=True)
-        out_PD = triton_packed_moe.expert_linear(norm.swiglu(up_PM), second, scales[1], plan, by_token=False)
+        up_PM = triton_moe.packed_expert_linear(x_ND, first, scales[0], plan, by_token=True)
+        out_PD = triton_moe.packed_expert_linear(norm.swiglu(up_PM), second, scales[1], plan, by_token=False)
         torch.testing.assert_close(triton_moe.combine(out_PD, weights_NC), want, **CLOSE[dtype])
