@@ -21,8 +21,8 @@ from torch import Tensor
 from dinfer.abilities.branches import Added, branches_of
 from dinfer.abilities.reports import Forced
 from dinfer.kernels.canvas import rows_of, uploaded
-from dinfer.kernels.languages import Settled, Sweeps, placed
-from dinfer.kernels.lines import Languages, Line
+from dinfer.kernels.languages import Sweeps, placed
+from dinfer.kernels.lines import Languages, Line, Settled
 from dinfer.step.ability import BlockView, ByExtra, Canvas, Decision, Entry, Extra, Parts, RowCursors, Step, StepShape
 from dinfer.step.canvas import Status
 from dinfer.step.commits import with_progress

@@ -71,7 +71,7 @@ class NarrowWindow(CachePolicy, LeavesDecoded, LeavesMasks):
     paper = "Elastic-Cache, arXiv:2510.14973"
 
     ahead: int = option(8, "positions computed from the first mask on", least=1)
-    back: int = option(4, "positions computed before that mask; with `ahead` or more, each token is computed after its commit")
+    back: int = option(4, "positions computed before it; with `ahead` or more, each token is computed after its commit")
 
     def incompatibility(self, spec: ModelSpec) -> str | None:
         if spec.mask_id is not None:

@@ -9,39 +9,20 @@ G places for languages, Y entries of all languages one after the other, V vocabu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dinfer.kernels.canvas import rows_of
 from dinfer.kernels.dispatch import compiled, use_triton
-from dinfer.kernels.lines import Languages, Line
+from dinfer.kernels.lines import LaneLanguages, Line, Settled
 
 
-class Settled(NamedTuple):
-    """What is written of a choice, and what the language then leaves. [B, X]"""
-
-    written_BX: Tensor  # bool: what is admitted of the choice, and what is forced
-    token_BX: Tensor  # int64, what is written there
-    forced_BX: Tensor  # bool: open, and only one token is left, or only tokens behind the end
-    text_BX: Tensor  # bool: forced, and no end
-    only_BX: Tensor  # bool: as `forced_BX`, at decoded positions too
-
-
-class Sweeps:
-    """The languages of the lanes of a step, gathered once, with what is asked of them.
-
-    `language_B`: int64 [B], a place of each lane; any place in lanes without a constraint. `states`, `pairs`, `edges`:
-    at least as many as each of these languages has.
-    """
-
-    def __init__(self, languages: Languages, language_B: Tensor, states: int, pairs: int, edges: int) -> None:
-        self.languages, self.language_B = languages, language_B
-        self.states, self.pairs, self.edges = states, pairs, edges
+class Sweeps(LaneLanguages):
+    """What is asked of the languages of lanes. What several answers need is gathered once."""
 
     @cached_property
     def meta_B8(self) -> Tensor:
@@ -120,11 +101,9 @@ class Sweeps:
         if use_triton(line.token_BX, "languages"):
             from dinfer.kernels.triton.languages import allowed as kernel
 
-            return kernel(self.languages, self.language_B, self.states, line)
-        if on_host(line.token_BX):
-            from dinfer.kernels.cpu import languages as in_c
-
-            return in_c.allowed(self.languages, self.language_B, line)
+            return kernel(self, line)
+        if (kernels := native_languages(line.token_BX)) is not None:
+            return kernels.language_allowed(self, line)
         from_BE, class_BE, to_BE = self.edge_BE3.unbind(-1)
         most = self.languages.size_GC.shape[1]
         found = []
@@ -139,15 +118,21 @@ class Sweeps:
         if use_triton(line.token_BX, "languages"):
             from dinfer.kernels.triton.languages import settled as kernel
 
-            return Settled(
-                *kernel(self.languages, self.language_B, self.states, line, commit_BX, token_BX, confidence_BX)
-            )
+            return kernel(self, line, commit_BX, token_BX, confidence_BX)
         admitted_BX = self.admitted(line, commit_BX, token_BX, confidence_BX)
         held_BX = torch.where(admitted_BX, token_BX, line.token_BX)
         after = replace(line, token_BX=held_BX, open_BX=line.open_BX & ~admitted_BX)
-        only_BX, class_BX = self.forced(after)
-        forced_BX, stop_B1 = only_BX & after.open_BX, self.meta_B8[:, 1, None] - 2
+        allowed_BXC = self.allowed(after)
+        size_BC = self.languages.size_GC.index_select(0, self.language_B)
         token_BC = self.languages.token_GC.index_select(0, self.language_B).to(torch.int64)
+        first_BX1 = allowed_BXC.to(torch.uint8).argmax(-1, keepdim=True)
+        count_BX = (allowed_BXC * size_BC[:, None]).sum(-1)
+        class_C = torch.arange(allowed_BXC.shape[-1], device=first_BX1.device)
+        stop_B1 = self.meta_B8[:, 1, None] - 2  # the last two classes are stop tokens and other tail tokens
+        ends_BX = ~(allowed_BXC & (class_C < stop_B1)[:, None]).any(-1) & allowed_BXC.any(-1)
+        class_BX = torch.where(ends_BX, stop_B1, first_BX1[..., 0])
+        only_BX = ~line.outside_BX & ((count_BX == 1) | ends_BX)
+        forced_BX = only_BX & after.open_BX
         return Settled(
             written_BX=admitted_BX | forced_BX,
             token_BX=torch.where(forced_BX, token_BC.gather(1, class_BX), token_BX),
@@ -169,53 +154,38 @@ class Sweeps:
         return (commit_BX & line.outside_BX) | self._admitted(line, inside_BX, token_BX, confidence_BX)
 
     def _admitted(self, line: Line, commit_BX: Tensor, token_BX: Tensor, confidence_BX: Tensor) -> Tensor:
-        order_BX = _order(commit_BX, confidence_BX)
-        if on_host(line.token_BX):
-            from dinfer.kernels.cpu import languages as in_c
-
-            return in_c.admitted(self.languages, self.language_B, line, commit_BX, token_BX, order_BX)
+        # Equal ones are tried by position, and those that are not committed come last.
+        likely_BX = confidence_BX.double().masked_fill(~commit_BX, -1.0)
+        order_BX = likely_BX.argsort(dim=1, descending=True, stable=True)
+        if (kernels := native_languages(line.token_BX)) is not None:
+            return kernels.language_admitted(self, line, commit_BX, token_BX, order_BX)
         chosen = replace(
             line,
             token_BX=torch.where(commit_BX, token_BX, line.token_BX),
             open_BX=line.open_BX & ~commit_BX,
         )
-        whole_B = self.feasible(chosen)
-        written_BX = torch.zeros_like(commit_BX)
+        ends_BQ = self.distance_BQ <= line.room_B[:, None]
+        whole_B1 = (self.forward(chosen)[-1][:, :-1] & ends_BQ).any(1, keepdim=True)
+        tried_BX, written_BX = commit_BX & ~whole_B1, commit_BX & whole_B1
         class_BX = self.classes_of(token_BX)
-        for place_B1 in self._tries(order_BX, commit_BX & ~whole_B[:, None]):
+        for x in range(order_BX.shape[1]):
+            # A step elsewhere waits for nothing, so it goes on to the last position.
+            if order_BX.device.type == "cpu" and not bool(tried_BX.gather(1, order_BX[:, x:]).any()):
+                break
+            place_B1 = order_BX[:, x : x + 1]
             states, ends = (torch.stack(sets, 1) for sets in (self.forward(line), self.backward(line)))
             here_B1Q = place_B1[..., None].expand(-1, -1, self.states + 1)
             enter_BQ = states.gather(1, here_B1Q)[:, 0]
             leave_BQ = ends.gather(1, here_B1Q + 1)[:, 0]
             to_BQ = self.next_of(class_BX.gather(1, place_B1)[:, 0])
             fits_B = (enter_BQ[:, :-1] & leave_BQ.gather(1, to_BQ)).any(1)
-            puts_B1 = fits_B[:, None] & commit_BX.gather(1, place_B1) & ~whole_B[:, None]
+            puts_B1 = fits_B[:, None] & tried_BX.gather(1, place_B1)
             puts_BX = torch.zeros_like(commit_BX).scatter_(1, place_B1, puts_B1)
             written_BX = written_BX | puts_BX
             line = replace(
                 line, token_BX=torch.where(puts_BX, token_BX, line.token_BX), open_BX=line.open_BX & ~puts_BX
             )
-        return torch.where(whole_B[:, None], commit_BX, written_BX)
-
-    def feasible(self, line: Line) -> Tensor:
-        """Whether the row has an accepted completion. bool [B]"""
-        last_BQ = self.forward(line)[-1][:, :-1]
-        return (last_BQ & (self.distance_BQ <= line.room_B[:, None])).any(1)
-
-    def forced(self, line: Line) -> tuple[Tensor, Tensor]:
-        """Which positions have but one allowed token, or none but tokens behind the end, and the class of that token.
-
-        bool [B, X], int64 [B, X]
-        """
-        allowed_BXC = self.allowed(line)
-        size_BC = self.languages.size_GC.index_select(0, self.language_B)
-        first_BX1 = allowed_BXC.to(torch.uint8).argmax(-1, keepdim=True)
-        count_BX = (allowed_BXC * size_BC[:, None]).sum(-1)
-        class_C = torch.arange(allowed_BXC.shape[-1], device=first_BX1.device)
-        stop_B1 = self.meta_B8[:, 1, None] - 2  # the last two classes are stop tokens and other tail tokens
-        ends_BX = ~(allowed_BXC & (class_C < stop_B1)[:, None]).any(-1) & allowed_BXC.any(-1)
-        class_BX = torch.where(ends_BX, stop_B1, first_BX1[..., 0])
-        return ~line.outside_BX & ((count_BX == 1) | ends_BX), class_BX
+        return written_BX
 
     def leave(
         self, row_N6: Tensor, slot_B: Tensor, line: Line, token_BX: Tensor, pos_BX: Tensor, text_BX: Tensor,
@@ -230,7 +200,7 @@ class Sweeps:
         if use_triton(token_BX, "languages"):
             from dinfer.kernels.triton.languages import leave as kernel
 
-            return kernel(self.languages, self.language_B, row_N6, slot_B, line, token_BX, pos_BX, text_BX, *regions)
+            return kernel(self, row_N6, slot_B, line, token_BX, pos_BX, text_BX, *regions)
         passed_BX = (pos_BX >= 0) & (pos_BX < after_B[:, None]) & ~line.outside_BX
         state_B, still_B = self.run(line.state_B, token_BX, passed_BX), still_B & live_B
         row_B6 = row_N6.index_select(0, slot_B)
@@ -248,7 +218,7 @@ class Sweeps:
         if use_triton(logits_RLV, "languages"):
             from dinfer.kernels.triton.languages import masked as kernel
 
-            return kernel(self.languages, self.language_B, logits_RLV, allowed_RLC, outside_RL, keep, revive)
+            return kernel(self, logits_RLV, allowed_RLC, outside_RL, keep, revive)
         fits_RLV, inside_RL1 = allowed_RLC.gather(2, self.class_RLV(logits_RLV)), ~outside_RL[..., None]
         other_V = torch.arange(logits_RLV.shape[-1], device=logits_RLV.device) != keep
         logits_RLV = logits_RLV.masked_fill_(~fits_RLV & inside_RL1 & other_V, float("-inf"))
@@ -264,10 +234,8 @@ class Sweeps:
 
     def run(self, state_B: Tensor, token_BX: Tensor, passed_BX: Tensor) -> Tensor:
         """The state behind the tokens that are `passed`, which are all in the language. int64 [B]"""
-        if on_host(token_BX):
-            from dinfer.kernels.cpu import languages as in_c
-
-            return in_c.run(self.languages, self.language_B, state_B, token_BX, passed_BX)
+        if (kernels := native_languages(token_BX)) is not None:
+            return kernels.language_run(self, state_B, token_BX, passed_BX)
         class_BX = self.classes_of(token_BX)
         for x in range(token_BX.shape[1]):
             next_B = self.next_of(class_BX[:, x]).gather(1, state_B[:, None])[:, 0]
@@ -283,17 +251,6 @@ class Sweeps:
         marked_BQ.scatter_(1, torch.where(flags_BZ, state_BZ, self.states), True)
         marked_BQ[:, -1] = False
         return marked_BQ
-
-    def _tries(self, order_BX: Tensor, commit_BX: Tensor) -> Iterator[Tensor]:
-        """The places of each row in the order in which they are tried. int64 [B, 1] each
-
-        On a CPU it ends where nothing is left to try. Elsewhere a step waits for nothing, so it goes on to the last.
-        """
-        on_host = order_BX.device.type == "cpu"
-        for x in range(order_BX.shape[1]):
-            if on_host and not bool(commit_BX.gather(1, order_BX[:, x:]).any()):
-                return
-            yield order_BX[:, x : x + 1]
 
 
 def placed(row_N6: Tensor, slot_B: Tensor, pos_BX: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -313,11 +270,7 @@ def placed(row_N6: Tensor, slot_B: Tensor, pos_BX: Tensor) -> tuple[Tensor, Tens
     return place_B.clamp_min(0), place_B >= 0, outside_BX, state_B, room_B
 
 
-def on_host(x: Tensor) -> bool:
-    """Whether the kernels in C take these tensors."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling() and compiled("languages")
-
-
-def _order(commit_BX: Tensor, confidence_BX: Tensor) -> Tensor:
-    """Places by falling confidence, equal ones by position; those that are not committed come last. int64 [B, X]"""
-    return confidence_BX.double().masked_fill(~commit_BX, -1.0).argsort(dim=1, descending=True, stable=True)
+def native_languages(x: Tensor) -> Any | None:
+    """`dinfer.kernels.cpu.linear`, if it takes these tensors."""
+    able = x.device.type == "cpu" and not torch.compiler.is_compiling()
+    return compiled("languages") if able else None

@@ -223,7 +223,7 @@ FIELDS = {"schema": "guided_json", "regex": "guided_regex", "choice": "guided_ch
 
 
 def held(ask: Ask, form: Mapping[str, Any]) -> Ask:
-    """The request with this form, unless it has a field of its own that says one, or its answer must call a function."""
+    """The request with this form, unless a field of its own says one, or its answer must call a function."""
     body = ask.body
     calls = body.get("tools") and body.get("tool_choice") not in (None, "auto", "none")
     if not form or calls or any(body.get(field) is not None for field in (*HeldFields.model_fields, "forms")):

@@ -2,10 +2,11 @@
 
 The system's compiler makes code for the CPU it runs on. Without a compiler, or without AVX2, torch computes the same
 and widens the weights at every call. The functions of float32 (`float.c`) do in one pass what takes torch several, and
-what their namesakes in `dinfer.kernels` do, for tensors that `dispatch.native` accepts.
+what their namesakes in `dinfer.kernels` do, for tensors that `dispatch.native` accepts. Those of languages
+(`languages.c`) are those of `dinfer.kernels.languages`, where torch takes a call for each position and set.
 
 Shape suffixes: R rows, K inputs, O outputs, G groups, S segments (experts), B lanes, W queries, H query heads, G key
-heads, E head size.
+heads, E head size; of languages as in `dinfer.kernels.lines`.
 """
 
 from __future__ import annotations
@@ -23,12 +24,15 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dinfer.kernels.types import Part
+from dinfer.kernels.lines import LaneLanguages, Line
+from dinfer.kernels.types import HeadNorm, Part
 
 NAMES = "linear.c", "float.c", "languages.c", "blocks.h", "vectors.h"
 SOURCES = tuple(Path(__file__).with_name(name) for name in NAMES)
@@ -65,27 +69,37 @@ def native_linear(x: Tensor, parts: Sequence[Part], count_S: Tensor | None = Non
 
     `count_S`: x is [R, K], and its first `count_S[0]` rows go to weight 0 of each part, the next to weight 1, and so
     on. For values in 8 bits each row of x is rounded to 16 bits, for narrower values each group of 32 or 16 inputs to
-    8 bits. Raises MemoryError if the rounded inputs find no room.
+    8 bits.
     """
-    found = library()
-    assert found is not None
-    rows_RK = x.reshape(-1, x.shape[-1]).float().contiguous()
+    rows_RK = x.reshape(-1, x.shape[-1]).float()
     counts = [len(rows_RK)] if count_S is None else count_S.tolist()
-    first = [0]
-    for rows in counts:
-        first.append(first[-1] + rows)
+    first = [0, *accumulate(counts)]
     structs = [one for part in parts for one in fields(part, x.shape[-1])]
     outputs = sum(part.outputs for part in parts)
     out = x.new_empty(*x.shape[:-1], outputs, dtype=torch.float32)
-    failed = found.dinfer_linear(
-        ctypes.c_void_p(rows_RK.data_ptr()), *map(ctypes.c_int64, rows_RK.shape),
-        (ctypes.c_int64 * len(first))(*first), ctypes.c_int64(len(counts)), (ctypes.c_int64 * len(structs))(*structs),
-        ctypes.c_int64(len(parts)), ctypes.c_void_p(out.data_ptr()), ctypes.c_int64(outputs),
-        ctypes.c_int64(torch.get_num_threads()),
+    call(
+        "linear", rows_RK, *rows_RK.shape, (ctypes.c_int64 * len(first))(*first), len(counts),
+        (ctypes.c_int64 * len(structs))(*structs), len(parts), out, outputs, torch.get_num_threads(),
     )  # fmt: skip
-    if failed:
-        raise MemoryError(f"a linear map of {len(rows_RK)} rows: no memory for the rounded inputs")
     return out
+
+
+def call(name: str, *given: Tensor | ctypes.Array | float | None) -> None:
+    """Calls a function of the library. Tensors go as addresses; those that it writes to must be contiguous.
+
+    Raises MemoryError if the function finds no room for what it computes in between.
+    """
+    kept = [one.contiguous() if isinstance(one, Tensor) else one for one in given]
+    if library()[f"dinfer_{name}"](*map(_plain, kept)):  # type: ignore[index]
+        raise MemoryError(f"{name}: no memory for its intermediate values")
+
+
+def _plain(given: Tensor | ctypes.Array | float | None) -> Any:
+    if given is None or isinstance(given, Tensor):
+        return ctypes.c_void_p(None if given is None else given.data_ptr())
+    if isinstance(given, float):
+        return ctypes.c_float(given)
+    return ctypes.c_int64(given) if isinstance(given, int) else given
 
 
 @cache
@@ -169,7 +183,8 @@ def slow_blas() -> bool:
 def linear(x: Tensor, weight_OK: Tensor) -> Tensor:
     """x times the transpose of a weight. [..., K] -> [..., O]"""
     out = x.new_empty(*x.shape[:-1], len(weight_OK))
-    _run("linear_float", x.contiguous(), weight_OK.contiguous(), out, x.numel() // x.shape[-1], *weight_OK.shape[::-1])
+    sizes = x.numel() // x.shape[-1], *weight_OK.shape[::-1]
+    call("linear_float", x, weight_OK, out, *sizes, torch.get_num_threads())
     return out
 
 
@@ -178,9 +193,9 @@ def attention(
 ) -> Tensor:  # fmt: skip
     """Interval attention over keys in pages. [B, W, H, E]"""
     out = torch.empty_like(q_BWHE, memory_format=torch.contiguous_format)
-    each = [x.contiguous() for x in (q_BWHE, k_PTGE, v_PTGE, pages_BP, from_BW, to_BW)]
     lanes, queries, heads, size = q_BWHE.shape
-    _run("attention", *each, out, lanes, queries, heads, k_PTGE.shape[2], size, pages_BP.shape[1], k_PTGE.shape[1])
+    sizes = lanes, queries, heads, k_PTGE.shape[2], size, pages_BP.shape[1], k_PTGE.shape[1]
+    call("attention", q_BWHE, k_PTGE, v_PTGE, pages_BP, from_BW, to_BW, out, *sizes, torch.get_num_threads())
     return out
 
 
@@ -188,8 +203,8 @@ def add_rms_norm(x: Tensor, delta: Tensor | None, weight_D: Tensor, eps: float) 
     """x + delta, and its RMSNorm times the weight. [..., D] each"""
     x = x.contiguous()
     total, out = x if delta is None else torch.empty_like(x), torch.empty_like(x)
-    delta = None if delta is None else delta.contiguous()
-    _run("add_rms_norm", x, delta, weight_D, total, out, x.numel() // x.shape[-1], x.shape[-1], eps)
+    sizes = x.numel() // x.shape[-1], x.shape[-1]
+    call("add_rms_norm", x, delta, weight_D, total, out, *sizes, eps, torch.get_num_threads())
     return total, out
 
 
@@ -197,34 +212,52 @@ def swiglu(x: Tensor) -> Tensor:
     """silu of the first half of the last dimension, times the second. [..., 2 M] -> [..., M]"""
     width = x.shape[-1] // 2
     out = x.new_empty(*x.shape[:-1], width)
-    _run("swiglu", x.contiguous(), out, out.numel() // width, width)
+    call("swiglu", x, out, out.numel() // width, width, torch.get_num_threads())
     return out
 
 
 def rotate_and_store(
-    qkv_BWXE: Tensor, heads: int, cos: Tensor, sin: Tensor, norm: tuple[Tensor, float] | None, k_YGE: Tensor,
-    v_YGE: Tensor, write_X: Tensor,
+    qkv_BWXE: Tensor, heads: int, cos: Tensor, sin: Tensor, norm: HeadNorm | None, k_YGE: Tensor, v_YGE: Tensor,
+    write_X: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Writes keys and values to their places and returns the queries, normed and rotated. [B, W, H, E]
-
-    `norm`: the weight, [2 * E], and eps.
-    """
+    """Writes keys and values to their places and returns the queries, normed and rotated. [B, W, H, E]"""
     lanes, width, _, size = qkv_BWXE.shape
     q_BWHE = qkv_BWXE.new_empty(lanes, width, heads, size)
     weight, eps = norm or (None, 0.0)
-    given = qkv_BWXE.contiguous(), cos.contiguous(), sin.contiguous(), weight, write_X, q_BWHE, k_YGE, v_YGE
-    _run("rotate_and_store", *given, lanes * width, heads, k_YGE.shape[1], size, cos.shape[-1], eps)
+    sizes = lanes * width, heads, k_YGE.shape[1], size, cos.shape[-1]
+    given = qkv_BWXE, cos, sin, weight, write_X, q_BWHE, k_YGE, v_YGE
+    call("rotate_and_store", *given, *sizes, eps, torch.get_num_threads())
     return q_BWHE
 
 
-def _run(name: str, *given: Tensor | float | None) -> None:
-    """Calls a function of `float.c`; its last argument is the number of threads."""
-    plain = [_plain(one) for one in (*given, torch.get_num_threads())]
-    if library()[f"dinfer_{name}"](*plain):  # type: ignore[index]
-        raise MemoryError(f"{name}: no memory for its intermediate values")
+def language_allowed(held: LaneLanguages, line: Line) -> Tensor:
+    """See `Sweeps.allowed`."""
+    most = held.languages.size_GC.shape[1]
+    out_BXC = torch.zeros(*line.token_BX.shape, most, dtype=torch.bool)
+    given = line.token_BX, line.open_BX, line.outside_BX, line.state_B, line.room_B
+    _language("allowed", held, line.token_BX.shape[1], *given, out_BXC, most)
+    return out_BXC
 
 
-def _plain(given: Tensor | float | None) -> ctypes.c_void_p | ctypes.c_int64 | ctypes.c_float:
-    if given is None or isinstance(given, Tensor):
-        return ctypes.c_void_p(None if given is None else given.data_ptr())
-    return ctypes.c_int64(given) if isinstance(given, int) else ctypes.c_float(given)
+def language_admitted(held: LaneLanguages, line: Line, commit_BX: Tensor, token_BX: Tensor, order_BX: Tensor) -> Tensor:
+    """See `Sweeps.admitted`. `order_BX`: the order in which positions are tried."""
+    out_BX = torch.zeros_like(commit_BX, memory_format=torch.contiguous_format)
+    own = (x.clone(memory_format=torch.contiguous_format) for x in (line.token_BX, line.open_BX))
+    given = *own, line.outside_BX, line.state_B, line.room_B, commit_BX, token_BX, order_BX
+    _language("admitted", held, line.token_BX.shape[1], *given, out_BX)
+    return out_BX
+
+
+def language_run(held: LaneLanguages, state_B: Tensor, token_BX: Tensor, passed_BX: Tensor) -> Tensor:
+    """See `Sweeps.run`."""
+    out_B = torch.empty_like(state_B, memory_format=torch.contiguous_format)
+    _language("run", held, token_BX.shape[1], state_B, token_BX, passed_BX, out_B)
+    return out_B
+
+
+def _language(name: str, held: LaneLanguages, active: int, *given: Tensor | int) -> None:
+    own, place_B = held.languages, held.language_B
+    tables = place_B, own.meta_G8, own.class_GV, own.next_Y, own.pair_Y2, own.edge_Y3, own.distance_GQ
+    kept = [x.contiguous() for x in tables]
+    counts = own.class_GV.shape[1], own.distance_GQ.shape[1], len(place_B), active
+    call(f"language_{name}", (ctypes.c_int64 * 11)(*(x.data_ptr() for x in kept), *counts), *given)

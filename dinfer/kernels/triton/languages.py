@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dinfer.kernels.lines import Languages, Line
+from dinfer.kernels.lines import LaneLanguages, Line, Settled
 from dinfer.kernels.triton.launch import early, follow
 
 MOST = 16384  # pairs, edges or states at a time
@@ -333,15 +333,16 @@ def _sizes(states: int) -> dict[str, int]:
     return {"PIECE": piece, "SPAN": min(triton.next_power_of_2(states), piece), "num_warps": min(piece // 64, 32)}
 
 
-def _sets(languages: Languages, place_B: Tensor, states: int, line: Line, *chosen: Tensor) -> tuple[Tensor, Tensor]:
+def _sets(held: LaneLanguages, line: Line, *chosen: Tensor) -> tuple[Tensor, Tensor]:
     """Forward and backward sets; with a choice (commits, tokens) also those once it is written.
 
     bool [2 or 4, B, X + 1, Q + SPARE], and the codes of the positions, int32 [2 or 4, B, X]
     """
+    languages, place_B = held.languages, held.language_B
     lanes, active = line.token_BX.shape
     commit_BX, choice_BX = chosen or (line.open_BX, line.token_BX)
     planes = (4 if chosen else 2), lanes
-    sets = torch.empty(*planes, active + 1, states + SPARE.value, dtype=torch.bool, device=place_B.device)
+    sets = torch.empty(*planes, active + 1, held.states + SPARE.value, dtype=torch.bool, device=place_B.device)
     codes = torch.empty(*planes, active, dtype=torch.int32, device=place_B.device)
     read = (
         line.token_BX, line.open_BX, line.outside_BX, line.state_B, line.room_B, commit_BX, choice_BX, place_B,
@@ -351,39 +352,38 @@ def _sets(languages: Languages, place_B: Tensor, states: int, line: Line, *chose
     _sweeps[(lanes, len(sets))](
         sets.view(torch.int8), codes, *(t.contiguous() for t in read), lanes, active, sets.shape[-1],
         languages.class_GV.shape[1], languages.distance_GQ.shape[1],
-        LINE=triton.next_power_of_2(active), **_sizes(states), **early(place_B),
+        LINE=triton.next_power_of_2(active), **_sizes(held.states), **early(place_B),
     )  # fmt: skip
     return sets, codes
 
 
-def allowed(languages: Languages, place_B: Tensor, states: int, line: Line) -> Tensor:
+def allowed(held: LaneLanguages, line: Line) -> Tensor:
     """See `dinfer.kernels.languages.Sweeps.allowed`."""
-    return _marks(languages, place_B, *_sets(languages, place_B, states, line))
+    return _marks(held, *_sets(held, line))
 
 
-def _marks(languages: Languages, place_B: Tensor, sets: Tensor, codes: Tensor, *settled: Tensor) -> Tensor:
+def _marks(held: LaneLanguages, sets: Tensor, codes: Tensor, *settled: Tensor) -> Tensor:
     """The allowed classes. `settled`: what `_allowed` reads of a choice, and where it says what is written."""
-    (_, lanes, active), width = codes.shape, sets.shape[-1]
-    sizes, most = _sizes(width - SPARE.value), languages.size_GC.shape[1]
+    languages, place_B = held.languages, held.language_B
+    _, lanes, active = codes.shape
+    sizes, most = _sizes(held.states), languages.size_GC.shape[1]
     allowed_BXC = torch.empty(lanes, active, most, dtype=torch.bool, device=place_B.device)
     whole_B, *more = (x.view(torch.int8) if x.dtype == torch.bool else x for x in settled or (place_B,) * 8)
     _allowed[(lanes, active)](
         sets.view(torch.int8), codes, whole_B, allowed_BXC.view(torch.int8), place_B, languages.edge_Y3,
-        languages.size_GC, languages.token_GC, languages.meta_G8, *more, lanes, active, width, most,
+        languages.size_GC, languages.token_GC, languages.meta_G8, *more, lanes, active, sets.shape[-1], most,
         PIECE=sizes["PIECE"], CLASSES=triton.next_power_of_2(most), FORCED=bool(settled),
         num_warps=sizes["num_warps"], **early(place_B),
     )  # fmt: skip
     return allowed_BXC
 
 
-def settled(
-    languages: Languages, place_B: Tensor, states: int, line: Line,
-    commit_BX: Tensor, token_BX: Tensor, confidence_BX: Tensor,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """The fields of `dinfer.kernels.languages.Settled`."""
+def settled(held: LaneLanguages, line: Line, commit_BX: Tensor, token_BX: Tensor, confidence_BX: Tensor) -> Settled:
+    """See `dinfer.kernels.languages.Sweeps.settled`."""
+    languages, place_B = held.languages, held.language_B
     lanes, active = line.token_BX.shape
     token_BX = token_BX.contiguous()
-    sets, codes = _sets(languages, place_B, states, line, commit_BX, token_BX)
+    sets, codes = _sets(held, line, commit_BX, token_BX)
     admitted_BX = torch.empty_like(commit_BX, memory_format=torch.contiguous_format)
     whole_B = torch.empty(lanes, dtype=torch.int32, device=place_B.device)
     read = (
@@ -393,23 +393,23 @@ def settled(
     _admitted[(lanes,)](
         sets.view(torch.int8), codes, *(t.contiguous() for t in read),
         lanes, active, sets.shape[-1], languages.distance_GQ.shape[1],
-        LINE=triton.next_power_of_2(active), **_sizes(states), **early(place_B),
+        LINE=triton.next_power_of_2(active), **_sizes(held.states), **early(place_B),
     )  # fmt: skip
     written_BX, forced_BX, text_BX, only_BX = (torch.empty_like(admitted_BX) for _ in range(4))
-    out_token_BX = torch.empty_like(token_BX)
-    found = written_BX, out_token_BX, forced_BX, text_BX, only_BX
-    _marks(languages, place_B, sets, codes, whole_B, token_BX, admitted_BX, *found)
+    found = Settled(written_BX, torch.empty_like(token_BX), forced_BX, text_BX, only_BX)
+    _marks(held, sets, codes, whole_B, token_BX, admitted_BX, *found)
     return found
 
 
 def leave(
-    languages: Languages, place_B: Tensor, row_N6: Tensor, slot_B: Tensor, line: Line, token_BX: Tensor,
-    pos_BX: Tensor, text_BX: Tensor, *lanes: Tensor,
+    held: LaneLanguages, row_N6: Tensor, slot_B: Tensor, line: Line, token_BX: Tensor, pos_BX: Tensor, text_BX: Tensor,
+    *regions: Tensor,
 ) -> None:  # fmt: skip
     """See `dinfer.kernels.languages.Sweeps.leave`."""
+    languages = held.languages
     read = (
-        slot_B, pos_BX, token_BX, line.outside_BX, text_BX, line.state_B, *lanes, place_B, languages.class_GV,
-        languages.next_Y, languages.meta_G8,
+        slot_B, pos_BX, token_BX, line.outside_BX, text_BX, line.state_B, *regions, held.language_B,
+        languages.class_GV, languages.next_Y, languages.meta_G8,
     )  # fmt: skip
     columns, active, vocab = row_N6.shape[1], token_BX.shape[1], languages.class_GV.shape[1]
     _leave[(len(slot_B),)](
@@ -419,15 +419,15 @@ def leave(
 
 
 def masked(
-    languages: Languages, place_B: Tensor, logits_RLV: Tensor, allowed_RLC: Tensor, outside_RL: Tensor, keep: int,
-    revive: bool,
-) -> Tensor:  # fmt: skip
+    held: LaneLanguages, logits_RLV: Tensor, allowed_RLC: Tensor, outside_RL: Tensor, keep: int, revive: bool
+) -> Tensor:
     """See `dinfer.kernels.languages.Sweeps.masked`."""
+    place_B, class_GV = held.language_B, held.languages.class_GV
     (rows, length, vocab), piece = logits_RLV.shape, 1024
     logits_RLV = logits_RLV.contiguous()
-    read = place_B, languages.class_GV, allowed_RLC.contiguous().view(torch.int8), outside_RL.contiguous()
+    read = place_B, class_GV, allowed_RLC.contiguous().view(torch.int8), outside_RL.contiguous()
     left_RL = torch.zeros_like(outside_RL, dtype=torch.int8) if revive else outside_RL
-    sizes = rows * length // len(place_B), vocab, languages.class_GV.shape[1], allowed_RLC.shape[-1]
+    sizes = rows * length // len(place_B), vocab, class_GV.shape[1], allowed_RLC.shape[-1]
     grid, options = (rows * length, triton.cdiv(vocab, piece)), {"PIECE": piece, "num_warps": 4, **early(logits_RLV)}
     _masked[grid](logits_RLV, *read, left_RL, *sizes, keep, LEFT=revive, **options)
     if revive:

@@ -41,7 +41,9 @@ def both(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Cal
         found = []
         for use in (request.param, "torch"):
             monkeypatch.setattr(languages, "use_triton", lambda *_, use=use: use == "triton")
-            monkeypatch.setattr(languages, "on_host", lambda _, use=use: use == "c")
+            monkeypatch.setattr(
+                languages, "native_languages", lambda _, use=use: dispatch.in_c() if use == "c" else None
+            )
             found.append(work())
         return found[0], found[1]
 

@@ -12,7 +12,7 @@ from support.launches import failures, recorded_launches
 from support.matrix import LEGAL, SAMPLE, Combination
 from support.models import UNIFORM, tiny_model
 
-from dinfer.kernels.lines import Languages, Line
+from dinfer.kernels.lines import LaneLanguages, Languages, Line
 from dinfer.kernels.types import FLOAT8, InGroups, Matrices, Plan, Rounded
 
 triton_linear = pytest.importorskip("dinfer.kernels.triton.linear")
@@ -157,14 +157,13 @@ def test_sets_of_states_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     )  # fmt: skip
     flags_BX = empty(2, 7, dtype=torch.bool)
     line = Line(empty(2, 7), flags_BX, flags_BX, empty(2), empty(2))
+    lanes = LaneLanguages(held, empty(2), 64, 99, 99)
     with recorded_launches(monkeypatch) as launches:
-        triton_languages.allowed(held, empty(2), 64, line)
-        triton_languages.settled(held, empty(2), 64, line, flags_BX, empty(2, 7), empty(2, 7, dtype=torch.float32))
+        triton_languages.allowed(lanes, line)
+        triton_languages.settled(lanes, line, flags_BX, empty(2, 7), empty(2, 7, dtype=torch.float32))
         triton_languages.placed(empty(5, 6), empty(2), empty(2, 7))
         regions = empty(2), empty(2), flags_BX[:, 0], flags_BX[:, 0]
-        triton_languages.leave(
-            held, empty(2), empty(5, 6), empty(2), line, empty(2, 7), empty(2, 7), flags_BX, *regions
-        )
+        triton_languages.leave(lanes, empty(5, 6), empty(2), line, empty(2, 7), empty(2, 7), flags_BX, *regions)
         logits_RLV, allowed_RLC = empty(2, 7, 99, dtype=torch.float32), empty(2, 7, 9, dtype=torch.bool)
-        triton_languages.masked(held, empty(2), logits_RLV, allowed_RLC, flags_BX, 5, True)
+        triton_languages.masked(lanes, logits_RLV, allowed_RLC, flags_BX, 5, True)
     assert len(launches) == 8 and failures(launches) == []
