@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from dinfer.layers.transformer import Transformer
 from dinfer.loading.files import PUBLISHED, listed
 from dinfer.parallel.split import Placement, Section, Split
-from dinfer.recipe.registry import check_range, option
+from dinfer.recipe.registry import option
 from dinfer.step.model import ModelFamily
 from dinfer.step.spec import ExpertLayout, ExpertSpec, ModelSpec
 
