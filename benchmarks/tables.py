@@ -492,7 +492,7 @@ def narrow() -> str:
 
 def constrained() -> str:
     """What a step costs whose rows are in a language."""
-    report = load("constrained-llada-8b-h200")
+    report = load("constrained-llada-8b-h100")
     rows = [
         {"batch": batch, "step": step, "plain": found["none"]["ms"]}
         | {name: f"{own['ms']:.2f} ms, {own['more']:+.1%}" for name, own in found.items()}
