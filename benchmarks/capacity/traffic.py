@@ -6,6 +6,7 @@ import csv
 import json
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
+from itertools import cycle
 from math import isfinite
 from pathlib import Path
 from random import Random
@@ -24,12 +25,12 @@ class Asked(NamedTuple):
 
 
 def poisson(rate: float, lengths: Sequence[tuple[int, int]], seconds: float, draw: Random) -> Iterator[Asked]:
-    """Requests that are independent of each other, `rate` a second on average. `lengths`: prompts and answers."""
+    """Requests that are independent of each other, `rate` a second on average. `lengths`: prompt and answer, in turn."""
     if rate <= 0:
         raise ValueError(f"--rate {rate} must be above 0 requests a second")
-    at = draw.expovariate(rate)
+    at, each = draw.expovariate(rate), cycle(lengths)
     while at < seconds:
-        yield Asked(at, *draw.choice(lengths))
+        yield Asked(at, *next(each))
         at += draw.expovariate(rate)
 
 

@@ -104,7 +104,7 @@ def numbers(low: Bound | None, high: Bound | None, whole: bool, budget: Budget) 
 
     So few that a reader who rounds to a double never rounds a number to an exclusive bound.
     """
-    digits = max(len(str(int(abs(b.value)))) for b in (low, high) if b is not None)
+    digits = max(len(str(int(b.value.copy_abs()))) for b in (low, high) if b is not None)
     places = 0 if whole else max(0, min(FRACTION, PRECISION - digits))
     form = build(cat(NATURAL, repeat(cat(b".", repeat(DIGIT, 1, places)), 0, 1) if places else b""), budget)
     zero, parts = Bound(Decimal(0)), list[Node]()
@@ -124,7 +124,7 @@ def _between(low: Bound, high: Bound | None, form: Automaton, budget: Budget) ->
 
 def _decimal(bound: Bound, above: bool) -> Node:
     """Numbers that are not negative, on one side of a bound that is not negative either."""
-    whole, _, fraction = format(abs(bound.value), "f").partition(".")
+    whole, _, fraction = format(bound.value.copy_abs(), "f").partition(".")
     fraction, any_digits, equal = fraction.rstrip("0"), repeat(DIGIT), not bound.exclusive
     parts = [cat(_above(whole) if above else _below(whole), repeat(cat(b".", repeat(DIGIT, 1)), 0, 1))]
     for i, digit in enumerate(map(int, fraction)):

@@ -238,7 +238,7 @@ def test_gaps_are_filled(dinfer: CommandLine, checkpoint: str) -> None:
 
 def test_slots_are_read(dinfer: CommandLine, checkpoint: str) -> None:
     said = dinfer("read", "a", "answer='b [SLOT:x]'", "slots={x:[c,d]}", checkpoint)
-    assert said.status == 0 and re.match("1 slots, 1 forwards", said.err), said
+    assert said.status == 0 and re.match("1 slot, 1 forward,", said.err), said
     found = json.loads(said.out)
     assert found["text"] == f"b {found['slots']['x']['choice']}" and [*found["slots"]["x"]["probabilities"]] == [
         "c",

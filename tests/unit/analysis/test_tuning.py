@@ -191,8 +191,8 @@ def test_from_the_command_line_to_the_next_command(
     table = json.loads((tmp_path / "load.json").read_text())
     assert [*table["recipes"][0]["tokens_per_s"]] == ["1", "2"] and table["reference"]["decoder"]["name"] == "fixed"
     assert "0.00 points lost" in said and "runtime.load_table=load.json" in said.splitlines()[-1]
-    usage = said.split('"question" ')[1].splitlines()[0].split()
-    assert usage == ["--config-dir", "conf", "recipe=mine"]
+    same, *usage = said.split('"question" ')[1].splitlines()[0].split()
+    assert (same, usage) == (checkpoint, ["--config-dir", "conf", "recipe=mine"])
     main(["generate", "a", checkpoint, "max_new_tokens=8", *usage])
     assert "tokens per forward" in capsys.readouterr().err
     # Its options may be changed, and its components exchanged: their options go with them.

@@ -187,7 +187,10 @@ def test_lengths_are_lowered_before_a_schema_is_refused() -> None:
 @pytest.mark.parametrize("number", [2**31 - 1, 10**12, 10**3000])
 def test_a_huge_bound_takes_no_memory(number: int) -> None:
     """It once took all that the machine had: an edge was made for each repetition."""
-    for schema in ({"type": "string", "maxLength": number}, {"type": "array", "items": {}, "maxItems": number}):
+    for schema in (
+        {"type": "string", "maxLength": number},
+        {"type": "array", "items": {"type": "null"}, "maxItems": number},
+    ):
         automaton, exact, _ = compile_automaton(json_schema(schema))
         assert not exact and automaton.states < 8192
     for keyword in ("minLength", "minItems"):
