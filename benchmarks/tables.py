@@ -149,22 +149,22 @@ def families() -> str:
 # Speed
 
 
-STEPS = {  # the title of a row, its file, and its goal in ms
-    "LLaDA-8B": ("step-llada-8b-h200", 4.9),
-    "LLaDA-8B, batch 8": ("step-llada-8b-batch8-h200", 8.5),
-    "LLaDA-8B, fp8": ("step-llada-8b-fp8-h200", 3.1),
-    "LLaDA-8B, int4": ("step-llada-8b-int4-h200", 2.1),
-    "LLaDA2-mini, masks alike": ("step-llada2-mini-h200", None),
-    "LLaDA2-mini": ("step-llada2-mini-spread-h200", 1e3 / 190),
-    "LLaDA2-mini, fp8, masks alike": ("step-llada2-mini-fp8-h200", None),
-    "LLaDA2-mini, fp8": ("step-llada2-mini-fp8-spread-h200", 1e3 / 300),
-    "LLaDA2-mini, int4": ("step-llada2-mini-int4-spread-h200", 2.4),
+STEPS = {  # the title of a row, and its file
+    "LLaDA-8B": "step-llada-8b-h200",
+    "LLaDA-8B, batch 8": "step-llada-8b-batch8-h200",
+    "LLaDA-8B, fp8": "step-llada-8b-fp8-h200",
+    "LLaDA-8B, int4": "step-llada-8b-int4-h200",
+    "LLaDA2-mini, masks alike": "step-llada2-mini-h200",
+    "LLaDA2-mini": "step-llada2-mini-spread-h200",
+    "LLaDA2-mini, fp8, masks alike": "step-llada2-mini-fp8-h200",
+    "LLaDA2-mini, fp8": "step-llada2-mini-fp8-spread-h200",
+    "LLaDA2-mini, int4": "step-llada2-mini-int4-spread-h200",
 }
 
 
 def timed() -> dict[str, Report]:
     """The steps of full-size shapes, by title."""
-    return {title: load(name) | {"title": title, "goal": goal} for title, (name, goal) in STEPS.items()}
+    return {title: load(name) | {"title": title} for title, name in STEPS.items()}
 
 
 def milliseconds(value: float | None) -> str:
@@ -179,7 +179,6 @@ def steps() -> str:
         "experts read": lambda row: "-" if row["experts_read"] is None else f"{row['experts_read']:.0f}",
         "step": "{graph[step_ms]:.2f} ms",
         "with the host": lambda row: milliseconds(row["graph"]["step_ms"] + row["graph"]["host_ms"]),
-        "goal": lambda row: milliseconds(row["goal"]),
         "limit: bytes": "{limit[bytes_ms]:.2f} ms",
         "limit: multiply-adds": "{limit[flops_ms]:.2f} ms",
         "of the limit": lambda row: f"{100 * row['limit']['reached']:.0f}%",

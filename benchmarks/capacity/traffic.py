@@ -25,7 +25,7 @@ class Asked(NamedTuple):
 
 
 def poisson(rate: float, lengths: Sequence[tuple[int, int]], seconds: float, draw: Random) -> Iterator[Asked]:
-    """Requests that are independent of each other, `rate` a second on average. `lengths`: prompt and answer, in turn."""
+    """Requests that are independent of each other, `rate` a second on average. `lengths`: of prompt and answer."""
     if rate <= 0:
         raise ValueError(f"--rate {rate} must be above 0 requests a second")
     at, each = draw.expovariate(rate), cycle(lengths)
