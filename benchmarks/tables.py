@@ -503,24 +503,6 @@ def constrained() -> str:
     return f"{made(report)}.\n\n{table(columns, rows)}"
 
 
-def sides() -> str:
-    """Kernels and times of steps at two commits on one card."""
-    report = load("side-by-side-09863cab-h200")
-    rows = []
-    for name, step in report["steps"].items():
-        times, more = step["step_ms"], sum(step["more"].values())
-        then, now = times["old"], times["new"]
-        order = "same order" if step["order"] else f"other: {more}" if more else "same, another order"
-        rows.append({"name": name, "count": " and ".join(map(str, dict.fromkeys(step["kernels"]))), "order": order,
-                     "then": then, "now": now, "change": now["median"] / then["median"] - 1})  # fmt: skip
-    columns: dict[str, Cell] = {
-        "step": "{name}", "kernels": "{count}", "names and order": "{order}",
-        report["old"]["commit"]: "{then[median]:.3f} ms", report["new"]["commit"]: "{now[median]:.3f} ms",
-        "change": "{change:+.1%}", "spread of three runs": "{then[spread]:.1%}, {now[spread]:.1%}",
-    }  # fmt: skip
-    return f"{made(report['new'])}, both in one session.\n\n{table(columns, rows)}"
-
-
 BLOCKS = {"llada": "LLaDA-8B, blocks of 32", "sdar-4b": "SDAR-4B, blocks of 4", "sdar-8b": "SDAR-8B, blocks of 4"}
 
 
@@ -687,25 +669,13 @@ def two_cards() -> list[Report]:
     return [row for file in files for row in load(file.stem)["runs"]]
 
 
-def sampled() -> str:
-    """Accuracy and tokens per forward of decoders by how tokens are drawn."""
-    reports = [load("sampled-tiny-h200"), load("sampled-tiny-llada2-h200")]
-    rows = {
-        f"`{row['model']}`, `{row['decoder']}` {row['options']}".rstrip(): row["settings"]
-        for report in reports for row in report["rows"]
-    }  # fmt: skip
-    heads = {name: name for name in next(iter(rows.values()))}
-    cells = matrix("model, decoder", heads, rows, lambda row, name: "{accuracy:.1f}%, {tpf:.1f}".format_map(row[name]))
-    return f"{'; '.join(f'`{command(report)}`' for report in reports)}, {made(*reports)}.\n\n{cells}"
-
-
 SECTIONS: dict[str, Callable[[], str]] = {
     "families": families, "summary": summary, "box": box, "second_box": second_box, "further": further,
     "everything": everything, "short": short, "steps": steps, "step-runs": step_runs, "parts": step_parts,
     "peers": peers, "rival": rival, "narrow-card": narrow, "constrained": constrained,
-    "sides": sides, "diffulex": diffulex, "llama-cpp": llama_cpp, "goals": goals,
+    "diffulex": diffulex, "llama-cpp": llama_cpp, "goals": goals,
     "long-prompts": long_prompts, "curve": curve, "startup": startup, "throughput": throughput, "ablation": ablation,
-    "experts": experts, "sampled": sampled,
+    "experts": experts,
     "checked": lambda: checked(load("scaling-check-h200")["runs"]),
     "checked_two_cards": lambda: checked(two_cards()),
 }  # fmt: skip

@@ -148,9 +148,7 @@ def simulate(own: argparse.Namespace) -> None:
         ]
         beyond = times.beyond / max(times.steps, 1)
         run["simulated"] = {**figures(rows, setting["seconds"]), "steps_beyond_measured": round(beyond, 3)}
-        print(
-            {key: (value, run["simulated"][key]) for key, value in run.items() if key in run["simulated"]}, flush=True
-        )
+        print({key: (run.get(key), value) for key, value in run["simulated"].items()}, flush=True)
     report["simulator"] = {"steps": [path.name for path in own.steps], "reach": own.reach, **provenance(DEVICE)}
     save(report, own.out)
 
