@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -68,8 +69,9 @@ def test_tuning_on_a_task(
     report = json.loads((tmp_path / "tune.json").read_text())
     assert report["heldout"]["metrics"]["problems"] == 2 and report["heldout"]["drop"]["points"] == 0
     said = capsys.readouterr().out
-    assert f'use it: dinfer generate "question" {checkpoint} --config-dir conf recipe=tuned' in said
-    assert f"use it: dinfer serve iteration.block=8 {checkpoint} runtime.load=adaptive" in said
+    quoted = shlex.quote(checkpoint)
+    assert f'use it: dinfer generate "question" {quoted} --config-dir conf recipe=tuned' in said
+    assert f"use it: dinfer serve iteration.block=8 {quoted} runtime.load=adaptive" in said
     for more, message in (
         (["tasks=[mini_turns,mini_ages]"], "tune on one task at a time"),
         (["tasks=mini_turns", "count=499", "heldout=2"], "has 500 documents, and 501 are asked for"),
