@@ -19,6 +19,8 @@ PIP_ARGS ?=
 ARGS ?=
 # How test-rest draws random examples: `explore` has a fresh seed each time, `fixed` always the same one.
 PROFILE ?= explore
+# What test-rest runs.
+REST ?= matrix or hypothesis
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS)
@@ -38,7 +40,7 @@ test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
 
 test-rest: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n auto --dist worksteal -m '(matrix or hypothesis) and not gpu' \
+	$(BIN)/python -m pytest -n auto --dist worksteal -m '($(REST)) and not gpu' \
 	  --hypothesis-profile=$(PROFILE) $(ARGS)
 
 test-all: test test-rest
