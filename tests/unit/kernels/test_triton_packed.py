@@ -190,4 +190,4 @@ def test_expert_mlps_in_4_bits(
         got = triton_moe.combine(out_PD, weights_NC)
         # A sum in another order may round one value between the maps to its other neighbour, which one row then shows.
         torch.testing.assert_close(got, want, atol=0.02, rtol=0.02)
-        assert torch.isclose(got, want, **CLOSE[dtype]).all(-1).sum() >= tokens - 1
+        assert torch.isclose(got, want, **CLOSE[dtype]).all(-1).sum() >= tokens - CUDA
