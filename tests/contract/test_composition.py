@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from support import selection
 from support.host import Host
 from support.matrix import (
     COMBINATIONS,
@@ -86,9 +85,10 @@ def test_the_matrix_is_not_trivial() -> None:
     assert len(stopped) // 10 < sum(stopped) < len(stopped)
 
 
-def test_illegal_recipes_say_why(record_property: Callable[[str, object], None]) -> None:
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.matrix)])
+def test_illegal_recipes_say_why(every: bool, record_property: Callable[[str, object], None]) -> None:
     """A refusal without a remedy is no help. The counts are shown when the tests end (see conftest.py)."""
-    reasons = {refusal(c) for c in (ILLEGAL if selection.matrix else covering(ILLEGAL))}
+    reasons = {refusal(c) for c in (ILLEGAL if every else covering(ILLEGAL))}
     legal, all_of = (Counter(c.variant for c in some) for some in (LEGAL, COMBINATIONS))
     counts = ", ".join(f"{name} {legal[name]} of {all_of[name]}" for name in all_of)
     record_property("summary", f"composition matrix: {len(LEGAL)} legal recipes, {len(ILLEGAL)} refused; {counts}")
