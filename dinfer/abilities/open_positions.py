@@ -73,7 +73,8 @@ class OpenOnly(Extra):
         return OpenOnly(1)
 
     def holds(self, asked: Self | None, own: StepShape, shape: StepShape) -> bool:
-        return asked is not None and asked.count <= self.count
+        most = shape.lanes * min(shape.width, shape.blocks * shape.block) if asked is None else asked.count
+        return most <= self.count
 
 
 class OpenPositions(ByExtra[OpenOnly]):

@@ -1,9 +1,10 @@
 """Launches denoising steps, eagerly or as CUDA graphs, one per `StepShape`."""
 
 import logging
+import math
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -60,7 +61,7 @@ class StepClock:
 
 WORTH = 32  # launches after which a shape is captured although a larger one could stand in
 SCARCE = 0.25  # the share of the card's memory that a capture may need
-SPARE = 1.5  # a shape that stands in for another computes at most so many times its positions
+SPARE = 1.5  # a shape with at most so many times the positions of another stands in whatever a step of it takes
 Observer = Callable[[StepShape, Sequence[int]], AbstractContextManager[object]]
 
 logger = logging.getLogger(__name__)
@@ -77,11 +78,11 @@ class Runner:
     """Runs steps over one `BatchState`. With graphs, shapes are rounded up to buckets, so that few are captured.
 
     A shape runs eagerly the first time and is captured the second time. So a shape that comes up once, such as the
-    width of a prompt, costs no capture. A capture takes as long as many steps. So a captured shape that is hardly
-    larger stands in until the positions that it computed in vain have taken as long as a capture, or until the other
-    has come up `WORTH` times. One that differs in what is free alone stands in for good. All graphs share a memory
-    pool. A step cannot be captured if a component waits for the device. It then always runs eagerly, and a warning says
-    why.
+    width of a prompt, costs no capture. A capture takes as long as many steps, and the kernels of a new shape may take
+    longer to compile than a hundred. So a larger captured shape stands in meanwhile, until the positions that it
+    computed in vain have taken as long as a capture, or until the other has come up `WORTH` times. One that differs in
+    what is free alone stands in for good. All graphs share a memory pool. A step cannot be captured if a component
+    waits for the device. It then always runs eagerly, and a warning says why.
     """
 
     def __init__(self, recipe: Recipe, *, graphs: bool) -> None:
@@ -96,7 +97,8 @@ class Runner:
         self._captured: dict[StepShape, _Captured] = {}
         self._pool: Any = None
         self._side: torch.cuda.Stream | None = None  # of captures
-        self._standing: StepClock | None = None  # measures steps for which a larger shape stands in
+        self._replays: StepClock | None = None  # measures one replay of each graph
+        self._seconds: dict[StepShape, float] = {}  # what it says
         # By shape, the seconds of positions that other shapes computed in vain for it.
         self._wasted: defaultdict[StepShape, float] = defaultdict(float)
         self._captures: deque[float] = deque(maxlen=32)  # seconds of each
@@ -105,10 +107,10 @@ class Runner:
     def open(self, state: BatchState | None) -> None:
         """Runs steps of this state from now on, and drops the graphs of the last one. None: no state."""
         self._state, self._pool = state, None
-        for held in (self.refused, self._seen, self._captured, self._wasted):
+        for held in (self.refused, self._seen, self._captured, self._seconds, self._wasted):
             held.clear()
         if self.graphs and state is not None:
-            self._pool, self._standing = torch.cuda.graph_pool_handle(), StepClock(self.recipe.model.device)
+            self._pool, self._replays = torch.cuda.graph_pool_handle(), StepClock(self.recipe.model.device)
 
     @property
     def state(self) -> BatchState:
@@ -146,11 +148,10 @@ class Runner:
             met = shape in self._captured or shape in self.refused or (kind in self._seen and not self.graphs)
             self.meeting = None if met else shape
             clock = nullcontext() if self.clock is None or not met else self.clock.around(asked)
-            standing = nullcontext() if self._standing is None or shape == kind else self._standing.around(kind)
             try:
                 if not met and self.compiler is not None:
                     self.compiler.compile(shape)
-                with clock, standing:
+                with clock:
                     self._run(state, shape, lanes)
             finally:
                 self.meeting = None
@@ -162,14 +163,18 @@ class Runner:
 
     def _present(self, kind: StepShape) -> StepShape:
         """The bucket, or the captured shape that stands in for it."""
-        for shape, seconds in self._standing.read() if self._standing is not None else ():
-            other = stand_in(shape, self._captured)
-            self._wasted[shape] += seconds * (1 - shape.lanes * shape.width / (other.lanes * other.width))
         if kind in self._captured:
             return kind
-        other = stand_in(kind, self._captured)
-        paid = self._seen[kind] >= WORTH or (self._captures and self._wasted[kind] >= median(self._captures))
-        return kind if paid and kind not in self.refused and other.bare() != kind.bare() else other
+        self._seconds.update(self._replays.read() if self._replays is not None else ())
+        ready = self.compiler is None or self.compiler.ready(kind)
+        price = median(self._captures) if self._captures and ready else math.inf
+        other = stand_in(kind, self._captured, self._seconds, price)
+        paid = self._seen[kind] >= WORTH or self._wasted[kind] >= price
+        if ready and paid and kind not in self.refused and other.bare() != kind.bare():
+            return kind
+        if other != kind:
+            self._wasted[kind] += in_vain(kind, other, self._seconds, 0)
+        return other
 
     def _run(self, state: BatchState, shape: StepShape, lanes: list[int]) -> None:
         captured = self._graph(state, shape) if self.graphs else None
@@ -179,7 +184,9 @@ class Runner:
         if captured.lanes != lanes:
             upload(captured.slot_B, torch.tensor(lanes))
             captured.lanes = lanes
-        captured.graph.replay()
+        clock = None if shape in self._seconds else self._replays
+        with nullcontext() if clock is None else clock.around(shape):
+            captured.graph.replay()
 
     def _graph(self, state: BatchState, shape: StepShape) -> _Captured | None:
         """The graph of a shape that has come up before; None: run it eagerly."""
@@ -229,10 +236,27 @@ def drop_graphs() -> None:
         runner.drop_graphs()
 
 
-def stand_in(shape: StepShape, captured: Iterable[StepShape]) -> StepShape:
-    """The smallest captured shape that holds a step of this one and is hardly larger; otherwise the shape itself."""
-    most = SPARE * shape.lanes * shape.width
-    able = [other for other in captured if other.lanes * other.width <= most and other.holds(shape)]
+def in_vain(shape: StepShape, other: StepShape, seconds: Mapping[StepShape, float], unknown: float) -> float:
+    """The seconds that a step of the shape `other` takes for what one of `shape` does not compute.
+
+    `seconds`: what is known of whole steps. `unknown`: what others are taken for.
+    """
+    return seconds.get(other, unknown) * (1 - shape.lanes * shape.width / (other.lanes * other.width))
+
+
+def stand_in(
+    shape: StepShape, captured: Iterable[StepShape], seconds: Mapping[StepShape, float], price: float
+) -> StepShape:
+    """The smallest captured shape that holds a step of this one, if there is one that does not cost too much.
+
+    That is one which is hardly larger, or computes in vain for at most `price` seconds. Otherwise the shape itself.
+    """
+
+    def pays(other: StepShape) -> bool:
+        hardly = other.lanes * other.width <= SPARE * shape.lanes * shape.width
+        return hardly or in_vain(shape, other, seconds, math.inf) <= price
+
+    able = [other for other in captured if other.holds(shape) and pays(other)]
     return min(able, key=lambda other: (other.lanes * other.width, other.pages), default=shape)
 
 

@@ -13,6 +13,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import replace
@@ -25,7 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from dinfer.recipe.recipe import Recipe
 from dinfer.step.canvas import Cursors, Phase
-from dinfer.step.shape import StepShape
+from dinfer.step.shape import StepShape, power_of_2
 from dinfer.step.state import BatchState
 from dinfer.step.step import denoise_step
 from dinfer.step.window import width_of
@@ -36,26 +37,44 @@ META = torch.device("meta")
 
 
 class KernelCompiler:
-    """Compiles the kernels of steps, once for each kind of step. If that fails, the first launch compiles as usual."""
+    """Compiles the kernels of steps, once for each kind of step. If that fails, the first launch compiles as usual.
+
+    It does so in a thread of its own, so that steps of other shapes can run meanwhile.
+    """
 
     def __init__(self, recipe: Recipe, alloc: Callable[[Recipe, torch.device], BatchState], sizes: object) -> None:
         """`alloc` makes the state of the steps on another device. `sizes`: everything that its shapes depend on."""
         self._recipe, self._alloc, self._sizes = recipe, alloc, sizes
         self._twin: tuple[Recipe, BatchState] | None = None
-        self._known: set[StepShape] = set()
+        self._begun: dict[Kind, Future[None]] = {}
+        self._thread = ThreadPoolExecutor(1, "dinfer-kernels")
         self._able = isinstance(recipe.model, nn.Module) and recipe.ranks.size == 1
 
     def compile(self, shape: StepShape) -> None:
-        """Compiles for a step of this shape, and for the other phases of its rows."""
-        if not self._able or kind_of(shape) in self._known:
-            return
-        self._known.add(kind_of(shape))
+        """Compiles for a step of this shape, and for the other phases of its rows. Waits until that has ended."""
+        if self._able:
+            self._begin(shape).result()
+
+    def ready(self, shape: StepShape) -> bool:
+        """Whether `compile` would return at once. If not, it begins to compile, and does not wait."""
+        return not self._able or self._begin(shape).done()
+
+    def _begin(self, shape: StepShape) -> Future[None]:
+        kind = kind_of(shape)
+        if kind not in self._begun:
+            self._begun[kind] = Future()
+            self._thread.submit(self._work, shape, self._begun[kind])
+        return self._begun[kind]
+
+    def _work(self, shape: StepShape, done: Future[None]) -> None:
         began = time.perf_counter()
         try:
             copy_context().run(self._compile, shape)  # an interrupt leaves Triton 3.6's mode on in its context
         except Exception as error:  # if the step itself is at fault, the launch raises a better error
             self._able = False
             logger.info("kernels are compiled at their first launch from now on: %s", error)
+        finally:
+            done.set_result(None)
         logger.info("kernels of %s: %.1f s", shape, time.perf_counter() - began)
 
     @property
@@ -75,24 +94,29 @@ class KernelCompiler:
         prepared()  # a launch needs it, too
         if done.exists() or cores() == 1:
             return
-        with compiled_beside(device), Shapes():
+        with torch.inference_mode(), compiled_beside(device), Shapes():
             if self._twin is None:
                 recipe = on_meta(self._recipe)
                 self._twin = recipe, self._alloc(recipe, META)
             recipe, state = self._twin
             slot_B = torch.empty(shape.lanes, dtype=torch.int64, device=META)
-            more = (each for each in followers(recipe, state, shape) if kind_of(each) not in self._known)
-            for each in (shape, *more):
-                self._known.add(kind_of(each))
-                denoise_step(recipe, state, each, slot_B)
+            denoise_step(recipe, state, shape, slot_B)
+            for each in followers(recipe, state, shape):
+                if kind_of(each) not in self._begun:
+                    self._begun[kind_of(each)] = self._begun[kind_of(shape)]
+                    denoise_step(recipe, state, each, slot_B)
         done.parent.mkdir(parents=True, exist_ok=True)
         done.touch()
 
 
-def kind_of(shape: StepShape) -> StepShape:
-    """One that stands for all that most likely have the same kernels."""
-    lanes, width = shape.lanes.bit_length(), shape.width.bit_length()
-    return replace(shape, lanes=lanes, width=width, pages=0, extras=tuple(extra.kernels() for extra in shape.extras))
+Kind = tuple[StepShape, int]
+
+
+def kind_of(shape: StepShape) -> Kind:
+    """One that stands for all that most likely have the same kernels. They differ with rows, widths, and positions."""
+    extras = tuple(extra.kernels() for extra in shape.extras)
+    lanes, width, positions = (power_of_2(count) for count in (shape.lanes, shape.width, shape.lanes * shape.width))
+    return replace(shape, lanes=lanes, width=width, pages=0, extras=extras), positions
 
 
 def on_meta(recipe: Recipe) -> Recipe:

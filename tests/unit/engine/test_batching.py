@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 from random import Random
 
 import pytest
@@ -394,9 +395,15 @@ def test_a_captured_shape_stands_in_where_it_does_the_same_and_hardly_more() -> 
         )
     ]
     assert not any(other.holds(shape) for other in unable)
-    assert stand_in(shape, unable) == shape
-    assert stand_in(shape, [able[0], able[2]]) == able[2]
-    assert stand_in(shape, [replace(shape, lanes=int(16 * SPARE) + 1)]) == shape
+    assert stand_in(shape, unable, {}, inf) == shape
+    assert stand_in(shape, [able[0], able[2]], {}, 0) == able[2]
+    larger = replace(shape, lanes=64)
+    assert stand_in(shape, [replace(shape, lanes=int(16 * SPARE) + 1)], {}, 1) == shape, "nobody knows what it takes"
+    assert stand_in(shape, [larger], {larger: 0.04}, 0.03) == larger, "three quarters of it are computed in vain"
+    assert stand_in(shape, [larger], {larger: 0.04}, 0.029) == shape
+    whole = replace(shape, width=12, extras=())
+    fits = [count for count in (191, 192) if replace(larger, width=12, extras=(OpenOnly(count),)).holds(whole)]
+    assert fits == [192], "a step without a number of open positions may have as many as it computes"
     narrow = shape.adding(KeysOnly())
     assert not replace(narrow, width=40).holds(narrow), "wider rows would decode"
 
