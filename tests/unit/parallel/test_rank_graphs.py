@@ -6,7 +6,7 @@ import itertools
 import json
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -112,3 +112,23 @@ def test_a_larger_graph_stands_in_until_its_vain_positions_took_as_long_as_a_cap
     later = WORTH + 2 - stands_in
     own = [6] * (later + 1) if short is None else [6, 6] + [8] * (later - 1)
     assert [shape.lanes for shape in device.ran[0]] == [8] * stands_in + own, "one more, before the capture"
+
+
+def test_a_larger_graph_stands_in_while_kernels_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows in flight wait for no compiler. A step that nothing can stand in for does."""
+    compiler = SimpleNamespace(done=False, waited=list[int](), ready=lambda shape: compiler.done)
+    compiler.compile = lambda shape: compiler.waited.append(shape.lanes)
+    device = Device(monkeypatch, None)
+    monkeypatch.setattr("dinfer.engine.runner.StepClock", lambda device: SimpleNamespace(read=list, around=nullcontext))
+    recipe = compose(tiny_model(), iteration={"name": "blockwise", "block": BLOCK}, decoder="threshold", cache="dual")
+    worker = Worker(recipe, Runtime(graphs=True))
+    worker.open(BatchSize(slots=8, length=512, block=BLOCK, pages=256))
+    worker.runner.compiler = compiler  # type: ignore[assignment]
+    full = StepShape(Phase.FULL, 8, 512, 1, BLOCK, 32)
+    for shape in (full, full, *[replace(full, lanes=1)] * (WORTH + 2)):
+        worker.launch(shape, [*range(shape.lanes)])
+    assert {shape.lanes for shape in device.ran[0]} == {8}
+    compiler.done = True
+    worker.launch(replace(full, lanes=1), [0])
+    assert device.ran[0][-1].lanes == 1
+    assert compiler.waited == [8, 8, 1], "the last one returns at once"
