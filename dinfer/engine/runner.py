@@ -72,6 +72,7 @@ class _Captured:
     graph: torch.cuda.CUDAGraph
     slot_B: Tensor  # the graph reads its slots here
     lanes: list[int]  # the values of `slot_B`
+    measured: bool = False  # whether a replay was
 
 
 class Runner:
@@ -184,7 +185,8 @@ class Runner:
         if captured.lanes != lanes:
             upload(captured.slot_B, torch.tensor(lanes))
             captured.lanes = lanes
-        clock = None if shape in self._seconds else self._replays
+        clock = None if captured.measured else self._replays
+        captured.measured = True
         with nullcontext() if clock is None else clock.around(shape):
             captured.graph.replay()
 
