@@ -132,18 +132,20 @@ class Runner:
     def run_as(self, shape: StepShape) -> StepShape:
         """The shape as which a step of `shape` runs now: its bucket, or a captured shape that stands in for it.
 
-        Ranks may differ in what they have captured, since one of them may lack memory for a graph. So rank 0 decides
-        for all of them.
+        Ranks may differ in what they have captured, since one of them may lack memory for a graph, and in how long that
+        took. So rank 0 decides for all of them.
         """
         return self._present(self._bucket(shape)) if self.graphs else shape
 
     def launch(self, asked: StepShape, slots: list[int], run: StepShape | None = None) -> None:
         """Starts a step of the shape `asked` on these slots. Does not wait for the device.
 
-        `run`: the shape as which it runs. None: what `run_as` says.
+        `run`: the shape as which it runs. None: what `run_as` says, or what ranks without a leader all say alike.
         """
         state, kind = self.state, self._bucket(asked)
-        shape = run or (self._present(kind) if self.graphs else asked)
+        if run is None and self.graphs:
+            run = self._present(kind) if self.recipe.ranks.size == 1 else self._alike(kind)
+        shape = run or asked
         lanes = slots + [state.canvas.scratch] * (shape.lanes - len(slots))
         with nullcontext() if self.observer is None else self.observer(shape, slots):
             met = shape in self._captured or shape in self.refused or (kind in self._seen and not self.graphs)
@@ -176,6 +178,11 @@ class Runner:
         if other != kind:
             self._wasted[kind] += in_vain(kind, other, self._seconds, 0)
         return other
+
+    def _alike(self, kind: StepShape) -> StepShape:
+        """As `_present`, but by nothing that was timed: ranks of other shapes would wait for each other for ever."""
+        bare = kind.bare()
+        return stand_in(kind, [other for other in self._captured if other.bare() == bare], {}, 0.0)
 
     def _run(self, state: BatchState, shape: StepShape, lanes: list[int]) -> None:
         captured = self._graph(state, shape) if self.graphs else None

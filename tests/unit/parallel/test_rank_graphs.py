@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -112,6 +113,26 @@ def test_a_larger_graph_stands_in_until_its_vain_positions_took_as_long_as_a_cap
     later = WORTH + 2 - stands_in
     own = [6] * (later + 1) if short is None else [6, 6] + [8] * (later - 1)
     assert [shape.lanes for shape in device.ran[0]] == [8] * stands_in + own, "one more, before the capture"
+
+
+def test_ranks_without_a_leader_do_alike_however_long_things_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each decided by its own clock: one took the graph of three rows for two, the other did not, and both hung."""
+    device, model = Device(monkeypatch, None), tiny_model()
+    model.join(ThreadRanks(Rank(0, 2)))
+    recipe = compose(model, iteration={"name": "blockwise", "block": BLOCK}, decoder="threshold", cache="dual")
+    three = StepShape(Phase.WINDOW, 3, BLOCK, 1, BLOCK, 4)
+    for device.rank, seconds in enumerate((1e-6, 10.0)):
+        worker = Worker(recipe, Runtime(graphs=True, tensor_parallel=2))
+        worker.open(BatchSize(slots=4, length=64, block=BLOCK, pages=16))
+        monkeypatch.setattr("dinfer.engine.runner.StepClock.read", partial(_times, worker, seconds))
+        for lanes in (3, 3, 1, 1, 1):
+            worker.launch(replace(three, lanes=lanes), [*range(lanes)])
+    assert device.ran[0] == device.ran[1]
+
+
+def _times(worker: Worker, seconds: float) -> list[tuple[StepShape, float]]:
+    """Every captured step took so long."""
+    return [(shape, seconds) for shape in worker.runner._captured]
 
 
 def test_a_larger_graph_stands_in_while_kernels_compile(monkeypatch: pytest.MonkeyPatch) -> None:
