@@ -84,33 +84,29 @@ class StepTimes:
         if setting.get("model") or setting.get("shape") not in SHAPES:
             raise ValueError(f"{name} is not of a shape of benchmarks.shapes: measure one with --shape")
         self.spec = shape(setting["shape"])[1]
-        self.block, self.longest = setting["block"], 0
+        self.block, self.longest, self.cards = setting["block"], 0, int(setting.get("tensor_parallel") or 1)
         self.settle = bool(setting.get("settle", setting.get("favour") == "throughput"))
-        self.cards = int(setting.get("tensor_parallel") or 1)
         self.ahead = setting.get("device", "").startswith("cuda")  # with graphs, the engine launches rounds ahead
-        self._lines: dict[tuple[str, int], dict[int, dict[float, Spread]]] = {}
         lines: Any = defaultdict(lambda: defaultdict(dict))
         launched = Counter[int]()  # window steps by their width
         for row in rows_of(report):
             phase, canvas = row["phase"], row["canvas"]
             self.longest = max(self.longest, canvas)
-            # A window's lines are by length of canvas, over lanes; those of passes over many positions by width, over
-            # all positions.
+            # A window's lines are by length of canvas, over lanes; those of other steps by width, over all positions.
             if phase == "WINDOW":
                 launched[row["width"]] += row["launches"]
                 lines[phase, row["width"]][canvas][row["lanes"]] = spread_of(row)
             else:
                 lines[phase, 0][row["width"]][row["lanes"] * row["width"]] = spread_of(row)
-        self._lines = lines
+        self._lines: dict[tuple[str, int], dict[int, dict[float, Spread]]] = lines
         if not self._lines:
             raise ValueError(f"{name} has no step that was launched often enough: measure it with more requests")
-        # With a narrow window, steps behind the first of a block compute less than the block. A canvas that ends within
-        # a block has some narrower steps, too.
-        self.narrow = max(launched, key=lambda width: launched[width], default=self.block)
+        # A narrow window's later steps compute less than a block, as do a few where a canvas ends within one.
+        self.narrow = max(launched, key=lambda width: (launched[width], -width), default=self.block)
         self.settle = self.settle and self.narrow == self.block
         self.kind = "dual" if ("FULL", 0) in self._lines else "block"
-        shortest_last = [*report.get("rounds", ())][::-1]  # the most rows were measured with the shortest canvases
-        self.gaps = {row["rows"]: [row["gap_ms"]] for row in shortest_last}
+        # The shortest canvases come last: the most rows were measured with them.
+        self.gaps = {row["rows"]: [row["gap_ms"]] for row in [*report.get("rounds", ())][::-1]}
         self.host = {row["rows"]: [row["round_ms"]] for row in report.get("host", ())}
         self.spreads = any("quantiles_ms" in row for row in report.get("steps", ()))
 
@@ -150,18 +146,16 @@ class StepTimes:
             ways.append((2 * lanes, self.block))
         elif width == self.block != self.narrow:  # in a file of narrow windows
             ways.append((-(-lanes // 2), 2 * self.block))
-        for reach, (lanes, width) in product((1.0, self.reach), ways):
-            every = self._lines.get(("WINDOW", width), {})
-            lines = {length: line for length, line in every.items() if max(line) * reach >= lanes}
+        for reach, (many, wide) in product((1.0, self.reach), ways):
+            every = self._lines.get(("WINDOW", wide), {})
+            lines = {length: line for length, line in every.items() if max(line) * reach >= many}
             if lines and max(lines) * reach >= canvas:
-                break
-        else:
-            lanes, width = ways[0]
-            raise Unmeasured(
-                f"{self.name} has no window step of {lanes} rows x {width} positions in canvases of {canvas}: use "
-                "fewer rows or shorter requests, or measure more with benchmarks.capacity.measure"
-            )
-        return Spread(*between({length: between(line, lanes) for length, line in lines.items()}, canvas)), reach > 1
+                found = between({length: between(line, many) for length, line in lines.items()}, canvas)
+                return Spread(*found), reach > 1
+        raise Unmeasured(
+            f"{self.name} has no window step of {lanes} rows x {width} positions in canvases of {canvas}: use fewer "
+            "rows or shorter requests, or measure more with benchmarks.capacity.measure"
+        )
 
     @lru_cache(maxsize=65536)  # noqa: B019
     def _wide(self, phase: str, lanes: int, width: int) -> tuple[Spread, bool]:

@@ -63,7 +63,7 @@ def test_no_token_depends_on_slices(
 @pytest.mark.parametrize(
     "decoder", [{"name": "fixed", "steps": BLOCK}, {"name": "threshold", "threshold": 0.6}], ids=str
 )
-@pytest.mark.parametrize("many", [1, 1024])
+@pytest.mark.parametrize("many", [1, pytest.param(1024, marks=pytest.mark.matrix)])
 def test_rounds_are_launched_ahead_where_it_is_known_who_enters(
     monkeypatch: pytest.MonkeyPatch, decoder: Mapping[str, Any], many: int
 ) -> None:
