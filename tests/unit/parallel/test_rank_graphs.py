@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -121,18 +120,14 @@ def test_ranks_without_a_leader_do_alike_however_long_things_take(monkeypatch: p
     model.join(ThreadRanks(Rank(0, 2)))
     recipe = compose(model, iteration={"name": "blockwise", "block": BLOCK}, decoder="threshold", cache="dual")
     three = StepShape(Phase.WINDOW, 3, BLOCK, 1, BLOCK, 4)
+    four = replace(three, lanes=4)  # as which three run
     for device.rank, seconds in enumerate((1e-6, 10.0)):
         worker = Worker(recipe, Runtime(graphs=True, tensor_parallel=2))
         worker.open(BatchSize(slots=4, length=64, block=BLOCK, pages=16))
-        monkeypatch.setattr("dinfer.engine.runner.StepClock.read", partial(_times, worker, seconds))
+        monkeypatch.setattr("dinfer.engine.runner.StepClock.read", lambda clock, s=seconds: [(four, s)])
         for lanes in (3, 3, 1, 1, 1):
             worker.launch(replace(three, lanes=lanes), [*range(lanes)])
     assert device.ran[0] == device.ran[1]
-
-
-def _times(worker: Worker, seconds: float) -> list[tuple[StepShape, float]]:
-    """Every captured step took so long."""
-    return [(shape, seconds) for shape in worker.runner._captured]
 
 
 def test_a_larger_graph_stands_in_while_kernels_compile(monkeypatch: pytest.MonkeyPatch) -> None:
