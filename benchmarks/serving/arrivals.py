@@ -146,8 +146,8 @@ def simulate(own: argparse.Namespace) -> None:
         rows = [
             (job.sent, job.first_block - job.sent, job.ended - job.sent, job.asked.new) for job in cluster.tally.jobs
         ]
-        beyond = round(times.beyond / max(times.steps, 1), 3)
-        run["simulated"] = {**figures(rows, setting["seconds"]), "steps_beyond_measured": beyond}
+        beyond = times.beyond / max(times.steps, 1)
+        run["simulated"] = {**figures(rows, setting["seconds"]), "steps_beyond_measured": round(beyond, 3)}
         print({key: (run.get(key), value) for key, value in run["simulated"].items()}, flush=True)
     report["simulator"] = {"steps": [path.name for path in own.steps], "reach": own.reach, **provenance(DEVICE)}
     save(report, own.out)

@@ -181,6 +181,8 @@ class Runner:
 
     def _alike(self, kind: StepShape) -> StepShape:
         """As `_present`, but by nothing that was timed: ranks of other shapes would wait for each other for ever."""
+        if kind in self._captured:
+            return kind
         bare = kind.bare()
         return stand_in(kind, [other for other in self._captured if other.bare() == bare], {}, 0.0)
 

@@ -115,7 +115,7 @@ def test_a_larger_graph_stands_in_until_its_vain_positions_took_as_long_as_a_cap
 
 
 def test_ranks_without_a_leader_do_alike_however_long_things_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each decided by its own clock: one took the graph of three rows for two, the other did not, and both hung."""
+    """Each decided by its own clock: one took the graph of four rows for one, the other did not, and both hung."""
     device, model = Device(monkeypatch, None), tiny_model()
     model.join(ThreadRanks(Rank(0, 2)))
     recipe = compose(model, iteration={"name": "blockwise", "block": BLOCK}, decoder="threshold", cache="dual")
