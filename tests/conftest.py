@@ -6,9 +6,11 @@ import gc
 import os
 import random
 import signal
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Generator
+from math import ceil
 from typing import Any
+from zlib import crc32
 
 import pytest
 import torch
@@ -23,7 +25,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as behind a shell's `&`
 
 torch.set_num_threads(1)
 # `make test` tries the same examples at each run. `make test-all` draws others (support/examples.py says how many).
-settings.register_profile("fixed", deadline=None, max_examples=50, derandomize=True, print_blob=True)
+settings.register_profile("fixed", deadline=None, max_examples=30, derandomize=True, print_blob=True)
 settings.register_profile("explore", deadline=None, max_examples=1000, database=None, print_blob=True)
 settings.load_profile("fixed")
 
@@ -52,16 +54,21 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Triton's interpreter is slow: by default it runs every fifth case of a test, and `matrix` all."""
-    if torch.cuda.is_available():
-        return
-    count: Counter[str] = Counter()
+    """Marks the cases that `make test` leaves out with `matrix`: all but one in so many, the same at each run.
+
+    Of a test in Triton's interpreter, which is slow, one case in five stays.
+    """
+    cases = defaultdict(list)
     for item in items:
-        test = item.nodeid.partition("[")[0]
-        if "/test_triton" in test:
-            if count[test] % 5:
-                item.add_marker(pytest.mark.matrix)
-            count[test] += 1
+        if item.get_closest_marker("matrix") is None:
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for test, own in cases.items():
+        mark = own[0].get_closest_marker("one_in")
+        interpreted = "/test_triton" in test and not torch.cuda.is_available()
+        some = 5 if interpreted else mark.args[0] if mark else 1
+        # By a hash, since neighbours often have the same setting of one kind.
+        for item in sorted(own, key=lambda item: crc32(item.nodeid.encode()))[ceil(len(own) / some) :]:
+            item.add_marker(pytest.mark.matrix)
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

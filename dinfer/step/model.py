@@ -96,7 +96,6 @@ class OwnLogits(Protocol):
         ...
 
 
-@runtime_checkable
 class Divided(OwnLogits, Protocol):
     """What a `Model` also defines if ranks may divide its weights."""
 
@@ -209,7 +208,7 @@ class Parts:
     @property
     def ranks(self) -> Ranks:
         """The ranks that divide the model among them."""
-        return self.model.ranks if isinstance(self.model, Divided) else ALONE
+        return getattr(self.model, "ranks", ALONE)  # asked several times a step, where a protocol takes long
 
     @cached_property
     def request_options(self) -> tuple[RequestOption, ...]:

@@ -174,15 +174,10 @@ SAMPLE = covering(LEGAL)
 BLOCK_CACHED = [c for c in SAMPLE if dict(c.cache)["name"] == "block" and dict(c.iteration)["name"] != "full"]
 
 
-def thinned(points: Sequence[Combination]) -> Sequence[Any]:
-    """All of them with the matrix, and every second one by default."""
-    return [pytest.param(point, marks=[pytest.mark.matrix] if i % 2 else []) for i, point in enumerate(points)]
-
-
 def every_recipe(quick: Sequence[Combination]) -> pytest.MarkDecorator:
     """`make test-all` runs every legal combination, `make test` those that are `quick`.
 
-    Two tests divide the pairwise sample between them: `SAMPLE[::2]` and `SAMPLE[1::2]`.
+    Two tests divide the pairwise sample between them, `SAMPLE[::2]` and `SAMPLE[1::2]`; one of them is `one_in(3)`.
     """
     chosen = {*quick}
     among = LEGAL if selection.matrix else quick

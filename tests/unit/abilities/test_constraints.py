@@ -142,7 +142,7 @@ def some_request(recipe: Recipe, random: Random) -> tuple[Request, Language]:
 
 
 @pytest.mark.parametrize("name", [name for name in DECODERS.names() if name not in REFUSED])
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.matrix) for part in range(1, 4))])
 @examples(4)
 @given(st.data())
 def test_every_answer_is_in_its_language(part: int, name: str, data: st.DataObject) -> None:

@@ -20,7 +20,6 @@ from support.matrix import (
     outcome,
     over_shared_model,
     requests_for,
-    thinned,
 )
 from support.models import tiny_model, tiny_spec
 
@@ -67,7 +66,8 @@ def serve(engine: Engine) -> dict[int, Completion]:
     return done
 
 
-@pytest.mark.parametrize("combination", thinned(SAMPLE[::7]), ids=str)
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("combination", SAMPLE[::7], ids=str)
 def test_arrivals_at_any_time_change_nothing(combination: Combination) -> None:
     recipe, random = combination.recipe(), Random(len(str(combination)))
     requests = requests_for(recipe)
@@ -84,6 +84,7 @@ def test_arrivals_at_any_time_change_nothing(combination: Combination) -> None:
     assert {i: outcome(c) for i, c in found.items()} == want
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("combination", BLOCK_CACHED, ids=str)
 def test_large_batches_settle_finished_blocks_in_passes_of_their_own(
     combination: Combination, monkeypatch: pytest.MonkeyPatch
@@ -101,7 +102,8 @@ def test_large_batches_settle_finished_blocks_in_passes_of_their_own(
     assert sum(c.counts.prefills for c in got) > sum(c.counts.prefills for c in want)
 
 
-@pytest.mark.parametrize("combination", thinned([c for c in SAMPLE if over_shared_model(c).scores_open][::3]), ids=str)
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("combination", [c for c in SAMPLE if over_shared_model(c).scores_open][::3], ids=str)
 @pytest.mark.parametrize("late", [False, True])
 def test_the_head_runs_on_open_positions_alone(
     combination: Combination, late: bool, monkeypatch: pytest.MonkeyPatch

@@ -21,7 +21,6 @@ from support.matrix import (
     launched_ahead,
     outcome,
     requests_for,
-    thinned,
 )
 from support.models import tiny_model
 from torch import Tensor
@@ -123,7 +122,8 @@ def test_wrong_guesses_change_nothing_and_are_given_up(monkeypatch: pytest.Monke
     assert engine.loop.scheduler.lookahead.balance < MISS and not engine.loop.scheduler.lookahead.pays
 
 
-@pytest.mark.parametrize("combination", thinned(sorted(SAMPLE, key=str)[::8]), ids=str)
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("combination", sorted(SAMPLE, key=str)[::8], ids=str)
 def test_a_wrong_guess_is_harmless_with_any_recipe(combination: Combination, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = combination.recipe(tiny_model(combination.variant))
     requests = requests_for(recipe)
@@ -134,7 +134,8 @@ def test_a_wrong_guess_is_harmless_with_any_recipe(combination: Combination, mon
     assert run(engine, requests) == want
 
 
-@pytest.mark.parametrize("combination", thinned(BLOCK_CACHED), ids=str)
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("combination", BLOCK_CACHED, ids=str)
 def test_where_a_row_will_be_is_guessed_of_steps_that_settle(
     combination: Combination, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -62,6 +62,7 @@ def prefills(recipe: Recipe) -> list[int]:
     return [int(first_phase(recipe.cache, spec, start) == Phase.PREFILL) for start in first]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("name", "model"),
     [
@@ -82,6 +83,7 @@ def test_the_tokens_are_those_without_a_cache(name: str, model: str) -> None:
         assert got.counts.committed == want.counts.committed
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("sweep", [*SWEEPS][1:])
 @pytest.mark.parametrize("name", ["threshold", "joint_threshold"])
