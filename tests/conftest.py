@@ -56,16 +56,15 @@ def pytest_collection() -> Generator[None, object, object]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks the cases that `make test` leaves out with `matrix`: all but one in so many, the same at each run.
 
-    Of a test in Triton's interpreter, which is slow, one case in five stays.
+    Of a test in Triton's interpreter, which is slow, at most one case in five stays. A card runs all of its own.
     """
     cases = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("matrix") is None:
+        if item.get_closest_marker("matrix") is None and item.get_closest_marker("gpu") is None:
             cases[item.nodeid.partition("[")[0]].append(item)
     for test, own in cases.items():
         mark = own[0].get_closest_marker("one_in")
-        interpreted = "/test_triton" in test and not torch.cuda.is_available()
-        some = 5 if interpreted else mark.args[0] if mark else 1
+        some = max(5 if "/test_triton" in test else 1, mark.args[0] if mark else 1)
         # By a hash, since neighbours often have the same setting of one kind.
         for item in sorted(own, key=lambda item: crc32(item.nodeid.encode()))[ceil(len(own) / some) :]:
             item.add_marker(pytest.mark.matrix)

@@ -19,12 +19,14 @@ from dinfer.recipe.recipe import Recipe
 from dinfer.step.contracts import BlockView, Proposal, State, TokenStats
 
 
+@pytest.mark.one_in(3)
 @every_recipe(SAMPLE[::2])
 @torch.inference_mode()
 def test_step_is_device_work_of_fixed_shapes(combination: Combination) -> None:
     meta_steps(combination.recipe(on_meta(combination.variant)))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("level", [Level.DRAFTS, Level.LOGPROBS])
 @pytest.mark.parametrize("combination", SAMPLE[::24], ids=str)
 @torch.inference_mode()

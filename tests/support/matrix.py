@@ -177,7 +177,7 @@ BLOCK_CACHED = [c for c in SAMPLE if dict(c.cache)["name"] == "block" and dict(c
 def every_recipe(quick: Sequence[Combination]) -> pytest.MarkDecorator:
     """`make test-all` runs every legal combination, `make test` those that are `quick`.
 
-    Two tests divide the pairwise sample between them, `SAMPLE[::2]` and `SAMPLE[1::2]`; one of them is `one_in(3)`.
+    Two tests divide the pairwise sample between them: `SAMPLE[::2]` and `SAMPLE[1::2]`.
     """
     chosen = {*quick}
     among = LEGAL if selection.matrix else quick

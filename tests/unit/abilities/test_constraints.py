@@ -276,6 +276,7 @@ def test_a_language_that_no_device_holds_is_refused_with_what_is_too_much() -> N
         engine_for(recipe).check(bound(Request([1], 60), many))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("decoder", ["joint_threshold", "joint_threshold_speed", "wino", "remasking", "dmax"])
 @pytest.mark.parametrize("kind", ["random", "wrong", "ties", "ends", "goes_on"])
 def test_editing_ends_where_nothing_changes_any_more(decoder: str, kind: str) -> None:

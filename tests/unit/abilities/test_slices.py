@@ -61,6 +61,7 @@ def test_no_token_depends_on_slices(
     assert any(shape.extra(OpenOnly) for shape in cut) == (many == 1)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "decoder", [{"name": "fixed", "steps": BLOCK}, {"name": "threshold", "threshold": 0.6}], ids=str
 )

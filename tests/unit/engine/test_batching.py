@@ -102,7 +102,7 @@ def test_large_batches_settle_finished_blocks_in_passes_of_their_own(
     assert sum(c.counts.prefills for c in got) > sum(c.counts.prefills for c in want)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("combination", [c for c in SAMPLE if over_shared_model(c).scores_open][::3], ids=str)
 @pytest.mark.parametrize("late", [False, True])
 def test_the_head_runs_on_open_positions_alone(

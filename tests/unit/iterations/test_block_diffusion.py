@@ -271,6 +271,7 @@ def test_the_goldens_translations_give_the_tokens_of_a_plain_loop(
     assert got.counts.forwards == forwards - blocks
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("cache", ["none", "prefix", "dual", "vicinity", "block"])
 @pytest.mark.parametrize("sweep", ["block_diffusion", "unaligned"])
 @torch.inference_mode()

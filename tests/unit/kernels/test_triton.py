@@ -92,6 +92,7 @@ def test_rotate_and_store(
     assert mine[1].float().isnan().sum() == (narrow and CUDA)
 
 
+@pytest.mark.one_in(10)
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
 @pytest.mark.parametrize("narrow", [False, True])
 @pytest.mark.parametrize("tiles", [None, (16, 32, 1, 4, 2), (32, 16, 4, 4, 2)])
@@ -185,6 +186,7 @@ def test_every_pair_is_in_one_tile_of_its_expert(
     assert places == list(range(len(want)))
 
 
+@pytest.mark.one_in(10)
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
 @pytest.mark.parametrize(("tokens", "experts", "chosen", "hidden", "width", "rows", "routing"), [
     (1, 8, 2, 64, 32, 16, "spread"), (33, 8, 2, 40, 24, 32, "spread"), (20, 64, 6, 130, 48, 16, "half alike"),

@@ -26,6 +26,7 @@ def reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DINFER_KERNELS", "torch")
 
 
+@pytest.mark.one_in(10)
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
 @pytest.mark.parametrize(("config", "rows", "outputs", "width"), [
     *((config, *sizes) for config in (None, Config(16, 64, 2, 4, 2), Config(32, 32, 1, 4, 2, parts=4))
@@ -164,6 +165,7 @@ def test_a_shared_expert_in_4_bits_is_one_more_of_the_experts(
     torch.testing.assert_close(got, triton_moe.combine(mixed_PD, weights_NC, alone_ND), atol=0.02, rtol=0.02)
 
 
+@pytest.mark.one_in(10)
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
 @pytest.mark.parametrize(("tokens", "experts", "chosen", "hidden", "width"), [
     (1, 8, 2, 64, 32), (33, 8, 2, 128, 96), (48, 4, 3, 64, 64),

@@ -29,7 +29,7 @@ def requests_of(recipe: Recipe) -> list[Request]:
     return [Request(prompt, 11 + i, recipe.resolve({})) for i, prompt in enumerate(prompts)]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("page", [2, 4, 6, 16])
 @pytest.mark.parametrize("block", [4, 8])
 @pytest.mark.parametrize("iteration", ["block_diffusion", "smooth"])

@@ -103,6 +103,7 @@ def test_the_host_knows_the_width_of_the_window_of_the_device(
     check()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("triton", [False, True])
 @pytest.mark.parametrize("model", ["block_causal", "shifted_block_causal", "causal", "encoder"])
 def test_a_prefill_ends_where_the_host_says(model: str, triton: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,6 +156,7 @@ def test_what_a_cache_calls_exact_is(cache: Any, shift: int, iteration: dict[str
         assert not found.exact and found.overall["kl_worst"] > 1e-3
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("cache", ["prefix", "dual", "block"])
 @pytest.mark.parametrize("shift", [0, 1])
 @pytest.mark.parametrize("iteration", ["blockwise", "multi_block", "full"])
