@@ -32,7 +32,7 @@ DEVICE = "cuda" if CUDA else "cpu"
 SLOTS, CAPACITY, LANES = 5, 70, 3
 # Seconds each in the interpreter: `make test` runs a few of the sample, `make test-rest` a quarter, a card all.
 POINTS = [
-    pytest.param(point, marks=[pytest.mark.matrix] if i % 72 else [], id=str(point))
+    pytest.param(point, marks=[pytest.mark.matrix] if i % 288 else [], id=str(point))
     for i, point in enumerate(SAMPLE)
     if CUDA or i % 4 == 0
 ]
