@@ -467,10 +467,10 @@ def rival() -> str:
 
 
 NARROW = {  # by file
-    "throughput-llada2-mini-block-h200": "`block`, bf16",
-    "throughput-llada2-mini-narrow-h200": "`narrow_block`, bf16",
-    "throughput-llada2-mini-narrow-wide-h200": "`narrow_block`, bf16",
-    "throughput-llada2-mini-fp8-narrow-h200": "`narrow_block`, fp8",
+    "throughput-llada2-mini-block-beside-6-2-h100": "`block`, bf16",
+    "throughput-llada2-mini-narrow-8-4-h100": "`narrow_block`, bf16",
+    "throughput-llada2-mini-narrow-6-2-h100": "`narrow_block ahead=6 back=2`, bf16",
+    "throughput-llada2-mini-fp8-narrow-6-2-h100": "`narrow_block ahead=6 back=2`, fp8",
 }
 
 

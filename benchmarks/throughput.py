@@ -30,6 +30,7 @@ from itertools import cycle
 from typing import Any
 
 import torch
+import yaml
 
 import dinfer
 from benchmarks.clock import Clock
@@ -298,7 +299,7 @@ def arguments(args: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--length", type=int, help="runtime.max_length; default: prompt + new")
     parser.add_argument("--block", type=int, default=32)
     parser.add_argument("--iteration")
-    parser.add_argument("--cache")
+    parser.add_argument("--cache", type=yaml.safe_load, help="a name, or {name: narrow_block, ahead: 6, back: 2}")
     parser.add_argument("--decoder", default="scripted")
     parser.add_argument("--rate", type=float, default=2.6, help="tokens a step, of the scripted decoder")
     parser.add_argument("--positions", type=int, default=8192)
@@ -352,8 +353,7 @@ def main(args: list[str] | None = None) -> None:
             f"{run['graphs']} graphs, {run['captured_while_timed']} of them while timed",
             flush=True,
         )
-        for row in run["steps"][:6]:
-            print("      ", row)
+        print(*run["steps"][:6], sep="\n")
         save(report, given.out)
     print("cold:", report["cold"])
     if cuda:
