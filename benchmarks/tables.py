@@ -467,10 +467,10 @@ def rival() -> str:
 
 
 NARROW = {  # by file
-    "throughput-llada2-mini-block-beside-6-2-h100": "`block`, bf16",
-    "throughput-llada2-mini-narrow-8-4-h100": "`narrow_block`, bf16",
-    "throughput-llada2-mini-narrow-6-2-h100": "`narrow_block ahead=6 back=2`, bf16",
-    "throughput-llada2-mini-fp8-narrow-6-2-h100": "`narrow_block ahead=6 back=2`, fp8",
+    "throughput-llada2-mini-block-beside-6-2-h100": "all (`block`), bf16",
+    "throughput-llada2-mini-narrow-8-4-h100": "twelve, bf16",
+    "throughput-llada2-mini-narrow-6-2-h100": "eight, bf16",
+    "throughput-llada2-mini-fp8-narrow-6-2-h100": "eight, fp8",
 }
 
 
@@ -478,13 +478,13 @@ def narrow() -> str:
     """Throughput with whole blocks and with the narrow window."""
     reports = {name: load(name) for name in NARROW}
     rows = [
-        {"title": NARROW[name], **run, "busy": run["device_share"], "least": run["limit"]["tokens_per_s"]}
+        {"title": NARROW[name], **run, "least": run["limit"]["tokens_per_s"]}
         for name, report in reports.items() for run in report["runs"]
     ]  # fmt: skip
     rows.sort(key=lambda row: (row["title"], row["in_flight"]))
     columns: dict[str, Cell] = {
-        "cache": "{title}", "in flight": "{in_flight}", "tokens/s, steady": "{steady_tokens_per_s:,.0f}",
-        "limit of its steps": "{least:,.0f}", "GPU busy": "{busy:.0%}",
+        "positions": "{title}", "in flight": "{in_flight}", "tokens/s, steady": "{steady_tokens_per_s:,.0f}",
+        "limit of its steps": "{least:,.0f}",
     }  # fmt: skip
     return f"{made(*reports.values())}.\n\n{table(columns, rows)}"
 
