@@ -19,7 +19,7 @@ from dinfer.recipe.recipe import Recipe
 from dinfer.step.contracts import BlockView, Proposal, State, TokenStats
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @every_recipe(SAMPLE[::2])
 @torch.inference_mode()
 def test_step_is_device_work_of_fixed_shapes(combination: Combination) -> None:

@@ -41,7 +41,7 @@ def alone(combination: Combination) -> list[tuple]:
     return [outcome(completions(engine_for(recipe), [request])[0]) for request in requests_for(recipe)]
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(9)
 @every_recipe(SAMPLE[1::2])
 def test_rows_notice_neither_each_other_nor_the_schedule(combination: Combination) -> None:
     """What a request gives alone it gives beside others of other lengths and options, and however it is launched."""

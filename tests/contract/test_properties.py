@@ -126,7 +126,7 @@ def run(case: Case) -> dict[int, list[Update]]:
 
 
 @pytest.mark.parametrize("name", DECODERS.names())
-@examples(15)
+@examples(8)
 @given(st.data())
 def test_invariants_hold_for_any_logits(name: str, data: st.DataObject) -> None:
     decoder = data.draw(st.sampled_from([s for s in settings_of(DECODERS) if dict(s)["name"] == name]))

@@ -129,6 +129,7 @@ def first_row(name: str) -> Callable[[dict[str, Tensor]], None]:
     return lambda held: held.update({name: held[name][:, :1]})
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("path", "change", "case", "difference"),
     [
@@ -167,6 +168,7 @@ def put(value: Any, *path: Any) -> Callable[[Any], None]:
     return change
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("path", "change", "case", "difference"),
     [

@@ -40,7 +40,7 @@ def requests_for(recipe: Recipe, *, draws: bool) -> list[Request]:
     return [*plain, Request([3, 1, 4], 40, recipe.resolve({"temperature": 0.8 * draws, "seed": 5}))]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("iteration", ITERATIONS, ids=str)
 @pytest.mark.parametrize("window", [{"ahead": 4, "back": 2}, {"ahead": 5, "back": 5}, {"ahead": 3, "back": 0}], ids=str)
 @pytest.mark.parametrize("many", [1, 1024])

@@ -66,7 +66,7 @@ def serve(engine: Engine) -> dict[int, Completion]:
     return done
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("combination", SAMPLE[::7], ids=str)
 def test_arrivals_at_any_time_change_nothing(combination: Combination) -> None:
     recipe, random = combination.recipe(), Random(len(str(combination)))
@@ -84,7 +84,7 @@ def test_arrivals_at_any_time_change_nothing(combination: Combination) -> None:
     assert {i: outcome(c) for i, c in found.items()} == want
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("combination", BLOCK_CACHED, ids=str)
 def test_large_batches_settle_finished_blocks_in_passes_of_their_own(
     combination: Combination, monkeypatch: pytest.MonkeyPatch

@@ -82,7 +82,7 @@ PLAIN = ("blockwise", "full", "multi_block")  # fed as tokens and masks
 FOLLOW = ("adaptive", "d2cache", "delayed")  # one version of the blocks, and lopa runs several
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(
     ("iteration", "cache"),
     [

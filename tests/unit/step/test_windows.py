@@ -71,7 +71,7 @@ def device_window(cache: CachePolicy, spec: ModelSpec, row: Cursors, width: int)
     return window(cache, lanes, canvas, spec, shape, state)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("triton", [False, True])
 @pytest.mark.parametrize("model", MODELS)
 def test_the_host_knows_the_width_of_the_window_of_the_device(
@@ -103,7 +103,7 @@ def test_the_host_knows_the_width_of_the_window_of_the_device(
     check()
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("triton", [False, True])
 @pytest.mark.parametrize("model", ["block_causal", "shifted_block_causal", "causal", "encoder"])
 def test_a_prefill_ends_where_the_host_says(model: str, triton: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +132,7 @@ def test_a_prefill_ends_where_the_host_says(model: str, triton: bool, monkeypatc
     check()
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("cache", ["prefix", "dual", "vicinity", "block", {"name": "vicinity", "back": 2, "warmup": 0}])
 @pytest.mark.parametrize("shift", [0, 1])
 @pytest.mark.parametrize(

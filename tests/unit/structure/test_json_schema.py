@@ -110,6 +110,7 @@ def automaton_of(schema: Any, **options: Any) -> Automaton:
     return compile_automaton(json_schema(schema, **options))[0]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("schema", "valid", "invalid"), SCHEMAS)
 @pytest.mark.parametrize("whitespace", ["default", "compact", "pretty"])
 def test_documents(schema: Any, valid: list[Any], invalid: list[Any], whitespace: str) -> None:
@@ -120,6 +121,7 @@ def test_documents(schema: Any, valid: list[Any], invalid: list[Any], whitespace
     assert all(validator(schema).is_valid(value) for value in valid)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("index", range(len(SCHEMAS)))
 def test_whatever_is_accepted_is_valid(index: int) -> None:
     schema, rng = SCHEMAS[index][0], random.Random(index)
