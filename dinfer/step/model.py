@@ -208,7 +208,7 @@ class Parts:
     @property
     def ranks(self) -> Ranks:
         """The ranks that divide the model among them."""
-        return getattr(self.model, "ranks", ALONE)  # asked several times a step, where a protocol takes long
+        return getattr(self.model, "ranks", ALONE)  # asked several times a step: checking a protocol takes long
 
     @cached_property
     def request_options(self) -> tuple[RequestOption, ...]:
