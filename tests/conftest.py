@@ -25,7 +25,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as behind a shell's `&`
 
 torch.set_num_threads(1)
 # `make test` tries the same examples at each run. `make test-all` draws others (support/examples.py says how many).
-settings.register_profile("fixed", deadline=None, max_examples=30, derandomize=True, print_blob=True)
+settings.register_profile("fixed", deadline=None, max_examples=50, derandomize=True, print_blob=True)
 settings.register_profile("explore", deadline=None, max_examples=1000, database=None, print_blob=True)
 settings.load_profile("fixed")
 

@@ -126,7 +126,7 @@ def run(case: Case) -> dict[int, list[Update]]:
 
 
 @pytest.mark.parametrize("name", DECODERS.names())
-@examples(8)
+@examples(30)
 @given(st.data())
 def test_invariants_hold_for_any_logits(name: str, data: st.DataObject) -> None:
     decoder = data.draw(st.sampled_from([s for s in settings_of(DECODERS) if dict(s)["name"] == name]))
@@ -174,7 +174,7 @@ def _check_row(case: Case, request: Request, updates: list[Update], edits: bool)
 
 
 @pytest.mark.parametrize("name", DECODERS.names())
-@examples(8)
+@examples(15)
 @given(st.data())
 def test_the_same_logits_give_the_same_tokens(name: str, data: st.DataObject) -> None:
     """No state is left over: the second run of one engine equals the first."""

@@ -30,12 +30,6 @@ from dinfer.step.stats import Quota  # noqa: E402
 
 DEVICE = "cuda" if CUDA else "cpu"
 SLOTS, CAPACITY, LANES = 5, 70, 3
-# Seconds each in the interpreter: `make test` runs a few of the sample, `make test-rest` a quarter, a card all.
-POINTS = [
-    pytest.param(point, marks=[pytest.mark.matrix] if i % 288 else [], id=str(point))
-    for i, point in enumerate(SAMPLE)
-    if CUDA or i % 4 == 0
-]
 
 
 @pytest.fixture(autouse=True)
@@ -330,7 +324,8 @@ def test_the_block_of_a_position(grid: advance.Grid, blocks: list[tuple[int, int
 
 
 @pytest.mark.skipif(CUDA, reason="on a GPU, tests/gpu runs whole generations")
-@pytest.mark.parametrize("combination", POINTS)
+@pytest.mark.one_in(100)  # seconds each in the interpreter, so `make test-rest` runs a quarter of the sample
+@pytest.mark.parametrize("combination", SAMPLE[::4], ids=str)
 def test_whole_generations_have_the_same_tokens(combination: Combination, monkeypatch: pytest.MonkeyPatch) -> None:
     """With every small kernel of the step, draws among them, and torch's network."""
     recipe = combination.recipe()
