@@ -5,7 +5,6 @@ token that is ruled out is neither offered nor counted in the confidence of othe
 """
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -13,20 +12,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from dinfer.abilities.pacing import Moves
 from dinfer.kernels.canvas import rows_of
 from dinfer.step.ability import Ability, ByExtra, Entry, Extra, Parts, State, Step, StepShape
 from dinfer.step.canvas import BlockView, Canvas, Phase
 from dinfer.step.contracts import ModelSpec
+from dinfer.step.mixins import Adjusts, Moves
 from dinfer.step.scores import needed_vocabulary
-
-
-class Adjusts(ABC):
-    """A decoder that reads the logits of the whole active blocks."""
-
-    @abstractmethod
-    def adjust(self, logits_RLV: Tensor, view: BlockView, state: State) -> Tensor:
-        """Logits to take the statistics of; changes `state` in place, never the logits."""
 
 
 @dataclass(frozen=True)

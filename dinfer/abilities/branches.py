@@ -9,7 +9,6 @@ Shape suffixes beside those of `dinfer.step.contracts`: X = K * L positions of t
 present state first, J the others, G = C * B lanes of the forward.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -24,29 +23,10 @@ from dinfer.memory import KVPool, PagedAttend
 from dinfer.step.ability import Ability, Decision, Entry, Extra, Forward, Known, Parts, Step, StepShape, Window
 from dinfer.step.canvas import BlockView, Canvas, Phase, RowCursors, Status
 from dinfer.step.contracts import Iteration
+from dinfer.step.mixins import Branches
 from dinfer.step.scores import proposed_tokens
 from dinfer.step.step import block_view, forward, seen
 from dinfer.step.window import deciding
-
-
-class Branches(ABC):
-    """An iteration that runs versions of the active blocks beside them."""
-
-    branches: int  # J
-    by: str  # what says how sure each proposed token is, see `TokenStats.surest`
-
-    @abstractmethod
-    def worth(self, value_BX: Tensor, masked_BX: Tensor, token_B: Tensor) -> Tensor:
-        """What a branch is worth, by how sure its masks are, and of the token that it adds. float64 [B]"""
-
-    @abstractmethod
-    def opens(self, open_BX: Tensor, stopped_B: Tensor, start_B: Tensor, end_B: Tensor, next_B: Tensor,
-              length_B: Tensor) -> Tensor:  # fmt: skip
-        """Where one more block opens behind `end_B`. `next_B`: the next open position there. bool [B]"""
-
-    @abstractmethod
-    def present(self, alone_B: Tensor) -> Tensor:
-        """Whether the present state takes part. `alone_B`: the row has no other branch. bool [B]"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,13 +25,6 @@ from dinfer.step.scores import read_logits
 from dinfer.step.step import forward
 
 
-class RecomputesEveryKey:
-    """A cache each of whose passes rewrites every key of the pass before, except keys of final tokens.
-
-    So no later key depends on which steps had a forward of their own. Candidates and second passes need this.
-    """
-
-
 @dataclass(frozen=True, slots=True)
 class Candidates(Extra):
     """Each lane evaluates so many further states."""

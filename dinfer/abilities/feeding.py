@@ -1,42 +1,18 @@
 """What a model is fed and sees beside tokens, and what iterations and caches see of a forward."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import ClassVar, Literal, Self
+from typing import Self
 
 from torch import Tensor
 
 from dinfer.kernels.attention import encoder_intervals, local_interval
 from dinfer.kernels.canvas import take
 from dinfer.memory import Seen
-from dinfer.step.ability import Ability, ByPart, Decision, Forward, Parts, State, Step, StepShape, TokenStats
-from dinfer.step.canvas import Phase, RowCursors
-from dinfer.step.contracts import Iteration
-from dinfer.step.model import Followed, Model
+from dinfer.step.ability import Ability, ByPart, Decision, Forward, Parts, Step, StepShape, TokenStats
+from dinfer.step.canvas import RowCursors
+from dinfer.step.mixins import Feeds, Follows, Watches
 from dinfer.step.scores import scored
-
-
-class Feeds(ABC):
-    """An iteration that feeds more than tokens."""
-
-    scores: ClassVar[Literal["window", "adjusted", "none"]] = "none"  # which logits it sees, see `observe`
-    mixes: ClassVar[bool] = False  # feeds decoded tokens in mixtures, so no other request may have their keys
-
-    @abstractmethod
-    def embed(self, model: Model, tokens_BW: Tensor, pos_BW: Tensor, lanes: RowCursors, state: State) -> Tensor:
-        """What the model is fed. [B, W, D] Reads `state` and never changes it: a prefill does not store it."""
-
-    def observe(self, model: Model, logits_BWV: Tensor, pos_BW: Tensor, lanes: RowCursors, state: State) -> None:
-        """Sees logits, after the commits: if `scores` is "window", those of the whole window; if "adjusted", those of
-        the active blocks as the decoder has adjusted them, before any draw."""
-        raise NotImplementedError(f"{type(self).__name__} has scores={self.scores!r}, so it must define `observe`")
-
-
-def scores_of(iteration: Iteration) -> str:
-    """Which logits an iteration sees: "window", "adjusted" or "none"."""
-    return iteration.scores if isinstance(iteration, Feeds) else "none"
 
 
 class Feeding(ByPart[Feeds]):
@@ -84,17 +60,6 @@ class Encoder(Ability):
         return interval_BW, local_interval(interval_BW, place_BW, lanes.start_B, local.window), context_BW
 
 
-class Follows(ABC):
-    """A cache that follows attention, and may leave out masks of the active blocks."""
-
-    @abstractmethod
-    def follow(
-        self, attend: Followed, logits: Callable[[], Tensor], pos_BW: Tensor, lanes: RowCursors, shift: int,
-        phase: Phase, state: State,
-    ) -> None:  # fmt: skip
-        """Sees the attention of a forward, and may ask for the logits of its window."""
-
-
 class Following(ByPart[Follows]):
     """Shows a cache the attention of each forward."""
 
@@ -106,14 +71,6 @@ class Following(ByPart[Follows]):
     def ran(self, step: Step, run: Forward) -> None:
         logits, shift = partial(run.model.logits, run.h_BWD), step.recipe.model.spec.shift
         self.part.follow(run.attend, logits, run.pos_BW, step.lanes, shift, step.shape.phase, step.cache_state)
-
-
-class Watches(ABC):
-    """A cache that sees how values change."""
-
-    @abstractmethod
-    def observe(self, pos_BW: Tensor, old_BWX: Tensor, new_BWX: Tensor, lanes: RowCursors, state: State) -> None:
-        """Sees the last layer's values at the window's positions before and after the forward."""
 
 
 class Watching(ByPart[Watches]):

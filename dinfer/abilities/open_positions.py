@@ -8,13 +8,12 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from dinfer.abilities.feeding import Follows, scores_of
-from dinfer.abilities.pacing import LeavesMasks
 from dinfer.abilities.slices import Sliced
 from dinfer.kernels.canvas import rows_of
 from dinfer.kernels.selection import compact
 from dinfer.step.ability import Ability, ByExtra, Decision, Extra, Forward, Parts, Step, StepShape, TokenStats
 from dinfer.step.canvas import Phase
+from dinfer.step.mixins import Follows, LeavesMasks, scores_of
 from dinfer.step.scores import read_logits, statistics
 from dinfer.step.shape import KeysOnly
 

@@ -3,63 +3,16 @@
 Iterations do, and caches that leave masks out.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
-from torch import Tensor
 
 from dinfer.kernels.canvas import rows_of
 from dinfer.step.ability import Ability, ByPart, Decision, Entry, Extra, Parts, Proposal, Step, StepShape
 from dinfer.step.canvas import CURSORS, BlockView, RowCursors
-
-
-class Edits:
-    """A decoder that may rewrite positions that are already decoded: all but given ones."""
-
-
-class Moves(Edits):
-    """A decoder that always gives `Proposal.source_RL`, and counts its steps itself."""
-
-
-class Grows(Moves):
-    """A decoder that begins with a canvas of its option `initial`, and always gives `Proposal.length_R`."""
-
-
-class LeavesDecoded:
-    """A cache whose windows may lack decoded positions, so that these have no logits."""
-
-
-class Aligned(ABC):
-    """An iteration whose active blocks begin and end at multiples of `alignment`, or where the canvas ends."""
-
-    @property
-    @abstractmethod
-    def alignment(self) -> int: ...
-
-
-class Pads(ABC):
-    """An iteration that decodes positions behind the last that is asked for, so that all blocks are whole."""
-
-    @abstractmethod
-    def padding(self, new_tokens: int) -> int:
-        """Positions decoded behind the last of `new_tokens`. Host side."""
-
-
-class Paces:
-    """An iteration that asks a decoder for more or less."""
-
-    def floor(self, lanes: RowCursors) -> Tensor | None:
-        """Least confidence that a commit must have at this step. float32 or float64 [B]; None: any will do"""
-        return None
-
-    def must_progress(self, lanes: RowCursors, open_BKL: Tensor) -> Tensor | None:
-        """Which active blocks must commit a token at every step. bool [B, K]; None: all
-
-        `open_BKL`: what is still to be decoded. The first block with open positions must be among them."""
-        return None
+from dinfer.step.mixins import Edits, Grows, LeavesMasks, Paces
 
 
 class Editing(ByPart[Edits]):
@@ -104,10 +57,6 @@ class Pacing(ByPart[Paces]):
 @dataclass(frozen=True, slots=True)
 class Leftmost(Extra):
     """Some row decodes the leftmost masks of each block alone."""
-
-
-class LeavesMasks:
-    """A cache whose windows may leave out masks of the active blocks, which are then not decoded."""
 
 
 @dataclass(frozen=True)

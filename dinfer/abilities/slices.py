@@ -15,9 +15,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from dinfer.abilities.feeding import Feeds
 from dinfer.memory import PagedAttend
 from dinfer.step.ability import ByExtra, Extra, Forward, Parts, Phase, Step, StepShape, Window
+from dinfer.step.mixins import Feeds
 from dinfer.step.shape import power_of_2
 from dinfer.step.step import seen
 from dinfer.step.window import window as window_of

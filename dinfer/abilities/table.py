@@ -1,23 +1,39 @@
 """The abilities that a step asks, in the order in which it asks them, and what cannot go together with them."""
 
-from dinfer.abilities.adjusting import Adjusting, Adjusts, Bias, Offering
-from dinfer.abilities.branches import Branched, Branches
-from dinfer.abilities.candidates import RecomputesEveryKey, Speculation
+from dinfer.abilities.adjusting import Adjusting, Bias, Offering
+from dinfer.abilities.branches import Branched
+from dinfer.abilities.candidates import Speculation
 from dinfer.abilities.constraints import Constraints
-from dinfer.abilities.feeding import Encoder, Feeding, Feeds, Following, Follows, Watches, Watching, scores_of
+from dinfer.abilities.feeding import Encoder, Feeding, Following, Watching
 from dinfer.abilities.guidance import Guidance
 from dinfer.abilities.open_positions import KeyPasses, OpenPositions, ReadPositions
-from dinfer.abilities.pacing import Aligned, Editing, Edits, Grows, Holding, LeavesDecoded, LeavesMasks, Moves, Pacing
+from dinfer.abilities.pacing import Editing, Holding, Pacing
 from dinfer.abilities.posterior import Posterior
 from dinfer.abilities.reading import Reading
 from dinfer.abilities.reports import Reporting
 from dinfer.abilities.slices import Slices
-from dinfer.abilities.verification import Verification, Verifies
+from dinfer.abilities.verification import Verification
 from dinfer.recipe.refusals import Refusal, Trait
 from dinfer.recipe.registry import values_of
 from dinfer.step.ability import Ability
 from dinfer.step.canvas import Phase
 from dinfer.step.contracts import Decoder, Large
+from dinfer.step.mixins import (
+    Adjusts,
+    Aligned,
+    Branches,
+    Edits,
+    Feeds,
+    Follows,
+    Grows,
+    LeavesDecoded,
+    LeavesMasks,
+    Moves,
+    RecomputesEveryKey,
+    Verifies,
+    Watches,
+    scores_of,
+)
 
 ABILITIES: tuple[type[Ability], ...] = (
     Adjusting, Offering, Encoder, Branched, Speculation, Following, Holding, Feeding, Watching, Guidance, KeyPasses,

@@ -6,7 +6,6 @@ itself. That is what a model of block size 1 sees. So one pass gives the logits 
 tokens before it.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -14,19 +13,9 @@ import torch
 from torch import Tensor
 
 from dinfer.kernels.canvas import span
-from dinfer.step.ability import ByPart, Decision, Extra, Known, Parts, Proposal, State, Step
-from dinfer.step.canvas import BlockView, Phase, Status
-
-
-class Verifies(ABC):
-    """A decoder that may give `Proposal.verify_R`, and keeps the tokens of its draft as state "draft"."""
-
-    @abstractmethod
-    def verify(self, logits_RLV: Tensor, view: BlockView, state: State) -> Proposal:
-        """The positions to commit after the pass that `select` asked for.
-
-        `logits_RLV`: what the model says of each position, knowing the draft before it and nothing behind it.
-        """
+from dinfer.step.ability import ByPart, Decision, Extra, Known, Parts, Proposal, Step
+from dinfer.step.canvas import Phase, Status
+from dinfer.step.mixins import Verifies
 
 
 class Verification(ByPart[Verifies]):

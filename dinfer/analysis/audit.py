@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dinfer.abilities.feeding import Feeds, scores_of
 from dinfer.analysis.trace.record import Watched
 from dinfer.engine.engine import Engine
 from dinfer.engine.request import Request, Update, Wants, whole
@@ -26,6 +25,7 @@ from dinfer.recipe.registry import CACHES
 from dinfer.step.ability import Step
 from dinfer.step.canvas import Status
 from dinfer.step.contracts import Phase
+from dinfer.step.mixins import Feeds, scores_of
 from dinfer.step.shape import StepShape
 from dinfer.step.step import seen
 from dinfer.step.window import exact

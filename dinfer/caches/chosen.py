@@ -13,15 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dinfer.abilities.feeding import Follows, Watches
-from dinfer.abilities.pacing import LeavesDecoded, LeavesMasks
 from dinfer.kernels.canvas import padded
 from dinfer.kernels.selection import density, descending_rank
 from dinfer.recipe.registry import CACHES, option
 from dinfer.step.contracts import CachePolicy, ModelSpec, Moved, Phase, RowCursors, State, WindowPlan
+from dinfer.step.mixins import CanvasRows, Chooses, Follows, LeavesDecoded, LeavesMasks, Watches
 from dinfer.step.model import Followed
 from dinfer.step.plan import SHARES
-from dinfer.step.window import CanvasRows, Chooses
 
 
 # Keys change most in the step after the token appears, the first one that sees it. Published: dKV-Cache-Decode with a

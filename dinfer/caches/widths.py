@@ -16,11 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dinfer.abilities.candidates import RecomputesEveryKey
-from dinfer.abilities.pacing import LeavesDecoded, LeavesMasks
 from dinfer.caches.window import not_final
 from dinfer.recipe.registry import CACHES, option
 from dinfer.step.contracts import CachePolicy, ModelSpec, Moved, Phase, RowCursors, State, WindowPlan
+from dinfer.step.mixins import LeavesDecoded, LeavesMasks, RecomputesEveryKey
 
 
 @CACHES.register("vicinity")

@@ -18,10 +18,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from dinfer.abilities.candidates import RecomputesEveryKey
 from dinfer.recipe.registry import CACHES, option
 from dinfer.step.contracts import CachePolicy, ModelSpec, Moved, Phase, RowCursors, State, WindowPlan
-from dinfer.step.window import KeepsNothing
+from dinfer.step.mixins import KeepsNothing, RecomputesEveryKey
 
 
 @CACHES.register("none")

@@ -16,10 +16,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dinfer.abilities.adjusting import Adjusts
 from dinfer.kernels.selection import confident, density, descending_rank, run_leaders
 from dinfer.recipe.registry import DECODERS, option
 from dinfer.step.contracts import BlockView, Decoder, Large, ModelSpec, Proposal, State, TokenStats
+from dinfer.step.mixins import Adjusts
 
 
 @DECODERS.register("hierarchical")

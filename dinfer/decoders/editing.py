@@ -15,12 +15,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dinfer.abilities.adjusting import Adjusts
-from dinfer.abilities.pacing import Edits, Grows, Moves
 from dinfer.kernels.canvas import moved
 from dinfer.kernels.selection import Decoded, descending_rank, fill_and_edit, run_leaders
 from dinfer.recipe.registry import DECODERS, option
 from dinfer.step.contracts import BlockView, Decoder, ModelSpec, Proposal, State, TokenStats
+from dinfer.step.mixins import Adjusts, Edits, Grows, Moves
 
 
 @DECODERS.register("joint_threshold")

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dinfer.abilities.adjusting import Adjusts
 from dinfer.recipe.registry import DECODERS, option
 from dinfer.step.contracts import BlockView, Decoder, ModelSpec, Proposal, State, TokenStats
+from dinfer.step.mixins import Adjusts
 
 
 @DECODERS.register("renoise")

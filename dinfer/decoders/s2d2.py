@@ -7,12 +7,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dinfer.abilities.adjusting import Adjusts
-from dinfer.abilities.verification import Verifies
 from dinfer.kernels.random import uniform
 from dinfer.kernels.selection import descending_rank
 from dinfer.recipe.registry import DECODERS, option
 from dinfer.step.contracts import BlockView, Decoder, Large, ModelSpec, Proposal, State, TokenStats
+from dinfer.step.mixins import Adjusts, Verifies
 from dinfer.step.stats import Quota
 
 

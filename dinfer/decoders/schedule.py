@@ -11,11 +11,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dinfer.abilities.adjusting import Adjusts
 from dinfer.kernels.random import uniform
 from dinfer.kernels.selection import confident, descending_rank
 from dinfer.recipe.registry import DECODERS, option
 from dinfer.step.contracts import BlockView, Decoder, ModelSpec, Proposal, State, TokenStats
+from dinfer.step.mixins import Adjusts
 from dinfer.step.stats import Quota
 
 

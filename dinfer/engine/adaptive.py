@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dinfer.abilities.pacing import Pads
 from dinfer.engine.loop import Loop
 from dinfer.engine.request import Update
 from dinfer.engine.row import Row
@@ -20,6 +19,7 @@ from dinfer.engine.runtime import TUNES, Runtime
 from dinfer.recipe.recipe import Recipe, compose
 from dinfer.recipe.registry import CACHES, ITERATIONS, Registry, changed
 from dinfer.step.contracts import Component
+from dinfer.step.mixins import Pads
 from dinfer.step.spec import ModelSpec
 
 CHOSEN = ("iteration", "cache")  # what recipes of a table may differ in; requests bring options of the others

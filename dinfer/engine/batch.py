@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dinfer.abilities.feeding import Feeds
 from dinfer.abilities.reports import Reporting, Reports
 from dinfer.engine.row import Row
 from dinfer.engine.runtime import BatchSize, block_of, pages_of
@@ -17,6 +16,7 @@ from dinfer.engine.worker import Worker
 from dinfer.kernels.canvas import active_rows
 from dinfer.memory import PageAllocator, common, prompt_keys
 from dinfer.step.canvas import CURSORS, Canvas, Status
+from dinfer.step.mixins import Feeds
 from dinfer.step.state import Entry
 from dinfer.step.window import prefilled
 

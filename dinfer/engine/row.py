@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
-from dinfer.abilities.pacing import Edits
 from dinfer.abilities.reports import Level, Reports, TokenLogprob
 from dinfer.engine.request import Completion, Counts, NonFiniteLogits, Request, StalledRow, Update, Wants
 from dinfer.memory import Key
 from dinfer.recipe.recipe import Recipe
 from dinfer.step.canvas import ACTIVE, Cursors, Phase
+from dinfer.step.mixins import Edits
 from dinfer.step.shape import Extra
 
 PLACE = Cursors._fields.index("forwards")  # the cursors before this one are a row's place, the others count

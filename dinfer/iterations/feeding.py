@@ -11,13 +11,12 @@ from typing import ClassVar, Literal, cast
 import torch
 from torch import Tensor
 
-from dinfer.abilities.feeding import Feeds
-from dinfer.abilities.pacing import Paces, Pads
 from dinfer.iterations.sweep import AlignedSweep, BlockSweep
 from dinfer.kernels.advance import Grid
 from dinfer.kernels.canvas import padded
 from dinfer.recipe.registry import ITERATIONS, option
 from dinfer.step.contracts import ModelSpec, RowCursors, State
+from dinfer.step.mixins import Feeds, Paces, Pads
 from dinfer.step.model import Model, SelfConditioned
 
 

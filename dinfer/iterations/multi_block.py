@@ -11,15 +11,13 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from dinfer.abilities.branches import Branches
-from dinfer.abilities.feeding import Feeds
-from dinfer.abilities.pacing import Edits, Paces
 from dinfer.iterations.sweep import BlockSweep
 from dinfer.kernels.advance import decoded_share, forced_blocks, slide_blocks
 from dinfer.kernels.canvas import padded, span
 from dinfer.recipe.refusals import Refusal, Trait
 from dinfer.recipe.registry import ITERATIONS, option
 from dinfer.step.contracts import BlockAfter, ModelSpec, Moved, RowCursors, State
+from dinfer.step.mixins import Branches, Edits, Feeds, Paces
 from dinfer.step.model import Model
 
 

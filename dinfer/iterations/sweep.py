@@ -8,11 +8,11 @@
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, Self
 
-from dinfer.abilities.pacing import Aligned, Edits
 from dinfer.kernels.advance import Grid, leave_blocks
 from dinfer.recipe.refusals import Refusal, Trait
 from dinfer.recipe.registry import ITERATIONS, option
 from dinfer.step.contracts import BlockAfter, Iteration, ModelSpec, Moved, RowCursors, State
+from dinfer.step.mixins import Aligned, Edits
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,6 @@ import torch
 
 import dinfer.recipe.presets as presets
 from dinfer.abilities.constraints import InLanguage
-from dinfer.abilities.pacing import Pads
 from dinfer.abilities.reports import TokenLogprob
 from dinfer.engine.engine import Engine
 from dinfer.engine.request import Completion, Counts, Request, Update, Wants
@@ -44,6 +43,7 @@ from dinfer.pipeline.tokenizer import ChatTemplate, TextStream, read_tokenizer
 from dinfer.recipe.recipe import Recipe, compose
 from dinfer.recipe.registry import CACHES, MODELS
 from dinfer.step.contracts import CachePolicy
+from dinfer.step.mixins import Pads
 from dinfer.step.window import exact
 from dinfer.structure import Compiler, Language
 

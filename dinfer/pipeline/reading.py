@@ -18,12 +18,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dinfer.abilities.pacing import Pads
 from dinfer.abilities.reading import POSITIONS, Blank, Noted, Read
 from dinfer.engine.engine import Engine
 from dinfer.engine.request import Completion, Counts, Request
 from dinfer.pipeline.inputs import as_int, encodable, listed, marked, named, short
 from dinfer.step.contracts import Iteration
+from dinfer.step.mixins import Pads
 from dinfer.step.spec import ModelSpec
 from dinfer.structure import Compiler, Vocabulary
 

@@ -5,18 +5,26 @@ from dataclasses import dataclass, field, is_dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from dinfer.abilities.adjusting import Adjusts
-from dinfer.abilities.feeding import Feeds, Follows, Watches, scores_of
-from dinfer.abilities.pacing import Aligned, Edits, Paces, Pads
 from dinfer.abilities.table import ABILITIES, REFUSALS
-from dinfer.abilities.verification import Verifies
 from dinfer.recipe.refusals import COMPONENTS, refused
 from dinfer.recipe.registry import brief, check_types, options_of, unknown
 from dinfer.step.canvas import ACTIVE
 from dinfer.step.contracts import CachePolicy, Component, Decoder, Iteration, Phase
+from dinfer.step.mixins import (
+    Adjusts,
+    Aligned,
+    Chooses,
+    Edits,
+    Feeds,
+    Follows,
+    Paces,
+    Pads,
+    Verifies,
+    Watches,
+    scores_of,
+)
 from dinfer.step.model import Model, Parts, Sampling
 from dinfer.step.shape import Extra, Sampled, extras_of
-from dinfer.step.window import Chooses
 
 # What components derive from, to be asked for their methods.
 MIXINS: dict[str, tuple[type, ...]] = {

@@ -27,7 +27,7 @@ from pathlib import Path
 from types import GenericAlias
 from typing import Any, Generic, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-CONTRACTS = ("dinfer.step.", "dinfer.abilities.")  # modules of what components derive from, which has no options
+CONTRACTS = ("dinfer.step.",)  # modules of what components derive from, which has no options
 TYPES: dict[str, Any] = {"int": int, "float": float, "bool": bool, "str": str}
 EXACT = 2**53  # per-request options are columns of one float64 tensor, which holds integers up to here
 T = TypeVar("T", bound=type)

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from dinfer.abilities.pacing import Edits
 from dinfer.abilities.reports import FORCED, LEVELS, SURE, TokenLogprob
 from dinfer.analysis.trace.record import Pieces
 from dinfer.engine.request import Completion, Counts, NonFiniteLogits, Request, StalledRow, Update, Wants
@@ -19,6 +18,7 @@ from dinfer.pipeline.tokenizer import Decode, GrowingText
 from dinfer.serving.errors import ApiError
 from dinfer.serving.guard import REQUEST_ID
 from dinfer.serving.served import Served
+from dinfer.step.mixins import Edits
 
 
 class StoppableText:

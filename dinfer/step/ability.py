@@ -15,11 +15,12 @@ from dinfer.memory import PagedAttend, Seen
 from dinfer.step.canvas import BlockView, Canvas, Phase, RowCursors
 from dinfer.step.commits import Commits
 from dinfer.step.contracts import Moved, Proposal, State
+from dinfer.step.mixins import KeepsNothing
 from dinfer.step.model import Network, Parts
 from dinfer.step.shape import Extra, StepShape
 from dinfer.step.state import BatchState, Entry
 from dinfer.step.stats import TokenStats
-from dinfer.step.window import KeepsNothing, Window
+from dinfer.step.window import Window
 
 E = TypeVar("E", bound=Extra)
 P = TypeVar("P")

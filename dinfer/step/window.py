@@ -1,8 +1,6 @@
 """The window of a step, made from the plan of the cache policy."""
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +9,7 @@ from dinfer.kernels.canvas import span, window_positions
 from dinfer.kernels.selection import compact
 from dinfer.step.canvas import Canvas, Cursors, Phase, RowCursors, Status
 from dinfer.step.contracts import CachePolicy, ModelSpec, State
+from dinfer.step.mixins import CanvasRows, Chooses, KeepsNothing
 from dinfer.step.model import Parts
 from dinfer.step.plan import AttentionLayout
 from dinfer.step.shape import KeysOnly, StepShape
@@ -27,38 +26,6 @@ class Window:
     kept_B: Tensor | None = None  # int64, `lanes.kept_B` once the forward has run; None: it stays what it was
     final_until_B: Tensor | None = None  # int64, `kept_B` after a pass for keys alone; -1: it decodes; None: all do
     stop_B: Tensor | None = None  # int64, the first place that nobody sees; None: as the cache says
-
-
-class CanvasRows(NamedTuple):
-    """The canvases of the lanes of a step, as a cache sees them. The last column is scratch."""
-
-    canvas: Canvas
-    slot_B: Tensor
-
-    @property
-    def tokens_BS(self) -> Tensor:
-        """int64 [B, S + 1]"""
-        return self.canvas.tokens_NS.index_select(0, self.slot_B)
-
-    @property
-    def open_BS(self) -> Tensor:
-        """Still to be decoded. bool [B, S + 1]"""
-        return self.canvas.status_NS.index_select(0, self.slot_B) == int(Status.OPEN)
-
-
-class Chooses(ABC):
-    """A cache whose plan says `chosen`: it computes some positions of its window."""
-
-    @abstractmethod
-    def choose(self, lanes: RowCursors, rows: CanvasRows, spec: ModelSpec, phase: Phase, state: State) -> Tensor:
-        """Which positions to compute. bool [B, S + 1]
-
-        Changes `state` in place. It is stored after every pass, also if that decodes nothing.
-        """
-
-
-class KeepsNothing:
-    """A cache whose keys do not outlive the step that computed them."""
 
 
 def window(

@@ -27,7 +27,7 @@ LEVELLED = {
 
 # What the components of a choice may import, whether one of them does or not.
 COMPONENT = {
-    "abilities", "kernels", "recipe.refusals", "recipe.registry", "step.contracts", "step.model", "step.stats",
+    "kernels", "recipe.refusals", "recipe.registry", "step.contracts", "step.mixins", "step.model", "step.stats",
 }  # fmt: skip
 # What each unit may import of dinfer, beside itself: units, or all of a package with levels. Arrows point down only.
 MAY_IMPORT: dict[str, set[str]] = {
@@ -49,12 +49,13 @@ MAY_IMPORT: dict[str, set[str]] = {
         "parallel.ranks", "parallel.split", "recipe.registry", "step.canvas", "step.contracts", "step.spec",
         "step.stats",
     },
+    "step.mixins": {"step.canvas", "step.contracts", "step.model"},
     "step.shape": {"step.canvas"},
     "step.commits": {"kernels", "step.canvas", "step.contracts", "step.model", "step.stats"},
-    "step.window": {"kernels", "step.canvas", "step.contracts", "step.model", "step.plan", "step.shape"},
+    "step.window": {"kernels", "step.canvas", "step.contracts", "step.mixins", "step.model", "step.plan", "step.shape"},
     "step.state": {"kernels", "memory", "step.canvas", "step.contracts", "step.model", "step.shape", "step.window"},
     "step.ability": {
-        "memory", "step.canvas", "step.commits", "step.contracts", "step.model", "step.shape",
+        "memory", "step.canvas", "step.commits", "step.contracts", "step.mixins", "step.model", "step.shape",
         "step.state", "step.stats", "step.window",
     },
     "step.scores": {
@@ -73,8 +74,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "iterations": COMPONENT,
     "models": {"layers", "loading.files", "parallel.split", "recipe.registry", "step.model", "step.spec"},
     "recipe.recipe": {
-        "abilities", "recipe.refusals", "recipe.registry", "step.canvas", "step.contracts", "step.model", "step.shape",
-        "step.window",
+        "abilities", "recipe.refusals", "recipe.registry", "step.canvas", "step.contracts", "step.mixins", "step.model",
+        "step.shape",
     },
     "loading.files": {"recipe.registry"},
     "loading.safetensors_io": {"loading.files"},
@@ -98,7 +99,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "startup.patches": set(),
     "engine.request": {"abilities", "step.canvas", "step.spec"},
-    "engine.row": {"abilities", "engine.request", "memory", "recipe.recipe", "step.canvas", "step.shape"},
+    "engine.row": {
+        "abilities", "engine.request", "memory", "recipe.recipe", "step.canvas", "step.mixins", "step.shape",
+    },
     "engine.runner": {
         "kernels", "recipe.recipe", "startup.kernel_compiler", "startup.patches", "step.shape", "step.state",
         "step.step",
@@ -109,10 +112,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "engine.batch": {
         "abilities", "engine.runtime", "engine.row", "engine.worker", "kernels", "memory", "step.canvas",
-        "step.state", "step.window",
+        "step.mixins", "step.state", "step.window",
     },
     "engine.scheduler": {
-        "abilities", "engine.row", "engine.runtime", "recipe.recipe", "step.canvas", "step.contracts",
+        "abilities", "engine.row", "engine.runtime", "recipe.recipe", "step.canvas", "step.contracts", "step.mixins",
         "step.shape", "step.window",
     },
     "engine.loop": {
@@ -127,8 +130,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "recipe.recipe", "recipe.registry", "step.canvas", "step.shape", "step.state",
     },
     "engine.adaptive": {
-        "abilities", "engine.loop", "engine.request", "engine.row", "engine.runtime", "recipe.recipe",
-        "recipe.registry", "step.contracts", "step.spec",
+        "engine.loop", "engine.request", "engine.row", "engine.runtime", "recipe.recipe",
+        "recipe.registry", "step.contracts", "step.mixins", "step.spec",
     },
     "engine.engine": {
         "engine.adaptive", "engine.loop", "engine.request", "engine.row", "engine.runner", "engine.runtime",
@@ -148,7 +151,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "step.state",
     },
     "pipeline.reading": {
-        "abilities", "engine.engine", "engine.request", "pipeline.inputs", "step.contracts", "step.spec", "structure",
+        "abilities", "engine.engine", "engine.request", "pipeline.inputs", "step.contracts", "step.mixins", "step.spec",
+        "structure",
     },
     "pipeline.form": {"abilities", "pipeline.inputs", "recipe.recipe", "recipe.registry", "structure"},
     "pipeline.pipeline": {
@@ -156,22 +160,22 @@ MAY_IMPORT: dict[str, set[str]] = {
         "loading.files", "parallel.divided_model", "pipeline.inputs", "pipeline.reading",
         "pipeline.form", "pipeline.tokenizer", "recipe.presets",
         "recipe.recipe", "recipe.registry",
-        "step.contracts", "step.window", "structure",
+        "step.contracts", "step.mixins", "step.window", "structure",
     },
     "pipeline.tokenizer": {"engine.request", "loading.checkpoint", "loading.files", "pipeline.inputs"},
     "pipeline": {"pipeline.pipeline", "pipeline.tokenizer"},
     "analysis.audit": {
-        "abilities", "analysis.trace", "engine", "kernels", "layers", "pipeline", "recipe.registry", "step.ability",
-        "step.canvas", "step.contracts", "step.shape", "step.step", "step.window",
+        "analysis.trace", "engine", "kernels", "layers", "pipeline", "recipe.registry", "step.ability", "step.canvas",
+        "step.contracts", "step.mixins", "step.shape", "step.step", "step.window",
     },
     "analysis.plots": set(),
     "analysis.tuning": {"recipe.recipe", "analysis.metrics", "engine.adaptive", "recipe.registry"},
     "analysis.trace": {
-        "engine", "pipeline", "recipe.recipe", "recipe.registry", "step.contracts", "step.model", "step.window",
+        "engine", "pipeline", "recipe.recipe", "recipe.registry", "step.contracts", "step.mixins", "step.model",
     },
     "serving": {
         "abilities", "analysis.likelihood", "analysis.outputs", "analysis.trace", "engine", "parallel.leader",
-        "pipeline", "pipeline.inputs", "pipeline.tokenizer", "recipe.recipe", "recipe.registry",
+        "pipeline", "pipeline.inputs", "pipeline.tokenizer", "recipe.recipe", "recipe.registry", "step.mixins",
         "step.shape", "structure",
     },
     "__init__": {"engine", "pipeline", "pipeline.inputs", "recipe.presets", "recipe.recipe", "recipe.registry"},

@@ -23,7 +23,6 @@ from support.matrix import (
 )
 from support.models import tiny_model
 
-from dinfer.abilities.feeding import Watches
 from dinfer.abilities.slices import Sliced
 from dinfer.decoders.threshold import Threshold
 from dinfer.engine.engine import Engine
@@ -31,6 +30,7 @@ from dinfer.engine.request import Request, Wants
 from dinfer.kernels.dispatch import VARIABLE
 from dinfer.recipe.recipe import compose
 from dinfer.step.contracts import BlockView, Proposal, State, TokenStats
+from dinfer.step.mixins import Watches
 
 compiles = torch._dynamo.utils.counters["stats"]
 

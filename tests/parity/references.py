@@ -8,7 +8,6 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from dinfer.abilities.adjusting import Adjusts
 from dinfer.caches.widths import VicinityCache
 from dinfer.decoders.confidence import Credit, Factor
 from dinfer.decoders.editing import DMax, JointThreshold
@@ -23,9 +22,9 @@ from dinfer.recipe.registry import SAMPLINGS, Registry
 from dinfer.step.ability import Ability, Seen, Step
 from dinfer.step.canvas import BlockView, Phase, RowCursors
 from dinfer.step.contracts import BlockAfter, CachePolicy, ModelSpec, Moved, Proposal, State, TokenStats, WindowPlan
+from dinfer.step.mixins import Adjusts, CanvasRows, Chooses
 from dinfer.step.model import Parts
 from dinfer.step.shape import StepShape
-from dinfer.step.window import CanvasRows, Chooses
 
 
 class DinferRule:

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dinfer.abilities.pacing import Paces
 from dinfer.iterations.sweep import Blockwise
 from dinfer.step.canvas import RowCursors
 from dinfer.step.contracts import ModelSpec
+from dinfer.step.mixins import Paces
 from dinfer.step.model import Attend
 
 

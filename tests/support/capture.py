@@ -10,13 +10,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dinfer.abilities.branches import BranchLanes, branches_of
 from dinfer.abilities.candidates import Candidates
-from dinfer.abilities.feeding import Feeds
 from dinfer.abilities.guidance import Guided
 from dinfer.abilities.open_positions import OpenOnly
 from dinfer.abilities.reports import Level, Reported, Reporting
 from dinfer.memory import PoolSize
 from dinfer.recipe.recipe import Recipe
 from dinfer.step.canvas import Cursors
+from dinfer.step.mixins import Feeds
 from dinfer.step.shape import Extra, KeysOnly, Sampled, StepShape, extras_of
 from dinfer.step.state import BatchState
 from dinfer.step.step import denoise_step

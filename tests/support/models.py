@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from dinfer.abilities.pacing import Moves
 from dinfer.layers.gemma import Gemma
 from dinfer.loading.checkpoint import random_network
 from dinfer.models.diffusion_gemma import DiffusionGemma
 from dinfer.models.llada import Llada
 from dinfer.recipe.registry import DECODERS
 from dinfer.step.contracts import ModelSpec
+from dinfer.step.mixins import Moves
 
 VOCAB, EOS, MASK = 40, 38, 39
 DELETE, SPLIT = 33, 34  # of models that predict them

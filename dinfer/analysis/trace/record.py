@@ -33,8 +33,8 @@ from dinfer.pipeline import Pipeline
 from dinfer.recipe.recipe import Recipe
 from dinfer.recipe.registry import CACHES, DECODERS, ITERATIONS, SAMPLINGS, values_of
 from dinfer.step.contracts import BlockView, Decoder, Phase, Proposal, State, TokenStats
+from dinfer.step.mixins import KeepsNothing
 from dinfer.step.model import Attend
-from dinfer.step.window import KeepsNothing
 
 
 def page(document: dict[str, Any]) -> str:

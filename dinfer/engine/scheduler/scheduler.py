@@ -17,13 +17,13 @@ from dinfer.abilities.candidates import Candidates
 from dinfer.abilities.guidance import Guided
 from dinfer.abilities.open_positions import OpenOnly
 from dinfer.abilities.slices import Sliced, sliceable
-from dinfer.abilities.verification import Verifies
 from dinfer.engine.row import PLACE, Row, StepWidth
 from dinfer.engine.runtime import AUTO_CANDIDATES, Runtime
 from dinfer.engine.scheduler.grouping import LATE, Group, PrefillBatching, free_positions, grouped, opens
 from dinfer.engine.scheduler.settling import Ahead, Settling, Slicing
 from dinfer.recipe.recipe import Recipe
 from dinfer.step.canvas import Cursors, Phase
+from dinfer.step.mixins import Verifies
 from dinfer.step.shape import Extra, KeysOnly, StepShape, extras_of
 from dinfer.step.window import deciding, narrow_width, width_of
 

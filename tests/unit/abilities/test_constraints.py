@@ -21,12 +21,12 @@ from support.scripted import Scripted, scripted_spec
 
 from dinfer.abilities import constraints
 from dinfer.abilities.constraints import InLanguage
-from dinfer.abilities.verification import Verifies
 from dinfer.engine.request import Request, Update
 from dinfer.kernels.lines import Line
 from dinfer.recipe.presets import component
 from dinfer.recipe.recipe import IncompatibleRecipe, Recipe, compose
 from dinfer.recipe.registry import CACHES, DECODERS, ITERATIONS
+from dinfer.step.mixins import Verifies
 from dinfer.structure.compiler import compile_automaton
 from dinfer.structure.constraint import choice, regex
 from dinfer.structure.language import Language, Vocabulary, language

@@ -23,8 +23,6 @@ from support.models import UNIFORM, tiny_model
 
 import dinfer.step.step
 from dinfer.abilities.candidates import Candidates
-from dinfer.abilities.pacing import Edits
-from dinfer.abilities.verification import Verifies
 from dinfer.engine.request import Completion, Request
 from dinfer.engine.runtime import Runtime
 from dinfer.engine.scheduler.scheduler import CandidateChoice
@@ -32,6 +30,7 @@ from dinfer.recipe.recipe import IncompatibleRecipe, Recipe, compose
 from dinfer.recipe.registry import DECODERS
 from dinfer.step.canvas import BlockView, RowCursors
 from dinfer.step.commits import Commits
+from dinfer.step.mixins import Edits, Verifies
 from dinfer.step.shape import StepShape
 
 BLOCK = 8

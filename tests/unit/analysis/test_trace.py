@@ -15,12 +15,12 @@ import torch
 from support.browser import PROGRAM, dom, needs_chromium
 from support.models import MASK, tiny_model
 
-from dinfer.abilities.pacing import LeavesDecoded
 from dinfer.analysis.trace.record import Trace, animation, document, embedded, page, record_request, spans
 from dinfer.engine.request import Request
 from dinfer.engine.runtime import Runtime
 from dinfer.pipeline import Pipeline
 from dinfer.recipe.recipe import compose
+from dinfer.step.mixins import LeavesDecoded
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8]
 HOSTILE = "</script><script>document.title='owned'</script><!-- \u2028 & @@style@@ <img src=x onerror=alert(1)>"

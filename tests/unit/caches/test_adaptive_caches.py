@@ -12,12 +12,12 @@ from support.matrix import engine_for
 from support.models import fitted, tiny_model
 from torch import Tensor
 
-from dinfer.abilities.pacing import Edits, Grows
 from dinfer.engine.request import Request, Update, Wants
 from dinfer.kernels.selection import compact
 from dinfer.recipe.recipe import IncompatibleRecipe, compose
 from dinfer.recipe.registry import CACHES, DECODERS
 from dinfer.step.canvas import Cursors, Phase
+from dinfer.step.mixins import Edits, Grows
 from dinfer.step.window import exact, width_of
 
 PROMPT, NEW, BLOCK = 11, 21, 8

@@ -10,10 +10,10 @@ from support.matrix import completions, engine_for
 from support.models import EOS, MASK, VOCAB
 from support.scripted import Scripted
 
-from dinfer.abilities.pacing import Moves
 from dinfer.engine.request import Request
 from dinfer.recipe.recipe import Recipe, compose
 from dinfer.step.contracts import BlockView, Decoder, Proposal, State, TokenStats
+from dinfer.step.mixins import Moves
 
 STEPS = 6  # of moving about; then all that is left is committed
 Row = list[tuple[int, bool]]  # token and whether it is masked, by place

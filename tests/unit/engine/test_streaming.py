@@ -19,7 +19,6 @@ from support.matrix import (
 )
 from support.models import tiny_model
 
-from dinfer.abilities.pacing import Edits
 from dinfer.engine.async_engine import AsyncEngine
 from dinfer.engine.batch import Asked, CanvasReader
 from dinfer.engine.request import Completion, Counts, Request, Update, Wants
@@ -27,6 +26,7 @@ from dinfer.engine.runtime import Runtime
 from dinfer.pipeline import Pipeline, TextStream
 from dinfer.recipe.recipe import Recipe, compose
 from dinfer.step.canvas import Status
+from dinfer.step.mixins import Edits
 
 BLOCK = 8
 

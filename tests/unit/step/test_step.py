@@ -13,8 +13,6 @@ from support.matrix import completions, engine_for, launched_ahead
 from support.models import EOS, MASK, VOCAB, tiny_model
 from support.scripted import Scripted
 
-from dinfer.abilities.feeding import Feeds, Watches
-from dinfer.abilities.pacing import Edits
 from dinfer.caches.window import BlockCache
 from dinfer.decoders.schedule import Fixed
 from dinfer.engine.request import Request, StalledRow, Wants
@@ -22,6 +20,7 @@ from dinfer.recipe.recipe import Recipe, compose
 from dinfer.recipe.registry import ITERATIONS
 from dinfer.step.canvas import Phase
 from dinfer.step.contracts import BlockView, Decoder, Proposal, State, TokenStats
+from dinfer.step.mixins import Edits, Feeds, Watches
 
 PROMPT, NEW, BLOCK = [1, 2, 3, 4, 5], 19, 8
 

@@ -12,7 +12,6 @@ from support.matrix import settings_of
 from support.models import tiny_model
 from support.scripted import scripted_spec
 
-from dinfer.abilities.pacing import LeavesMasks
 from dinfer.analysis.audit import audit
 from dinfer.engine.runtime import Runtime
 from dinfer.kernels import canvas as kernels
@@ -21,6 +20,7 @@ from dinfer.recipe.recipe import IncompatibleRecipe, compose
 from dinfer.recipe.registry import CACHES, options_of
 from dinfer.step.canvas import Canvas, Cursors, Phase
 from dinfer.step.contracts import CachePolicy, ModelSpec
+from dinfer.step.mixins import LeavesMasks
 from dinfer.step.shape import StepShape
 from dinfer.step.state import StatePool
 from dinfer.step.window import Window, first_phase, prefilled, width_of, window
