@@ -357,7 +357,8 @@ class Pipeline:
         """Token ids of a text or of a conversation. Messages are text, even where they spell a special token.
 
         `how`: `add_special_tokens` for texts; `tools` as OpenAI's clients write them, `add_generation_prompt`,
-        `continue_final_message` for conversations.
+        `continue_final_message`, and `variables` of the chat template, such as {"enable_thinking": False}, for
+        conversations.
         """
         tokenizer = self._need_tokenizer()
         if isinstance(prompt, str):

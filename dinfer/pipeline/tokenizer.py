@@ -25,6 +25,12 @@ if TYPE_CHECKING:
 
 ROLES = {"system", "user", "assistant", "tool"}
 PRIVATE = range(0xE000, 0xF900)  # characters that mean nothing in Unicode, and are neither spaces nor letters
+# Of `apply_chat_template`: what a template is given from elsewhere, and its own arguments.
+OWNED = {
+    "messages", "conversation", "tools", "documents", "add_generation_prompt", "continue_final_message",
+    "chat_template", "tokenize", "return_dict", "return_tensors", "return_assistant_tokens_mask", "tokenizer_kwargs",
+    "padding", "truncation", "max_length", "bos_token", "eos_token",
+}  # fmt: skip
 Decode = Callable[[list[int]], str]
 WINDOW = 16  # tokens that are decoded again with those that follow
 
@@ -87,23 +93,34 @@ class ChatTemplate:
         """Whether the template shows definitions of tools, calls and their results."""
         return re.search(r"\btools\b", str(self.tokenizer.chat_template)) is not None  # a template, or several by name
 
+    def reads(self, name: str) -> bool:
+        """Whether the template reads a variable of this name, such as `enable_thinking`."""
+        return re.search(rf"\b{re.escape(name)}\b", str(self.tokenizer.chat_template)) is not None
+
     def encode(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None, **ending: bool
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        **ending: bool,
     ) -> list[int]:
         """The token ids, up to where the answer begins. Raises ValueError for a message that cannot be read as text.
 
         `tools`, and `ending`: `add_generation_prompt` and `continue_final_message`, are `apply_chat_template`'s.
+        `variables`: others of the template, such as `enable_thinking`. Those that it does not read are left out.
         """
-        texts = self._readable(messages, tools)
+        variables = self._read_of(variables)
+        texts = self._readable(messages, tools, variables)
         spelled = sorted({found for text in texts for found in self._spelled.findall(text)})
         if not spelled:
-            return list(self._applied(messages, tools, tokenize=True, return_dict=False, **ending))
+            return list(self._applied(messages, tools, variables, tokenize=True, return_dict=False, **ending))
         free = (chr(number) for number in PRIVATE if not any(chr(number) in text for text in texts))
         private = dict(zip(spelled, free, strict=False))
         public = str.maketrans({character: text for text, character in private.items()})
         hide = partial(self._spelled.sub, lambda found: private[found[0]])
         hidden = [_changed(message, hide) | {"role": message["role"]} for message in messages]
-        ids, end, rendered = [], 0, self._applied(hidden, _changed(tools, hide), tokenize=False, **ending)
+        values = {name: _changed(value, hide) for name, value in variables.items()}
+        ids, end, rendered = [], 0, self._applied(hidden, _changed(tools, hide), values, tokenize=False, **ending)
         for own in self._spelled.finditer(rendered):
             ids += self._text(rendered[end : own.start()].translate(public))
             ids.append(self._special[own[0]])
@@ -111,20 +128,31 @@ class ChatTemplate:
         return ids + self._text(rendered[end:].translate(public))
 
     def write(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None, **ending: bool
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        **ending: bool,
     ) -> str:
         """What the template writes. Takes and raises what `encode` does."""
-        self._readable(messages, tools)
-        return self._applied(messages, tools, tokenize=False, **ending)
+        variables = self._read_of(variables)
+        self._readable(messages, tools, variables)
+        return self._applied(messages, tools, variables, tokenize=False, **ending)
 
-    def _readable(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> list[str]:
+    def _read_of(self, variables: Mapping[str, Any] | None) -> dict[str, Any]:
+        """The variables that the template reads. Raises ValueError for one that is not the caller's to set."""
+        if owned := sorted(OWNED & (variables or {}).keys()):
+            raise ValueError(f"{owned[0]} is no variable of the chat template that a request may set: leave it out")
+        return {name: value for name, value in (variables or {}).items() if self.reads(name)}
+
+    def _readable(self, messages: Sequence[Mapping[str, Any]], tools: Any, variables: Mapping[str, Any]) -> list[str]:
         """All texts in what the template is given. Raises ValueError."""
         if not self.takes_tools and (tools or any(m["role"] == "tool" or m.get("tool_calls") for m in messages)):
             raise NoTools(
                 "the checkpoint's chat template shows its model no tools, calls or results: leave them out, or put a "
                 "chat_template.jinja that shows them beside the weights"
             )
-        texts = [encodable(text) for text in texts_in([messages, tools])]
+        texts = [encodable(text) for text in texts_in([messages, tools, variables])]
         for role in {message["role"] for message in messages} - ROLES:
             self._check_role(role)
         return texts
@@ -134,7 +162,7 @@ class ChatTemplate:
         if any(role in special or special in role for special in self._special):
             raise ValueError(f"role {role!r:.80} is a part of a special token of this tokenizer: use another")
         one, other = (
-            self._applied([{"role": "user", "content": "a"}, {"role": role, "content": text}], None, tokenize=False)
+            self._applied([{"role": "user", "content": "a"}, {"role": role, "content": text}], None, {}, tokenize=False)
             for text in "ab"
         )
         if one == other:
@@ -143,14 +171,19 @@ class ChatTemplate:
             )
 
     def _applied(
-        self, messages: Sequence[Mapping[str, Any]], tools: Any, *, add_generation_prompt: bool = True, **how: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Any,
+        variables: Mapping[str, Any],
+        *,
+        add_generation_prompt: bool = True,
+        **how: Any,
     ) -> Any:
         from jinja2 import TemplateError  # by now transformers has imported it
 
+        own = {"tools": tools, "add_generation_prompt": add_generation_prompt}
         try:
-            return self.tokenizer.apply_chat_template(
-                [*map(dict, messages)], tools=tools, add_generation_prompt=add_generation_prompt, **how
-            )
+            return self.tokenizer.apply_chat_template([*map(dict, messages)], **variables, **own, **how)
         except TemplateError as error:
             raise ValueError(f"the checkpoint's chat template: {error}") from error
 

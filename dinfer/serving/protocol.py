@@ -16,6 +16,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 from dinfer.abilities.reading import STEPS
 from dinfer.pipeline.inputs import encodable, texts_in
+from dinfer.pipeline.tokenizer import OWNED
 from dinfer.serving.errors import SHOWN, ApiError, at_field, invalid, refused
 from dinfer.structure import Compiler, Constraint, Language, choice, functions_of, grammar, json_schema, regex
 from dinfer.structure import tools as calling
@@ -37,12 +38,9 @@ REASONS: dict[str, dict[str, tuple[Any, ...]]] = {
         "prompt_logprobs": (), "stream": (False,), "n": (1,),
     },
     "is not supported: answers are text.": {"modalities": (["text"],), "audio": ()},
-    "is not supported.": {
-        "prediction": (), "reasoning_effort": ("none",), "verbosity": ("medium",), "web_search_options": (),
-        "documents": ([],),
-    },
+    "is not supported.": {"prediction": (), "web_search_options": (), "documents": ([],)},
+    "is not supported here: it is for chats and reads.": {"chat_template_kwargs": ({},)},
     "is not supported: all requests are served alike.": {"service_tier": ("auto", "default"), "priority": (0,)},
-    "is not supported: this server keeps no requests.": {"store": (False,)},
     "is not supported. Use n for several answers.": {"use_beam_search": (False,)},
     "is for beam search, which is not supported.": {"length_penalty": (1,)},
     "is not supported. Use n.": {"best_of": (1,)},
@@ -54,13 +52,20 @@ REASONS: dict[str, dict[str, tuple[Any, ...]]] = {
     "is not supported: /v1/read tells the probabilities of options.": {"logprob_token_ids": ([],)},
     "is not supported: a canvas ends at its first special token.": {"skip_special_tokens": (True,)},
     "is not supported: answers hold no special tokens.": {"spaces_between_special_tokens": (True,)},
-    "is not supported: templates get messages alone.": {"chat_template_kwargs": ({},)},
     "is not supported: the checkpoint's own is used.": {"chat_template": ()},
     f"is not supported here. {READS}": {"vllm_xargs": ({},)},
 }  # fmt: skip
 NOT_SUPPORTED = {field: (neutral, why) for why, fields in REASONS.items() for field, neutral in fields.items()}
-# Hints with no effect on the answer.
-IGNORABLE = {"prompt_cache_key", "safety_identifier", "prompt_cache_retention", "metadata", "request_id"}
+# Hints with no effect on the answer. This server keeps no requests, whatever `store` says.
+IGNORABLE = {
+    "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier", "metadata", "request_id",
+    "store", "cache_control", "reasoning_effort", "verbosity",
+}  # fmt: skip
+SWITCHES, NO_THOUGHT = (
+    ("enable_thinking", "thinking"),
+    ("none", "instant"),
+)  # of chat templates; efforts that ask for none
+MAX_VARIABLES = 16_384  # characters of `chat_template_kwargs`
 Text = Annotated[str, AfterValidator(encodable)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
@@ -210,7 +215,7 @@ class Held:
 def _readable(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for text in texts_in(tools):
         encodable(text)
-    return tools
+    return [{key: value for key, value in tool.items() if key != "cache_control"} for tool in tools]
 
 
 Tools = Annotated[list[dict[str, Any]], AfterValidator(_readable)]
@@ -225,6 +230,18 @@ class NamedFunction(Strict):
 
     type: Literal["function"]
     function: FunctionName
+
+
+class AllowedFunctions(Strict):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedFunction], Field(min_length=1)]
+
+
+class AllowedTools(Strict):
+    """A `tool_choice` of some functions. The model is shown the others too, and cannot call them."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedFunctions
 
 
 def _object(text: str) -> str:
@@ -260,7 +277,7 @@ class ToolFields(HeldFields):
     """Fields of a chat whose answer may call functions."""
 
     tools: Tools | None = None  # the chat template gets them as they are
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | AllowedTools | None = None
     parallel_tool_calls: bool = True
 
     @property
@@ -271,13 +288,23 @@ class ToolFields(HeldFields):
     @property
     def choice(self) -> str:
         """auto, required, or the name of a function."""
+        if isinstance(self.tool_choice, AllowedTools):
+            return self.tool_choice.allowed_tools.mode
         return self.tool_choice if isinstance(self.tool_choice, str) else self.named or "auto"
 
     @property
     def functions(self) -> Mapping[str, dict[str, Any] | None]:
-        """The parameters of each function. Raises ApiError."""
+        """The parameters of each function that may be called. Raises ApiError."""
         with at_field("tools"):
-            return functions_of(self.tools or [])
+            known = functions_of(self.tools or [])
+        if not isinstance(self.tool_choice, AllowedTools):
+            return known
+        names = [one.function.name for one in self.tool_choice.allowed_tools.tools]
+        for i, name in enumerate(names):
+            if known and name not in known:
+                where = f"tool_choice.allowed_tools.tools.{i}.function.name"
+                raise invalid(where, f"={name!r:.80} is none of the functions: {', '.join(known):.80}")
+        return {name: known[name] for name in names if known}
 
     @property
     def held(self) -> Held | None:
@@ -339,7 +366,7 @@ class Neutral(Strict):
                 continue
             if field in NOT_SUPPORTED and field not in cls.model_fields:
                 raise refused(field, value, reason)
-            if field not in IGNORABLE:
+            if field in cls.model_fields or field not in IGNORABLE:
                 kept[field] = value
         return kept
 
@@ -417,6 +444,7 @@ class Generation(Sampled, HeldFields):
 class TextPart(Strict):
     type: Literal["text"]
     text: Text
+    cache_control: Any = None  # a hint of Anthropic's API that proxies pass on
 
 
 class ChatMessage(BaseModel):
@@ -440,8 +468,12 @@ class ChatMessage(BaseModel):
                 raise refused(f"messages.{field}", data[field], reason)
         if data.get("tool_calls") and data.get("role") != "assistant":
             raise invalid("messages.tool_calls", " are the assistant's: another role calls nothing")
-        empty = {"content": ""} if data.get("role") == "assistant" else {}
-        return empty | {key: value for key, value in data.items() if value or (key in cls.model_fields and value == "")}
+        empty = {"content": ""} if "content" in data or data.get("role") == "assistant" else {}
+        return empty | {
+            key: value
+            for key, value in data.items()
+            if key != "cache_control" and (value or (key in cls.model_fields and value == ""))
+        }
 
     def plain(self) -> dict[str, Any]:
         content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
@@ -450,25 +482,40 @@ class ChatMessage(BaseModel):
         return (self.model_extra or {}) | {"role": role, "content": content} | calls
 
 
+def _variables(values: dict[str, Any]) -> dict[str, Any]:
+    if owned := sorted(OWNED & values.keys()):
+        raise ValueError(f"{owned[0]} is the server's own to give: leave it out")
+    if (size := sum(map(len, texts_in(values)))) > MAX_VARIABLES:
+        raise ValueError(f"has {size} characters, at most {MAX_VARIABLES} are taken")
+    return values
+
+
 class Conversation(Strict):
     """What a chat template reads, and how it ends."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     add_generation_prompt: bool | None = None  # null: unless the last message is to be continued
     continue_final_message: bool = False
+    chat_template_kwargs: Annotated[dict[Text, Any], AfterValidator(_variables)] = {}
 
     @property
     def conversation(self) -> list[dict[str, Any]]:
         return [message.plain() for message in self.messages]
 
     @property
-    def ending(self) -> dict[str, bool]:
+    def ending(self) -> dict[str, Any]:
         """As the template takes it. Raises ApiError."""
         begins = self.add_generation_prompt
         if begins and self.continue_final_message:
             raise invalid("continue_final_message", "=true and add_generation_prompt=true contradict each other")
         begins = not self.continue_final_message if begins is None else begins
-        return {"add_generation_prompt": begins, "continue_final_message": self.continue_final_message}
+        ending = {"add_generation_prompt": begins, "continue_final_message": self.continue_final_message}
+        return ending | {"variables": self.variables}
+
+    @property
+    def variables(self) -> Mapping[str, Any]:
+        """What the template is given beside messages and tools, if it reads it."""
+        return self.chat_template_kwargs
 
 
 class Scored(Strict):
@@ -492,6 +539,8 @@ class Scored(Strict):
 class ChatRequest(Conversation, ToolFields, Scored, Generation):
     source = "messages"
 
+    reasoning_effort: Literal["none", "instant", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
 
     @model_validator(mode="after")
@@ -510,6 +559,14 @@ class ChatRequest(Conversation, ToolFields, Scored, Generation):
         return last["content"] if self.echo and last["role"] == "assistant" else ""
 
     @property
+    def variables(self) -> Mapping[str, Any]:
+        """Effort and verbosity are hints: they have an effect where the template reads them."""
+        effort, told = self.reasoning_effort, dict[str, Any]()
+        if effort is not None:
+            told = dict.fromkeys(SWITCHES, effort not in NO_THOUGHT) | {"reasoning_effort": effort}
+        return told | ({"verbosity": self.verbosity} if self.verbosity else {}) | self.chat_template_kwargs
+
+    @property
     def length(self) -> tuple[str, int | None]:
         if self.max_completion_tokens is None:
             return super().length
@@ -522,7 +579,13 @@ class TraceRequest(ChatRequest):
     @model_validator(mode="after")
     def _one_answer(self) -> Self:
         kinds: list[type[BaseModel]] = [Conversation, Sampled, HeldFields]
-        shown = {"max_tokens", "max_completion_tokens", *(field for kind in kinds for field in kind.model_fields)}
+        shown = {
+            "max_tokens",
+            "max_completion_tokens",
+            "reasoning_effort",
+            "verbosity",
+            *(field for kind in kinds for field in kind.model_fields),
+        }
         for field, value in self.model_dump(exclude=shown, exclude_defaults=True).items():
             if value is not False:
                 raise refused(field, value, "is not supported here: a trace shows the whole denoising of one answer.")

@@ -43,6 +43,40 @@ def test_values_that_ask_for_nothing_change_nothing(client: Client) -> None:
     assert answers[0] == answers[1] == answers[2]
 
 
+def test_hints_that_clients_always_send_are_accepted(client: Client) -> None:
+    parts = [{"type": "text", "text": QUESTION, "cache_control": {"type": "ephemeral"}}]
+    now = {"type": "function", "function": {"name": "now"}, "cache_control": {"type": "ephemeral"}}
+    hints: dict[str, Any] = {
+        "reasoning_effort": "low", "verbosity": "high", "store": True, "metadata": {"a": "b"}, "cache_control": {},
+        "chat_template_kwargs": {"enable_thinking": False}, "messages": [{"role": "user", "content": parts}],
+    }  # fmt: skip
+    assert chat(client, **hints).json()["choices"] == chat(client).json()["choices"]
+    assert chat(client, **hints, tools=[now]).status_code == 200
+    turns = [{"role": "user", "content": None}, *ASK["messages"]]
+    assert chat(client, messages=turns).status_code == 200
+
+
+def test_the_chat_template_gets_its_variables_and_no_others(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = "{{ enable_thinking }} {{ reasoning_effort }} {{ verbosity }} {{ messages[-1].content }}"
+    monkeypatch.setattr(client.pipe.tokenizer, "chat_template", told)
+    ask, end = {"model": "tiny", "messages": ASK["messages"]}, client.pipe.tokenizer.eos_token
+
+    def written(path: str, **fields: Any) -> str:
+        body = client.ask(path, ask | fields).json()
+        ids = body.get("tokens") or body["prompt_token_ids"]
+        return client.pipe.tokenizer.decode(ids).removesuffix(QUESTION).strip()
+
+    own = {"enable_thinking": False, "verbosity": "x" + end, "unread": [1, {"a": None}]}
+    assert written("/tokenize", chat_template_kwargs=own).split() == ["False", "x" + end]
+    ids = client.ask("/tokenize", ask | {"chat_template_kwargs": own}).json()["tokens"]
+    assert client.pipe.model.spec.eos_id not in ids, "a text may spell a special token, and stays a text"
+    chats = {"return_token_ids": True, "max_tokens": 1}
+    assert written(CHAT, **chats, reasoning_effort="none", verbosity="low").split() == ["False", "none", "low"]
+    assert written(CHAT, **chats, reasoning_effort="high").split() == ["True", "high"]
+    for values in ({"tools": []}, {"tokenize": True}, {"enable_thinking": "x" * 20_000}):
+        assert chat(client, chat_template_kwargs=values).json()["error"]["param"] == "chat_template_kwargs"
+
+
 def test_a_seed_has_64_bits_and_choices_may_be_many(client: Client) -> None:
     drawn = [chat(client, temperature=1.0, seed=seed).json()["choices"] for seed in (-1, -1, -(2**63), 2**63 - 1)]
     assert drawn[0] == drawn[1] and len({json.dumps(one) for one in drawn}) > 1

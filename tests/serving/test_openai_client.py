@@ -67,8 +67,8 @@ def test_options_of_ours_and_errors_that_it_knows(client: openai.OpenAI) -> None
     many = ask(model="tiny", messages=MESSAGES, max_tokens=32, extra_body={"dinfer": {"threshold": 1.0}})
     assert few.usage.dinfer["forwards"] < many.usage.dinfer["forwards"]
     with pytest.raises(openai.BadRequestError) as bad:
-        ask(model="tiny", messages=MESSAGES, temperature=0.5, reasoning_effort="high")
-    assert bad.value.param == "reasoning_effort" and bad.value.code == "unsupported_value"
+        ask(model="tiny", messages=MESSAGES, prediction={"type": "content", "content": "a"})
+    assert bad.value.param == "prediction" and bad.value.code == "unsupported_value"
     with pytest.raises(openai.NotFoundError) as unknown:
         ask(model="gpt", messages=MESSAGES)
     assert unknown.value.code == "model_not_found"

@@ -25,6 +25,13 @@ def tool(name: str, **properties: Any) -> dict[str, Any]:
 
 BUY = tool("buy", kind={"enum": ["coins", "books"]}, count={"type": "integer", "minimum": 0, "maximum": 99})
 NOW = {"type": "function", "function": {"name": "now"}}
+
+
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    functions = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": functions}}
+
+
 BUY_ALONE = {"type": "function", "function": {"name": "buy"}}
 
 
@@ -58,6 +65,7 @@ def joined(told: list[dict[str, Any]]) -> tuple[str | None, list[dict[str, Any]]
 @pytest.mark.parametrize(
     ("fields", "names", "finish"),
     [
+        ({"tool_choice": allowed("required", "now")}, {"now"}, "tool_calls"),
         ({"tool_choice": "required"}, {"buy", "now"}, "tool_calls"),
         ({"tool_choice": "required", "parallel_tool_calls": False}, {"buy", "now"}, "tool_calls"),
         ({"tool_choice": BUY_ALONE}, {"buy"}, "stop"),
@@ -195,6 +203,11 @@ def with_schema(schema: Any) -> dict[str, Any]:
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),
         ({"tools": [], "tool_choice": BUY_ALONE}, "tool_choice.function.name", "'buy' is none of"),
         ({"tools": [NOW], "tool_choice": BUY_ALONE}, "tool_choice.function.name", "functions: now"),
+        (
+            {"tools": [NOW], "tool_choice": allowed("auto", "buy")},
+            "tool_choice.allowed_tools.tools.0.function.name",
+            "functions: now",
+        ),
         ({"tools": [NOW], "tool_choice": "any"}, "tool_choice", "'any'"),
         ({"tools": [NOW, NOW]}, "tools.1.function.name", "'now' is taken"),
         ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools.0", "only tools of the form"),

@@ -27,7 +27,7 @@ from hydra.core.hydra_config import HydraConfig
 from dinfer.cli import conf
 from dinfer.cli.application import launch
 from dinfer.cli.conf import check_ahead, counted, need, of_recipe, pipeline, ranks_of, runtime_of, setting
-from dinfer.cli.terminal import FAILED, check_interrupted, fail, say
+from dinfer.cli.terminal import FAILED, check_interrupted, fail
 from dinfer.recipe.registry import typed
 
 if TYPE_CHECKING:
@@ -56,11 +56,12 @@ def serve(config: dict[str, Any]) -> None:
     if config["autoscaling"] is not None:
         raise ValueError(f"autoscaling={config['autoscaling']} is for replicas: give replicas= too, the least of them")
     with listen(settings) as socket:
-        server = made(config, others, settings)
         from dinfer.serving.guard import log_as_json
+
+        log_as_json()  # what loading warns of too
+        server = made(config, others, settings)
         from dinfer.serving.run import serve, tuned
 
-        log_as_json()
         check_interrupted()
         with tuned():
             serve(server, socket, partial(announce, [*server.catalogue]))
@@ -146,8 +147,8 @@ def recipes(config: dict[str, Any], command: str) -> dict[str, dict[str, Any]]:
 def announce(names: list[str], address: str) -> None:
     """Says where the server is."""
     with suppress(OSError):  # a server goes on without a reader
-        print(f"{', '.join(names)}: {address} (a page), {address}v1 (OpenAI's API), {address}docs", flush=True)
-    say("Ctrl-C ends it.")
+        where = f"{address} (a page), {address}v1 (OpenAI's API), {address}docs"
+        print(f"{', '.join(names)}: {where}\nCtrl-C ends it.", flush=True)  # stderr has lines of JSON alone
 
 
 def name_of(config: dict[str, Any]) -> str:
