@@ -33,12 +33,12 @@ from benchmarks.provenance import command_line, provenance, save
 from benchmarks.shapes import random_model
 from benchmarks.tables import lost
 from dinfer import Pipeline, Runtime
-from dinfer.engine.scheduler import scheduler
-from dinfer.engine.scheduler.grouping import PrefillBatching
-from dinfer.engine.scheduler.scheduler import Lookahead
-from dinfer.kernels.dispatch import GROUPS, VARIABLE
-from dinfer.recipe.recipe import Recipe
-from dinfer.step.contracts import ModelSpec
+from dinfer.core.engine.scheduler import scheduler
+from dinfer.core.engine.scheduler.grouping import PrefillBatching
+from dinfer.core.engine.scheduler.scheduler import Lookahead
+from dinfer.core.kernels.dispatch import GROUPS, VARIABLE
+from dinfer.core.recipe.recipe import Recipe
+from dinfer.core.step.contracts import ModelSpec
 
 BLOCK = 32
 ALL = "all on"

@@ -58,8 +58,8 @@ def pipeline(given: argparse.Namespace, case: str) -> tuple[Any, Callable[[], An
     from benchmarks.feeds import apart, random_prompts
     from benchmarks.shapes import shape
     from dinfer import Pipeline, Runtime, compose
-    from dinfer.layers.linear import quantize
-    from dinfer.loading.checkpoint import random_network
+    from dinfer.core.layers.linear import quantize
+    from dinfer.core.loading.checkpoint import random_network
 
     settings = step.arguments([*CASES[case].split(), "--device", given.device])
     if given.tiny:

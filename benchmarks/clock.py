@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from dinfer.abilities.slices import Sliced
-from dinfer.engine.engine import Engine
-from dinfer.step.shape import KeysOnly, StepShape
+from dinfer.core.engine.engine import Engine
+from dinfer.core.step.shape import KeysOnly, StepShape
+from dinfer.speed.abilities.slices import Sliced
 
 
 def moment(cuda: bool) -> Any:

@@ -22,9 +22,9 @@ from benchmarks.feeds import random_prompts, usual
 from benchmarks.provenance import begun, command_line, save
 from benchmarks.shapes import SHAPES, random_model
 from dinfer import Pipeline, Runtime
-from dinfer.abilities.constraints import InLanguage
-from dinfer.engine.request import Request
-from dinfer.step.spec import ModelSpec
+from dinfer.core.engine.request import Request
+from dinfer.core.terms.spec import ModelSpec
+from dinfer.structure.abilities.constraints import InLanguage
 from dinfer.structure.compiler import compile_automaton
 from dinfer.structure.constraint import regex
 from dinfer.structure.language import Language, Vocabulary, language

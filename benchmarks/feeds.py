@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dinfer.layers.transformer import Experts
-from dinfer.parallel.divided_model import everywhere
-from dinfer.recipe.recipe import Recipe, compose
-from dinfer.step.contracts import ModelSpec
-from dinfer.step.model import Attend, Model
+from dinfer.core.layers.transformer import Experts
+from dinfer.core.recipe.recipe import Recipe, compose
+from dinfer.core.step.contracts import ModelSpec
+from dinfer.core.step.model import Attend, Model
+from dinfer.scale.parallel.divided_model import everywhere
 
 STRIDE = 7919  # prime, so that neighbours get tokens that are far apart
 PLACES = 2**18  # positions that a step may have

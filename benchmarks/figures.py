@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.tables import RESULTS, beside, levels, load
-from dinfer.analysis.metrics import wilson
+from dinfer.lab.metrics import wilson
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 CACHE = "dual"

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 from benchmarks.clock import milliseconds, moment
-from dinfer.kernels.types import FLOAT8
-from dinfer.layers.transformer import Experts
-from dinfer.memory import KVPool
-from dinfer.step.contracts import ModelSpec
+from dinfer.core.kernels.types import FLOAT8
+from dinfer.core.layers.transformer import Experts
+from dinfer.core.memory import KVPool
+from dinfer.core.step.contracts import ModelSpec
 
 SIDE = 8192  # of the matrices
 WARM = 2.0  # seconds of products, after which a card's clock is what its power allows

@@ -22,13 +22,13 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import dinfer.engine.runner as launching
+import dinfer.core.engine.runner as launching
 from benchmarks.feeds import random_prompts
 from benchmarks.provenance import begun, command_line, save
 from benchmarks.shapes import random_weights, shape
 from dinfer import CACHES, DECODERS, ITERATIONS, Runtime, compose
-from dinfer.engine.engine import Engine
-from dinfer.engine.request import Request, Wants
+from dinfer.core.engine.engine import Engine
+from dinfer.core.engine.request import Request, Wants
 
 STEP, PAIRWISE = 10, 40
 PARTS = ("model", "iteration", "decoder", "cache")

@@ -20,10 +20,10 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
-import dinfer.kernels
-from dinfer.engine.engine import Engine
-from dinfer.step.canvas import Phase
-from dinfer.step.shape import StepShape
+import dinfer.core.kernels
+from dinfer.core.engine.engine import Engine
+from dinfer.core.step.canvas import Phase
+from dinfer.core.step.shape import StepShape
 
 PARTS = ("linear", "experts", "attention", "rotary, keys", "norms", "gate", "statistics", "collectives", "rest")
 REST = PARTS[-1]  # window, embedding, commits, cursors
@@ -50,7 +50,7 @@ class Span(NamedTuple):
 def our_kernels() -> dict[str, str]:
     """The part of each Triton kernel of the package, by name."""
     found = {}
-    for path in (Path(dinfer.kernels.__file__).parent / "triton").glob("*.py"):
+    for path in (Path(dinfer.core.kernels.__file__).parent / "triton").glob("*.py"):
         for name in re.findall(r"^@(?:triton|gluon)\.jit[^\n]*\s+def (\w+)", path.read_text(), re.MULTILINE):
             found[name] = FILES.get(path.stem, REST)
     return found

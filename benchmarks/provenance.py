@@ -1,4 +1,4 @@
-"""What every benchmark writes: its command, `dinfer.analysis.provenance`, and its figures."""
+"""What every benchmark writes: its command, `dinfer.lab.provenance`, and its figures."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dinfer.analysis.provenance import provenance as found
+from dinfer.lab.provenance import provenance as found
 
 
 def provenance(device: torch.device) -> dict[str, Any]:

@@ -27,12 +27,12 @@ import torch
 
 import dinfer
 from benchmarks.provenance import command_line, provenance
-from dinfer.analysis.metrics import Sample
-from dinfer.analysis.metrics import measure as metrics_of
+from dinfer.core.loading.checkpoint import family_of, read_config
+from dinfer.core.loading.files import locate
+from dinfer.core.terms.spec import ModelSpec
 from dinfer.demo.problems import Problem, generate, is_correct
-from dinfer.loading.checkpoint import family_of, read_config
-from dinfer.loading.files import locate
-from dinfer.step.spec import ModelSpec
+from dinfer.lab.metrics import Sample
+from dinfer.lab.metrics import measure as metrics_of
 
 Recipe = tuple[Any, Any, Any]  # iteration, decoder, cache
 BLOCK = 32

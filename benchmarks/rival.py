@@ -26,9 +26,9 @@ from benchmarks.limits import limits, rates
 from benchmarks.provenance import begun, command_line, save
 from benchmarks.shapes import SHAPES, random_weights
 from dinfer import Pipeline, Runtime, compose
-from dinfer.loading.checkpoint import family_of
-from dinfer.memory import RESERVED, KVPool, PoolSize
-from dinfer.recipe.registry import MODELS
+from dinfer.core.loading.checkpoint import family_of
+from dinfer.core.memory import RESERVED, KVPool, PoolSize
+from dinfer.core.registry import MODELS
 
 PAGE, RUNS = 16, 3
 COMMITS = (1, 2, 4, 8)  # tokens a step commits

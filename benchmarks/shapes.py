@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from dinfer.layers.linear import quantize
-from dinfer.loading.checkpoint import family_of, random_network
-from dinfer.recipe.registry import MODELS
-from dinfer.step.contracts import ModelSpec
-from dinfer.step.model import ModelFamily
+from dinfer.core.layers.linear import quantize
+from dinfer.core.loading.checkpoint import family_of, random_network
+from dinfer.core.registry import MODELS
+from dinfer.core.step.contracts import ModelSpec
+from dinfer.core.step.model import ModelFamily
 
 LLADA_8B: dict[str, Any] = {
     "model_type": "llada", "block_type": "llama", "layer_norm_type": "rms", "activation_type": "silu", "rope": True,

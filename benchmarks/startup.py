@@ -5,7 +5,7 @@
 
 Each start is a new process. The first finds an empty cache of kernels, the second the cache of the first. Weights are
 random and made on the card in half a second. Reading a checkpoint takes longer, so a real load hides more of what it
-prepares meanwhile (`dinfer.startup.prepare`). The time begins when the weights are on the card. A decoder that
+prepares meanwhile (`dinfer.speed.startup.prepare`). The time begins when the weights are on the card. A decoder that
 commits a fixed number of tokens at a step decodes `--blocks` blocks, once alone and once with `--in-flight` requests,
 whose steps have other shapes.
 """
@@ -28,10 +28,10 @@ from benchmarks.feeds import random_prompts, usual
 from benchmarks.provenance import begun, command_line, save
 from benchmarks.shapes import SHAPES, random_model
 from benchmarks.throughput import Scripted, closed_loop
-from dinfer.engine.engine import Engine
-from dinfer.engine.request import Request
-from dinfer.engine.runtime import Runtime
-from dinfer.startup.prepare import prepare
+from dinfer.core.engine.engine import Engine
+from dinfer.core.engine.request import Request
+from dinfer.core.engine.runtime import Runtime
+from dinfer.speed.startup.prepare import prepare
 
 LIMIT = 900.0  # seconds that a start may take
 

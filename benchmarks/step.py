@@ -30,12 +30,12 @@ from benchmarks.parts import by_kernel, by_part, profiled, told
 from benchmarks.provenance import begun, command_line, save
 from benchmarks.shapes import SHAPES, random_model
 from dinfer import Pipeline, Runtime, compose
-from dinfer.engine.engine import Engine
-from dinfer.engine.runtime import KV
-from dinfer.layers.transformer import Experts
-from dinfer.memory import KVPool
-from dinfer.recipe.recipe import Recipe
-from dinfer.step.shape import StepShape
+from dinfer.core.engine.engine import Engine
+from dinfer.core.engine.runtime import KV
+from dinfer.core.layers.transformer import Experts
+from dinfer.core.memory import KVPool
+from dinfer.core.recipe.recipe import Recipe
+from dinfer.core.step.shape import StepShape
 
 
 def experts_read(recipe: Recipe, prompts: list[list[int]]) -> float:

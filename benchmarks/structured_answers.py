@@ -24,9 +24,9 @@ import torch
 
 import dinfer
 from benchmarks.provenance import begun, command_line, save
-from dinfer.analysis.metrics import wilson
+from dinfer.core.pipeline import Pipeline
 from dinfer.demo.problems import Problem, generate, is_correct
-from dinfer.pipeline import Pipeline
+from dinfer.lab.metrics import wilson
 from dinfer.structure import json_schema, regex
 
 SCHEMA = {

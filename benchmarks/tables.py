@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.goals import ROWS, RUNS, Row, figure, level, number, report_of, wanted
-from dinfer.recipe.presets import catalog
-from dinfer.recipe.registry import MODELS
+from dinfer.core.recipe.presets import catalog
+from dinfer.core.registry import MODELS
 
 RESULTS = Path(__file__).parent / "results"
 Report = dict[str, Any]

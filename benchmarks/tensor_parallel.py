@@ -35,7 +35,7 @@ from benchmarks.provenance import begun, command_line, save
 from benchmarks.shapes import random_weights, shape
 from benchmarks.step import experts_read, pool, timed_run
 from dinfer import Pipeline, Runtime
-from dinfer.parallel.ranks import ALONE, Ranks
+from dinfer.core.ranks.ranks import ALONE, Ranks
 
 BLOCK, PROMPT, NEW = 32, 128, 256
 

@@ -39,13 +39,13 @@ from benchmarks.limits import WARM, rates, run_limit
 from benchmarks.provenance import begun, command_line, save
 from benchmarks.shapes import SHAPES, random_model, shape
 from benchmarks.step import pool
+from dinfer.core.engine.engine import Engine
+from dinfer.core.engine.request import ONLY_COUNTS, Completion, Request, Update, Wants
+from dinfer.core.engine.runtime import KV
+from dinfer.core.registry import check_range, option
+from dinfer.core.step.contracts import BlockView, Decoder, Proposal, State, TokenStats
 from dinfer.demo.problems import generate
-from dinfer.engine.engine import Engine
-from dinfer.engine.request import ONLY_COUNTS, Completion, Request, Update, Wants
-from dinfer.engine.runtime import KV
-from dinfer.parallel.divided_model import Source, divided
-from dinfer.recipe.registry import check_range, option
-from dinfer.step.contracts import BlockView, Decoder, Proposal, State, TokenStats
+from dinfer.scale.parallel.divided_model import Source, divided
 
 
 @dataclass(frozen=True, kw_only=True)

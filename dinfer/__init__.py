@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dinfer.engine.async_engine import AsyncEngine
-    from dinfer.engine.request import Counts, NonFiniteLogits, Wants
-    from dinfer.engine.runtime import Runtime
-    from dinfer.pipeline import Pipeline, Result, load
-    from dinfer.pipeline.inputs import Infilled
-    from dinfer.recipe.presets import presets
-    from dinfer.recipe.recipe import IncompatibleRecipe, Recipe, compose
-    from dinfer.recipe.registry import CACHES, DECODERS, ITERATIONS, MODELS, SAMPLINGS, UnknownName
+    from dinfer.core.engine.async_engine import AsyncEngine
+    from dinfer.core.engine.request import Counts, NonFiniteLogits, Wants
+    from dinfer.core.engine.runtime import Runtime
+    from dinfer.core.pipeline import Pipeline, Result, load
+    from dinfer.core.pipeline.inputs import Infilled
+    from dinfer.core.recipe.presets import presets
+    from dinfer.core.recipe.recipe import IncompatibleRecipe, Recipe, compose
+    from dinfer.core.registry import CACHES, DECODERS, ITERATIONS, MODELS, SAMPLINGS, UnknownName
 
 # Before torch is loaded: OpenMP threads that spin while they wait make small models several times slower as soon as
 # anything else wants the cores.
@@ -30,15 +33,55 @@ __all__ = [
     "compose", "load", "presets",
 ]  # fmt: skip
 _MODULES = {
-    "recipe.registry": ("CACHES", "DECODERS", "ITERATIONS", "MODELS", "SAMPLINGS", "UnknownName"),
-    "recipe.presets": ("presets",),
-    "recipe.recipe": ("IncompatibleRecipe", "Recipe", "compose"),
-    "engine.async_engine": ("AsyncEngine",),
-    "engine.request": ("Counts", "NonFiniteLogits", "Wants"),
-    "engine.runtime": ("Runtime",),
-    "pipeline": ("Pipeline", "Result", "load"),
-    "pipeline.inputs": ("Infilled",),
+    "core.registry": ("CACHES", "DECODERS", "ITERATIONS", "MODELS", "SAMPLINGS", "UnknownName"),
+    "core.recipe.presets": ("presets",),
+    "core.recipe.recipe": ("IncompatibleRecipe", "Recipe", "compose"),
+    "core.engine.async_engine": ("AsyncEngine",),
+    "core.engine.request": ("Counts", "NonFiniteLogits", "Wants"),
+    "core.engine.runtime": ("Runtime",),
+    "core.pipeline": ("Pipeline", "Result", "load"),
+    "core.pipeline.inputs": ("Infilled",),
 }
+# What people's code may import: an address without its layer, and the address. The longest that fits counts.
+_ADDRESSES = {
+    **{name: f"core.{name}" for name in (
+        "abilities", "caches", "decoders", "engine", "iterations", "layers", "loading", "memory", "models", "pipeline",
+        "recipe", "sampling", "step",
+    )},
+    **{f"step.{name}": f"core.terms.{name}" for name in ("plan", "spec", "stats")},
+    **{f"recipe.{name}": f"core.{name}" for name in ("refusals", "registry")},
+    **{f"kernels.{name}": f"core.kernels.{name}" for name in (
+        "advance", "attention", "canvas", "dispatch", "linear", "moe", "norm", "packed", "random", "rotary",
+        "selection", "token_stats", "types",
+    )},
+    "caches.chosen": "research.caches.chosen", "decoders.renoise": "research.decoders.renoise",
+    "decoders.s2d2": "research.decoders.s2d2", "loading.inspect": "lab.inspect", "analysis": "lab",
+    "parallel": "scale.parallel", "startup": "speed.startup",
+}  # fmt: skip
+
+
+class _Addresses:
+    """Finds modules by the addresses of `_ADDRESSES`: `dinfer.decoders` is `dinfer.core.decoders`, the same module."""
+
+    @classmethod
+    def find_spec(cls, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        parts = name.split(".")[1:] if name.startswith("dinfer.") else []
+        for count in range(len(parts), 0, -1):
+            if (known := _ADDRESSES.get(".".join(parts[:count]))) is not None:
+                return ModuleSpec(name, cls(".".join(["dinfer", known, *parts[count:]])))  # type: ignore[arg-type]
+        return None
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        sys.modules[module.__name__] = importlib.import_module(self.address)
+
+
+sys.meta_path.insert(0, _Addresses)  # before the folders' own names are looked for in them
 
 
 def __getattr__(name: str) -> Any:

@@ -15,15 +15,15 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, simple_parse_args_string
 from tqdm import tqdm
 
-from dinfer.analysis.likelihood import Bound, Pair, estimator, greedy, log_likelihoods
-from dinfer.analysis.metrics import Sample
-from dinfer.engine.runtime import Runtime
-from dinfer.parallel.divided_model import everywhere
-from dinfer.pipeline import Pipeline, load
-from dinfer.pipeline.form import Form, form_of
-from dinfer.pipeline.inputs import named
-from dinfer.recipe.recipe import Recipe
-from dinfer.recipe.registry import REGISTRIES, check_range, typed, unknown
+from dinfer.core.engine.runtime import Runtime
+from dinfer.core.pipeline import Pipeline, load
+from dinfer.core.pipeline.inputs import named
+from dinfer.core.recipe.recipe import Recipe
+from dinfer.core.registry import REGISTRIES, check_range, typed, unknown
+from dinfer.lab.likelihood import Bound, Pair, estimator, greedy, log_likelihoods
+from dinfer.lab.metrics import Sample
+from dinfer.scale.parallel.divided_model import everywhere
+from dinfer.structure.form import Form, form_of
 from evaluations.replicas import Replicas, replicas
 from evaluations.report import Ledger, key_of
 

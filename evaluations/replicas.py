@@ -67,7 +67,7 @@ def on_ray(
     from ray.train import RunConfig, ScalingConfig, WorkerGroupError
     from ray.train.torch import TorchConfig, TorchTrainer
 
-    from dinfer.serving.ray.cluster import connect, device_of, placed
+    from dinfer.scale.ray.cluster import connect, device_of, placed
 
     connect(address, logs=True)
     where = device_of(device)

@@ -18,8 +18,8 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, Self
 
-from dinfer.analysis.metrics import Sample, measure
-from dinfer.analysis.outputs import JsonLines, check_folder, replacing, whole_lines
+from dinfer.lab.metrics import Sample, measure
+from dinfer.lab.outputs import JsonLines, check_folder, replacing, whole_lines
 from evaluations.replicas import ALONE, Replicas
 
 KINDS = ("model", "iteration", "decoder", "cache", "sampling")

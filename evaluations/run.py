@@ -17,10 +17,10 @@ import yaml
 from lm_eval.tasks import TaskManager
 from transformers import set_seed
 
-from dinfer.analysis.outputs import write
-from dinfer.analysis.provenance import provenance
-from dinfer.pipeline import Pipeline
-from dinfer.recipe.registry import check_range
+from dinfer.core.pipeline import Pipeline
+from dinfer.core.registry import check_range
+from dinfer.lab.outputs import write
+from dinfer.lab.provenance import provenance
 from evaluations.adapter import DinferLM, Likelihood, Progress
 from evaluations.replicas import Replicas
 from evaluations.report import Ledger, report, samples_of, sessions, write_table

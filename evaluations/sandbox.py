@@ -27,7 +27,7 @@ from typing import Any
 
 import evaluate
 
-from dinfer.recipe.registry import check_range
+from dinfer.core.registry import check_range
 
 WAYS = ("landlock", "namespaces")  # to a file system that can be read only, the first that the kernel has
 # Runs in the child. stdin holds a word, then the program. The child writes the word when the program has ended.

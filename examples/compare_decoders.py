@@ -9,8 +9,8 @@ import argparse
 import time
 
 import dinfer
-from dinfer.analysis.metrics import Sample, measure
 from dinfer.demo.problems import generate, is_correct
+from dinfer.lab.metrics import Sample, measure
 
 DECODERS = [
     {"name": "fixed", "steps": 32},  # one token a forward, where blocks are of 32

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import dinfer
-from dinfer.recipe.registry import option
-from dinfer.step.contracts import BlockView, Decoder, Proposal, State, TokenStats
+from dinfer.core.registry import option
+from dinfer.core.step.contracts import BlockView, Decoder, Proposal, State, TokenStats
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,11 +15,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-from dinfer.abilities.table import REFUSALS
 from dinfer.cli.commands.list import ROLES
-from dinfer.recipe.refusals import COMPONENTS, Trait
-from dinfer.recipe.registry import CACHES, DECODERS, REGISTRIES, OptionInfo, Registry, options_of
-from dinfer.step.window import exact as exact_with
+from dinfer.core.abilities.table import REFUSALS
+from dinfer.core.refusals import COMPONENTS, Trait
+from dinfer.core.registry import CACHES, DECODERS, REGISTRIES, OptionInfo, Registry, options_of
+from dinfer.core.step.window import exact as exact_with
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "components"

@@ -25,14 +25,14 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dinfer.layers.formats.format import Format
-from dinfer.layers.linear import format_of, formatted
-from dinfer.loading.checkpoint import family_of, layout, read_config, read_spec
-from dinfer.loading.files import GGUF, CheckpointError, locate, read_object, refuse
-from dinfer.loading.quantized import FIELD
-from dinfer.loading.safetensors_io import mismatches, stored
-from dinfer.recipe.registry import MODELS, options_of
-from dinfer.step.spec import ExpertLayout
+from dinfer.core.layers.formats.format import Format
+from dinfer.core.layers.linear import format_of, formatted
+from dinfer.core.loading.checkpoint import family_of, layout, read_config, read_spec
+from dinfer.core.loading.files import GGUF, CheckpointError, locate, read_object, refuse
+from dinfer.core.loading.safetensors_io import mismatches, stored
+from dinfer.core.registry import MODELS, options_of
+from dinfer.core.terms.spec import ExpertLayout
+from dinfer.formats.quantized import FIELD
 from tools import to_gguf
 from tools.layouts import regrouped
 

@@ -31,10 +31,10 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 import dinfer  # registers the families
-from dinfer.layers.transformer import Transformer
-from dinfer.loading.checkpoint import family_of, load_network, read_config
-from dinfer.loading.files import locate
-from dinfer.step.model import ModelFamily
+from dinfer.core.layers.transformer import Transformer
+from dinfer.core.loading.checkpoint import family_of, load_network, read_config
+from dinfer.core.loading.files import locate
+from dinfer.core.step.model import ModelFamily
 from tools.low_rank import LowRank
 from tools.rollout import Rollout, answers
 from tools.states import States, blocks_of

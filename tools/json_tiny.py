@@ -26,11 +26,11 @@ from torch import Tensor
 
 import dinfer  # registers the families
 from benchmarks.structured_answers import IN_PROMPT
+from dinfer.core.layers.transformer import Transformer
+from dinfer.core.loading.checkpoint import family_of, load_network, read_config
+from dinfer.core.loading.files import locate
+from dinfer.core.step.model import ModelFamily
 from dinfer.demo.problems import ANSWER_LABEL
-from dinfer.layers.transformer import Transformer
-from dinfer.loading.checkpoint import family_of, load_network, read_config
-from dinfer.loading.files import locate
-from dinfer.step.model import ModelFamily
 from tools import distill_tiny
 from tools.distill_tiny import Distillation, train
 from tools.rollout import Rollout, answers

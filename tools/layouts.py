@@ -5,10 +5,10 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from dinfer.loading.checkpoint import place_of
-from dinfer.loading.files import CheckpointError
-from dinfer.loading.safetensors_io import FLOATS, Stored, read
-from dinfer.parallel.split import Placement
+from dinfer.core.loading.checkpoint import place_of
+from dinfer.core.loading.files import CheckpointError
+from dinfer.core.loading.safetensors_io import FLOATS, Stored, read
+from dinfer.core.ranks.split import Placement
 
 
 def regrouped(

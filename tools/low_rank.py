@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dinfer.layers.transformer import Transformer
-from dinfer.loading.lora import CONFIG, PREFIX
-from dinfer.parallel.split import Placement
-from dinfer.step.model import ModelFamily
+from dinfer.core.layers.transformer import Transformer
+from dinfer.core.ranks.split import Placement
+from dinfer.core.step.model import ModelFamily
+from dinfer.formats.lora import CONFIG, PREFIX
 
 
 class LowRank:

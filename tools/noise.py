@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dinfer.step.spec import ModelSpec
+from dinfer.core.terms.spec import ModelSpec
 
 SMALLEST_RATIO = 1e-3  # LLaDA's smallest t of a row; a block's smallest masks one token on average
 MOST_WRONG = 0.3  # the largest share of a block's tokens that are wrong

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import dinfer
-from dinfer.analysis.trace.record import Step, Trace, record
+from dinfer.lab.trace.record import Step, Trace, record
 
 FOLDER = Path(__file__).parents[1] / "docs" / "images"
 QUESTION = "Start with 14: add 123, add 95, then subtract 12. What is the result?"

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dinfer.step.spec import ModelSpec
+from dinfer.core.terms.spec import ModelSpec
 
 Read = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 SEEN = 0.5  # weight of a visible token, where a mask has 1

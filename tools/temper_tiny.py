@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 import dinfer  # registers the families
-from dinfer.loading.checkpoint import family_of, load_network, read_config
+from dinfer.core.loading.checkpoint import family_of, load_network, read_config
 from tools.train_tiny import save
 
 

@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dinfer.kernels.attention import interval_attention
-from dinfer.kernels.rotary import queries_keys_values
-from dinfer.kernels.types import Projections
-from dinfer.layers.transformer import Transformer
+from dinfer.core.kernels.attention import interval_attention
+from dinfer.core.kernels.rotary import queries_keys_values
+from dinfer.core.kernels.types import Projections
+from dinfer.core.layers.transformer import Transformer
 from tools.muon import Muon
 from tools.noise import Noise
 from tools.trained_experts import TrainedExperts

@@ -15,14 +15,14 @@ from gguf import GGMLQuantizationType as Kind
 from gguf import GGUFWriter, TokenType
 from torch import Tensor
 
-from dinfer.loading.checkpoint import LoadPlan, family_of, read_config, read_spec
-from dinfer.loading.files import CheckpointError
-from dinfer.loading.gguf_file import ARCHITECTURES, PATTERNS, WHOLE
-from dinfer.loading.quantized import FIELD, packing
-from dinfer.parallel.split import Placement
-from dinfer.pipeline.tokenizer import read_tokenizer
-from dinfer.recipe.registry import MODELS
-from dinfer.step.spec import ModelSpec
+from dinfer.core.loading.checkpoint import LoadPlan, family_of, read_config, read_spec
+from dinfer.core.loading.files import CheckpointError
+from dinfer.core.pipeline.tokenizer import read_tokenizer
+from dinfer.core.ranks.split import Placement
+from dinfer.core.registry import MODELS
+from dinfer.core.terms.spec import ModelSpec
+from dinfer.formats.gguf_file import ARCHITECTURES, PATTERNS, WHOLE
+from dinfer.formats.quantized import FIELD, packing
 from tools.layouts import order, regrouped
 
 NAMES = {"llada": "llada", "llada_moe": "llada-moe", "dream": "dream", "rnd1": "rnd1"}

@@ -28,9 +28,9 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 import dinfer  # registers the families
-from dinfer.layers.transformer import Transformer
-from dinfer.loading.checkpoint import family_of, load_network, read_config, save_network
-from dinfer.step.model import ModelFamily
+from dinfer.core.layers.transformer import Transformer
+from dinfer.core.loading.checkpoint import family_of, load_network, read_config, save_network
+from dinfer.core.step.model import ModelFamily
 from tools.noise import Noise
 from tools.tiny_data import Shard, shards
 from tools.tiny_step import Step

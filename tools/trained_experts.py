@@ -1,7 +1,7 @@
 """A mixture of experts as one wide MLP, for training with few experts and large batches.
 
 Every expert computes every token, and unchosen experts have weight 0. That multiplies too much, but in two dense matrix
-products without sorting. Function and parameters are those of `dinfer.layers.transformer.Experts`.
+products without sorting. Function and parameters are those of `dinfer.core.layers.transformer.Experts`.
 
 Shape suffixes: B rows, W positions, N tokens, D hidden, X experts, M width of an expert.
 """
@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dinfer.kernels.deferred import close
-from dinfer.kernels.moe import wide_linear
-from dinfer.kernels.norm import swiglu
-from dinfer.layers.transformer import Experts, Transformer
-from dinfer.step.spec import ModelSpec
+from dinfer.core.kernels.deferred import close
+from dinfer.core.kernels.moe import wide_linear
+from dinfer.core.kernels.norm import swiglu
+from dinfer.core.layers.transformer import Experts, Transformer
+from dinfer.core.terms.spec import ModelSpec
 
 
 class TrainedExperts(Experts):

@@ -26,7 +26,7 @@ from benchmarks.capacity.replica import FrontEnd, Setting
 from benchmarks.capacity.steps import StepTimes
 from benchmarks.capacity.traffic import longer, poisson, trace
 from benchmarks.provenance import begun, save
-from dinfer.analysis.outputs import check_file
+from dinfer.lab.outputs import check_file
 
 
 def number(text: str) -> float:

@@ -18,10 +18,10 @@ from typing import Any
 
 import dinfer
 from benchmarks.provenance import begun, command_line, show
-from dinfer.analysis.outputs import check_file
+from dinfer.core.engine.request import Update
+from dinfer.core.step.canvas import Phase
 from dinfer.demo.problems import generate
-from dinfer.engine.request import Update
-from dinfer.step.canvas import Phase
+from dinfer.lab.outputs import check_file
 
 
 class Denoising:

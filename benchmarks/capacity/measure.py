@@ -28,9 +28,9 @@ from benchmarks.clock import Clock, milliseconds
 from benchmarks.feeds import Hollow, random_prompts
 from benchmarks.provenance import provenance
 from dinfer import Pipeline
-from dinfer.engine.runtime import Runtime
-from dinfer.engine.scheduler.grouping import PrefillBatching
-from dinfer.recipe.recipe import Recipe
+from dinfer.core.engine.runtime import Runtime
+from dinfer.core.engine.scheduler.grouping import PrefillBatching
+from dinfer.core.recipe.recipe import Recipe
 
 QUANTILES = (5, 25, 50, 75, 95)  # percent
 WARM_UP, TIMED = 2, 3  # runs

@@ -1,4 +1,4 @@
-"""Simulates an engine like `dinfer.engine`: slots, a queue, gathered prefills, steps of several rows."""
+"""Simulates an engine like `dinfer.core.engine`: slots, a queue, gathered prefills, steps of several rows."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ import simpy
 from benchmarks.capacity.denoising import Denoising
 from benchmarks.capacity.steps import StepTimes, Unmeasured
 from benchmarks.capacity.traffic import Asked
-from dinfer.engine.async_engine import PAUSE
-from dinfer.engine.row import StepWidth
-from dinfer.engine.runner import bucket
-from dinfer.engine.scheduler.grouping import Group, PrefillBatching, free_positions, grouped
-from dinfer.engine.scheduler.settling import settling
-from dinfer.step.canvas import Phase
-from dinfer.step.shape import StepShape
+from dinfer.core.engine.async_engine import PAUSE
+from dinfer.core.engine.row import StepWidth
+from dinfer.core.engine.runner import bucket
+from dinfer.core.engine.scheduler.grouping import Group, PrefillBatching, free_positions, grouped
+from dinfer.core.step.canvas import Phase
+from dinfer.core.step.shape import StepShape
+from dinfer.speed.settling import settling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,7 @@ import torch
 
 import dinfer
 from benchmarks.provenance import command_line, provenance, save
-from dinfer.engine.request import Wants
+from dinfer.core.engine.request import Wants
 
 PROMPT, NEW, BLOCK, STEPS = 128, 256, 32, 64
 THEIR_STEPS, THEIR_BLOCK = 3, 128  # one step for each of their blocks; what a step takes does not depend on them

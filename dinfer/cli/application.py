@@ -41,8 +41,8 @@ from omegaconf import DictConfig
 from dinfer.cli import conf
 from dinfer.cli.conf import components, explained, located, parse, ranks_of, text_of
 from dinfer.cli.terminal import FAILED, INPUT_ERRORS, debugging, failures, message, reported, say, stdin_lines
-from dinfer.parallel.leader import check_copies, follows
-from dinfer.recipe.registry import unknown
+from dinfer.core.registry import unknown
+from dinfer.scale.parallel.leader import check_copies, follows
 
 OVERRIDE = re.compile(r"[+]{0,2}(?P<root>[A-Za-z_]\w*)[\w./@:-]*=.*", re.DOTALL)
 Task = Callable[[dict[str, Any]], None]
@@ -207,7 +207,7 @@ def launch(args: Namespace, task: Task, *, text: str = "", needed: str = "") -> 
         if command != "eval":
             check_copies(ranks_of(values))
         if follows(ranks_of(values)):
-            from dinfer.parallel.divided_model import serve_torchrun
+            from dinfer.scale.parallel.divided_model import serve_torchrun
 
             serve_torchrun()
         located(values)  # before the task imports torch, so that an error comes at once
@@ -283,7 +283,7 @@ def point(task: Task, settings: dict[str, Any]) -> Missed | None:
     try:
         task(settings)
     except (*INPUT_ERRORS, *failures()) as error:
-        from dinfer.recipe.recipe import IncompatibleRecipe
+        from dinfer.core.recipe.recipe import IncompatibleRecipe
 
         failed = not isinstance(error, IncompatibleRecipe)
         if failed and debugging():

@@ -25,16 +25,16 @@ from hydra.errors import ConfigCompositionException, HydraException, MissingConf
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, InterpolationResolutionError
 
-import dinfer.recipe.presets as presets
+import dinfer.core.recipe.presets as presets
+from dinfer.core.loading.files import GGUF, SMALL, CheckpointError, local, locate
+from dinfer.core.recipe.presets import folder
+from dinfer.core.registry import REGISTRIES, Registry, UnknownName, typed, unknown
 from dinfer.demo.problems import Problem, generate
-from dinfer.loading.files import GGUF, SMALL, CheckpointError, local, locate
-from dinfer.recipe.presets import folder
-from dinfer.recipe.registry import REGISTRIES, Registry, UnknownName, typed, unknown
 
 if TYPE_CHECKING:
-    from dinfer.engine.runtime import Runtime
-    from dinfer.loading.inspect import Inspection
-    from dinfer.pipeline import Pipeline
+    from dinfer.core.engine.runtime import Runtime
+    from dinfer.core.pipeline import Pipeline
+    from dinfer.lab.inspect import Inspection
 
 HINTS = {
     "model": " A folder, a GGUF file or a hub name such as 'GSAI-ML/LLaDA-8B-Instruct' is good too.",
@@ -178,7 +178,7 @@ def model_named(override: str) -> list[str]:
     ):
         return [override]
     if (found := presets.named(name)) is None:
-        from dinfer.loading.checkpoint import family_of, read_config
+        from dinfer.core.loading.checkpoint import family_of, read_config
 
         found = presets.chosen(name, family_of(read_config(locate(name, wanted=SMALL))))
     quoted = str(found.model["checkpoint"]).replace("\\", "\\\\").replace("'", "\\'")
@@ -227,7 +227,7 @@ def pipeline(config: dict[str, Any]) -> Pipeline:
     """Loads the model with the recipe of the configuration."""
     import torch
 
-    from dinfer.pipeline import load
+    from dinfer.core.pipeline import load
 
     parts = {kind: config[kind] for kind in GROUPS}
     device = setting(config, "device", str | None) or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -246,7 +246,7 @@ def pipeline(config: dict[str, Any]) -> Pipeline:
 
 def runtime_of(config: dict[str, Any], device: str) -> Runtime:
     """The settings below `runtime`, for that device. Raises ValueError."""
-    from dinfer.engine.runtime import Runtime
+    from dinfer.core.engine.runtime import Runtime
 
     unset = isinstance(config["runtime"], dict) and config["runtime"].get("graphs") is None
     graphs = {"graphs": device.startswith("cuda")} if unset else {}
@@ -255,8 +255,8 @@ def runtime_of(config: dict[str, Any], device: str) -> Runtime:
 
 def beside(base: Pipeline, parts: dict[str, Any], rows: int | None = None) -> Pipeline:
     """Another recipe around the same network. `rows`: requests in flight; None: as many as there."""
-    from dinfer.pipeline import Pipeline
-    from dinfer.recipe.recipe import compose
+    from dinfer.core.pipeline import Pipeline
+    from dinfer.core.recipe.recipe import compose
 
     names = {kind: parts[kind] for kind in GROUPS if kind != "model"}
     runtime = base.engine.runtime if rows is None else replace(base.engine.runtime, rows=rows)
@@ -282,7 +282,7 @@ def check_ahead(config: dict[str, Any], others: Mapping[str, dict[str, Any]] = M
 
     For models that processes of Ray will load: they can only fail with pages of tracebacks. `others`: further recipes.
     """
-    from dinfer.recipe.recipe import compose
+    from dinfer.core.recipe.recipe import compose
 
     runtime_of(config, setting(config, "device", str | None) or "cpu")
     dtype, quantize = setting(config, "dtype", str | None), setting(config, "quantize", str | None)
@@ -297,10 +297,10 @@ def inspected(model: dict[str, Any], dtype: str | None, quantize: str | None) ->
 
     A folder must hold its weights; those of a hub name may still be downloaded.
     """
-    from dinfer.layers.linear import taken
-    from dinfer.loading.inspect import inspect
-    from dinfer.loading.safetensors_io import stored
-    from dinfer.pipeline.pipeline import dtype_of
+    from dinfer.core.layers.linear import taken
+    from dinfer.core.loading.safetensors_io import stored
+    from dinfer.core.pipeline.pipeline import dtype_of
+    from dinfer.lab.inspect import inspect
 
     taken(quantize)
     if dtype is not None:

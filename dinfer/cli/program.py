@@ -15,7 +15,7 @@ import dinfer
 from dinfer.cli import commands, conf
 from dinfer.cli.application import Parser, complete, configured, in_hydra
 from dinfer.cli.terminal import check_arguments, debugging, reported
-from dinfer.recipe.registry import unknown
+from dinfer.core.registry import unknown
 
 DESCRIPTION = f"dinfer {dinfer.__version__}: modular inference for diffusion language models"
 EPILOG = """\

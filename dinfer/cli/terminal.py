@@ -27,7 +27,7 @@ from rich.table import Table
 from rich.text import Text
 from safetensors import SafetensorError
 
-from dinfer.analysis.outputs import naming
+from dinfer.lab.outputs import naming
 
 STDOUT = Path("standard output")
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
@@ -129,9 +129,9 @@ def failures() -> tuple[type[Exception], ...]:
     """Errors that good input may meet. Imported only after something was raised, to start fast."""
     import torch
 
-    from dinfer.analysis.tuning import NothingFound
-    from dinfer.engine.request import NonFiniteLogits, StalledRow
-    from dinfer.parallel.leader import RankFailed
+    from dinfer.core.engine.request import NonFiniteLogits, StalledRow
+    from dinfer.lab.tuning import NothingFound
+    from dinfer.scale.parallel.leader import RankFailed
 
     return NonFiniteLogits, StalledRow, NothingFound, RankFailed, MemoryError, torch.OutOfMemoryError
 

@@ -23,18 +23,18 @@ from rich.padding import Padding
 from rich.rule import Rule
 from rich.text import Text
 
-from dinfer.analysis.outputs import write
-from dinfer.analysis.trace.record import Pieces
 from dinfer.cli import conf
 from dinfer.cli.application import check
 from dinfer.cli.conf import beside, counted, parse, setting
 from dinfer.cli.terminal import say
-from dinfer.engine.request import Completion, Counts, Update
-from dinfer.loading.files import datasets_of, local
-from dinfer.pipeline import Pipeline, TextStream
-from dinfer.pipeline.inputs import figures
-from dinfer.recipe.registry import unknown
-from dinfer.step.contracts import Phase
+from dinfer.core.engine.request import Completion, Counts, Update
+from dinfer.core.loading.files import datasets_of, local
+from dinfer.core.pipeline import Pipeline, TextStream
+from dinfer.core.pipeline.inputs import figures
+from dinfer.core.registry import unknown
+from dinfer.core.step.contracts import Phase
+from dinfer.lab.outputs import write
+from dinfer.lab.trace.record import Pieces
 
 # A mask is about as wide as a token's text will be, with a space at which lines may break: so text moves little.
 MASK, STOP, NEWLINE = "░░ ", "·", "⏎"

@@ -1,1 +1,1 @@
-"""Tensor functions with one contract each: a torch reference, and for some a Triton kernel behind the same name."""
+"""Kernels in Triton and in C behind the functions of `dinfer.core.kernels`. Optional."""

@@ -13,13 +13,13 @@ from pydantic_core import to_json
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from dinfer.abilities.constraints import InLanguage
-from dinfer.abilities.reports import TokenLogprob
-from dinfer.analysis.trace.record import Pieces
-from dinfer.engine.request import Counts
+from dinfer.core.abilities.reports import TokenLogprob
+from dinfer.core.engine.request import Counts
+from dinfer.lab.trace.record import Pieces
 from dinfer.serving.protocol import ChatRequest, Generation, StreamOptions
 from dinfer.serving.rows import Event
 from dinfer.structure import Language, calls_in
+from dinfer.structure.abilities.constraints import InLanguage
 from dinfer.structure.tools import CLOSE, OPEN, head
 
 # What the log-probabilities of a prompt are.

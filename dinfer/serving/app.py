@@ -21,11 +21,11 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
 import dinfer
-from dinfer.abilities.reports import TokenLogprob
-from dinfer.analysis.likelihood import left_to_right
-from dinfer.analysis.trace.record import asset, document, page, record_request
-from dinfer.engine.request import Counts
-from dinfer.pipeline.inputs import NoTools, escaped
+from dinfer.core.abilities.reports import TokenLogprob
+from dinfer.core.engine.request import Counts
+from dinfer.core.pipeline.inputs import NoTools, escaped
+from dinfer.lab.likelihood import left_to_right
+from dinfer.lab.trace.record import asset, document, page, record_request
 from dinfer.serving.answers import Answer, Calling, Logprobs, prompt_logprobs, structured, usage_of
 from dinfer.serving.errors import ApiError, at_field, invalid, named, refused
 from dinfer.serving.guard import Guard

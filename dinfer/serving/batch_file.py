@@ -17,7 +17,7 @@ from typing import Annotated, Any, BinaryIO, Literal
 from fastapi.exceptions import RequestValidationError
 from pydantic import Field, ValidationError
 
-from dinfer.analysis.outputs import JsonLines
+from dinfer.lab.outputs import JsonLines
 from dinfer.serving.app import application, of_validation
 from dinfer.serving.errors import ApiError, refused
 from dinfer.serving.guard import Asked, messages
@@ -109,7 +109,7 @@ def run(
     """Answers all lines of `asked` that `output` lacks.
 
     `progress` gets the number of answered lines, the number of lines, and the last answer. `form`: what lines that say
-    no form are held to, by the names of `dinfer.pipeline.form.Held`. Raises ValueError if `output` has answers to other
+    no form are held to, by the names of `structure.form.Held`. Raises ValueError if `output` has answers to other
     lines or of another setup, OSError, EngineFailed, RankFailed.
     """
     setup, formed = {**setup, **form}, set[str]()

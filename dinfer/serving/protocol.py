@@ -14,12 +14,12 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from dinfer.abilities.reading import STEPS
-from dinfer.pipeline.inputs import encodable, texts_in
-from dinfer.pipeline.tokenizer import OWNED
+from dinfer.core.pipeline.inputs import encodable, texts_in
+from dinfer.core.pipeline.tokenizer import OWNED
 from dinfer.serving.errors import SHOWN, ApiError, at_field, invalid, refused
 from dinfer.structure import Compiler, Constraint, Language, choice, functions_of, grammar, json_schema, regex
 from dinfer.structure import tools as calling
+from dinfer.structure.abilities.reading import STEPS
 
 Schema = dict[str, Any] | bool | str
 ANY_OBJECT = {"type": "object"}

@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
-from dinfer.abilities.reports import FORCED, LEVELS, SURE, TokenLogprob
-from dinfer.analysis.trace.record import Pieces
-from dinfer.engine.request import Completion, Counts, NonFiniteLogits, Request, StalledRow, Update, Wants
-from dinfer.parallel.leader import RankFailed
-from dinfer.pipeline.tokenizer import Decode, GrowingText
+from dinfer.core.abilities.reports import FORCED, LEVELS, SURE, TokenLogprob
+from dinfer.core.engine.request import Completion, Counts, NonFiniteLogits, Request, StalledRow, Update, Wants
+from dinfer.core.pipeline.tokenizer import Decode, GrowingText
+from dinfer.core.step.mixins import Edits
+from dinfer.lab.trace.record import Pieces
+from dinfer.scale.parallel.leader import RankFailed
 from dinfer.serving.errors import ApiError
 from dinfer.serving.guard import REQUEST_ID
 from dinfer.serving.served import Served
-from dinfer.step.mixins import Edits
 
 
 class StoppableText:

@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from dinfer.analysis.trace.record import Pieces
-from dinfer.engine.async_engine import AsyncEngine, EngineThread
-from dinfer.engine.engine import Engine
-from dinfer.engine.request import Request, Wants
-from dinfer.pipeline import Pipeline
-from dinfer.pipeline.inputs import texts_in
-from dinfer.recipe.recipe import Recipe
-from dinfer.recipe.registry import DECODERS, options_of, values_of
+from dinfer.core.engine.async_engine import AsyncEngine, EngineThread
+from dinfer.core.engine.engine import Engine
+from dinfer.core.engine.request import Request, Wants
+from dinfer.core.pipeline import Pipeline
+from dinfer.core.pipeline.inputs import texts_in
+from dinfer.core.recipe.recipe import Recipe
+from dinfer.core.registry import DECODERS, options_of, values_of
+from dinfer.lab.trace.record import Pieces
 from dinfer.serving.errors import SHOWN, ApiError, at_field, invalid, refused
 from dinfer.serving.protocol import SEEDS, Generation, InfillRequest, Sampled
 from dinfer.structure import Language
@@ -75,7 +75,7 @@ class Served:
         return invalid(field, f"{what}. {most}.", "context_length_exceeded")
 
     def _bias(self, asked: Generation) -> dict[str, Any]:
-        """What is added to the logits of single tokens, see `dinfer.abilities.adjusting`. Raises ApiError."""
+        """What is added to the logits of single tokens, see `dinfer.core.abilities.adjusting`. Raises ApiError."""
         if wrong := [key for key in asked.logit_bias if not key.isdecimal() or len(key) > SHOWN]:
             raise invalid("logit_bias", f": {', '.join(wrong):.{SHOWN}} must be token ids")
         add = {int(key): value for key, value in asked.logit_bias.items()}

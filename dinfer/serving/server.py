@@ -12,8 +12,9 @@ from fastapi import Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from dinfer.engine.async_engine import AsyncEngine, EngineThread
-from dinfer.engine.request import Request as Row
+from dinfer.core.engine.async_engine import AsyncEngine, EngineThread
+from dinfer.core.engine.request import Request as Row
+from dinfer.core.step.shape import StepShape
 from dinfer.serving.answers import Answer, Stream, sse
 from dinfer.serving.errors import ApiError, refused
 from dinfer.serving.guard import HELD, REQUEST_ID
@@ -21,7 +22,6 @@ from dinfer.serving.protocol import Own
 from dinfer.serving.rows import Event, Wanted, merged, row_events
 from dinfer.serving.served import Catalogue, Served
 from dinfer.serving.settings import Settings
-from dinfer.step.shape import StepShape
 
 SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
 STEP_SECONDS = (0.002, 0.004, 0.006, 0.008, 0.012, 0.016, 0.024, 0.032, 0.064, 0.128, 0.256, 1)

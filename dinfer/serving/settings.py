@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from dinfer.recipe.registry import check_range
+from dinfer.core.registry import check_range
 
 LEAST_KEY = 8  # characters
 NO_LIMIT = 10**9

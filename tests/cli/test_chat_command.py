@@ -15,8 +15,8 @@ import pytest
 from support.command_line import CommandLine
 
 from dinfer.__main__ import main
+from dinfer.core.pipeline import Pipeline, load
 from dinfer.demo.problems import generate
-from dinfer.pipeline import Pipeline, load
 
 FIRST, SECOND = (problem.question for problem in generate("heldout", 2, 0))
 QUICK = ("device=cpu", "max_new_tokens=32")

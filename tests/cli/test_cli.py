@@ -15,7 +15,7 @@ from support.command_line import CommandLine, write_checkpoint
 
 from dinfer.cli.application import divided
 from dinfer.cli.commands import generate
-from dinfer.pipeline import Pipeline, load
+from dinfer.core.pipeline import Pipeline, load
 
 COST = r"\d+\.\d\d tokens per forward \(TPF\), \d+\.\d positions per token, \d+\.\d\d s$"
 SUMMARY = re.compile(rf"^(\d+) tokens, (\d+) forwards, {COST}", re.MULTILINE)
@@ -355,7 +355,7 @@ def test_a_shell_completes_names(shell: str, dinfer: CommandLine, monkeypatch: p
 def test_the_log_level(dinfer: CommandLine, checkpoint: str, caplog: pytest.LogCaptureFixture) -> None:
     import logging
 
-    log = logging.getLogger("dinfer.loading.checkpoint")
+    log = logging.getLogger("dinfer.core.loading.checkpoint")
     for flags, seen in (([], "w"), (["-v"], "iw"), (["-vv"], "diw"), (["-v", "--verbose"], "diw"), (["-q"], "")):
         for line in (["list", "cache", *flags], [*flags, "list", "cache"]):
             assert dinfer(*line).status == 0

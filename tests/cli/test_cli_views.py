@@ -9,9 +9,9 @@ import pytest
 from rich.console import Console
 
 from dinfer.cli.watch import Origin, frames, heading, line, picture, write_answer
-from dinfer.engine.request import Completion, Counts, Update
-from dinfer.pipeline import TextStream
-from dinfer.step.contracts import Phase
+from dinfer.core.engine.request import Completion, Counts, Update
+from dinfer.core.pipeline import TextStream
+from dinfer.core.step.contracts import Phase
 
 STOP, MASK = 0, 1
 PHASES = (Phase.FULL, Phase.WINDOW)

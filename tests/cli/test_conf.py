@@ -18,10 +18,10 @@ from dinfer.cli import conf
 from dinfer.cli.commands.demo import decoders_of
 from dinfer.cli.conf import pipeline
 from dinfer.cli.program import parsers
+from dinfer.core.engine.runtime import Runtime
+from dinfer.core.recipe import presets
+from dinfer.core.registry import MODELS, REGISTRIES, Registry, options_of
 from dinfer.demo.problems import generate, is_correct
-from dinfer.engine.runtime import Runtime
-from dinfer.recipe import presets
-from dinfer.recipe.registry import MODELS, REGISTRIES, Registry, options_of
 
 COMPONENTS = [(registry, name) for registry in REGISTRIES for name in registry.names()]
 COMMANDS = sorted({*parsers()[1]} & {path.stem for path in conf.folder().glob("*.yaml")})

@@ -14,13 +14,13 @@ from torch import device, float32
 from dinfer.__main__ import main
 from dinfer.cli import conf
 from dinfer.cli.commands.models import use
-from dinfer.loading.checkpoint import random_network
-from dinfer.loading.files import boxed
-from dinfer.recipe import presets
-from dinfer.recipe.presets import catalog
-from dinfer.recipe.recipe import compose
-from dinfer.recipe.registry import MODELS
-from dinfer.step.window import exact
+from dinfer.core.loading.checkpoint import random_network
+from dinfer.core.loading.files import boxed
+from dinfer.core.recipe import presets
+from dinfer.core.recipe.presets import catalog
+from dinfer.core.recipe.recipe import compose
+from dinfer.core.registry import MODELS
+from dinfer.core.step.window import exact
 
 PRESETS = list(dict.fromkeys(entry.preset for entry in catalog()))
 

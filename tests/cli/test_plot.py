@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from dinfer.__main__ import main
-from dinfer.analysis.plots import areas, aup, methods
 from dinfer.cli.commands.plot import read
+from dinfer.lab.plots import areas, aup, methods
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed")
 

@@ -27,12 +27,12 @@ from support.matrix import (
 )
 from support.models import MASK, tiny_model
 
-from dinfer.decoders.schedule import Fixed
-from dinfer.engine.request import Request
-from dinfer.iterations.sweep import Blockwise
-from dinfer.recipe.recipe import IncompatibleRecipe, compose
-from dinfer.recipe.registry import option
-from dinfer.step.contracts import BlockView, Decoder, Proposal, State, TokenStats
+from dinfer.core.decoders.schedule import Fixed
+from dinfer.core.engine.request import Request
+from dinfer.core.iterations.sweep import Blockwise
+from dinfer.core.recipe.recipe import IncompatibleRecipe, compose
+from dinfer.core.registry import option
+from dinfer.core.step.contracts import BlockView, Decoder, Proposal, State, TokenStats
 
 
 def alone(combination: Combination) -> list[tuple]:

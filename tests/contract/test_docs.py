@@ -16,11 +16,11 @@ import pytest
 from support.models import tiny_model
 
 from benchmarks import report
-from dinfer.engine.runtime import Runtime
-from dinfer.loading.files import boxed
-from dinfer.pipeline import Pipeline
-from dinfer.recipe.recipe import compose
-from dinfer.recipe.registry import CACHES, DECODERS, REGISTRIES
+from dinfer.core.engine.runtime import Runtime
+from dinfer.core.loading.files import boxed
+from dinfer.core.pipeline import Pipeline
+from dinfer.core.recipe.recipe import compose
+from dinfer.core.registry import CACHES, DECODERS, REGISTRIES
 from tools.component_pages import FORMULAS, IDEAS, MEASURED, RESULTS, pages
 
 ROOT = Path(__file__).parents[2]
@@ -134,7 +134,7 @@ FOLDERS = ("benchmarks", "dinfer", "evaluations", "examples", "tests", "tools")
 
 
 def test_modules_that_the_documents_name_exist() -> None:
-    """Files such as `step/plan.py` or `plan.py`, and names such as `dinfer.step.plan.window_bounds`."""
+    """Files such as `step/plan.py` or `plan.py`, and names such as `dinfer.core.terms.plan.window_bounds`."""
     files = [f"/{path.relative_to(ROOT)}" for folder in FOLDERS for path in (ROOT / folder).rglob("*.*")]
     for path in PAGES:
         for file, dotted in NAMED.findall(path.read_text()):
@@ -201,7 +201,7 @@ print(json.dumps(found), file=sys.stderr)
 def programs_of(name: str) -> dict[str, str]:
     """The file that a page has its reader write, and its other blocks, which run without it, as modules."""
     page, future = (ROOT / "docs" / f"{name}.md").read_text(), "from __future__ import annotations\n"
-    own = re.search(r"`(dinfer/\w+/\w+)\.py`:\n\n```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    own = re.search(r"`(dinfer/\w+/\w+/\w+)\.py`:\n\n```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     rest = [block for block in blocks(page, "python") if own is None or block != own[2]]
     assert "assert " in "".join(rest)  # each checks what it shows
     file = {own[1].replace("/", "."): own[2]} if own else {}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dinfer.loading.files import boxed
+from dinfer.core.loading.files import boxed
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 pytestmark = pytest.mark.skipif("tiny" not in boxed(), reason="the model in the box is not here yet")

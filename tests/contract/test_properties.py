@@ -15,12 +15,12 @@ from support.matrix import engine_for, settings_of
 from support.models import EOS, MASK, VOCAB, fitted
 from support.scripted import Scripted
 
-from dinfer.engine.request import NonFiniteLogits, Request, Update, Wants
-from dinfer.recipe.recipe import IncompatibleRecipe, Recipe, compose
-from dinfer.recipe.registry import CACHES, DECODERS, ITERATIONS, options_of
-from dinfer.step.canvas import Phase
-from dinfer.step.mixins import Edits, Grows, Moves, Verifies
-from dinfer.step.window import first_phase
+from dinfer.core.engine.request import NonFiniteLogits, Request, Update, Wants
+from dinfer.core.recipe.recipe import IncompatibleRecipe, Recipe, compose
+from dinfer.core.registry import CACHES, DECODERS, ITERATIONS, options_of
+from dinfer.core.step.canvas import Phase
+from dinfer.core.step.mixins import Edits, Grows, Moves, Verifies
+from dinfer.core.step.window import first_phase
 
 KINDS = ("sharp", "flat", "ties", "constant", "mask_wins", "mask_alone", "holes", "one_token", "stops", "huge", "tiny")
 

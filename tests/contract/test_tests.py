@@ -51,7 +51,7 @@ def test_no_test_reads_what_is_private() -> None:
     "source",
     [
         "engine._pages.free", "from dinfer.cli.conf import _runtime", 'patch.setattr(engine, "_seen", 1)',
-        'patch.setattr("dinfer.engine.reader._event", 1)', 'getattr(pool, "_owners")',
+        'patch.setattr("dinfer.core.engine.reader._event", 1)', 'getattr(pool, "_owners")',
     ],
 )  # fmt: skip
 def test_the_rule_notices(source: str) -> None:

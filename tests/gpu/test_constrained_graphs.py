@@ -10,10 +10,10 @@ import torch
 from support.matrix import completions, engine_for
 from support.models import EOS, VOCAB, tiny_model
 
-from dinfer.abilities.constraints import InLanguage
-from dinfer.engine.request import Request
-from dinfer.kernels.dispatch import VARIABLE
-from dinfer.recipe.recipe import compose
+from dinfer.core.engine.request import Request
+from dinfer.core.kernels.dispatch import VARIABLE
+from dinfer.core.recipe.recipe import compose
+from dinfer.structure.abilities.constraints import InLanguage
 from dinfer.structure.compiler import compile_automaton
 from dinfer.structure.constraint import regex
 from dinfer.structure.language import Vocabulary, language

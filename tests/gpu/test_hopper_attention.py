@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.kernels import CLOSE, SHORT, draw
 
-from dinfer.kernels.attention import paged_attention
+from dinfer.core.kernels.attention import paged_attention
 
 pytest.importorskip("triton")
 from dinfer.kernels.triton import hopper_attention

@@ -12,7 +12,7 @@ import torch
 from support.rank_processes import Program, kill
 
 import dinfer
-from dinfer.parallel.leader import leader
+from dinfer.scale.parallel.leader import leader
 
 os.environ["DINFER_CHECK_RANKS"] = "1"  # a rank that strays is found in the round in which it does
 

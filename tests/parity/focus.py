@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dinfer.kernels.attention import interval_attention
-from dinfer.kernels.rotary import queries_keys_values
+from dinfer.core.kernels.attention import interval_attention
+from dinfer.core.kernels.rotary import queries_keys_values
 
 
 def importance(q_WHE: Tensor, k_WGE: Tensor, mask_M: Tensor) -> Tensor:

@@ -15,8 +15,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from dinfer.loading.checkpoint import load_network, read_config
-from dinfer.recipe.registry import MODELS, Registry, options_of
+from dinfer.core.loading.checkpoint import load_network, read_config
+from dinfer.core.registry import MODELS, Registry, options_of
 from tests.parity.compare import close
 
 REQUIRED: Any = object()

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from dinfer.engine.engine import Engine
-from dinfer.engine.request import Request, Wants
-from dinfer.engine.runtime import Runtime
-from dinfer.recipe.registry import CACHES, DECODERS, ITERATIONS
-from dinfer.step.canvas import Phase
+from dinfer.core.engine.engine import Engine
+from dinfer.core.engine.request import Request, Wants
+from dinfer.core.engine.runtime import Runtime
+from dinfer.core.registry import CACHES, DECODERS, ITERATIONS
+from dinfer.core.step.canvas import Phase
 from tests.parity.compare import at_most, same
 from tests.parity.golden import Fields, Golden, GoldenError
 from tests.parity.references import ReferenceRecipe, build

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from dinfer.engine.request import Request
-from dinfer.step.contracts import Decoder
+from dinfer.core.engine.request import Request
+from dinfer.core.step.contracts import Decoder
 from tests.parity import s2d2
 from tests.parity.draws import recorded
 from tests.parity.golden import Fields, GoldenError, Skip

@@ -8,23 +8,32 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from dinfer.caches.widths import VicinityCache
-from dinfer.decoders.confidence import Credit, Factor
-from dinfer.decoders.editing import DMax, JointThreshold
-from dinfer.decoders.threshold import Threshold
-from dinfer.iterations.feeding import Smooth
-from dinfer.iterations.multi_block import DMaxSweep, MultiBlock
-from dinfer.iterations.sweep import BlockSweep, Blockwise
-from dinfer.kernels.attention import attention_interval
-from dinfer.kernels.selection import confident, descending_rank
-from dinfer.recipe.recipe import Recipe
-from dinfer.recipe.registry import SAMPLINGS, Registry
-from dinfer.step.ability import Ability, Seen, Step
-from dinfer.step.canvas import BlockView, Phase, RowCursors
-from dinfer.step.contracts import BlockAfter, CachePolicy, ModelSpec, Moved, Proposal, State, TokenStats, WindowPlan
-from dinfer.step.mixins import Adjusts, CanvasRows, Chooses
-from dinfer.step.model import Parts
-from dinfer.step.shape import StepShape
+from dinfer.core.caches.widths import VicinityCache
+from dinfer.core.decoders.confidence import Credit, Factor
+from dinfer.core.decoders.editing import DMax, JointThreshold
+from dinfer.core.decoders.threshold import Threshold
+from dinfer.core.iterations.feeding import Smooth
+from dinfer.core.iterations.multi_block import DMaxSweep, MultiBlock
+from dinfer.core.iterations.sweep import BlockSweep, Blockwise
+from dinfer.core.kernels.attention import attention_interval
+from dinfer.core.kernels.selection import confident, descending_rank
+from dinfer.core.recipe.recipe import Recipe
+from dinfer.core.registry import SAMPLINGS, Registry
+from dinfer.core.step.ability import Ability, Seen, Step
+from dinfer.core.step.canvas import BlockView, Phase, RowCursors
+from dinfer.core.step.contracts import (
+    BlockAfter,
+    CachePolicy,
+    ModelSpec,
+    Moved,
+    Proposal,
+    State,
+    TokenStats,
+    WindowPlan,
+)
+from dinfer.core.step.mixins import Adjusts, CanvasRows, Chooses
+from dinfer.core.step.model import Parts
+from dinfer.core.step.shape import StepShape
 
 
 class DinferRule:

@@ -8,9 +8,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from dinfer.decoders.s2d2 import S2D2
-from dinfer.recipe.registry import option
-from dinfer.step.contracts import BlockView, Large, ModelSpec, Proposal, State, TokenStats
+from dinfer.core.registry import option
+from dinfer.core.step.contracts import BlockView, Large, ModelSpec, Proposal, State, TokenStats
+from dinfer.research.decoders.s2d2 import S2D2
 from tests.parity.golden import Fields
 
 PART_BINS = 2  # bins of the bandit for how much of the block is decoded, and for its entropy

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dinfer.iterations.sweep import Blockwise
-from dinfer.step.canvas import RowCursors
-from dinfer.step.contracts import ModelSpec
-from dinfer.step.mixins import Paces
-from dinfer.step.model import Attend
+from dinfer.core.iterations.sweep import Blockwise
+from dinfer.core.step.canvas import RowCursors
+from dinfer.core.step.contracts import ModelSpec
+from dinfer.core.step.mixins import Paces
+from dinfer.core.step.model import Attend
 
 
 class ScriptedModel:

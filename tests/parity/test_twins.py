@@ -12,8 +12,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from dinfer.loading.checkpoint import family_of, load_network
-from dinfer.recipe.registry import MODELS
+from dinfer.core.loading.checkpoint import family_of, load_network
+from dinfer.core.registry import MODELS
 
 BODY: dict[str, Any] = {
     "vocab_size": 48, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,

@@ -22,8 +22,8 @@ pytest.importorskip("fastapi")
 from support.command_line import ROOT, CommandLine
 from support.serving import QUESTION, tiny
 
-from dinfer.engine.engine import Engine
-from dinfer.parallel.leader import RankFailed
+from dinfer.core.engine.engine import Engine
+from dinfer.scale.parallel.leader import RankFailed
 
 QUICK = ("max_new_tokens=16", "device=cpu")
 

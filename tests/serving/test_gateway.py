@@ -20,9 +20,9 @@ from ray.exceptions import ActorDiedError
 from ray.serve.exceptions import BackPressureError
 from support.serving import QUESTION, tiny
 
+from dinfer.scale.ray.replicas import Gateway, Plan, conversation
 from dinfer.serving.app import application
 from dinfer.serving.guard import Asked, messages
-from dinfer.serving.ray.replicas import Gateway, Plan, conversation
 from dinfer.serving.served import catalogue
 from dinfer.serving.server import Server
 from dinfer.serving.settings import Settings

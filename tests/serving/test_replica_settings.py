@@ -15,9 +15,9 @@ from ray.exceptions import RayError
 from support.command_line import CommandLine
 
 import dinfer.cli.conf
-from dinfer.loading.files import locate
+from dinfer.core.loading.files import locate
+from dinfer.scale.ray import cluster, replicas, shards
 from dinfer.serving.batch_file import Ask
-from dinfer.serving.ray import cluster, replicas, shards
 from dinfer.serving.run import EngineFailed
 from dinfer.serving.settings import Settings, listen
 

@@ -27,8 +27,8 @@ from support.serving import tiny
 
 from dinfer.cli import conf
 from dinfer.cli.commands.serve import made
-from dinfer.serving.ray.cluster import connect
-from dinfer.serving.ray.replicas import Plan, deployed
+from dinfer.scale.ray.cluster import connect
+from dinfer.scale.ray.replicas import Plan, deployed
 from dinfer.serving.settings import Settings, listen
 from tests.support.kills import Clusters, Kill, questions, trial
 from tests.support.ray_cluster import QUIET, Cluster, cluster

@@ -23,11 +23,11 @@ from support.serving import QUESTION, Client, served
 
 import dinfer
 from dinfer.cli.commands import serve as serve_command
-from dinfer.engine.batch import Batch
-from dinfer.engine.engine import Engine
-from dinfer.engine.request import NonFiniteLogits
-from dinfer.engine.row import Row
-from dinfer.memory import prompt_keys
+from dinfer.core.engine.batch import Batch
+from dinfer.core.engine.engine import Engine
+from dinfer.core.engine.request import NonFiniteLogits
+from dinfer.core.engine.row import Row
+from dinfer.core.memory import prompt_keys
 from dinfer.serving import run
 from dinfer.serving.app import application
 from dinfer.serving.settings import Settings, listen

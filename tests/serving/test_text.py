@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("fastapi")
 
-from dinfer.pipeline.tokenizer import WINDOW, GrowingText
+from dinfer.core.pipeline.tokenizer import WINDOW, GrowingText
 from dinfer.serving.rows import StoppableText
 
 

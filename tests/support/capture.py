@@ -8,19 +8,19 @@ import torch
 from support.matrix import may_speculate
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dinfer.abilities.branches import BranchLanes, branches_of
-from dinfer.abilities.candidates import Candidates
-from dinfer.abilities.guidance import Guided
-from dinfer.abilities.open_positions import OpenOnly
-from dinfer.abilities.reports import Level, Reported, Reporting
-from dinfer.memory import PoolSize
-from dinfer.recipe.recipe import Recipe
-from dinfer.step.canvas import Cursors
-from dinfer.step.mixins import Feeds
-from dinfer.step.shape import Extra, KeysOnly, Sampled, StepShape, extras_of
-from dinfer.step.state import BatchState
-from dinfer.step.step import denoise_step
-from dinfer.step.window import deciding, width_of
+from dinfer.core.abilities.guidance import Guided
+from dinfer.core.abilities.reports import Level, Reported, Reporting
+from dinfer.core.memory import PoolSize
+from dinfer.core.recipe.recipe import Recipe
+from dinfer.core.step.canvas import Cursors
+from dinfer.core.step.mixins import Feeds
+from dinfer.core.step.shape import Extra, KeysOnly, Sampled, StepShape, extras_of
+from dinfer.core.step.state import BatchState
+from dinfer.core.step.step import denoise_step
+from dinfer.core.step.window import deciding, width_of
+from dinfer.research.abilities.branches import BranchLanes, branches_of
+from dinfer.speed.abilities.candidates import Candidates
+from dinfer.speed.abilities.open_positions import OpenOnly
 
 COPIES = ("aten::_to_copy", "aten::copy_", "aten::lift_fresh", "aten::_local_scalar_dense")
 LENGTH, PAGE, LANES = 51, 4, 3

@@ -20,8 +20,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from dinfer.__main__ import main
-from dinfer.loading.checkpoint import random_network, save_network
-from dinfer.models.llada import Llada
+from dinfer.core.loading.checkpoint import random_network, save_network
+from dinfer.core.models.llada import Llada
 
 ROOT = Path(__file__).parents[2]
 

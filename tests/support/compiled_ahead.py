@@ -77,16 +77,16 @@ def main() -> None:
     torch.cuda.set_device = lambda device: None  # type: ignore[assignment]
     from support.models import tiny_model
 
+    from dinfer.core.memory import PoolSize
+    from dinfer.core.recipe.recipe import Recipe, compose
+    from dinfer.core.step.canvas import Phase
+    from dinfer.core.step.shape import StepShape
+    from dinfer.core.step.state import BatchState
+    from dinfer.core.step.step import denoise_step
     from dinfer.kernels.triton import hopper_attention
-    from dinfer.memory import PoolSize
-    from dinfer.recipe.recipe import Recipe, compose
-    from dinfer.startup.kernel_compiler import META, KernelCompiler, Shapes, on_meta
-    from dinfer.startup.parallel_compiling import compiled_beside
-    from dinfer.startup.prepare import prepare, prepared
-    from dinfer.step.canvas import Phase
-    from dinfer.step.shape import StepShape
-    from dinfer.step.state import BatchState
-    from dinfer.step.step import denoise_step
+    from dinfer.speed.startup.kernel_compiler import META, KernelCompiler, Shapes, on_meta
+    from dinfer.speed.startup.parallel_compiling import compiled_beside
+    from dinfer.speed.startup.prepare import prepare, prepared
 
     recipe = compose(
         tiny_model(dtype=torch.bfloat16, head_dim=16), iteration={"name": "blockwise", "block": 8}, decoder="threshold",

@@ -8,9 +8,9 @@ from support.models import MASK, VOCAB
 from support.scripted import Scripted
 from torch import Tensor
 
-from dinfer.engine.request import Request, Update, Wants
-from dinfer.recipe.recipe import compose
-from dinfer.step.canvas import BlockView
+from dinfer.core.engine.request import Request, Update, Wants
+from dinfer.core.recipe.recipe import compose
+from dinfer.core.step.canvas import BlockView
 
 PROMPT = 1
 

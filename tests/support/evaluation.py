@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import dinfer
-from dinfer.pipeline import Pipeline
+from dinfer.core.pipeline import Pipeline
 from evaluations.replicas import Replicas
 from evaluations.run import Settings, evaluate, stem_of
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from support.models import CONFIG, EOS, MASK
 
-from dinfer.layers.transformer import Transformer
-from dinfer.loading.checkpoint import family_of, random_network
-from dinfer.recipe.registry import MODELS
-from dinfer.step.model import ModelFamily
+from dinfer.core.layers.transformer import Transformer
+from dinfer.core.loading.checkpoint import family_of, random_network
+from dinfer.core.registry import MODELS
+from dinfer.core.step.model import ModelFamily
 
 REAL = Path(__file__).parents[1] / "configs" / "real"
 NUMBERS = {

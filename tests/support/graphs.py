@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from dinfer.recipe.recipe import Recipe
-from dinfer.step.shape import StepShape
+from dinfer.core.recipe.recipe import Recipe
+from dinfer.core.step.shape import StepShape
 
 
 class Device:
@@ -29,7 +29,7 @@ class Device:
         }  # fmt: skip
         for name, thing in simulated.items():
             monkeypatch.setattr(torch.cuda, name, thing)
-        monkeypatch.setattr("dinfer.engine.runner.denoise_step", self._step)
+        monkeypatch.setattr("dinfer.core.engine.runner.denoise_step", self._step)
 
     def _step(self, recipe: Recipe, state: Any, shape: StepShape, slot_B: torch.Tensor) -> None:
         assert len(slot_B) == shape.lanes

@@ -6,15 +6,15 @@ from random import Random
 
 import torch
 
-from dinfer.abilities.branches import BranchLanes, branches_of
-from dinfer.engine.request import Request
-from dinfer.memory import RESERVED, PoolSize
-from dinfer.recipe.recipe import Recipe
-from dinfer.step.canvas import CURSORS, Phase, Status
-from dinfer.step.shape import KeysOnly, StepShape, extras_of
-from dinfer.step.state import BatchState, Entry
-from dinfer.step.step import denoise_step
-from dinfer.step.window import deciding
+from dinfer.core.engine.request import Request
+from dinfer.core.memory import RESERVED, PoolSize
+from dinfer.core.recipe.recipe import Recipe
+from dinfer.core.step.canvas import CURSORS, Phase, Status
+from dinfer.core.step.shape import KeysOnly, StepShape, extras_of
+from dinfer.core.step.state import BatchState, Entry
+from dinfer.core.step.step import denoise_step
+from dinfer.core.step.window import deciding
+from dinfer.research.abilities.branches import BranchLanes, branches_of
 
 PHASE, FORWARDS = CURSORS.index("phase_B"), CURSORS.index("forwards_B")
 LIMIT = 2000  # launches; far more than any of the tests needs

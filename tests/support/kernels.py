@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from dinfer.kernels.deferred import close
-from dinfer.kernels.linear import linear, rounded, scaled_linear
-from dinfer.kernels.moe import ExpertWeight, Gate, ScaledExperts, Shared, expert_mixture
-from dinfer.kernels.norm import swiglu
-from dinfer.kernels.packed import PackedExperts
-from dinfer.kernels.types import FLOAT8, Dealt, Matrices
+from dinfer.core.kernels.deferred import close
+from dinfer.core.kernels.linear import linear, rounded, scaled_linear
+from dinfer.core.kernels.moe import ExpertWeight, Gate, ScaledExperts, Shared, expert_mixture
+from dinfer.core.kernels.norm import swiglu
+from dinfer.core.kernels.packed import PackedExperts
+from dinfer.core.kernels.types import FLOAT8, Dealt, Matrices
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"

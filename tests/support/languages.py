@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from dinfer.abilities.constraints import InLanguage, Rows
-from dinfer.kernels.languages import Sweeps
+from dinfer.structure.abilities.constraints import InLanguage, Rows
+from dinfer.structure.kernels.languages import Sweeps
 from dinfer.structure.language import Language
 
 

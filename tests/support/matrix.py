@@ -16,14 +16,14 @@ import pytest
 from support import selection
 from support.models import UNIFORM, VARIANTS, fitted, tiny_model
 
-from dinfer.abilities.table import REFUSALS
-from dinfer.engine.engine import Engine
-from dinfer.engine.request import Completion, Request
-from dinfer.engine.runtime import Runtime
-from dinfer.recipe.recipe import USUAL, IncompatibleRecipe, Recipe, compose
-from dinfer.recipe.refusals import first_refusal
-from dinfer.recipe.registry import CACHES, DECODERS, ITERATIONS, SAMPLINGS, Registry, options_of
-from dinfer.step.shape import StepShape
+from dinfer.core.abilities.table import REFUSALS
+from dinfer.core.engine.engine import Engine
+from dinfer.core.engine.request import Completion, Request
+from dinfer.core.engine.runtime import Runtime
+from dinfer.core.recipe.recipe import USUAL, IncompatibleRecipe, Recipe, compose
+from dinfer.core.refusals import first_refusal
+from dinfer.core.registry import CACHES, DECODERS, ITERATIONS, SAMPLINGS, Registry, options_of
+from dinfer.core.step.shape import StepShape
 
 BLOCK = 8
 TOKEN_COUNTS = Path(__file__).parents[1] / "configs" / "token_counts.json"

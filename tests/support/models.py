@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from dinfer.layers.gemma import Gemma
-from dinfer.loading.checkpoint import random_network
-from dinfer.models.diffusion_gemma import DiffusionGemma
-from dinfer.models.llada import Llada
-from dinfer.recipe.registry import DECODERS
-from dinfer.step.contracts import ModelSpec
-from dinfer.step.mixins import Moves
+from dinfer.core.layers.gemma import Gemma
+from dinfer.core.loading.checkpoint import random_network
+from dinfer.core.models.diffusion_gemma import DiffusionGemma
+from dinfer.core.models.llada import Llada
+from dinfer.core.registry import DECODERS
+from dinfer.core.step.contracts import ModelSpec
+from dinfer.core.step.mixins import Moves
 
 VOCAB, EOS, MASK = 40, 38, 39
 DELETE, SPLIT = 33, 34  # of models that predict them

@@ -33,7 +33,7 @@ def children(process: int) -> list[int]:
     """The ranks that a process has started, in order."""
     tasks = Path(f"/proc/{process}/task").glob("*/children")
     found = (int(child) for task in tasks for child in task.read_text().split())
-    return sorted(child for child in found if b"dinfer.parallel" in Path(f"/proc/{child}/cmdline").read_bytes())
+    return sorted(child for child in found if b"dinfer.scale.parallel" in Path(f"/proc/{child}/cmdline").read_bytes())
 
 
 class Program:

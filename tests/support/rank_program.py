@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 import dinfer
-import dinfer.parallel.divided_model
-from dinfer.parallel.leader import leader
+import dinfer.scale.parallel.divided_model
+from dinfer.scale.parallel.leader import leader
 
 
 def say(*words: Any) -> None:
@@ -32,14 +32,14 @@ def tell_of_captures() -> None:
 
 
 def main(folder: str, ranks: str, device: str) -> None:
-    share = dinfer.parallel.divided_model.share
+    share = dinfer.scale.parallel.divided_model.share
 
     def told(*given: Any) -> Any:
         present = leader()
         say("loading", os.getpid(), *(present.processes.values() if present else ()))
         return share(*given)
 
-    dinfer.parallel.divided_model.share = told
+    dinfer.scale.parallel.divided_model.share = told
     if device == "cuda":
         tell_of_captures()
     runtime = dinfer.Runtime(tensor_parallel=int(ranks), graphs=device == "cuda")

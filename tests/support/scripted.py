@@ -6,8 +6,8 @@ import torch
 from support.models import EOS, MASK, VOCAB
 from torch import Tensor
 
-from dinfer.step.contracts import ModelSpec
-from dinfer.step.model import Attend
+from dinfer.core.step.contracts import ModelSpec
+from dinfer.core.step.model import Attend
 
 
 def scripted_spec(**fields: object) -> ModelSpec:

@@ -15,7 +15,7 @@ import httpx
 import uvicorn
 
 import dinfer
-from dinfer.recipe.recipe import Recipe, compose
+from dinfer.core.recipe.recipe import Recipe, compose
 from dinfer.serving.app import application
 from dinfer.serving.run import configured
 from dinfer.serving.served import catalogue

@@ -10,8 +10,8 @@ from typing import TypeVar
 
 import torch
 
-from dinfer.parallel.ranks import Ranks
-from dinfer.parallel.split import Rank
+from dinfer.core.ranks.ranks import Ranks
+from dinfer.core.ranks.split import Rank
 
 LIMIT = 60.0  # seconds in which all ranks have come to a sum or a gather
 Result = TypeVar("Result")

@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import RenderableType
 
-from dinfer.analysis.outputs import check_file, replacing
 from dinfer.cli.application import launch, numbered
 from dinfer.cli.conf import counted, pipeline, problems_of, ranks_of, setting
 from dinfer.cli.terminal import Report, say, several, show, table
+from dinfer.lab.outputs import check_file, replacing
 
 if TYPE_CHECKING:
-    from dinfer.analysis.audit import Audit
+    from dinfer.lab.audit import Audit
 
 
 def measure(config: dict[str, Any]) -> None:
@@ -34,7 +34,7 @@ def measure(config: dict[str, Any]) -> None:
     question, count = config["prompt"], counted(config, "count")
     new_tokens, out = setting(config, "max_new_tokens", int), setting(config, "out", str | None)
     questions = [question] if question else [problem.question for problem in problems_of(config, count)]
-    from dinfer.analysis.audit import Audit, audit, check_ranks, plot
+    from dinfer.lab.audit import Audit, audit, check_ranks, plot
 
     check_ranks(ranks_of(config))
     writers = {"json": Audit.write} | ({"png": plot} if find_spec("matplotlib") else {})

@@ -24,11 +24,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from dinfer.analysis.outputs import check_file
 from dinfer.cli.application import OVERRIDE, launch
 from dinfer.cli.commands.serve import made, name_of, needed, recipes
 from dinfer.cli.conf import GROUPS, check_ahead, counted, held_of, need, ranks_of, setting
 from dinfer.cli.terminal import FAILED, Interrupted, Report, fail, say, several
+from dinfer.lab.outputs import check_file
 
 if TYPE_CHECKING:
     from dinfer.serving.batch_file import Answering
@@ -51,7 +51,7 @@ def run(args: Namespace) -> None:
 
 def batch(config: dict[str, Any], *, paths: list[str], line: list[str]) -> None:
     """Answers what is not answered yet. `line`: the command line."""
-    from dinfer.pipeline.form import form_of
+    from dinfer.structure.form import form_of
 
     needed("dinfer batch")
     source, target = paths[0], Path("/dev/stdout" if paths[1] == STANDARD else paths[1])
@@ -68,7 +68,7 @@ def batch(config: dict[str, Any], *, paths: list[str], line: list[str]) -> None:
             raise ValueError(f"{source} is IN and OUT: give another OUT")
         check_text(asked, source)
         report.at("loading")
-        from dinfer.parallel.leader import RankFailed
+        from dinfer.scale.parallel.leader import RankFailed
         from dinfer.serving.batch_file import Output, run, settings
         from dinfer.serving.run import EngineFailed
 
@@ -102,8 +102,8 @@ def answering_of(config: dict[str, Any], others: dict[str, dict[str, Any]], limi
     if replicas is not None:
         counted(config, "replicas")
     check_ahead(config, others)
-    from dinfer.serving.ray.cluster import connect, device_of, placed
-    from dinfer.serving.ray.shards import answer_on_cluster
+    from dinfer.scale.ray.cluster import connect, device_of, placed
+    from dinfer.scale.ray.shards import answer_on_cluster
 
     connect(address, logs=False)
     device = device_of(setting(config, "device", str | None))

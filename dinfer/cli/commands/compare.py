@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dinfer.cli.terminal import show, table
-from dinfer.recipe.registry import unknown
+from dinfer.core.registry import unknown
 
 Scores = dict[int, tuple[Any, float]]  # of each document: the document, and its score
 
@@ -70,7 +70,7 @@ def read(report: Path) -> dict[str, tuple[str, Scores]]:
 
 def compared(task: str, first: tuple[str, Scores], second: tuple[str, Scores]) -> dict[str, str]:
     """A line of the table. Raises ValueError for evaluations that do not pair."""
-    from dinfer.analysis.metrics import Difference
+    from dinfer.lab.metrics import Difference
 
     (metric, a), (other, b) = first, second
     if metric != other:

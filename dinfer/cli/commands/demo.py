@@ -23,11 +23,11 @@ from rich.rule import Rule
 from dinfer.cli.application import launch
 from dinfer.cli.conf import counted, pipeline, problems_of, setting
 from dinfer.cli.terminal import Report, show, table
+from dinfer.core.registry import DECODERS
 from dinfer.demo.problems import Problem, is_correct
-from dinfer.recipe.registry import DECODERS
 
 if TYPE_CHECKING:
-    from dinfer.pipeline import Pipeline
+    from dinfer.core.pipeline import Pipeline
 
 
 def demo(config: dict[str, Any]) -> None:
@@ -38,7 +38,7 @@ def demo(config: dict[str, Any]) -> None:
     with Report() as progress:
         progress.at("loading the model")
         pipe = pipeline(config)
-    from dinfer.analysis.metrics import compare
+    from dinfer.lab.metrics import compare
 
     show(heading("a held-out problem"))
     work_out(pipe, problems[0], new_tokens, delay)
@@ -71,7 +71,7 @@ def decoders_of(config: dict[str, Any]) -> list[Any]:
 def work_out(pipe: Pipeline, problem: Problem, new_tokens: int, delay: float) -> None:
     """Solves one problem before the reader's eyes."""
     from dinfer.cli.watch import in_colour, watch, write_answer
-    from dinfer.pipeline.inputs import figures
+    from dinfer.core.pipeline.inputs import figures
 
     if in_colour(sys.stdout):
         updates = pipe.updates(problem.question, max_new_tokens=new_tokens)

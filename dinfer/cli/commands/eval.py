@@ -22,11 +22,11 @@ from typing import Any, get_type_hints
 
 from rich.console import RenderableType
 
-from dinfer.analysis.outputs import check_folder
 from dinfer.cli.application import launch
 from dinfer.cli.conf import GROUPS, check_ahead, counted, group, held_of, need, pipeline, ranks_of, setting
 from dinfer.cli.terminal import Interrupted, Report, say, several, show, table
-from dinfer.recipe.registry import typed
+from dinfer.core.registry import typed
+from dinfer.lab.outputs import check_folder
 
 # The column of each figure: its name in the results, and how many decimals are shown.
 FIGURES = {

@@ -38,7 +38,7 @@ def generate(config: dict[str, Any]) -> None:
     held = held_of(config)
     pipe = pipeline(config)
     from dinfer.cli.watch import explain_empty, watch, write_answer
-    from dinfer.pipeline.inputs import figures
+    from dinfer.core.pipeline.inputs import figures
 
     if live:
         updates = pipe.updates(prompt, max_new_tokens=new_tokens, chat=chat, **held)

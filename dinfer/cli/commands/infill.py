@@ -24,7 +24,7 @@ def infill(config: dict[str, Any]) -> None:
     """Fills the gaps of the text."""
     stop, scope, held = setting(config, "stop", bool), setting(config, "scope", str), held_of(config)
     pipe = pipeline(config)
-    from dinfer.pipeline.inputs import figures
+    from dinfer.core.pipeline.inputs import figures
 
     result = pipe.infill(config["text"], stop=stop, scope=scope, **held)
     print(result.text)

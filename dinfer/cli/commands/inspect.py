@@ -28,17 +28,17 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-import dinfer.recipe.presets as presets
+import dinfer.core.recipe.presets as presets
 from dinfer.cli import conf
 from dinfer.cli.application import Parser
 from dinfer.cli.terminal import FAILED, show
-from dinfer.loading.files import SMALL, boxed, local, locate
-from dinfer.recipe.presets import attention
-from dinfer.recipe.registry import MODELS, unknown
+from dinfer.core.loading.files import SMALL, boxed, local, locate
+from dinfer.core.recipe.presets import attention
+from dinfer.core.registry import MODELS, unknown
 
 if TYPE_CHECKING:
-    from dinfer.loading.inspect import Inspection
-    from dinfer.step.spec import ModelSpec
+    from dinfer.core.terms.spec import ModelSpec
+    from dinfer.lab.inspect import Inspection
 
 OPTION = "model."
 UNKNOWN = 3  # exit status
@@ -63,7 +63,7 @@ def run(args: Namespace) -> None:
     given = {"checkpoint": names[0]} | preset_of(names[0]) | dotted
     name = str(given["checkpoint"])
 
-    from dinfer.loading.inspect import inspect
+    from dinfer.lab.inspect import inspect
 
     found = inspect(locate(name, given.get("revision"), wanted=SMALL), given)
     if given.get("adapter"):

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from dinfer.cli import conf
 from dinfer.cli.terminal import show
-from dinfer.recipe.registry import Registry, unknown
+from dinfer.core.registry import Registry, unknown
 
 ROLES = {
     "model": "the network, loaded from a Hugging Face folder or hub name",

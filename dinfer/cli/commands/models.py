@@ -19,11 +19,11 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-import dinfer.recipe.presets as presets
+import dinfer.core.recipe.presets as presets
 from dinfer.cli.application import Parser
 from dinfer.cli.terminal import show
-from dinfer.recipe.presets import Published, catalog
-from dinfer.recipe.registry import MODELS, unknown
+from dinfer.core.recipe.presets import Published, catalog
+from dinfer.core.registry import MODELS, unknown
 
 
 def arguments(parser: Parser) -> None:

@@ -22,11 +22,11 @@ from typing import Any
 
 from rich.console import RenderableType
 
-from dinfer.analysis.outputs import check_file, replacing
-from dinfer.analysis.plots import AXES, FEW, areas, draw, front
 from dinfer.cli.conf import need
 from dinfer.cli.terminal import say, show, table
-from dinfer.recipe.registry import unknown
+from dinfer.core.registry import unknown
+from dinfer.lab.outputs import check_file, replacing
+from dinfer.lab.plots import AXES, FEW, areas, draw, front
 
 SETTINGS = {"out": "pareto.png", "task": "", "by": "model,checkpoint,iteration,decoder,cache"}
 FORMATS = (".png", ".svg", ".pdf")
@@ -99,7 +99,7 @@ def read(paths: Sequence[Path]) -> tuple[list[dict[str, Any]], int]:
 
 
 def numbered(where: str, line: dict[str, Any]) -> dict[str, Any]:
-    from dinfer.analysis.metrics import wilson
+    from dinfer.lab.metrics import wilson
 
     row = dict(line)
     for name in NUMBERS:

@@ -28,7 +28,7 @@ from dinfer.cli import conf
 from dinfer.cli.application import launch
 from dinfer.cli.conf import check_ahead, counted, need, of_recipe, pipeline, ranks_of, runtime_of, setting
 from dinfer.cli.terminal import FAILED, check_interrupted, fail
-from dinfer.recipe.registry import typed
+from dinfer.core.registry import typed
 
 if TYPE_CHECKING:
     from dinfer.serving.server import Server
@@ -78,8 +78,8 @@ def serve_replicas(config: dict[str, Any], others: dict[str, dict[str, Any]], se
         check_ahead(config, others)
         autoscaling = setting(config, "autoscaling", dict | None)
         os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # read at the import: each request has a line of its own
-        from dinfer.serving.ray.cluster import connect, device_of, placed
-        from dinfer.serving.ray.replicas import Plan, run
+        from dinfer.scale.ray.cluster import connect, device_of, placed
+        from dinfer.scale.ray.replicas import Plan, run
         from dinfer.serving.run import EngineFailed
 
         connect(setting(config, "ray", str), logs=True, private=not settings.insecure)
@@ -100,8 +100,8 @@ def made(config: dict[str, Any], others: dict[str, dict[str, Any]], settings: Se
     Ray calls it in the process of each replica.
     """
     pipe = pipeline(config)
-    from dinfer.pipeline import Pipeline
-    from dinfer.recipe.recipe import compose
+    from dinfer.core.pipeline import Pipeline
+    from dinfer.core.recipe.recipe import compose
 
     runtime, most = pipe.engine.runtime, pipe.model.spec.max_length
     if runtime.max_length is not None and runtime.max_length > most:  # no longer canvases than the model has positions

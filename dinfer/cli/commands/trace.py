@@ -22,12 +22,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dinfer.analysis.outputs import check_file, write
 from dinfer.cli import conf
 from dinfer.cli.application import launch, numbered
 from dinfer.cli.conf import beside, parse, pipeline, setting
 from dinfer.cli.terminal import say
-from dinfer.recipe.registry import unknown
+from dinfer.core.registry import unknown
+from dinfer.lab.outputs import check_file, write
 
 _CHANGE = re.compile(r"compare(?:\.(?P<change>[^=]+=.*)|=.*)", re.DOTALL)
 MAY_DIFFER = (*conf.GROUPS, "max_new_tokens")
@@ -73,7 +73,7 @@ def trace(config: dict[str, Any], *, changes: list[str]) -> None:
         check_file(path)
     configs = [config] + ([changed(changes)] if changes else [])
     pipe = pipeline(config)
-    from dinfer.analysis.trace.record import animation, document, page, record
+    from dinfer.lab.trace.record import animation, document, page, record
 
     traces = []
     for each in configs:

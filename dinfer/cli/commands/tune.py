@@ -31,19 +31,19 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
-from dinfer.analysis.outputs import check_file, write
 from dinfer.cli import conf
 from dinfer.cli.application import Parser, launch
 from dinfer.cli.commands.compare import read as evaluated
 from dinfer.cli.commands.eval import settings_of
 from dinfer.cli.conf import GROUPS, beside, counted, need, pipeline, problems_of, ranks_of, setting
 from dinfer.cli.terminal import Report, say
+from dinfer.core.registry import options_of
 from dinfer.demo.problems import Problem
-from dinfer.recipe.registry import options_of
+from dinfer.lab.outputs import check_file, write
 
 if TYPE_CHECKING:
-    from dinfer.analysis.tuning import Found, Measured, Parts, Split, Tried
-    from dinfer.pipeline import Pipeline
+    from dinfer.core.pipeline import Pipeline
+    from dinfer.lab.tuning import Found, Measured, Parts, Split, Tried
 
 GOALS = ("tps", "tpf")
 
@@ -63,7 +63,7 @@ def run(args: Namespace) -> None:
 def run_search(config: dict[str, Any], *, command: str) -> None:
     """Searches, says what it tries, and writes what it found."""
     need("optuna", "tune", "dinfer tune needs Optuna")
-    from dinfer.analysis.tuning import Found, by_load, tune
+    from dinfer.lab.tuning import Found, by_load, tune
 
     goal = setting(config, "goal", str)
     if goal not in GOALS:
@@ -109,8 +109,8 @@ def write_table(
     path: str, base: Pipeline, reference: Parts, counts: Sequence[int], rows: Sequence[dict[str, Any]], command: str
 ) -> None:
     """Writes the table by which `runtime.load=adaptive` chooses recipes, and says what is in it."""
-    from dinfer.analysis.provenance import provenance
-    from dinfer.engine.adaptive import called
+    from dinfer.lab.provenance import provenance
+    from dinfer.speed.adaptive import called
 
     for row in rows:
         speeds = ", ".join(f"{speed:.4g} at {count}" for count, speed in row["tokens_per_s"].items())
@@ -248,8 +248,8 @@ class Problems:
         self.base = pipeline(config)
 
     def __call__(self, parts: Parts, split: Split, rows: int | None = None) -> Measured:
-        from dinfer.analysis.metrics import solve
-        from dinfer.analysis.tuning import Measured
+        from dinfer.lab.metrics import solve
+        from dinfer.lab.tuning import Measured
 
         problems = self.problems[split][: rows and some(rows)]
         pipe = beside(self.base, parts, rows)
@@ -277,8 +277,8 @@ class Task:
         self.base = pipeline(config | {"device": str(self.among.device)})
 
     def __call__(self, parts: Parts, split: Split, rows: int | None = None) -> Measured:
-        from dinfer.analysis.metrics import Metrics
-        from dinfer.analysis.tuning import Measured
+        from dinfer.lab.metrics import Metrics
+        from dinfer.lab.tuning import Measured
         from evaluations import run as runs
 
         first, end = self.bounds[split]

@@ -2,7 +2,7 @@
 
    A weight is d * u + m. Kinds of up to 6 bits have u from 0 and a d and an m for each group of 16 or 32 inputs. Kinds of 8
    bits have u around 0, a d for each 32 inputs and no m. The layouts are those of the GGUF specification (ggml-common.h in
-   ggml), and our own two: an int8 weight with a scale an output, and an int4 weight of `dinfer.kernels.packed.pack`. */
+   ggml), and our own two: an int8 weight with a scale an output, and an int4 weight of `dinfer.core.kernels.packed.pack`. */
 
 #include "vectors.h"
 

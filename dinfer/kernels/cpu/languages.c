@@ -1,4 +1,4 @@
-/* Sets of states over the active positions of rows, and the choices that they admit (`dinfer.kernels.languages`).
+/* Sets of states over the active positions of rows, and the choices that they admit (`dinfer.structure.kernels.languages`).
 
    A set is a byte for each state. Forward sets: the states that a position can be entered in. Backward sets: those from
    which the row can be completed. Functions return 0, or 1 without memory.

@@ -3,10 +3,10 @@
 The system's compiler makes code for the CPU it runs on. Without a compiler, or without AVX2, torch computes the same
 and widens the weights at every call. The functions of float32 (`float.c`) do in one pass what takes torch several, and
 what their namesakes in `dinfer.kernels` do, for tensors that `dispatch.native` accepts. Those of languages
-(`languages.c`) are those of `dinfer.kernels.languages`, where torch takes a call for each position and set.
+(`languages.c`) are those of `dinfer.structure.kernels.languages`, where torch takes a call for each position and set.
 
 Shape suffixes: R rows, K inputs, O outputs, G groups, S segments (experts), B lanes, W queries, H query heads, G key
-heads, E head size; of languages as in `dinfer.kernels.lines`.
+heads, E head size; of languages as in `dinfer.structure.kernels.lines`.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dinfer.kernels.lines import LaneLanguages, Line
-from dinfer.kernels.types import HeadNorm, Part
+from dinfer.core.kernels.types import HeadNorm, Part
+from dinfer.structure.kernels.lines import LaneLanguages, Line
 
 NAMES = "linear.c", "float.c", "languages.c", "blocks.h", "vectors.h"
 SOURCES = tuple(Path(__file__).with_name(name) for name in NAMES)

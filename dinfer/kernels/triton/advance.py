@@ -1,7 +1,7 @@
 """The commits of a step, how rows leave their active blocks, how these slide, and the cursors after a step.
 
-One program for the active blocks of a lane. See `dinfer.kernels.selection`, `dinfer.step.commits` and
-`dinfer.kernels.advance`.
+One program for the active blocks of a lane. See `dinfer.core.kernels.selection`, `dinfer.core.step.commits` and
+`dinfer.core.kernels.advance`.
 """
 
 import torch
@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dinfer.core.terms.stats import Quota, TokenStats
 from dinfer.kernels.triton.launch import PIECE, WARPS, early, follow
-from dinfer.step.stats import Quota, TokenStats
 
 
 @triton.jit
@@ -55,7 +55,7 @@ def leave_blocks(
     finished_BK: Tensor, ends_BX: Tensor, given_BX: Tensor, open_BX: Tensor, next_B: Tensor, length_B: Tensor,
     start_B: Tensor, end_B: Tensor, block_B: Tensor, *, block: int, align: bool, lead: int, stop: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """See `dinfer.kernels.advance.leave_blocks`."""
+    """See `dinfer.core.kernels.advance.leave_blocks`."""
     (lanes, blocks), active = finished_BK.shape, ends_BX.shape[1]
     read = finished_BK, ends_BX, given_BX, open_BX, next_B, length_B, start_B, end_B, block_B
     enters_B, done_B = (torch.empty_like(next_B, dtype=torch.bool) for _ in range(2))
@@ -122,7 +122,7 @@ def finish(
     broken_B: Tensor, full_B: Tensor | bool, *, refreshed: bool, hit: bool, columns: dict[str, int],
     phases: dict[str, int],
 ) -> None:  # fmt: skip
-    """See `dinfer.step.commits.finish`. `columns`: each cursor's column; `phases`: each phase's number."""
+    """See `dinfer.core.step.commits.finish`. `columns`: each cursor's column; `phases`: each phase's number."""
     lanes, blocks = quota_BK.shape
     if isinstance(full_B, bool):
         always = phases["FULL" if full_B else "WINDOW"]
@@ -207,7 +207,7 @@ def slide_blocks(
     hold_B: Tensor | None, next_B: Tensor, length_B: Tensor, start_B: Tensor, end_B: Tensor, block_B: Tensor,
     *, block: int, align: bool, add_at: float, stable_at: float, stop: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """See `dinfer.kernels.advance.slide_blocks`."""
+    """See `dinfer.core.kernels.advance.slide_blocks`."""
     lanes, blocks = finished_BK.shape
     read = (
         finished_BK, stop_BKL, given_BKL, open_BKL, next_B if stable_BK is None else stable_BK,
@@ -250,7 +250,7 @@ def _forced_blocks(
 def forced_blocks(
     open_BKL: Tensor, start_B: Tensor, end_B: Tensor, *, block: int, force_at: float, first: bool
 ) -> Tensor:
-    """See `dinfer.kernels.advance.forced_blocks`."""
+    """See `dinfer.core.kernels.advance.forced_blocks`."""
     lanes, blocks, row = open_BKL.shape
     must_BK = open_BKL.new_empty(lanes, blocks)
     _forced_blocks[(lanes,)](
@@ -323,7 +323,7 @@ def confident(
     stats: TokenStats, masked_RL: Tensor, bar_R1: Tensor, least: Tensor | Quota | int, *, above: bool,
     decoded: tuple[Tensor, ...] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The fields of `dinfer.kernels.selection.Changes`. Without `decoded` only the first is valid."""
+    """The fields of `dinfer.core.kernels.selection.Changes`. Without `decoded` only the first is valid."""
     rows, length = masked_RL.shape
     out_RL = torch.empty_like(masked_RL, memory_format=torch.contiguous_format)
     remask_RL, busy_R, full_R = out_RL, out_RL, out_RL
@@ -377,7 +377,7 @@ def _with_progress(
 
 
 def with_progress(commit_RL: Tensor, stats: TokenStats, masked_RL: Tensor, must_R: Tensor | None) -> Tensor:
-    """See `dinfer.step.commits.with_progress`."""
+    """See `dinfer.core.step.commits.with_progress`."""
     (rows, length), out_RL = commit_RL.shape, torch.empty_like(commit_RL, memory_format=torch.contiguous_format)
     read = (commit_RL, masked_RL, must_R, stats.confidence_RL, stats.mask_confidence_RL, stats.mask_drawn_RL)
     _with_progress[(rows,)](
@@ -492,7 +492,7 @@ def commit(
     source_RL: Tensor | None, blank_RL: Tensor | int, *, vocab: int, mask_id: int | None, edits: bool, drafts: bool,
     open_status: int, done_status: int,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """See `dinfer.step.commits.commit`; returns the fields of `dinfer.step.commits.Commits`."""
+    """See `dinfer.core.step.commits.commit`; returns the fields of `dinfer.core.step.commits.Commits`."""
     (rows, length), lanes = pos_RL.shape, slot_B.shape[0]
     blocks = rows // lanes
     after_RL = tokens_NS.new_empty(rows, length)

@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dinfer.core.kernels.types import Grouped, InputFormat
 from dinfer.kernels.triton.launch import early, follow, stages
 from dinfer.kernels.triton.linear import empty_groups, in_groups, whole
-from dinfer.kernels.types import Grouped, InputFormat
 
 LOG2_E = 1.4426950408889634  # the kernels use powers of 2, which are cheaper than powers of e
 
@@ -166,7 +166,7 @@ def paged_attention(
     q_BWHE: Tensor, k_PTGE: Tensor, v_PTGE: Tensor, pages_BP: Tensor, start_BW: Tensor, end_BW: Tensor,
     self_key_BW: Tensor | None = None, tiles: Tiles | None = None, input_format: InputFormat = "plain",
 ) -> Tensor | Grouped:  # fmt: skip
-    """See `dinfer.kernels.attention.paged_attention`."""
+    """See `dinfer.core.kernels.attention.paged_attention`."""
     lanes, width, heads, size = q_BWHE.shape
     _, page, groups, _ = k_PTGE.shape
     share, pages = width * heads // groups, pages_BP.shape[1]
@@ -286,7 +286,7 @@ def _receive(
 def attention_received(
     q_BWHE: Tensor, k_PTGE: Tensor, pages_BP: Tensor, start_BW: Tensor, end_BW: Tensor, weight_BW: Tensor
 ) -> Tensor:
-    """See `dinfer.kernels.attention.attention_received`."""
+    """See `dinfer.core.kernels.attention.attention_received`."""
     lanes, width, heads, size = q_BWHE.shape
     _, page, groups, _ = k_PTGE.shape
     pages = pages_BP.shape[1]

@@ -1,12 +1,12 @@
-"""Small integers of a step, one launch where torch would take up to two dozen; see `dinfer.kernels.canvas`."""
+"""Small integers of a step, one launch where torch would take up to two dozen; see `dinfer.core.kernels.canvas`."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from dinfer.core.terms.plan import window_bounds
 from dinfer.kernels.triton.launch import PIECE, WARPS, early, follow, shared
-from dinfer.step.plan import window_bounds
 
 
 @triton.jit(do_not_specialize=["lanes", "stride", "first"])  # one kernel for batches of all sizes
@@ -191,7 +191,7 @@ def _attention_interval(
 def attention_interval(
     pos_BW: Tensor, start_B: Tensor | None, end_B: Tensor, causal_block: int | None, prompt_B: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """See `dinfer.kernels.attention.attention_interval`."""
+    """See `dinfer.core.kernels.attention.attention_interval`."""
     pos_BW, end_B = pos_BW.contiguous(), end_B.contiguous()
     lanes, width = pos_BW.shape
     start_BW, end_BW = torch.empty_like(pos_BW), torch.empty_like(pos_BW)

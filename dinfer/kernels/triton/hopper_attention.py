@@ -24,11 +24,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra import cuda
 
-from dinfer.kernels.dispatch import card, multiplies_in_groups_of_warps
+from dinfer.core.kernels.dispatch import card, multiplies_in_groups_of_warps
+from dinfer.core.kernels.types import InputFormat
 from dinfer.kernels.triton.attention import LOG2_E, join
 from dinfer.kernels.triton.launch import early
 from dinfer.kernels.triton.linear import in_groups
-from dinfer.kernels.types import InputFormat
 
 ROWS = gl.constexpr(64)  # query heads of positions that a group of warps takes
 PIECE = gl.constexpr(64)  # entries of a key that one copy takes
@@ -322,7 +322,7 @@ def paged_attention(
     q_BWHE: Tensor, k_PTGE: Tensor, v_PTGE: Tensor, pages_BP: Tensor, start_BW: Tensor, end_BW: Tensor,
     tiles: Tiles | None = None,
 ) -> Tensor:  # fmt: skip
-    """See `dinfer.kernels.attention.paged_attention`."""
+    """See `dinfer.core.kernels.attention.paged_attention`."""
     lanes, width, heads, size = q_BWHE.shape
     _, page, groups, _ = k_PTGE.shape
     share, pages = heads // groups, pages_BP.shape[1]

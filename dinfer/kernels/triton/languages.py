@@ -1,4 +1,4 @@
-"""Sets of states over the active positions of a row, and the choices that they admit; see `dinfer.kernels.languages`.
+"""Sets of states over the active positions of a row, and the choices they admit; see `structure.kernels.languages`.
 
 A program follows one lane from position to position. The sets lie in global memory, a byte for a state, and the threads
 of a program meet at a barrier before they read what others wrote.
@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dinfer.kernels.lines import LaneLanguages, Line, Settled
 from dinfer.kernels.triton.launch import early, follow
+from dinfer.structure.kernels.lines import LaneLanguages, Line, Settled
 
 MOST = 16384  # pairs, edges or states at a time
 SPARE = tl.constexpr(16)  # states that a set has more room for; none is ever in it
@@ -314,7 +314,7 @@ def _revived(
 
 
 def placed(row_N6: Tensor, slot_B: Tensor, pos_BX: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """See `dinfer.kernels.languages.placed`."""
+    """See `dinfer.structure.kernels.languages.placed`."""
     place_B, state_B, room_B = (torch.empty_like(slot_B) for _ in range(3))
     live_B, outside_BX = (torch.empty_like(x, dtype=torch.bool) for x in (slot_B, pos_BX))
     flags = (x.view(torch.int8) for x in (live_B, outside_BX))
@@ -358,7 +358,7 @@ def _sets(held: LaneLanguages, line: Line, *chosen: Tensor) -> tuple[Tensor, Ten
 
 
 def allowed(held: LaneLanguages, line: Line) -> Tensor:
-    """See `dinfer.kernels.languages.Sweeps.allowed`."""
+    """See `dinfer.structure.kernels.languages.Sweeps.allowed`."""
     return _marks(held, *_sets(held, line))
 
 
@@ -379,7 +379,7 @@ def _marks(held: LaneLanguages, sets: Tensor, codes: Tensor, *settled: Tensor) -
 
 
 def settled(held: LaneLanguages, line: Line, commit_BX: Tensor, token_BX: Tensor, confidence_BX: Tensor) -> Settled:
-    """See `dinfer.kernels.languages.Sweeps.settled`."""
+    """See `dinfer.structure.kernels.languages.Sweeps.settled`."""
     languages, place_B = held.languages, held.language_B
     lanes, active = line.token_BX.shape
     token_BX = token_BX.contiguous()
@@ -405,7 +405,7 @@ def leave(
     held: LaneLanguages, row_N6: Tensor, slot_B: Tensor, line: Line, token_BX: Tensor, pos_BX: Tensor, text_BX: Tensor,
     *regions: Tensor,
 ) -> None:  # fmt: skip
-    """See `dinfer.kernels.languages.Sweeps.leave`."""
+    """See `dinfer.structure.kernels.languages.Sweeps.leave`."""
     languages = held.languages
     read = (
         slot_B, pos_BX, token_BX, line.outside_BX, text_BX, line.state_B, *regions, held.language_B,
@@ -421,7 +421,7 @@ def leave(
 def masked(
     held: LaneLanguages, logits_RLV: Tensor, allowed_RLC: Tensor, outside_RL: Tensor, keep: int, revive: bool
 ) -> Tensor:
-    """See `dinfer.kernels.languages.Sweeps.masked`."""
+    """See `dinfer.structure.kernels.languages.Sweeps.masked`."""
     place_B, class_GV = held.language_B, held.languages.class_GV
     (rows, length, vocab), piece = logits_RLV.shape, 1024
     logits_RLV = logits_RLV.contiguous()

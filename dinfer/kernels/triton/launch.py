@@ -2,7 +2,7 @@
 
 A step is hundreds of kernels of a few microseconds. This shortens the time between them.
 
-And how a kernel adds up the parts of its input (`dinfer.kernels.types`).
+And how a kernel adds up the parts of its input (`dinfer.core.kernels.types`).
 """
 
 import os
@@ -17,8 +17,8 @@ from torch import Tensor
 from triton.compiler.compiler import max_shared_mem
 from triton.language.extra import cuda
 
-from dinfer.kernels.dispatch import card, on_hopper
-from dinfer.kernels.types import Parts
+from dinfer.core.kernels.dispatch import card, on_hopper
+from dinfer.core.kernels.types import Parts
 
 
 @triton.jit

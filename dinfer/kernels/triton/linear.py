@@ -15,9 +15,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from dinfer.kernels.dispatch import on_hopper
+from dinfer.core.kernels.dispatch import on_hopper
+from dinfer.core.kernels.types import FLOAT8, GROUPED_ROWS, LARGEST, Grouped, InGroups, InputFormat, Parts, Rounded
 from dinfer.kernels.triton.launch import early, follow, let_next, stages, wait
-from dinfer.kernels.types import FLOAT8, GROUPED_ROWS, LARGEST, Grouped, InGroups, InputFormat, Parts, Rounded
 
 
 @triton.jit
@@ -56,7 +56,7 @@ def empty_rounded(x: Tensor, width: int) -> Rounded:
 
 
 def round_rows(x: Tensor) -> Rounded:
-    """See `dinfer.kernels.linear.round_rows`."""
+    """See `dinfer.core.kernels.linear.round_rows`."""
     x, width = x.contiguous(), x.shape[-1]
     made, block = empty_rounded(x, width), triton.next_power_of_2(width)
     _round_rows[(made.scale.numel(),)](
@@ -143,7 +143,7 @@ def linear(
     x: Tensor | Rounded, weight_OK: Tensor, bias_O: Tensor | None, scale_O: Tensor | None, config: Config | None = None,
     dtype: torch.dtype | None = None, split: bool = False,
 ) -> Tensor | Parts:  # fmt: skip
-    """See `dinfer.kernels.linear`; `split`: as `linear_in_parts`. `dtype`: of what comes out, if not that of `x`."""
+    """See `dinfer.core.kernels.linear`; `split`: as `linear_in_parts`. `dtype`: of the result, if not that of `x`."""
     values, x_scale = (x.contiguous(), None) if isinstance(x, Tensor) else (x.values, x.scale)
     outputs, width = weight_OK.shape
     values_RK, size = values.view(-1, width), weight_OK.dtype.itemsize

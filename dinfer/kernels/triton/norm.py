@@ -8,11 +8,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dinfer.core.kernels.types import FLOAT8, LARGEST, Grouped, InputFormat, Parts, Rounded, Squares
+from dinfer.core.ranks.symmetric import EMPTY as SENT_NOTHING
+from dinfer.core.ranks.symmetric import Exchange
 from dinfer.kernels.triton.launch import added, addends, early, follow, let_next, wait
 from dinfer.kernels.triton.linear import FEW, empty_groups, empty_rounded, in_groups, round_rows, scaled, store_groups
-from dinfer.kernels.types import FLOAT8, LARGEST, Grouped, InputFormat, Parts, Rounded, Squares
-from dinfer.parallel.symmetric import EMPTY as SENT_NOTHING
-from dinfer.parallel.symmetric import Exchange
 
 EMPTY = tl.constexpr(SENT_NOTHING)
 MANY = 256  # rows that busy the card with a program each
@@ -148,7 +148,7 @@ class Addends(NamedTuple):
 
 
 def add(x_BWD: Tensor, delta_BWD: Tensor | Parts, exchange: Exchange | None = None) -> Tensor:
-    """See `dinfer.kernels.norm.add`. With an `exchange`, `delta_BWD` is this rank's addend of two."""
+    """See `dinfer.core.kernels.norm.add`. With an `exchange`, `delta_BWD` is this rank's addend of two."""
     x_BWD = x_BWD.contiguous()
     sum_BWD, width = torch.empty_like(x_BWD), x_BWD.shape[-1]
     delta, lines = Addends.of(delta_BWD, x_BWD, exchange), x_BWD.shape[:-1].numel()
@@ -163,7 +163,7 @@ def add_rms_norm(
     x_BWD: Tensor, delta_BWD: Tensor | Parts | None, weight_D: Tensor, eps: float, inputs: InputFormat = "plain",
     exchange: Exchange | None = None,
 ) -> tuple[Tensor, Tensor | Rounded | Grouped]:  # fmt: skip
-    """See `dinfer.kernels.norm.add_rms_norm`. With an `exchange`, `delta_BWD` is this rank's addend of two."""
+    """See `dinfer.core.kernels.norm.add_rms_norm`. With an `exchange`, `delta_BWD` is this rank's addend of two."""
     x_BWD = x_BWD.contiguous()
     width, groups = x_BWD.shape[-1], in_groups(inputs, x_BWD.shape[:-1].numel())
     both = inputs == "both" or (groups is not None and groups.both)
@@ -218,7 +218,7 @@ def _swiglu(
 
 
 def swiglu(gate_up_BWX: Tensor | Parts, inputs: InputFormat = "plain") -> Tensor | Rounded | Grouped:
-    """See `dinfer.kernels.norm.swiglu`."""
+    """See `dinfer.core.kernels.norm.swiglu`."""
     (values, parts), (*lead, both) = addends(gate_up_BWX), gate_up_BWX.shape
     rows, width, room = math.prod(lead), both // 2, 0
     like = values.new_empty(*lead, 0, dtype=gate_up_BWX.dtype)

@@ -13,11 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dinfer.kernels import types
-from dinfer.kernels.dispatch import card
+from dinfer.core.kernels import types
+from dinfer.core.kernels.dispatch import card
+from dinfer.core.kernels.types import Grouped, Parts
 from dinfer.kernels.triton.launch import early, fetch, fetch_piece, follow, let_next, stages, wait
 from dinfer.kernels.triton.linear import FEW, round_groups
-from dinfer.kernels.types import Grouped, Parts
 
 TILE = tl.constexpr(types.TILE)
 
@@ -196,7 +196,7 @@ def linear(
     x: Tensor | Grouped, values: Tensor, scale_OG: Tensor, bias_O: Tensor | None,
     config: Config | None = None, split: bool = False,
 ) -> Tensor | Parts:  # fmt: skip
-    """See `dinfer.kernels.packed.packed_linear`; `split`: the consumer adds up the parts."""
+    """See `dinfer.core.kernels.packed.packed_linear`; `split`: the consumer adds up the parts."""
     (outputs, groups), width = scale_OG.shape, x.shape[-1]
     rows, group = x.shape[:-1].numel(), width // groups
     many, tall, together, warps, most, parts = config or config_for(rows, outputs, groups)
@@ -243,7 +243,7 @@ def _unpack(
 
 
 def unpack(values: Tensor, scale_OG: Tensor, dtype: torch.dtype) -> Tensor:
-    """See `dinfer.kernels.packed.unpack`."""
+    """See `dinfer.core.kernels.packed.unpack`."""
     outputs, groups = scale_OG.shape
     out = values.new_empty(outputs, 2 * values.numel() // outputs, dtype=dtype)
     _unpack[(triton.cdiv(outputs, 32), groups)](

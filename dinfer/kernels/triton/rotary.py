@@ -4,8 +4,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dinfer.core.kernels.types import Projections
 from dinfer.kernels.triton.launch import added, addends, early, follow, let_next, wait
-from dinfer.kernels.types import Projections
 
 MANY, TURNS = 256, 6  # rows from which on a program takes several pieces of a row, and how many at most
 
@@ -34,7 +34,7 @@ def _rotary_table(pos_ptr, frequencies_ptr, cos_ptr, sin_ptr, half, HALF: tl.con
 
 
 def rotary_table(pos_BW: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    """See `dinfer.kernels.rotary.rotary_table`; `frequencies` are those of `dinfer.kernels.rotary`."""
+    """See `dinfer.core.kernels.rotary.rotary_table`; `frequencies` are those of `dinfer.core.kernels.rotary`."""
     half = frequencies.shape[0]
     cos, sin = (frequencies.new_empty(*pos_BW.shape, 1, 2 * half) for _ in range(2))
     _rotary_table[(pos_BW.numel(),)](
@@ -85,7 +85,7 @@ def _rotate_and_store(
 
 
 def rotate_and_store(x: Projections, k_YGE: Tensor, v_YGE: Tensor, write_X: Tensor) -> Tensor:
-    """See `dinfer.kernels.rotary.rotate_and_store`."""
+    """See `dinfer.core.kernels.rotary.rotate_and_store`."""
     qkv, parts = addends(x.qkv_BWXE)
     lanes, width, all_heads, size = x.qkv_BWXE.shape
     q_BWHE = qkv.new_empty(lanes, width, x.heads, size, dtype=x.qkv_BWXE.dtype)

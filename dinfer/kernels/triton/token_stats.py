@@ -12,18 +12,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dinfer.kernels.random import MIX
+from dinfer.core.kernels.random import MIX
+from dinfer.core.terms.stats import Draw, TokenStats, VocabularySlice
 from dinfer.kernels.triton.launch import early, follow
-from dinfer.step.stats import Draw, TokenStats, VocabularySlice
 
 DRAW_PIECE = 1024  # logits that a program takes for a draw
-DRAW_NUMBERS = 4  # of a piece, see `dinfer.kernels.token_stats.own_draw`
+DRAW_NUMBERS = 4  # of a piece, see `dinfer.core.kernels.token_stats.own_draw`
 MIX_0, MIX_1, MIX_2 = (tl.constexpr(number) for number in MIX)
 
 
 @triton.jit
 def _mix(bits):
-    """See `dinfer.kernels.random`; shifts to the right are logical."""
+    """See `dinfer.core.kernels.random`; shifts to the right are logical."""
     bits = (bits ^ ((bits >> 30) & ((1 << 34) - 1))) * MIX_1
     bits = (bits ^ ((bits >> 27) & ((1 << 37) - 1))) * MIX_2
     return bits ^ ((bits >> 31) & ((1 << 33) - 1))
@@ -134,7 +134,7 @@ PIECE, TURNS = 4096, 4  # logits that a program takes at a time, and how often
 GROUP = 8  # neighbours that a thread reads at once
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 LOG2E = tl.constexpr(1.4426950408889634)
-NUMBERS = 8  # of a piece, see `dinfer.kernels.token_stats.own_numbers`; a float32 holds every token's number
+NUMBERS = 8  # of a piece, see `dinfer.core.kernels.token_stats.own_numbers`; a float32 holds every token's number
 
 
 @triton.jit
@@ -294,7 +294,7 @@ def token_stats(
     wanted_RL: Tensor | None = None, entropy: bool = False, margin: bool = False, best: bool = False,
     columns: VocabularySlice | None = None, drawn_RL: Tensor | None = None,
 ) -> TokenStats:  # fmt: skip
-    """See `dinfer.kernels.token_stats.token_stats`."""
+    """See `dinfer.core.kernels.token_stats.token_stats`."""
     logits_RLV = (logits_RLV if draw is None else draw.belief_RLV).contiguous()
     shape, vocab = logits_RLV.shape[:-1], logits_RLV.shape[-1]
     columns = columns or VocabularySlice(0, vocab, vocab)

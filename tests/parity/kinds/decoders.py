@@ -13,15 +13,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from dinfer.memory import PoolSize
-from dinfer.recipe.recipe import Recipe
-from dinfer.recipe.registry import CACHES, DECODERS, SAMPLINGS, values_of
-from dinfer.step.canvas import Phase, Status
-from dinfer.step.contracts import BlockView, Decoder, Proposal, State, TokenStats
-from dinfer.step.model import Sampling
-from dinfer.step.shape import StepShape
-from dinfer.step.state import BatchState, Entry
-from dinfer.step.step import denoise_step
+from dinfer.core.memory import PoolSize
+from dinfer.core.recipe.recipe import Recipe
+from dinfer.core.registry import CACHES, DECODERS, SAMPLINGS, values_of
+from dinfer.core.step.canvas import Phase, Status
+from dinfer.core.step.contracts import BlockView, Decoder, Proposal, State, TokenStats
+from dinfer.core.step.model import Sampling
+from dinfer.core.step.shape import StepShape
+from dinfer.core.step.state import BatchState, Entry
+from dinfer.core.step.step import denoise_step
 from tests.parity.compare import same
 from tests.parity.golden import Case, Fields, Golden, GoldenError, Skip, need
 from tests.parity.kinds.uniform import Recorded, renoise

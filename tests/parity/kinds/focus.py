@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from dinfer.loading.checkpoint import load_network
+from dinfer.core.loading.checkpoint import load_network
 from tests.parity.compare import same
 from tests.parity.focus import Focus
 from tests.parity.golden import Case, Fields, Golden, Skip

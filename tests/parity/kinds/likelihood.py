@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from dinfer.analysis.likelihood import layout, nll
+from dinfer.lab.likelihood import layout, nll
 from tests.parity.compare import same
 from tests.parity.golden import Case, Fields, Golden
 

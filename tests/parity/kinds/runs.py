@@ -10,11 +10,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from dinfer.engine.engine import Engine
-from dinfer.engine.request import Wants
-from dinfer.engine.runtime import Runtime
-from dinfer.recipe.recipe import Recipe
-from dinfer.recipe.registry import CACHES, DECODERS, ITERATIONS
+from dinfer.core.engine.engine import Engine
+from dinfer.core.engine.request import Wants
+from dinfer.core.engine.runtime import Runtime
+from dinfer.core.recipe.recipe import Recipe
+from dinfer.core.registry import CACHES, DECODERS, ITERATIONS
 from tests.parity import multi_block
 from tests.parity.compare import at_most, same
 from tests.parity.golden import Case, Fields, Golden, GoldenError, Skip, need

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dinfer.engine.engine import Engine
-from dinfer.engine.request import Request, Wants
-from dinfer.engine.runtime import Runtime
-from dinfer.recipe.recipe import compose
-from dinfer.sampling.gumbel import StandardSampling
-from dinfer.step.canvas import Phase
+from dinfer.core.engine.engine import Engine
+from dinfer.core.engine.request import Request, Wants
+from dinfer.core.engine.runtime import Runtime
+from dinfer.core.recipe.recipe import compose
+from dinfer.core.sampling.gumbel import StandardSampling
+from dinfer.core.step.canvas import Phase
 from tests.parity.compare import same
 from tests.parity.golden import Case, Fields, Golden, Skip
 

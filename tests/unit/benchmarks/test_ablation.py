@@ -11,10 +11,10 @@ import pytest
 
 from benchmarks import ablation
 from benchmarks.shapes import shape
-from dinfer.engine.scheduler import scheduler
-from dinfer.engine.scheduler.grouping import PrefillBatching
-from dinfer.engine.scheduler.scheduler import Lookahead
-from dinfer.kernels.dispatch import GROUPS, groups_off
+from dinfer.core.engine.scheduler import scheduler
+from dinfer.core.engine.scheduler.grouping import PrefillBatching
+from dinfer.core.engine.scheduler.scheduler import Lookahead
+from dinfer.core.kernels.dispatch import GROUPS, groups_off
 
 
 @pytest.mark.matrix  # ten seconds

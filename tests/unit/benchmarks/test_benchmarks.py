@@ -9,19 +9,19 @@ from pathlib import Path
 import pytest
 import torch
 
-import dinfer.kernels
+import dinfer.core.kernels
 from benchmarks import card, figures, goals, parts, startup, step, tables, throughput
 from benchmarks.feeds import apart, plain_tokens, random_prompts
 from benchmarks.limits import limits, operations, weight_bytes
 from benchmarks.parts import Span, by_kernel, by_part, longest
 from benchmarks.peers import ours, work
 from benchmarks.shapes import SHAPES, shape
-from dinfer.layers.linear import quantize
-from dinfer.loading.checkpoint import random_network
-from dinfer.memory import KVPool, PoolSize
-from dinfer.recipe.recipe import Recipe, compose
-from dinfer.step.canvas import Phase
-from dinfer.step.shape import StepShape
+from dinfer.core.layers.linear import quantize
+from dinfer.core.loading.checkpoint import random_network
+from dinfer.core.memory import KVPool, PoolSize
+from dinfer.core.recipe.recipe import Recipe, compose
+from dinfer.core.step.canvas import Phase
+from dinfer.core.step.shape import StepShape
 
 
 def random_recipe(name: str) -> Recipe:
@@ -86,7 +86,7 @@ def test_kernels_are_summed_by_part_and_no_moment_twice() -> None:
 
 
 def test_kernels_are_parts_by_the_file_they_are_in() -> None:
-    names = {path.stem for path in (Path(dinfer.kernels.__file__).parent / "triton").glob("*.py")}
+    names = {path.stem for path in (Path(dinfer.core.kernels.__file__).parent / "triton").glob("*.py")}
     assert set(parts.FILES) <= names, "benchmarks/parts.py names a file that is gone"
     assert set(parts.FILES.values()) <= set(parts.PARTS)
     assert parts.part_of("_linear") == parts.part_of("nvjet_sm90_tst_96x64_TNN") == "linear"

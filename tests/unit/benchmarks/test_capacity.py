@@ -20,9 +20,9 @@ from benchmarks.capacity.replica import FrontEnd, Setting, lanes_of
 from benchmarks.capacity.steps import Spread, StepTimes, Unmeasured
 from benchmarks.capacity.traffic import Asked, poisson, trace
 from benchmarks.clock import Clock
-from dinfer.engine.request import Request, Update
-from dinfer.parallel.leader import leader
-from dinfer.step.canvas import Phase
+from dinfer.core.engine.request import Request, Update
+from dinfer.core.step.canvas import Phase
+from dinfer.scale.parallel.leader import leader
 
 LANES = (1, 2, 4, 8, 64)
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dinfer.analysis.plots import aup, front
+from dinfer.lab.plots import aup, front
 
 ROWS = st.lists(st.builds(dict, tpf=st.integers(1, 6), accuracy=st.integers(0, 6)), min_size=1, max_size=12)
 

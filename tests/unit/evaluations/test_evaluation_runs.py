@@ -25,9 +25,9 @@ from lm_eval.tasks._yaml_loader import _import_func_in_yml
 from support.evaluation import NEW, RECIPE, RUNTIME, recipe_pipe, run
 from support.files import small_files
 
-from dinfer.analysis.metrics import Sample
+from dinfer.core.pipeline import Pipeline
 from dinfer.demo.problems import FAMILIES, generate
-from dinfer.pipeline import Pipeline
+from dinfer.lab.metrics import Sample
 from evaluations.replicas import Replicas, replicas
 from evaluations.report import Ledger, files, kept, key_of, rows_of, seconds
 from evaluations.run import TASKS, Settings, evaluate, load_tasks, report_of, stem_of

@@ -16,10 +16,10 @@ from support.tokenizer import save_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 import dinfer
-from dinfer.analysis.likelihood import log_likelihoods
-from dinfer.analysis.metrics import Sample, measure
+from dinfer.core.pipeline import Pipeline
 from dinfer.demo.problems import generate, is_correct
-from dinfer.pipeline import Pipeline
+from dinfer.lab.likelihood import log_likelihoods
+from dinfer.lab.metrics import Sample, measure
 from evaluations.adapter import DinferLM, Likelihood
 
 

@@ -13,11 +13,11 @@ from safetensors import safe_open
 from support.families import CONFIGS, EXPERTS, family_for, random_model
 from support.gguf_files import LLADA
 
-from dinfer.layers.linear import quantize as quantize_network
-from dinfer.loading.checkpoint import load_network, save_network
-from dinfer.loading.files import CheckpointError, locate
-from dinfer.loading.safetensors_io import read, stored
-from dinfer.models.llada import Llada
+from dinfer.core.layers.linear import quantize as quantize_network
+from dinfer.core.loading.checkpoint import load_network, save_network
+from dinfer.core.loading.files import CheckpointError, locate
+from dinfer.core.loading.safetensors_io import read, stored
+from dinfer.core.models.llada import Llada
 from tools import convert as tool
 
 

@@ -12,9 +12,9 @@ from gguf import GGMLQuantizationType as Kind
 from support.families import CONFIGS, family_for, random_model
 
 import dinfer
-from dinfer.loading.checkpoint import family_of, load_network, read_config, save_network
-from dinfer.loading.files import CheckpointError, locate
-from dinfer.recipe.registry import MODELS
+from dinfer.core.loading.checkpoint import family_of, load_network, read_config, save_network
+from dinfer.core.loading.files import CheckpointError, locate
+from dinfer.core.registry import MODELS
 from tools.convert import convert
 from tools.to_gguf import write_gguf
 

@@ -7,7 +7,7 @@ import torch
 from support.families import random_model
 from torch import Tensor
 
-from dinfer.layers.transformer import Transformer
+from dinfer.core.layers.transformer import Transformer
 from tools.muon import Muon, orthogonalised
 from tools.noise import Noise
 from tools.tiny_step import Step, block_diffusion_mask, logits

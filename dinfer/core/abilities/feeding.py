@@ -1,0 +1,86 @@
+"""What a model is fed and sees beside tokens, and what iterations and caches see of a forward."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Self
+
+from torch import Tensor
+
+from dinfer.core.kernels.attention import encoder_intervals, local_interval
+from dinfer.core.kernels.canvas import take
+from dinfer.core.memory import Seen
+from dinfer.core.step.ability import Ability, ByPart, Decision, Forward, Parts, Step, StepShape, TokenStats
+from dinfer.core.step.canvas import RowCursors
+from dinfer.core.step.mixins import Feeds, Follows, Watches
+from dinfer.core.step.scores import scored
+
+
+class Feeding(ByPart[Feeds]):
+    """Asks the iteration what is fed, and shows it the logits: of the whole window, or as the decoder adjusted them."""
+
+    kind = Feeds
+
+    @property
+    def whole_logits(self) -> bool:
+        return self.part.scores != "none"
+
+    def feed(self, step: Step, run: Forward) -> None:
+        model, pos_BW = step.recipe.model, run.attend.pos_BW
+        run.x_BWD = self.part.embed(model, run.tokens_BW, pos_BW, step.lanes, step.iteration_state)
+
+    def statistics(self, step: Step, made: Decision) -> TokenStats | None:
+        run = made.known.run
+        if run is None or self.part.scores != "window":
+            return None
+        logits_BWV = step.notes[Feeding] = run.model.logits(run.h_BWD)
+        return scored(step, made, take(logits_BWV, run.logits_RL))
+
+    def written(self, step: Step, made: Decision) -> None:
+        recipe, lanes, run, iteration = step.recipe, step.lanes, made.known.run, self.part
+        if iteration.scores == "adjusted":
+            pos_BX = made.view.pos_RL.view(lanes.slot_B.shape[0], -1)
+            logits_BXV = made.adjusted_RLV.reshape(*pos_BX.shape, recipe.model.spec.vocab)
+            iteration.observe(recipe.model, logits_BXV, pos_BX, lanes, step.iteration_state)
+        elif iteration.scores == "window" and run is not None:
+            iteration.observe(recipe.model, step.notes[Feeding], run.pos_BW, lanes, step.iteration_state)
+
+
+class Encoder(Ability):
+    """What positions of a model with an encoder see."""
+
+    @classmethod
+    def of(cls, recipe: Parts, shape: StepShape) -> Self | None:
+        return cls() if recipe.model.spec.encoder else None
+
+    def seen(self, step: Step, lanes: RowCursors, place_BW: Tensor) -> Seen | None:
+        local = step.recipe.model.spec.local
+        context_BW, interval_BW = encoder_intervals(place_BW, lanes.start_B, lanes.end_B)
+        if local is None:
+            return interval_BW, None, context_BW
+        return interval_BW, local_interval(interval_BW, place_BW, lanes.start_B, local.window), context_BW
+
+
+class Following(ByPart[Follows]):
+    """Shows a cache the attention of each forward."""
+
+    kind = Follows
+
+    def feed(self, step: Step, run: Forward) -> None:
+        run.attend = replace(run.attend, queries=[])
+
+    def ran(self, step: Step, run: Forward) -> None:
+        logits, shift = partial(run.model.logits, run.h_BWD), step.recipe.model.spec.shift
+        self.part.follow(run.attend, logits, run.pos_BW, step.lanes, shift, step.shape.phase, step.cache_state)
+
+
+class Watching(ByPart[Watches]):
+    """Shows a cache the last layer's values before and after each forward."""
+
+    kind = Watches
+
+    def feed(self, step: Step, run: Forward) -> None:
+        step.notes[Watching] = run.attend.values()
+
+    def ran(self, step: Step, run: Forward) -> None:
+        old_BWX = step.notes[Watching]
+        self.part.observe(run.pos_BW, old_BWX, run.attend.values(), step.lanes, step.cache_state)

@@ -1,0 +1,41 @@
+"""Confidence threshold: commit every token whose probability reaches it (Fast-dLLM, arXiv:2505.22618)."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from dinfer.core.kernels.selection import confident
+from dinfer.core.registry import DECODERS, option
+from dinfer.core.step.contracts import BlockView, Decoder, Proposal, State, TokenStats
+
+
+@DECODERS.register("threshold")
+@dataclass(frozen=True, kw_only=True)
+class Threshold(Decoder):
+    """Commits c_i >= threshold, and in any case the `least` most confident.
+
+    c_i is the probability of the most likely token at masked position i. Where that is the mask token, the position
+    stays masked. This is the simplest rule, and hard to beat: try it first. With `relax`, the threshold is multiplied
+    by 1 - relax * (1 - r), where r is the share of positions that are still masked (Streaming-dLLM).
+    """
+
+    paper = "Fast-dLLM, arXiv:2505.22618"
+
+    threshold: float = option(0.9, "least probability of a commit", most=1, per_request=True)
+    least: int = option(1, "commit at least so many tokens a step", least=1, per_request=True)
+    relax: float = option(0.0, "by which part the threshold falls as the block fills up", most=1)
+    horizon: int = option(0, "with relax: positions right of the block that count as masks of it")
+
+    def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
+        threshold_R1 = view.options["threshold"]
+        if self.relax:
+            threshold_R1 = threshold_R1 * (1 - self.relax * (1 - self.left(view)))
+        bar_R1, least_R1 = view.bar(threshold_R1), view.at_least(view.options["least"])
+        return Proposal(confident(stats, view.masked_RL, bar_R1, least=least_R1))
+
+    def left(self, view: BlockView) -> Tensor:
+        """The share of masks in the block and the `horizon` positions to its right, where there are as many. [R, 1]"""
+        size_R1 = (view.pos_RL >= 0).sum(-1, keepdim=True)
+        behind_R1 = view.length_R[:, None] - view.pos_RL[:, :1] - size_R1
+        ahead_R1 = behind_R1.clamp_max(self.horizon)
+        return (view.masked_RL.sum(-1, keepdim=True) + ahead_R1).double() / (size_R1 + ahead_R1)

@@ -1,0 +1,227 @@
+"""Takes requests, runs them together, and returns updates of each.
+
+Requests enter and leave between steps. A round admits the requests that fit, launches the steps that the scheduler
+plans, and reads a small tensor of cursors after each. Everything else stays on the device. With CUDA graphs it launches
+the next round as soon as it has the cursors, so that the round overlaps the host's work on the last one.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Generator, Iterable, Sequence
+
+import torch
+
+from dinfer.core.engine.loop import Loop
+from dinfer.core.engine.request import ONLY_COUNTS, Request, Update, Wants
+from dinfer.core.engine.row import Row
+from dinfer.core.engine.runner import Runner
+from dinfer.core.engine.runtime import Runtime, pages_of
+from dinfer.core.engine.worker import Worker
+from dinfer.core.kernels.dispatch import on_device
+from dinfer.core.recipe.recipe import IncompatibleRecipe, Recipe
+from dinfer.scale.parallel.leader import leader
+from dinfer.scale.parallel.leader_worker import LeadingWorker
+from dinfer.speed.adaptive import Loops, levels_of
+
+
+class Engine:
+    """Runs requests through one recipe, as many at a time as fit. The others wait.
+
+    `run` takes a list of requests. A server calls `add` at any time, `step` while the engine is `busy`, and `cancel`.
+    Any thread may call these. One thread at a time runs a round for all requests, and the others wait for its updates.
+
+    The result of a request depends only on that request. An error of one request ends that request. An error of a whole
+    step, such as one that the model raises, ends the requests of that step.
+
+    Without `runtime.max_length` memory is allocated on first use. It grows only when nothing runs, so a request longer
+    than all before it waits until then.
+    """
+
+    def __init__(self, recipe: Recipe, runtime: Runtime, *, plain: Recipe | None = None) -> None:
+        """`plain`: the recipe for other ranks if `recipe` has components that only watch; None: the same."""
+        self.device = device = recipe.model.device
+        if runtime.graphs and device.type != "cuda":
+            raise ValueError(f"runtime.graphs=True needs a CUDA device, not {device}")
+        if runtime.tensor_parallel != recipe.ranks.size:
+            raise ValueError(
+                f"runtime.tensor_parallel={runtime.tensor_parallel}, but the model is divided among "
+                f"{recipe.ranks.size}: load it with that runtime, in one process for each card"
+            )
+        if runtime.expert_parallel != (dealt := recipe.ranks.rank.expert_parallel):
+            raise ValueError(
+                f"runtime.expert_parallel={runtime.expert_parallel}, but the model was loaded with {dealt}: load it "
+                "with that runtime"
+            )
+        self.levels = levels_of(recipe, runtime)
+        for level in self.levels:
+            if (reason := level.recipe.refused(runtime=level.runtime)) is not None:
+                raise IncompatibleRecipe(reason)
+        ranks = leader() if runtime.tensor_parallel > 1 else None
+        self.loops = [
+            Loop(
+                Worker(level.recipe, level.runtime) if ranks is None
+                else LeadingWorker(level.recipe, level.runtime, ranks, plain or level.recipe)
+            )
+            for level in self.levels
+        ]  # fmt: skip
+        self.loop: Loop | Loops = self.loops[0] if runtime.load is None else Loops(self.levels, self.loops)
+        self.recipe, self.runtime = self.loop.worker.recipe if runtime.load is None else recipe, runtime
+        self._turn = threading.Condition()
+        self._stepping = False  # a thread runs a round
+        self._inbox: deque[Update] = deque()  # of the requests that were added
+        self._added: dict[int, Row] = {}
+        self._count = 0
+
+    @property
+    def runner(self) -> Runner:
+        """Where requests have several recipes, that of the greatest load."""
+        return self.loop.worker.runner
+
+    @property
+    def failure(self) -> Exception | None:
+        """The failure of another rank of the model, after which no request can run; None: no rank has failed."""
+        return self.loop.worker.failure
+
+    @property
+    def busy(self) -> bool:
+        """Whether there are requests that have not finished, or updates that `step` has not returned."""
+        return self.loop.busy or bool(self._inbox)
+
+    @property
+    def max_length(self) -> int:
+        """Positions of the longest canvas."""
+        runtime = self.runtime
+        most = [self.recipe.model.spec.max_length]
+        if runtime.max_length is not None:
+            most.append(runtime.max_length)
+        if runtime.pages is not None:
+            most.append(runtime.pages * runtime.page)
+        return min(most)
+
+    def occupancy(self) -> dict[str, int]:
+        """Numbers of waiting and running requests, and of pages of keys and values, all and free."""
+        batches = [loop.batch for loop in self.loops if loop.batch is not None]
+        return {
+            "waiting": len(self.loop.waiting) + sum(len(one.waiting) for one in self.loops if one is not self.loop),
+            "running": sum(len(batch.rows) for batch in batches),
+            "pages": sum(batch.room.pages for batch in batches),
+            "pages_free": sum(batch.pages.free for batch in batches),
+        }
+
+    def run(self, requests: Sequence[Request], wants: Wants = ONLY_COUNTS) -> Generator[Update]:
+        """Yields an update of a request after each of its steps; the last has its completion.
+
+        `index` is the request's place in `requests`. Raises ValueError for a request that can never run, and the error
+        of the first one that fails, such as NonFiniteLogits or StalledRow. When the iterator ends, for whatever reason,
+        its requests end.
+        """
+        for request in requests:
+            self.check(request)
+        inbox: deque[Update] = deque()
+        rows = [Row(i, request, inbox, wants) for i, request in enumerate(requests)]
+        left = len(rows)
+        try:
+            with self._turn:
+                self.loop.waiting.extend(rows)
+            while left > 0:
+                self._advance(inbox)
+                while inbox:
+                    update = inbox.popleft()
+                    if update.error is not None:
+                        raise update.error
+                    left -= update.completion is not None
+                    yield update
+        finally:
+            self._cancel(rows)
+
+    def add(self, request: Request, wants: Wants = ONLY_COUNTS) -> int:
+        """Queues a request and returns its number for `step` and `cancel`. Raises ValueError if it can never run."""
+        self.check(request)
+        with self._turn:
+            row = Row(self._count, request, self._inbox, wants)
+            self._count += 1
+            self._added[row.index] = row
+            self.loop.waiting.append(row)
+        return row.index
+
+    def step(self) -> list[Update]:
+        """One round: every row that is ready takes a step, and waiting requests enter.
+
+        Returns updates of requests that were added. The update of a request that fails has its `error`.
+        """
+        self._advance(self._inbox)
+        with self._turn:
+            updates = [*self._inbox]
+            self._inbox.clear()
+        return updates
+
+    def cancel(self, index: int) -> bool:
+        """Removes a request that was added and waits or runs. False: there is none of this number.
+
+        Its slot and pages are free at once, or at the end of the round that another thread runs.
+        """
+        with self._turn:
+            row = self._added.pop(index, None)
+        if row is not None:
+            self._cancel([row])
+        return row is not None
+
+    def check(self, request: Request) -> None:
+        """Raises ValueError for a request that can never run here."""
+        runtime, spec = self.runtime, self.recipe.model.spec
+        request.check(spec)
+        for level in self.levels:
+            level.recipe.check(request.options, runtime=level.runtime, request=request)
+            for ability in level.recipe.abilities:
+                if (reason := ability.refusal(level.recipe, request.options, request.more)) is not None:
+                    raise ValueError(reason)
+        need = pages_of(request, self.recipe, runtime.page)
+        if runtime.max_length is not None and request.length > runtime.max_length:
+            raise ValueError(
+                f"a request of {request.length} positions exceeds runtime.max_length={runtime.max_length}: raise it, "
+                "or leave it out"
+            )
+        if runtime.pages is not None and need > runtime.pages:
+            raise ValueError(
+                f"a request of {request.length} positions needs {need} pages of keys and values, and runtime.pages="
+                f"{runtime.pages}: raise it, or leave it out"
+            )
+
+    def check_device(self) -> None:
+        """Raises the device's error if it has failed for good, for example after an illegal access."""
+        torch.ones((), device=self.device).item()
+
+    def _advance(self, inbox: deque[Update]) -> None:
+        """Runs a round, or waits for the thread that runs one. Returns at once if the inbox has an update."""
+        with self._turn:
+            while self._stepping and not inbox:
+                self._turn.wait()
+            if inbox:
+                return
+            self._stepping = True
+        try:
+            with on_device(self.device), self.loop.worker.working():
+                self.loop.round()
+        finally:
+            with self._turn:
+                self._stepping = False
+                self._deliver()
+                self.loop.sweep()
+                self._turn.notify_all()
+
+    def _deliver(self) -> None:
+        """Puts updates into the inboxes of their callers."""
+        while self.loop.updates:
+            row, update = self.loop.updates.popleft()
+            if not row.cancelled:
+                row.inbox.append(update)
+            if row.inbox is self._inbox and (update.completion is not None or update.error is not None):
+                self._added.pop(row.index, None)
+
+    def _cancel(self, rows: Iterable[Row]) -> None:
+        """Ends rows without an update. A thread that runs a round removes them after it."""
+        with self._turn:
+            for row in rows:
+                row.cancelled = True
+            if not self._stepping:
+                self.loop.sweep()

@@ -1,0 +1,326 @@
+"""Which steps a round takes. Host side; no token depends on it.
+
+A step may be launched once more before the host knows where the last one leaves its rows. Then the device need not wait
+for the host between two steps. A step does not change rows that it does not fit, so a wrong guess changes no token. It
+costs the time of a step.
+"""
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import ceil
+from statistics import median
+from typing import NamedTuple
+
+from dinfer.core.abilities.guidance import Guided
+from dinfer.core.engine.row import PLACE, Row, StepWidth
+from dinfer.core.engine.runtime import AUTO_CANDIDATES, Runtime
+from dinfer.core.engine.scheduler.grouping import LATE, Group, PrefillBatching, free_positions, grouped, opens
+from dinfer.core.recipe.recipe import Recipe
+from dinfer.core.step.canvas import Cursors, Phase
+from dinfer.core.step.mixins import Verifies
+from dinfer.core.step.shape import Extra, KeysOnly, StepShape, extras_of
+from dinfer.core.step.window import deciding, narrow_width, width_of
+from dinfer.research.abilities.branches import BranchLanes, branches_of
+from dinfer.speed.abilities.candidates import Candidates
+from dinfer.speed.abilities.open_positions import OpenOnly
+from dinfer.speed.abilities.slices import Sliced, sliceable
+from dinfer.speed.settling import Ahead, Settling, Slicing
+
+# Positions of a step that fill the tiles of a matrix product. One more takes as long as many more: with LLaDA-8B on an
+# H200 a product of 128 rows takes 13.9 us, of 160 rows 19.3 us, and of 256 rows 16.8 us.
+FILLED = (64, 128, 192, 256, 384, 512)
+# Steps that follow a forward without one of their own, by candidates: the mean over the recipes of
+# benchmarks/results/speculation-*.json for 1, 2, 4 and 8, and between them for the others. It counts as what WEIGHT
+# forwards have shown; what the requests show is added to it.
+EXPECTED = (0.0, 0.29, 0.37, 0.42, 0.47, 0.50, 0.53, 0.55, 0.57)
+WEIGHT = 64
+BELIEVED = 3  # measured steps from which on a time is believed
+KEPT = 9  # of which the median is taken
+WORTH = 2  # more positions than so many times those that are free never pay: no number of candidates saves so much
+
+
+@dataclass(slots=True)
+class CandidateChoice:
+    """Tries each number of candidates for steps of a kind, and then takes the one that saves most time."""
+
+    free: int  # positions that take as long as one more step, see `grouping.free_positions`
+    # By rows, width and candidates.
+    times: defaultdict[tuple[int, int, int], deque[float]] = field(
+        default_factory=lambda: defaultdict(lambda: deque(maxlen=KEPT))
+    )
+    forwards: Counter[int] = field(default_factory=Counter)  # by candidates
+    hits: Counter[int] = field(default_factory=Counter)
+
+    def pick(self, rows: int, width: int) -> int:
+        """The number of candidates for a step of so many rows, each with `width` positions."""
+        able = self.choices(rows * width)
+        for count in able:
+            if len(self.times[rows, width, count]) < BELIEVED and len(able) > 1:
+                return count
+        return max(able, key=lambda count: self.speed(rows, width, count)) if len(able) > 1 else 0
+
+    def choices(self, positions: int) -> list[int]:
+        """The numbers of candidates that a step of so many positions without them tries: none, and what fills tiles."""
+        filled = (min(size // positions - 1, AUTO_CANDIDATES) for size in FILLED if size <= WORTH * self.free)
+        return sorted({0, *(count for count in filled if count > 0)})
+
+    def speed(self, rows: int, width: int, count: int) -> float:
+        """Denoise steps a second."""
+        followed = (EXPECTED[count] * WEIGHT + self.hits[count]) / (WEIGHT + self.forwards[count])
+        return (1 + followed) / median(self.times[rows, width, count])
+
+    def timed(self, rows: int, width: int, count: int, seconds: float) -> None:
+        """Learns what a step took on the device."""
+        self.times[rows, width, count].append(seconds)
+
+    def followed(self, count: int, hits: int) -> None:
+        """Learns how many steps of a row followed a forward with `count` candidates."""
+        self.forwards[count] += 1
+        self.hits[count] += hits
+
+
+MISS = 32  # right guesses that pay for a wrong one: each saves the host's time, a few hundredths of a short step
+BURST = 2  # assume that no step commits more than BURST times the row's record
+
+
+def stays_open(left: int, fastest: int, blocks: int = 1) -> bool:
+    """Whether a row with `left` open positions will most likely finish no block in its next step.
+
+    `fastest`: most positions that one of its steps has committed. `blocks`: most active blocks. They open one after the
+    other, so the first has fewer open positions than the others: if one opens at each step, half of that number of
+    steps fewer than the average.
+    """
+    most = max(fastest, 1)
+    return left - most * (blocks - 1) / 2 > BURST * most
+
+
+def repeats(steps: Sequence[tuple[StepShape, list[int]]], rows: Collection[Row]) -> bool:
+    """Whether all rows will most likely need the one step of the last round once more."""
+    if len(steps) != 1:
+        return False
+    shape, slots = steps[0]
+    if shape.phase != Phase.WINDOW or shape.extra(KeysOnly) or shape.extra(OpenOnly) or len(rows) != len(slots):
+        return False
+    if {row.slot for row in rows} != {*slots}:
+        return False
+    return all(
+        row.steady and row.need.width == shape.width and stays_open(row.left, row.fastest, shape.blocks) for row in rows
+    )
+
+
+@dataclass(slots=True)
+class Lookahead:
+    """Whether guesses have been right often enough, including guesses that were not acted on."""
+
+    balance: int = 0
+
+    @property
+    def pays(self) -> bool:
+        return self.balance >= 0
+
+    def record(self, right: bool) -> None:
+        self.balance = min(self.balance + 1, MISS) if right else self.balance - MISS
+
+
+MANY = 1024  # positions of active blocks from which on the LM head runs on the open ones alone
+
+
+def guided(rows: Iterable[Row]) -> bool:
+    return any(isinstance(extra, Guided) for asks in {row.asks for row in rows} for extra in asks)
+
+
+class Step(NamedTuple):
+    """A step to be launched: its shape, and the slots of its rows."""
+
+    shape: StepShape
+    slots: list[int]
+
+
+class Scheduler:
+    """Groups rows into steps, lets prefills wait for each other, and repeats steps before their outcome is known."""
+
+    def __init__(self, recipe: Recipe, runtime: Runtime) -> None:
+        self.recipe, self.runtime = recipe, runtime
+        self.block = 0  # L of the batch
+        self.widest = 0  # most positions of a row in a step with candidates
+        self.lookahead = Lookahead()
+        # What a row computes depends on where it is, and for some caches on how many forwards it has had.
+        self._counts_forwards = any(recipe.cache.plan(phase).every for phase in recipe.phases)
+        self._deciding = PLACE + self._counts_forwards  # the cursors before this one decide it
+        self._free = free_positions(recipe.model.spec)
+        self.choice = CandidateChoice(self._free)
+        self._prefills = PrefillBatching(self._free, runtime.positions)
+        self._branches = branches_of(recipe.iteration)
+        self._tries = runtime.candidates > 0 or self._branches > 0
+        self._window = recipe.cache.plan(Phase.WINDOW)
+        keeps = self._window.keeps and recipe.iteration.blocks == 1
+        # After a draft comes either its verification or another draft, and no step fits both.
+        simple = keeps and not (self._tries or isinstance(recipe.decoder, Verifies))
+        self._slices = sliceable(recipe)
+        self._ahead: Ahead | None = None
+        if simple and (self._slices or runtime.throughput):
+            self._ahead = (Slicing if self._slices else Settling)(recipe, self._free, runtime.positions)
+        self._arrived = 0  # prefills since the last plan
+        self._steps: list[Step] = []  # of the last round
+        self._repeatable = False  # the last call of `plan` expected the steps to be needed once more
+
+    def plan(self, rows: Collection[Row], *, in_flight: bool = False) -> list[Step]:
+        """The steps of the next round, for rows in order of admission that have been through `update`.
+
+        The step with most rows comes first: the host looks at them while the device is at the others.
+
+        `in_flight`: a round is under way, and the host does not know yet where it leaves the rows. Then the plan is to
+        repeat its steps if they will most likely be needed, else steps that fit rows wherever it leaves them, else
+        none. A step does not change rows that it does not fit, so a wrong guess costs the time of a step and changes no
+        token. The rows have been through `prepare`.
+        """
+        if in_flight:
+            self._repeatable = repeats(self._steps, rows)
+            return self._steps if self._repeatable and self.lookahead.pays else self._predicted(rows)
+        phases: dict[Phase, list[Row]] = {phase: [] for phase in self.recipe.phases}
+        for row in rows:
+            phases[row.cursors.phase].append(row)  # type: ignore[index]  # an IntEnum is its number
+        if self.runtime.throughput and self._holds(phases):
+            phases[Phase.PREFILL] = []
+        if self._ahead is not None:
+            phases[Phase.WINDOW] = self._ahead.turn(phases[Phase.WINDOW])
+        steps = [
+            step
+            for phase in phases
+            for some in self._apart(phase, phases[phase])
+            for step in self._grouped(phase, some)
+        ]
+        self._steps = sorted(steps, key=lambda step: -len(step.slots))
+        return self._steps
+
+    def update(self, row: Row) -> None:
+        """Works out what a row needs now. It has just moved, and may have ended."""
+        if row.cursors.phase == Phase.IDLE or (row.steady and not self._counts_forwards):
+            return
+        self._arrived += not row.need_at and row.cursors.phase == Phase.PREFILL
+        self._plan(row, row.cursors)
+
+    def prepare(self, row: Row) -> None:
+        """Works out what a launched row needs next if it stays in its block, while the device is busy."""
+        if self._counts_forwards:
+            self._plan(row, row.cursors._replace(forwards=row.cursors.forwards + 1))
+
+    def goes_on(self, rows: Collection[Row], busy: Collection[Row]) -> bool:
+        """Whether the next round leaves out the rows that are busy, since it then begins before their steps end.
+
+        Later rounds have a step more for them. So leaving them out costs their share of what a step takes for reading
+        the weights. It saves the host's time between two rounds, which is some hundredths of a round.
+        """
+        positions = sum(row.need.width for row in rows)
+        return not self._tries and LATE * self._free * len(busy) < (self._free + positions) * len(rows)
+
+    @property
+    def plans_by_place(self) -> bool:
+        """Whether a plan depends on nothing of a row that stays where it was."""
+        return not (self._tries or self._counts_forwards)
+
+    def observe(self, rows: Collection[Row], measured: Collection[tuple[StepShape, float]] = ()) -> None:
+        """Learns where a round has left its rows, and how long steps took, in seconds."""
+        for shape, seconds in measured:
+            if shape.phase == deciding(self.recipe) and not shape.extra(KeysOnly):
+                extra = shape.extra(Candidates)
+                self.choice.timed(shape.lanes, shape.width, extra.count if extra else 0, seconds)
+        for row in rows if self._tries else ():
+            if row.tried:
+                self.choice.followed(row.tried, row.cursors.hits - row.before.hits)
+        if self._ahead is not None:
+            self._ahead.ends.record(rows)
+        if self._repeatable:
+            self.lookahead.record(all(row.steady for row in rows))
+        self._repeatable = False
+
+    def _plan(self, row: Row, now: Cursors) -> None:
+        """Plans a row as if these were its cursors, unless that has been done."""
+        at = now[: self._deciding]
+        if row.need_at == at:
+            return
+        if self._branches:  # one may open a block that the present state does not
+            most = now.start + self.recipe.iteration.blocks * self.block
+            now = now._replace(end=max(min(now.end + self.block, most, now.length), now.end))
+        cache, spec = self.recipe.cache, self.recipe.model.spec
+        narrow = narrow_width(cache, spec, now) if self.runtime.throughput and now.phase == Phase.WINDOW else None
+        row.need, row.need_at = StepWidth(width_of(cache, spec, now), narrow), at
+
+    def _apart(self, phase: Phase, rows: list[Row]) -> list[list[Row]]:
+        """The rows, apart from those that compute more than a branch has pages for. They have no branches yet."""
+        if not self._branches or phase != deciding(self.recipe):
+            return [rows]
+        return [[row for row in rows if (row.need.width > self.widest) == wide] for wide in (False, True)]
+
+    def _grouped(self, phase: Phase, rows: Sequence[Row]) -> list[Step]:
+        if not rows:
+            return []
+        needs = {row.slot: row.need for row in rows if row.slot is not None}
+        spec = self.recipe.model.spec
+        unit = max(row.need.width for row in rows) if spec.prompt_block else spec.causal_block or 1
+        slices = self._slices and phase == Phase.WINDOW and not guided(rows)
+        groups = grouped(phase, needs, free=self._free, limit=self.runtime.positions, unit=unit, slices=slices)
+        return self._made(phase, rows, groups, {})
+
+    def _made(
+        self, phase: Phase, rows: Sequence[Row], groups: Sequence[Group], expected: Mapping[int, float]
+    ) -> list[Step]:
+        """The steps of groups of these rows. `expected`: by slot, open positions that are not `Row.left`."""
+        by_slot = {row.slot: row for row in rows}
+        return [self._step(phase, group, [by_slot[slot] for slot in group.slots], expected) for group in groups]
+
+    def _step(self, phase: Phase, group: Group, rows: list[Row], expected: Mapping[int, float]) -> Step:
+        blocks, pages = self.recipe.iteration.blocks, max(row.visible for row in rows)
+        shape = StepShape(phase, group.slices or len(rows), group.width, blocks, self.block, pages)
+        asked = extras_of(extra for asks in {row.asks for row in rows} for extra in asks)
+        if phase == Phase.PREFILL:  # it draws and scores nothing, so one graph serves whatever the rows draw later
+            prefill = shape.adding(*(extra for extra in asked if isinstance(extra, Guided)))
+            return Step(prefill, group.slots)
+        extras: list[Extra] = [*asked, *([KeysOnly()] if group.keys_only else [])]
+        if group.slices:
+            extras.append(Sliced(group.widest))
+        if self._tries:
+            candidates = self._candidates(phase, group.width, rows)
+            extras.append((BranchLanes if self._branches else Candidates)(candidates))
+            for row in rows:
+                row.tried = candidates
+        positions = len(rows) * blocks * self.block
+        plain = phase != Phase.VERIFY and not any(extra.whole_logits for extra in extras)
+        if positions >= MANY and plain and self.recipe.scores_open:
+            some = (opens(row, self._window) for row in rows)
+            count = ceil(sum(expected.get(slot, own) for slot, own in zip(group.slots, some, strict=True)))
+            extras += [OpenOnly(count)] if 0 < count < positions else []
+        return Step(shape.adding(*extras), group.slots)
+
+    def _candidates(self, phase: Phase, width: int, rows: Sequence[Row]) -> int:
+        """How many candidates, or branches, of each row a step evaluates."""
+        if phase != deciding(self.recipe) or width > self.widest:
+            return 0
+        if self._branches:
+            return self._branches
+        if not any(row.drafted for row in rows):
+            return 0
+        return self.choice.pick(len(rows), width) if self.runtime.speculate == "auto" else self.runtime.candidates
+
+    def _holds(self, phases: dict[Phase, list[Row]]) -> bool:
+        """Whether prefills wait for more. Not while a request waits for their keys."""
+        new, self._arrived = self._arrived, 0
+        decoding = [row.need.width for phase in phases if phase != Phase.PREFILL for row in phases[phase]]
+        entering = phases.get(Phase.PREFILL, [])
+        if any(row.awaited for row in entering):
+            decoding = []
+        return self._prefills.holds(new, [row.need.width for row in entering], decoding)
+
+    def _predicted(self, rows: Collection[Row]) -> list[Step]:
+        """The next round, if steps fit its rows wherever the round under way leaves them."""
+        if self._ahead is None or (self._slices and guided(rows)):
+            return []
+        guess = self._ahead.predicted(rows, self._steps, self.block)
+        if guess is None:
+            return []
+        steps = self._made(Phase.WINDOW, guess.decoding, guess.groups, guess.opens)
+        if not (self.runtime.throughput and self._holds(guess.phases)):
+            steps += self._grouped(Phase.PREFILL, guess.phases.get(Phase.PREFILL, []))
+        self._steps = sorted(steps, key=lambda step: -len(step.slots))
+        return self._steps

@@ -1,0 +1,291 @@
+"""Mixtures of experts: which experts each token goes to, and the weighted sum of their outputs.
+
+Shape suffixes: N tokens, D hidden size, X experts, C chosen experts of a token, P pairs of token and expert, M width of
+an expert's gated MLP, O outputs, K inputs, T rows of a tile, I tiles.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dinfer.core.kernels.deferred import close, held, rows, rows_of, to_add, widened
+from dinfer.core.kernels.dispatch import native_few_bits, use_triton
+from dinfer.core.kernels.linear import few, linear, round_rows, rounded, scaled_linear
+from dinfer.core.kernels.norm import geglu, swiglu
+from dinfer.core.kernels.types import Dealt, Deferred, InputFormat, Matrices, Part, Parts, Plan, Rounded
+
+TILE = 16
+DEFERRED = 8192  # tokens up to which the consumer adds up the outputs of their experts
+TOGETHER = 1024  # tokens up to which a shared expert is one more of the experts; for more, cuBLAS is faster
+PIECE = 128  # values between gate and down that share a scale where they are rounded to float8
+Gate = Callable[[Deferred, InputFormat], Deferred]
+GATES: dict[Gate, str] = {swiglu: "silu", geglu: "gelu"}  # their names in the kernels
+
+
+def wide_linear(x_ND: Deferred, weight_XD: Tensor) -> Tensor | Parts:
+    """x times the weight's transpose, in float32 or wider, possibly in parts. [..., D] -> [N, X]"""
+    x_ND = close(rows_of(x_ND))
+    # Products of two narrow numbers are exact in float32.
+    if use_triton(x_ND, "router") and x_ND.dtype != torch.float32:
+        if few(x_ND) and weight_XD.dtype == x_ND.dtype:
+            from dinfer.kernels.triton.linear import linear as kernel
+
+            return kernel(x_ND, weight_XD, None, None, dtype=torch.float32, split=True)
+        return torch.mm(x_ND, weight_XD.T, out_dtype=torch.float32)
+    wide = torch.promote_types(x_ND.dtype, torch.float32)
+    return F.linear(x_ND.to(wide), weight_XD.to(wide))
+
+
+def route(
+    logits_NX: Deferred, chosen: int, *, sigmoid: bool, normalize: bool, scale: float,
+    bias_X: Tensor | None = None, groups: int = 1, groups_chosen: int = 1, allowed_NX: Tensor | None = None,
+    pos_BW: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The experts of each token, integers [N, C], and their mixing weights, floats [N, C] (see `ExpertSpec`).
+
+    `logits_NX` are float32 or wider. `allowed_NX`: the experts a token may choose; None: all. `pos_BW`: -1 for padding.
+    A GPU gives padding to no expert, whose number is too large and whose weight is 0. Otherwise all padding of a step,
+    being alike, would choose the same few experts.
+    """
+    if allowed_NX is None and use_triton(held(logits_NX), "router"):
+        from dinfer.kernels.triton.moe import route as kernel
+
+        return kernel(
+            to_add(logits_NX), chosen, sigmoid=sigmoid, normalize=normalize, scale=scale, bias_X=bias_X, groups=groups,
+            groups_chosen=groups_chosen, pos_BW=pos_BW,
+        )  # fmt: skip
+    logits_NX = close(logits_NX)
+    scores_NX = logits_NX.sigmoid() if sigmoid else logits_NX.softmax(-1)
+    rank_NX = scores_NX if bias_X is None else scores_NX + bias_X
+    if allowed_NX is not None:
+        rank_NX = rank_NX.masked_fill(~allowed_NX, -torch.inf)
+    if groups > 1:
+        parts = rank_NX.unflatten(-1, (groups, -1))
+        best = parts.topk(min(2, parts.shape[-1]), -1).values.sum(-1).topk(groups_chosen, -1, sorted=False).indices
+        kept = torch.zeros(*parts.shape[:-1], dtype=torch.bool, device=parts.device).scatter(-1, best, True)
+        rank_NX = parts.masked_fill(~kept[..., None], -torch.inf).flatten(-2)
+    experts_NC = rank_NX.topk(chosen, -1, sorted=False).indices
+    weights_NC = scores_NX.gather(-1, experts_NC)
+    if normalize:
+        weights_NC = weights_NC / (weights_NC.sum(-1, keepdim=True) + 1e-20)
+    return experts_NC, weights_NC * scale
+
+
+def block_experts(scores_NX: Tensor, block_N: Tensor, capacity: int) -> Tensor:
+    """The experts that each token may choose, if the tokens of a block share `capacity` experts. bool [N, X]
+
+    An expert's score is the best that any token of the block gives it; of equal experts the first wins (LLaDA2.2,
+    SGLang pull request 31743). `block_N` numbers the blocks from 0 to N - 1.
+    """
+    best_NX = torch.full_like(scores_NX, -torch.inf)
+    best_NX = best_NX.scatter_reduce(0, block_N[:, None].expand_as(scores_NX), scores_NX, "amax")
+    index_NC = best_NX.argsort(dim=-1, descending=True, stable=True)[:, :capacity]
+    open_NX = torch.zeros_like(best_NX, dtype=torch.bool).scatter(-1, index_NC, True)
+    return open_NX.index_select(0, block_N)
+
+
+class ExpertWeight(ABC):
+    """A matrix [O, K] for each expert, in the form of its format, and how rows are multiplied with them."""
+
+    each: Tensor  # [X, O, ...]
+    piece: int | None = None  # how many inputs the gate rounds to float8 at one scale; None: it does not round
+    able = True  # whether the GPU's kernels multiply with it
+    input_format: InputFormat = "plain"  # how a gate should leave the inputs
+
+    def joined(self, shared: ExpertWeight) -> ExpertWeight | None:
+        """These experts and one more that every token goes to; None if the two are not alike."""
+        return None
+
+    @abstractmethod
+    def one(self, x_RK: Deferred, expert: int) -> Tensor:
+        """Rows times the matrix of one expert. [R, K] -> [R, O]"""
+
+    def parts(self) -> Sequence[Part]:
+        """The matrices for the compiled kernels of a CPU; empty if those do not take them."""
+        return ()
+
+    def rows_of_tile(self, pairs_per_expert: float) -> int:
+        """The most rows of one expert that a program of the GPU takes."""
+        raise NotImplementedError
+
+    def gated_rows(self, x_ND: Deferred, plan: Plan, gated: Gate, down: ExpertWeight) -> Deferred:
+        """Each token times the matrices of its experts, gated, as `down` takes them. [P, O / 2]
+
+        One row a pair, in the order of tiles.
+        """
+        raise NotImplementedError
+
+    def mixed_rows(self, x_PK: Deferred, plan: Plan) -> Tensor:
+        """Rows of `gated_rows` times the matrices of their experts, in the order of tokens and their experts. [P, O]"""
+        raise NotImplementedError
+
+    def tiles(self, x_ITK: Deferred, expert_I: Tensor) -> Tensor:
+        """Each tile times the matrix of its expert, in torch. Rows may come in pieces. [I, T, O]"""
+        raise NotImplementedError
+
+
+class ScaledExperts(ExpertWeight):
+    """Values in the dtype of the rows, or in 8 bits with a scale for each output.
+
+    `rounds`: inputs are rounded to float8, each row at its own scale.
+    """
+
+    def __init__(self, matrices: Matrices, rounds: bool = False) -> None:
+        self.matrices, self.each, self.rounds = matrices, matrices.each, rounds
+        self.piece = PIECE if rounds and self.each.shape[-1] % PIECE == 0 else None
+
+    def joined(self, shared: ExpertWeight) -> ScaledExperts | None:
+        if not isinstance(shared, ScaledExperts) or shared.each.dtype != self.each.dtype:
+            return None
+        more = self.matrices._replace(shared=shared.each, shared_scale=shared.matrices.scale)
+        return ScaledExperts(more, self.rounds) if shared.each.shape == self.each.shape[1:] else None
+
+    def one(self, x_RK: Deferred, expert: int) -> Tensor:
+        scale_XO = self.matrices.scale
+        if scale_XO is None:
+            return close(linear(x_RK, self.each[expert]))
+        return scaled_linear(self._taken(x_RK), self.each[expert], scale_XO[expert])
+
+    def parts(self) -> Sequence[Part]:
+        scale_XO = self.matrices.scale
+        if scale_XO is None or self.each.dtype != torch.int8:
+            return ()
+        return [Part("int8", self.each, scale_XO[..., None])]
+
+    def rows_of_tile(self, pairs_per_expert: float) -> int:
+        size = self.each.dtype.itemsize
+        if size > 2 or pairs_per_expert <= 4:  # by measurements on an H200 with the experts of LLaDA2-mini
+            return 16
+        return 128 if pairs_per_expert > 32 else 64 if size == 2 else 32
+
+    def gated_rows(self, x_ND: Deferred, plan: Plan, gated: Gate, down: ExpertWeight) -> Deferred:
+        from dinfer.kernels.triton.moe import expert_linear
+
+        return expert_linear(self._taken(x_ND), self.matrices, plan, GATES[gated], down.piece)
+
+    def mixed_rows(self, x_PK: Deferred, plan: Plan) -> Tensor:
+        from dinfer.kernels.triton.moe import expert_linear
+
+        return close(expert_linear(self._taken(x_PK), self.matrices, plan))
+
+    def tiles(self, x_ITK: Deferred, expert_I: Tensor) -> Tensor:
+        x, scale_XO = self._taken(x_ITK), self.matrices.scale
+        if scale_XO is None:
+            return close(x) @ self.each.index_select(0, expert_I).mT
+        weight_IOK = self.each.view(torch.int8).index_select(0, expert_I).view(self.each.dtype)
+        out_ITO = widened(x).flatten(2) @ weight_IOK.float().mT
+        return (out_ITO * scale_XO.index_select(0, expert_I)[:, None]).to(x.dtype)
+
+    def _taken(self, x: Deferred) -> Tensor | Rounded:
+        return rounded(x) if self.rounds else rows(x)
+
+
+class Shared(NamedTuple):
+    """A gated MLP that every token goes to with weight 1, and its two weights."""
+
+    mlp: Callable[[Deferred], Tensor]  # [N, D] -> [N, D]
+    gate_up: ExpertWeight
+    down: ExpertWeight
+
+
+def expert_mixture(
+    x: Deferred, experts_NC: Tensor, weights_NC: Tensor, gate_up: ExpertWeight, down: ExpertWeight,
+    gated: Gate = swiglu, shared: Shared | None = None, dealt: Dealt | None = None,
+) -> Tensor | Parts:  # fmt: skip
+    """The weighted sum of the outputs of each token's experts, plus the shared expert's. [..., D] -> [N, D]
+
+    `gate_up` has M gate rows and then M up rows for each expert, [X, 2M, D]. `down` is [X, D, M], and `gated` comes
+    between. Pairs of token and expert are sorted by expert and cut into tiles of one expert each. So the shapes do not
+    depend on the choice, and no expert meets tokens of another. The values between the two maps are rounded in pieces
+    of `down.piece`, each with a scale. `dealt`: the X experts are this rank's, and the sum is over them alone.
+    """
+    tokens, pairs_per_expert = len(experts_NC), experts_NC.numel() / len(gate_up.each)
+    if dealt is not None:
+        pairs_per_expert = experts_NC.numel() / dealt.experts
+        experts_NC, weights_NC = own_pairs(experts_NC, weights_NC, dealt, len(gate_up.each))
+    flat = rows_of(x)
+    wide_ND = close(flat)
+    if not (use_triton(wide_ND, "experts") and gate_up.able and down.able):
+        mixed = _mixed_rows if wide_ND.device.type == "cpu" and down.piece is None else _mixed_tiles
+        mixed_ND = mixed(wide_ND, experts_NC, weights_NC, gate_up, down, gated)
+        return mixed_ND if shared is None else mixed_ND + shared.mlp(flat)
+    from dinfer.kernels.triton.moe import combine, plan
+
+    plus_ND, joined = None, False
+    if shared is not None:
+        more, wider = gate_up.joined(shared.gate_up), down.joined(shared.down)
+        if more is not None and wider is not None and tokens <= TOGETHER:
+            gate_up, down, joined = more, wider, True
+        else:
+            plus_ND = shared.mlp(flat)
+    made = plan(experts_NC, len(gate_up.each), down.rows_of_tile(pairs_per_expert), joined)
+    hidden_PM = gate_up.gated_rows(flat, made, gated, down)
+    out_PD = down.mixed_rows(hidden_PM, made)
+    if tokens <= DEFERRED:  # more rows would fill memory until they are read
+        return Parts(out_PD, out_PD.dtype, weights_NC.float().contiguous(), plus_ND)
+    return combine(out_PD, weights_NC, plus_ND)
+
+
+def own_pairs(experts_NC: Tensor, weights_NC: Tensor, dealt: Dealt, count: int) -> tuple[Tensor, Tensor]:
+    """The chosen experts by their numbers on this rank, which has `count`. Others get `count` + 1 and weight 0."""
+    here_NC = (experts_NC >= dealt.first) & (experts_NC < dealt.first + count)
+    return torch.where(here_NC, experts_NC - dealt.first, count + 1), weights_NC.masked_fill(~here_NC, 0)
+
+
+def _mixed_rows(
+    x_ND: Tensor, experts_NC: Tensor, weights_NC: Tensor, gate_up: ExpertWeight, down: ExpertWeight, gated: Gate
+) -> Tensor:
+    """`expert_mixture` on a CPU, without the shared expert. Each expert takes all its rows, and no weight is copied.
+
+    Shapes depend on the choice, so no CUDA graph can hold it.
+    """
+    flat_P, experts = experts_NC.flatten().long(), len(gate_up.each)
+    count_X = flat_P.bincount(minlength=experts)[:experts]
+    order_P = flat_P.argsort(stable=True)[: int(count_X.sum())]  # experts of other ranks have the largest numbers
+    if not len(order_P):
+        return torch.zeros_like(x_ND)
+    token_P = order_P // experts_NC.shape[1]
+    hidden_PM = close(gated(_sorted_rows(x_ND.index_select(0, token_P), gate_up, count_X), "plain"))
+    out_PD = _sorted_rows(hidden_PM, down, count_X)
+    weight_P = weights_NC.flatten().index_select(0, order_P).to(out_PD.dtype)
+    return torch.zeros_like(x_ND).index_add(0, token_P, out_PD * weight_P[:, None])
+
+
+def _sorted_rows(x_PK: Tensor, weight: ExpertWeight, count_X: Tensor) -> Tensor:
+    """Rows in the order of experts, `count_X` of each, times the experts' matrices. [P, K] -> [P, O]"""
+    if (parts := weight.parts()) and (kernels := native_few_bits(x_PK, "experts")) is not None:
+        return kernels.native_linear(x_PK, parts, count_X).to(x_PK.dtype)
+    pieces = enumerate(x_PK.split(count_X.tolist()))
+    return torch.cat([weight.one(piece, expert) for expert, piece in pieces if len(piece)])
+
+
+def _mixed_tiles(
+    x_ND: Tensor, experts_NC: Tensor, weights_NC: Tensor, gate_up: ExpertWeight, down: ExpertWeight, gated: Gate
+) -> Tensor:
+    """`expert_mixture` in torch, without the shared expert."""
+    (_, chosen), pairs, experts = experts_NC.shape, experts_NC.numel(), len(gate_up.each)
+    # The router's kernel counts in int32. The last expert takes the pairs of other ranks, with weight 0.
+    flat = experts_NC.flatten().long().clamp_max(experts - 1)
+    order = flat.argsort(stable=True)
+    count_X = flat.new_zeros(experts).index_add(0, flat, torch.ones_like(flat))
+    tiles_X = -(-count_X // TILE)
+    first_pair_X, first_tile_X = count_X.cumsum(0) - count_X, tiles_X.cumsum(0) - tiles_X
+    owner = flat.index_select(0, order)
+    rank = torch.arange(pairs, device=flat.device) - first_pair_X.index_select(0, owner)
+    place = first_tile_X.index_select(0, owner) * TILE + rank  # of each pair, in the tiles
+    tiles = min(experts, pairs) + pairs // TILE
+    token = torch.div(order, chosen, rounding_mode="floor")
+    rows = x_ND.new_zeros(tiles * TILE, x_ND.shape[1]).index_copy(0, place, x_ND.index_select(0, token))
+    expert_I = torch.zeros(tiles * TILE, dtype=torch.int64, device=flat.device).index_copy(0, place, owner)
+    expert_I = expert_I.view(tiles, TILE).amax(-1)
+    hidden_ITM = close(gated(gate_up.tiles(rows.view(tiles, TILE, -1), expert_I), "plain"))
+    between = hidden_ITM if down.piece is None else round_rows(hidden_ITM.unflatten(-1, (-1, down.piece)))
+    out = down.tiles(between, expert_I).flatten(0, 1).index_select(0, place)
+    weight = weights_NC.flatten().index_select(0, order).to(out.dtype)
+    return torch.zeros_like(x_ND).index_add(0, token, out * weight[:, None])

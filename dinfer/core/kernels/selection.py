@@ -1,0 +1,142 @@
+"""Which positions a decoder chooses: ranks, runs and lists, the density of what is decoded, rules that several share.
+
+Without sorts, loops or data-dependent shapes. Shape suffixes: B lanes, S positions, R rows of blocks, L block length.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dinfer.core.kernels.dispatch import use_triton
+from dinfer.core.terms.stats import Quota, TokenStats
+
+
+def descending_rank(score_RL: Tensor) -> Tensor:
+    """How many entries of the row come before each one: larger first, equal ones from left to right. int64 [R, L]
+
+    It compares all pairs: for a block that takes a GPU less time than launching a sort.
+    """
+    other_RLL, own_RLL = score_RL[:, None, :], score_RL[:, :, None]
+    place_L = torch.arange(score_RL.shape[1], device=score_RL.device)
+    before_RLL = (other_RLL > own_RLL) | ((other_RLL == own_RLL) & (place_L[None, :] < place_L[:, None]))
+    return before_RLL.sum(-1)
+
+
+def run_leaders(score_RL: Tensor, masked_RL: Tensor, *, first: bool) -> Tensor:
+    """Positions with the largest score of their run. `first`: of equals only the leftmost. bool [R, L]"""
+    starts_RL = masked_RL.clone()
+    starts_RL[:, 1:] &= ~masked_RL[:, :-1]
+    run_RL = starts_RL.cumsum(-1) * masked_RL  # the number of each run of neighbouring masks, from 1; 0 elsewhere
+    best_RX = score_RL.new_full((score_RL.shape[0], score_RL.shape[1] + 1), float("-inf"))
+    best_RX = best_RX.scatter_reduce(1, run_RL, score_RL, "amax")
+    leads_RL = masked_RL & (score_RL == best_RX.gather(1, run_RL))
+    if first:
+        place_L = torch.arange(score_RL.shape[1], device=score_RL.device)
+        same_RLL = (run_RL[:, :, None] == run_RL[:, None, :]) & (place_L[None, :] < place_L[:, None])
+        leads_RL = leads_RL & ~(same_RLL & leads_RL[:, None, :]).any(-1)
+    return leads_RL
+
+
+def compact(flags_BS: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """The flagged positions of each row, ascending, then -1, [B, width]; and each position's place among them, [B, S].
+
+    The place is -1 where the flag is not set. A row must have at most `width` flags: the others are dropped.
+    """
+    place_BS = torch.where(flags_BS, flags_BS.cumsum(-1) - 1, -1)
+    pos_BX = flags_BS.new_full((flags_BS.shape[0], width + 1), -1, dtype=torch.int64)
+    pos_S = torch.arange(flags_BS.shape[1], device=flags_BS.device)
+    index_BS = torch.where(flags_BS, place_BS.clamp_max(width), width)  # the last column is dropped
+    return pos_BX.scatter_(1, index_BS, pos_S.expand_as(index_BS))[:, :width], place_BS
+
+
+REACH = 9.0  # standard deviations beyond which a weight is below the precision of float64
+
+
+def density(decoded_RL: Tensor, pos_RL: Tensor, prompt_R: Tensor, length_R: Tensor, sigma: float) -> Tensor:
+    """The share of decoded positions around each position of a block, weighted by exp(-d^2 / 2 sigma^2). float64 [R, L]
+
+    Positions before the block count as decoded, as far back as the generation is long. Positions behind the generation
+    do once its last position is decoded; others behind the block do not. `decoded_RL` is bool. `pos_RL` are consecutive
+    positions, -1 behind the end of a short block. The weights are normed as if everything were decoded, 3 generations
+    each way.
+    """
+    length, reach = decoded_RL.shape[1], math.ceil(REACH * sigma)
+    device, new_R1 = decoded_RL.device, (length_R - prompt_R)[:, None]
+    decoded_RL = decoded_RL & (pos_RL >= 0)
+    ended_R1 = (decoded_RL & (pos_RL == length_R[:, None] - 1)).any(-1, keepdim=True)
+    pos_RX = pos_RL[:, :1] + torch.arange(-reach, length + reach, device=device)
+    first_R1, last_R1 = prompt_R[:, None] - new_R1, length_R[:, None] + new_R1
+    known_RX = torch.nn.functional.pad(decoded_RL, (reach, reach))
+    known_RX = known_RX | (pos_RX < pos_RL[:, :1]) | (ended_R1 & (pos_RX >= length_R[:, None]) & (pos_RX < last_R1))
+    known_RX = known_RX & (pos_RX >= first_R1)
+    away_LX = torch.arange(length + 2 * reach, device=device) - reach - torch.arange(length, device=device)[:, None]
+    away_D = torch.arange(-reach, reach + 1, device=device)
+    weight_LX, weight_D = (torch.exp(-0.5 * (d.double() / sigma) ** 2) for d in (away_LX, away_D))
+    total_R1 = (weight_D * ((away_D >= -3 * new_R1) & (away_D < 3 * new_R1))).sum(-1, keepdim=True)
+    return (known_RX.double() @ weight_LX.T) / total_R1
+
+
+LONGEST = 128  # the longest block whose pairs of positions the kernel compares
+
+
+class Decoded(NamedTuple):
+    """What a rule that edits reads beside the masks."""
+
+    tokens_RL: Tensor
+    given_RL: Tensor  # bool
+    bar_R1: Tensor  # above this probability, another token may replace a decoded one
+    steps_R: Tensor  # int64, steps that began without a mask; the rule counts them in place
+    budget_R1: Tensor  # int64, how many of these steps may change tokens
+
+
+class Changes(NamedTuple):
+    """Positions to commit and to mask again, rows that want another step, and rows without masks. bool"""
+
+    commit_RL: Tensor
+    remask_RL: Tensor
+    busy_R: Tensor
+    full_R: Tensor
+
+
+def confident(
+    stats: TokenStats, masked_RL: Tensor, bar_R1: Tensor, *, least: Tensor | Quota | int = 1, above: bool = False
+) -> Tensor:
+    """Masked positions whose confidence is at least the bar, and the `least` most confident ones. bool [R, L]
+
+    Positions where the mask token wins are left out. `above`: the confidence must exceed the bar.
+    """
+    if masked_RL.shape[1] <= LONGEST and use_triton(masked_RL, "commit"):
+        from dinfer.kernels.triton.advance import confident as kernel
+
+        return kernel(stats, masked_RL, bar_R1, least, above=above)[0]
+    bar_R1 = bar_R1.to(stats.confidence_RL.dtype)
+    least = least.tokens() if isinstance(least, Quota) else least
+    score_RL = stats.top_RL.masked_fill(~masked_RL, -1.0)
+    sure_RL = score_RL > bar_R1 if above else score_RL >= bar_R1
+    return (sure_RL | (descending_rank(score_RL) < least)) & masked_RL & ~stats.declined_RL
+
+
+def fill_and_edit(
+    stats: TokenStats, masked_RL: Tensor, bar_R1: Tensor, decoded: Decoded, *, least: Tensor | int
+) -> Changes:
+    """Commits masks that are `confident` above the bar. Rewrites doubtful decoded tokens, or masks them again.
+
+    A row without masks changes tokens in at most `budget_R1` steps. A row that changed tokens is busy if its budget
+    allows another step.
+    """
+    if masked_RL.shape[1] <= LONGEST and use_triton(masked_RL, "commit"):
+        from dinfer.kernels.triton.advance import confident as kernel
+
+        return Changes(*kernel(stats, masked_RL, bar_R1, least, above=True, decoded=decoded))
+    full_R, budget_R = ~masked_RL.any(-1), decoded.budget_R1[:, 0]
+    decoded.steps_R.add_(full_R)
+    spent_R = full_R & (decoded.steps_R > budget_R)  # an iteration may keep a row in a finished block
+    fill_RL = confident(stats, masked_RL, bar_R1, least=least, above=True)
+    above_RL = stats.top_RL > decoded.bar_R1.to(stats.confidence_RL.dtype)
+    doubt_RL = ~masked_RL & ~decoded.given_RL & above_RL & ~spent_R[:, None]
+    edit_RL = doubt_RL & (stats.token_RL != decoded.tokens_RL) & ~stats.declined_RL
+    remask_RL = doubt_RL & stats.declined_RL
+    busy_R = (fill_RL | edit_RL | remask_RL).any(-1) & (decoded.steps_R < budget_R)
+    return Changes(fill_RL | edit_RL, remask_RL, busy_R, full_R)

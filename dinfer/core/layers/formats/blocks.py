@@ -1,0 +1,69 @@
+"""Weights as the blocks of a GGUF file, for a CPU (`dinfer.core.kernels.packed`)."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dinfer.core.kernels.deferred import close
+from dinfer.core.kernels.dispatch import prepare_native
+from dinfer.core.kernels.moe import ExpertWeight
+from dinfer.core.kernels.packed import BlockExperts, Dequantise, blocks_linear, widened
+from dinfer.core.kernels.types import Deferred, Part
+from dinfer.core.layers.formats.format import Format, Weight, untraced
+
+
+class Section(NamedTuple):
+    """Consecutive outputs of one type."""
+
+    kind: str  # GGUF's name of the type
+    outputs: int
+    bytes: int  # of an output
+
+
+class Blocks(Format):
+    """Sections of a matrix, in the types of the file: Q4_K_M files have q in Q4_K and v in Q6_K."""
+
+    stored = "blocks of a GGUF file"
+
+    def __init__(self, sections: Sequence[Section], dequantise: Dequantise) -> None:
+        self.sections, self.dequantise = tuple(sections), dequantise
+
+    def check(self, device: torch.device, what: str) -> None:
+        prepare_native(device)
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Weight:
+        size = sum(section.outputs * section.bytes for section in self.sections)
+        return (torch.empty((*shape[:-2], size), dtype=torch.uint8),)
+
+    def make(self, weight: Tensor) -> Weight:
+        raise NotImplementedError("blocks come from a file")
+
+    def parts(self, weight: Weight) -> list[Part]:
+        pieces = weight[0].detach().split([section.outputs * section.bytes for section in self.sections], -1)
+        return [
+            Part(section.kind, piece.unflatten(-1, (section.outputs, section.bytes)))
+            for section, piece in zip(self.sections, pieces, strict=True)
+        ]
+
+    def place(self, weight: Weight, row: int, blocks: Tensor) -> None:
+        """Fills rows of a weight, or of each of several weights, with blocks of a file. uint8 [..., O, B]"""
+        for part in self.parts(weight):
+            if row == 0:
+                part.values.copy_(blocks)
+            row -= part.outputs
+
+    def widened(self, weight: Weight) -> Tensor:
+        return widened(self.parts(weight), self.dequantise)
+
+    def rows(self, weight: Weight, index: Tensor) -> Tensor:
+        (part,) = self.parts(weight)
+        return self.dequantise(part.kind, part.values[index])
+
+    @untraced
+    def linear(self, x: Deferred, weight: Weight, bias_O: Tensor | None, *, parts: bool = False) -> Tensor:
+        return blocks_linear(close(x), self.parts(weight), self.dequantise, bias_O)
+
+    def experts(self, weight: Weight) -> ExpertWeight:
+        return BlockExperts(self.parts(weight), self.dequantise)

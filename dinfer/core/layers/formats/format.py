@@ -1,0 +1,104 @@
+"""The contract of a format of weights. A new format is a file in this package that registers a class in `FORMATS`.
+
+Shape suffixes: O outputs, K inputs, X experts.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, ClassVar, ParamSpec, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from dinfer.core.kernels.moe import ExpertWeight
+from dinfer.core.kernels.types import Deferred, InputFormat
+from dinfer.core.registry import Registry
+
+FORMATS: Registry = Registry("format", "dinfer.core.layers.formats")
+
+Weight = tuple[Tensor, ...]
+"""The tensors of a weight: its values, which are a parameter, and the format's buffers (`beside`)."""
+
+
+Args = ParamSpec("Args")
+Result = TypeVar("Result")
+
+
+class Untraced:
+    """Stands for an `untraced` method while its class is made, then notes the method and puts it back."""
+
+    waiting: ClassVar[list[tuple[type, str]]] = []
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self.method = method
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        setattr(owner, name, self.method)
+        self.waiting.append((owner, name))
+
+
+def untraced(method: Callable[Args, Result]) -> Callable[Args, Result]:
+    """Marks a method that torch.compile is to leave out, because our kernels are faster than what it makes.
+
+    Not by `torch.compiler.disable` at once: that imports the compiler, which takes as long as torch itself and 145 MB.
+    """
+    return cast(Callable[Args, Result], Untraced(method))
+
+
+class Format(ABC):
+    """How a weight is held: a matrix [O, K] of a linear layer, or one for each expert, [X, O, K]."""
+
+    beside: ClassVar[tuple[str, ...]] = ()  # name endings of the buffers that belong to a parameter
+    stored: ClassVar[str | None] = None  # the dtype of a checkpoint's weights that it holds unchanged
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Format":
+        """Itself, so that a copy of a network can be quantized too: code compares formats by identity."""
+        return self
+
+    def check(self, device: torch.device, what: str) -> None:
+        """Raises ValueError if the device cannot compute with it. `what` names in the message who asks for it."""
+        return None
+
+    @abstractmethod
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Weight:
+        """Unwritten tensors for a weight of that shape in a model of that dtype, on torch's default device."""
+
+    @abstractmethod
+    def make(self, weight: Tensor) -> Weight:
+        """The tensors that hold a weight, rounded if need be. Raises ValueError for a shape that it cannot hold."""
+
+    @abstractmethod
+    def linear(self, x: Deferred, weight: Weight, bias_O: Tensor | None, *, parts: bool = False) -> Deferred:
+        """x times the weight's transpose. [..., K] -> [..., O]. `parts`: the consumer adds up partial sums."""
+
+    @abstractmethod
+    def experts(self, weight: Weight) -> ExpertWeight:
+        """How tiles of rows are multiplied with the matrices of experts."""
+
+    def input_format(self, weight: Weight) -> InputFormat:
+        """How whatever makes the inputs of that weight should leave them."""
+        return "plain"
+
+    def take(self, weight: Weight, at: tuple[slice, ...], values: Tensor, scale: Tensor) -> None:
+        """Fills a part of a weight with a checkpoint's values [..., O, K], around 0, and their scales [..., O, G].
+
+        Only for formats with `stored`.
+        """
+        raise NotImplementedError
+
+    def settled(self, weight: Weight) -> Weight:
+        """A weight that is all there, as its device reads it fastest: as it is, unless a format says otherwise."""
+        return weight
+
+    def widened(self, weight: Weight) -> Tensor:
+        """The values as floats. [..., O, K]. Only for formats of embeddings."""
+        raise NotImplementedError
+
+    def rows(self, weight: Weight, index: Tensor) -> Tensor:
+        """The outputs of a matrix at `index`, as floats. [...] -> [..., K]. Only for formats of embeddings."""
+        raise NotImplementedError
+
+    def nbytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+        """The bytes of a weight."""
+        with torch.device("meta"):
+            return sum(tensor.nbytes for tensor in self.empty(shape, dtype))

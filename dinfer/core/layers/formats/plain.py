@@ -1,0 +1,97 @@
+"""Weights with a number for each value: floats, and 8 bits with a scale for each output."""
+
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dinfer.core.kernels.dispatch import prepare_native
+from dinfer.core.kernels.linear import check_float8, linear, round_rows, rounded, scaled_linear
+from dinfer.core.kernels.moe import ExpertWeight, ScaledExperts
+from dinfer.core.kernels.types import FLOAT8, Deferred, InputFormat, Matrices
+from dinfer.core.layers.formats.format import FORMATS, Format, Weight, untraced
+
+PIECE = 1 << 24  # values to round at a time, so that their float32 copies need little memory
+
+
+@FORMATS.register("plain")
+class Plain(Format):
+    """Floats of the model's dtype, or of the format's own."""
+
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        self.dtype = dtype
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Weight:
+        return (torch.empty(shape, dtype=self.dtype or dtype),)
+
+    def make(self, weight: Tensor) -> Weight:
+        return (weight,)
+
+    def linear(self, x: Deferred, weight: Weight, bias_O: Tensor | None, *, parts: bool = False) -> Deferred:
+        return linear(x, weight[0], bias_O, parts=parts)
+
+    def widened(self, weight: Weight) -> Tensor:
+        return weight[0]
+
+    def rows(self, weight: Weight, index: Tensor) -> Tensor:
+        return F.embedding(index, weight[0])
+
+    def experts(self, weight: Weight) -> ExpertWeight:
+        return ScaledExperts(Matrices(*weight))
+
+
+PLAIN = Plain()
+
+
+class EightBits(Format):
+    """Values in 8 bits and a scale for each output. Checkpoints may have such weights."""
+
+    beside = ("_scale",)
+    values: ClassVar[torch.dtype]
+    rounds: ClassVar[bool] = False  # whether inputs are rounded to float8
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Weight:
+        return torch.empty(shape, dtype=self.values), torch.empty(shape[:-1], dtype=torch.float32)
+
+    def make(self, weight: Tensor) -> Weight:
+        rows = weight.flatten(0, -2)
+        pieces = [round_rows(piece, self.values) for piece in rows.split(max(PIECE // rows.shape[1], 1))]
+        values, scale = torch.cat([one.values for one in pieces]), torch.cat([one.scale for one in pieces])
+        return values.view(weight.shape), scale.view(weight.shape[:-1])
+
+    def take(self, weight: Weight, at: tuple[slice, ...], values: Tensor, scale: Tensor) -> None:
+        """Fills a part of a weight with a checkpoint's values and scales, [..., O, 1]."""
+        weight[0].detach()[at].copy_(values)
+        weight[1][at[:-1]].copy_(scale[..., 0])
+
+    @untraced
+    def linear(self, x: Deferred, weight: Weight, bias_O: Tensor | None, *, parts: bool = False) -> Tensor:
+        return scaled_linear(rounded(x) if self.rounds else x, weight[0], weight[1], bias_O)
+
+    def experts(self, weight: Weight) -> ExpertWeight:
+        return ScaledExperts(Matrices(*weight), rounds=self.rounds)
+
+    def input_format(self, weight: Weight) -> InputFormat:
+        return "rounded" if self.rounds else "plain"
+
+
+@FORMATS.register("int8")
+class Int8(EightBits):
+    """Integers from -127 to 127, and a scale for each output. Inputs are not rounded."""
+
+    values, stored = torch.int8, "I8"
+
+    def check(self, device: torch.device, what: str) -> None:
+        prepare_native(device)
+
+
+@FORMATS.register("fp8")
+class Fp8(EightBits):
+    """float8 e4m3, and a scale for each output. Each input row is rounded too, so that both factors have 8 bits."""
+
+    rounds = True
+    values, stored = FLOAT8, "F8_E4M3"
+
+    def check(self, device: torch.device, what: str) -> None:
+        check_float8(device, what, "quantize=int8")

@@ -1,0 +1,154 @@
+"""Linear layers whose weights any format of `dinfer.core.layers.formats` holds, and rounding a network to one."""
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from dinfer.core.kernels.deferred import close, share
+from dinfer.core.kernels.dispatch import on_own_device
+from dinfer.core.kernels.moe import ExpertWeight
+from dinfer.core.kernels.types import Deferred, InputFormat
+from dinfer.core.layers.formats.format import FORMATS, Format, Weight
+from dinfer.core.layers.formats.plain import PLAIN
+from dinfer.core.ranks.ranks import Ranks
+
+
+class Formatted(nn.Module):
+    """A module some of whose parameters are weights that a format holds."""
+
+    formats: dict[str, Format]  # by the name of the parameter
+    rounds: ClassVar[bool] = True  # whether `quantize` rounds its weights
+
+    def weight_of(self, name: str) -> Weight:
+        """The tensors of a weight: the parameter, and the buffers of its format."""
+        return self.get_parameter(name), *(self.get_buffer(f"{name}{end}") for end in self.formats[name].beside)
+
+    def hold(self, name: str, weight: Weight, held: Format) -> None:
+        """Replaces a weight by one of that format."""
+        setattr(self, name, nn.Parameter(weight[0], requires_grad=False))
+        for end, tensor in zip(held.beside, weight[1:], strict=True):
+            self.register_buffer(f"{name}{end}", tensor, persistent=False)
+        self.formats[name] = held
+
+    def write(self, name: str, values: Tensor) -> None:
+        """Writes a weight in the format that holds it, rounded if need be. Raises ValueError."""
+        for held, made in zip(self.weight_of(name), self.formats[name].make(values), strict=True):
+            held.detach().copy_(made)
+
+    def expert(self, name: str) -> ExpertWeight:
+        """A weight as the matrix of one expert, or of all of them."""
+        return self.formats[name].experts(self.weight_of(name))
+
+
+class Linear(Formatted, nn.Linear):
+    """As torch's, for as few rows as a denoising step has.
+
+    `ranks` add up the outputs of all ranks, where they divide the inputs among them.
+    """
+
+    def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
+        super().__init__(inputs, outputs, bias=bias)
+        self.formats = {"weight": PLAIN}
+        self.ranks: Ranks | None = None
+
+    @property
+    def input_format(self) -> InputFormat:
+        """How whatever makes the inputs should leave them."""
+        return self.formats["weight"].input_format(self.weight_of("weight"))
+
+    def forward(self, x: Deferred) -> Tensor:
+        return close(self.deferred(x, parts=False))
+
+    def deferred(self, x: Deferred, *, parts: bool = True) -> Deferred:
+        """As called, for a consumer that may add up ranks' addends, and `parts` of each."""
+        out = self.formats["weight"].linear(x, self.weight_of("weight"), self.bias, parts=parts)
+        return share(out, self.ranks)
+
+
+class Embedding(Formatted, nn.Embedding):
+    """A table of vectors, as a checkpoint has it: `quantize` leaves it alone."""
+
+    rounds = False
+
+    def __init__(self, rows: int, width: int) -> None:
+        super().__init__(rows, width)
+        self.formats = {"weight": PLAIN}
+
+    @property
+    def table(self) -> Tensor:
+        """All vectors. [V, D]"""
+        return self.formats["weight"].widened(self.weight_of("weight"))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[...] -> [..., D]; no other row is widened."""
+        return self.formats["weight"].rows(self.weight_of("weight"), tokens)
+
+    def logits(self, x: Deferred) -> Tensor:
+        """As the head of a network that has none of its own. [..., D] -> [..., V]"""
+        return close(self.formats["weight"].linear(x, self.weight_of("weight"), None))
+
+
+def roundings() -> list[str]:
+    """The names of the formats that `quantize=` rounds to."""
+    return [name for name in FORMATS.names() if name != "plain"]
+
+
+def format_of(name: str, device: torch.device | None = None) -> Format:
+    """The format that `quantize=name` rounds to.
+
+    Raises ValueError for a name that is not one, and for a device, if it is given, that cannot compute with it.
+    """
+    if name not in roundings():
+        raise ValueError(f"quantize={name!r} is not known; use one of {', '.join(roundings())}, or null for none")
+    found: Format = FORMATS.get(name)()
+    if device is not None:
+        found.check(device, f"quantize={name}")
+    return found
+
+
+def taken(quantize: str | None) -> dict[str, Format]:
+    """The formats in which weights may stay as a checkpoint has them, by the name of what it has them in.
+
+    With `quantize`, only what is in that format already stays.
+    """
+    formats = [format_of(name) for name in (roundings() if quantize is None else [quantize])]
+    return {known.stored: known for known in formats if known.stored is not None}
+
+
+def formatted(network: nn.Module, embeddings: bool = False) -> dict[str, tuple[Formatted, str]]:
+    """The parameters that formats hold: their modules and what they are called there.
+
+    Those that `quantize` rounds, and the `embeddings`, which it does not, if they are wanted too.
+    """
+    modules = {
+        path: module
+        for path, module in network.named_modules()
+        if isinstance(module, Formatted) and (module.rounds or embeddings)
+    }
+    return {f"{path}.{own}": (module, own) for path, module in modules.items() for own in module.formats}
+
+
+@on_own_device
+def quantize(network: nn.Module, name: str) -> None:
+    """Rounds the weights of every linear layer and of all experts to a format, in place, layer by layer.
+
+    Norms, routers, embeddings and a head that is the embedding stay as they are, and so do weights that a checkpoint
+    holds in 8 bits. Raises ValueError for a layer that cannot be rounded so; the network is of no use then.
+    """
+    wanted = format_of(name, next(network.parameters()).device)
+    for path, (module, own) in formatted(network).items():
+        if module.formats[own] is PLAIN:
+            try:
+                made = wanted.make(module.get_parameter(own).detach())
+            except ValueError as error:
+                raise ValueError(f"{path.removesuffix(f'.{own}')}: {error}") from error
+            module.hold(own, wanted.settled(made), wanted)
+
+
+def settle(network: nn.Module) -> None:
+    """Lays out the weights as their device reads them fastest, one after the other. For a network that has them all."""
+    for module, own in formatted(network, embeddings=True).values():
+        held, weight = module.formats[own], module.weight_of(own)
+        if (settled := held.settled(weight)) is not weight:
+            module.hold(own, settled, held)

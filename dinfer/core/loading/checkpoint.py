@@ -1,0 +1,503 @@
+"""Networks: how a checkpoint's tensors fill one, one that is filled, random or empty, and writing one as a checkpoint.
+
+It reads only safetensors and GGUF, and never runs a checkpoint's code. `LoadPlan` needs the small files and the headers
+of the weights alone. A tensor that is missing, unknown, of another shape, or in an unknown dtype is a problem that
+names it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, get_args
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from dinfer.core.loading.files import CONFIG, GGUF, CheckpointError, SmallFiles, locate, refuse, small_object, token_ids
+from dinfer.core.loading.safetensors_io import FLOATS, Slices, Stored, mismatches, read, read_slices, stored
+from dinfer.core.ranks.split import WHOLE, Placement, Rank, Split
+from dinfer.core.registry import MODELS
+from dinfer.core.step.model import ModelFamily
+from dinfer.core.terms.spec import ExpertLayout, ModelSpec
+from dinfer.formats.lora import CONFIG as ADAPTER
+from dinfer.formats.lora import Adapter, read_adapter
+from dinfer.formats.quantized import (
+    FIELD,
+    PACKED,
+    PackedWeight,
+    Scales,
+    packed,
+    packing,
+    scale_at,
+    scale_block,
+    scales_of,
+    spare_biases,
+)
+
+if TYPE_CHECKING:
+    from dinfer.core.layers.formats.format import Format
+    from dinfer.core.layers.linear import Formatted
+
+
+TABLE = "embedding.weight"  # the embedding of every network
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json, with the `mask_token_id` and all `eos_token_id`s that any file of the folder names."""
+    files = small_files(folder)
+    config = small_object(files, CONFIG)
+    return config | token_ids(files, config).fields()
+
+
+def small_files(folder: Path) -> SmallFiles:
+    """The small files of a checkpoint. `folder`: also a GGUF file."""
+    if folder.suffix != GGUF:
+        return folder
+    from dinfer.formats.gguf_file import gguf_file  # slow to import
+
+    return gguf_file(folder).files
+
+
+def family_of(config: dict[str, Any]) -> str:
+    """The name of the family that a config.json belongs to. Raises CheckpointError."""
+    for name in MODELS.names():
+        if MODELS.get(name).matches(config):
+            return name
+    raise CheckpointError(
+        f"config.json: model_type={config.get('model_type')!r}, architectures={config.get('architectures')!r} belong "
+        f"to no family that dinfer knows. Known: {', '.join(MODELS.names())}."
+    )
+
+
+def read_spec(family: ModelFamily, config: dict[str, Any], folder: Path | None = None) -> ModelSpec:
+    """The model that a config.json describes. `folder`: where it is from. Raises CheckpointError."""
+    if not family.matches(config):
+        own = family_of(config)
+        raise CheckpointError(
+            f"config.json: model_type={config.get('model_type')!r} is of the family {own!r}, not of "
+            f"{type(family).__name__}: give model={own}"
+        )
+    try:
+        return family.spec(config)
+    except (KeyError, ValueError) as error:
+        said = f"config.json lacks the field {error}" if isinstance(error, KeyError) else str(error)
+        if folder is not None and folder.suffix == GGUF:
+            from dinfer.formats.gguf_file import gguf_file
+
+            said = gguf_file(folder).retold(said)
+        raise CheckpointError(said) from error
+
+
+def layout(family: ModelFamily, spec: ModelSpec, tensors: Mapping[str, Any]) -> dict[str, Placement]:
+    """The names and shapes that a checkpoint must have, for the way in which its experts are stored."""
+    layouts = [family.weights(spec, experts) for experts in get_args(ExpertLayout)]
+    return max(layouts, key=lambda layout: len(tensors.keys() & layout.keys()))
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """What loading a checkpoint does. No value of a tensor has been read for it."""
+
+    folder: Path  # or a GGUF file
+    family: ModelFamily
+    spec: ModelSpec
+    stored: Mapping[str, Stored]  # all tensors of the files
+    tensors: Mapping[str, Stored]  # those to be read: without scales, copies, spare biases and what the family leaves
+    placements: Mapping[str, Placement]  # where each tensor that the network wants goes
+    scales: Scales  # of rounded weights
+    copies: Mapping[str, str]  # tensors that must equal others
+    spare: Sequence[str]  # biases that the model does not have, which must be 0
+    adapter: Adapter | None = None  # merged in
+
+    @classmethod
+    def of(
+        cls, folder: Path, family: ModelFamily, spec: ModelSpec, config: Mapping[str, Any], stored: Mapping[str, Stored]
+    ) -> LoadPlan:
+        """The plan for tensors with these headers. Raises CheckpointError for headers that cannot be understood."""
+        how = packing(config)
+        names = {name: None for experts in get_args(ExpertLayout) for name in family.weights(spec, experts)}
+        spare = spare_biases(stored, how, names)
+        found = {
+            name: one for name, one in packed(stored, how).items() if not name.startswith((*spare, *family.unused))
+        }
+        copies = {copy: name for copy, name in family.copies(spec).items() if copy in found and name in found}
+        tensors, scales = scales_of(
+            {name: one for name, one in found.items() if name not in copies}, scale_block(config)
+        )
+        return cls(folder, family, spec, stored, tensors, layout(family, spec, tensors), scales, copies, spare)
+
+    @classmethod
+    def read(cls, folder: Path, family: ModelFamily) -> LoadPlan:
+        """The plan for a checkpoint whose files are all there. Raises CheckpointError."""
+        config = read_config(folder)
+        spec = read_spec(family, config | {FIELD: None}, folder)
+        return cls.of(folder, family, spec, config, headers(folder, family, spec))
+
+    def problems(self) -> Iterator[str]:
+        """Every tensor that is missing, unknown, of another shape, or no float and without a scale."""
+        if words := next(
+            (name for name in self.tensors if name.endswith(PACKED) and name not in self.placements), None
+        ):
+            yield f"config.json does not say in {FIELD} how {words} is packed: add quant_method, bits and group_size"
+        yield from mismatches(
+            self.tensors, {name: one.shape for name, one in self.placements.items()}, self.scales.stored
+        )
+        yield from self.scales.problems(self.tensors)
+
+    def verified(self) -> LoadPlan:
+        """The plan with the family's adapter. Raises CheckpointError for problems, and values that must be others."""
+        self.check_values()
+        whose = "metadata" if self.folder.suffix == GGUF else "config.json"
+        refuse([*self.problems()], f"the tensors in {self.folder} do not fit its {whose}")
+        if not self.family.adapter:
+            return self
+        return replace(self, adapter=read_adapter(locate(self.family.adapter, needed=ADAPTER), self.placements))
+
+    def check_values(self) -> None:
+        """Reads the tensors that must be 0 or equal to others. Raises CheckpointError."""
+        wrong = [name for name, bias in read(self.stored, self.spare) if bias.any()]
+        refuse(wrong, f"{self.folder} has biases where the model has none, and they are not 0")
+        differ = [
+            f"{copy} differs from {name}"
+            for copy, name in self.copies.items()
+            if not torch.equal(*(next(read(self.stored, [one]))[1] for one in (copy, name)))
+        ]
+        refuse(differ, "the model has one tensor where the checkpoint has two, so they must be equal")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The checkpoint's own."""
+        return next(dtype for name in self.placements if (dtype := self.tensors[name].floats) is not None)
+
+    @property
+    def table(self) -> str | None:
+        """The name of the tensor that is the embedding."""
+        return next((name for name, place in self.placements.items() if place.parameter == TABLE), None)
+
+    def formats(
+        self, dtype: torch.dtype, quantize: str | None = None, rank: Rank = WHOLE, *, blocks: bool = False
+    ) -> dict[str, Any]:
+        """The formats of parameters that keep the checkpoint's values bit for bit, on a rank of a network in `dtype`.
+
+        `blocks`: a GGUF file's blocks stay, as on a CPU. The embedding stays in floats that are narrower than `dtype`,
+        and its rows are widened when they are looked up: beside weights in few bits a wide table would be a large part
+        of the model. A table that is also the head is widened, for speed.
+        """
+        from dinfer.core.layers.formats.int4 import Int4  # only here: networks are heavy to import
+        from dinfer.core.layers.formats.plain import Plain
+        from dinfer.core.layers.linear import taken
+
+        takes, changed = taken(quantize), () if self.adapter is None else self.adapter.pairs
+        kinds: dict[str, set[tuple[Any, ...] | None]] = {}
+        for name, place in self.placements.items():
+            kinds.setdefault(place.parameter, set()).add(None if name in changed else self._kind(name, rank))
+        found: dict[str, Any] = {}
+        for parameter, (kind, *others) in kinds.items():  # all weights of a parameter must be alike
+            if kind is not None and not others and kind[0] in takes:
+                found[parameter] = Int4(*kind[1:]) if kind[0] == Int4.stored else takes[kind[0]]
+        found.pop(TABLE, None)  # none of these formats looks up rows
+        if blocks:
+            from dinfer.formats.gguf_file import blocks_of  # slow to import
+
+            found |= blocks_of(self.tensors, self.placements, changed)
+        own = None if self.spec.tied_head or self.table in changed else self.table
+        narrow = None if own is None else FLOATS.get(self.tensors[own].dtype)
+        if narrow is not None and narrow.itemsize < dtype.itemsize and (found or quantize):
+            found.setdefault(TABLE, Plain(narrow))
+        return found
+
+    def _kind(self, name: str, rank: Rank) -> tuple[Any, ...] | None:
+        """The dtype of rounded values that a format may hold bit for bit, and of integers their group and scales."""
+        one = self.tensors[name]
+        if isinstance(one, PackedWeight):
+            return (one.dtype, one.group, one.scales) if one.symmetric_groups(self.placements[name], rank) else None
+        return (one.dtype,) if name in self.scales.stored and self.scales.per_output(name, self.tensors) else None
+
+
+def headers(folder: Path, family: ModelFamily, spec: ModelSpec) -> dict[str, Stored]:
+    """All tensors of a folder, or of a GGUF file under the family's names. Raises CheckpointError."""
+    if folder.suffix != GGUF:
+        return stored(folder)
+    from dinfer.formats.gguf_file import gguf_file  # slow to import
+
+    return gguf_file(folder).stored(
+        {name: None for experts in get_args(ExpertLayout) for name in family.weights(spec, experts)}
+    )
+
+
+Piece = tuple[str, Slices, Slices]
+"""A part of a tensor, and the part of its parameter that it fills."""
+
+
+def load_network(
+    folder: Path, family: ModelFamily, *, dtype: torch.dtype | None, device: torch.device,
+    quantize: str | None = None, rank: Rank = WHOLE,
+) -> Any:  # fmt: skip
+    """The network with the checkpoint's weights, in `dtype` (None: the checkpoint's) on `device`.
+
+    Each tensor is read straight to its place, so memory peaks at the model and one tensor; with `quantize`, at the
+    rounded model and one unrounded weight. Experts may be stored one by one or all of a layer together. An adapter of
+    the family is merged in. Weights that the checkpoint holds in few bits (`loading.quantized`) keep
+    them if a format can hold them; a warning names the number of others. `quantize`: the final format of all weights of
+    linear layers and experts; None: the checkpoint's. A `rank` reads only its share, and has parameters of its shape.
+    Raises CheckpointError, or ValueError for a format that the device cannot compute with.
+    """
+    import dinfer.speed.startup.prepare as compilers
+    from dinfer.core.kernels.dispatch import prepare_native  # only here: networks are heavy to import
+    from dinfer.core.layers import linear
+
+    if alone := rank.ranks == 1:  # ranks that share a model compile a kernel at its first launch
+        compilers.prepare(device)
+    linear.taken(quantize)  # raises for a name that is none, before anything is read
+    plan = LoadPlan.read(folder, family).verified()
+    dtype = dtype or plan.dtype
+    if dtype == torch.float32:
+        prepare_native(device)
+    on_cpu = alone and device.type == "cpu"
+    formats = plan.formats(dtype, quantize, rank, blocks=on_cpu and folder.suffix == GGUF and quantize is None)
+    for format in {type(format): format for name, format in formats.items() if name != TABLE}.values():
+        format.check(device, f"{folder}: what it holds in {format.stored}")
+    wanted = None if quantize is None else linear.format_of(quantize, device)
+    network = empty_network(family, plan.spec, dtype, device, formats, rank, wanted)
+    with torch.no_grad():
+        filling = _Filling(plan, network, formats, rank, device)
+        if on_cpu and TABLE in formats:
+            filling.map_table()
+        filling.fill_unchanged()
+        filling.fill(dtype, wanted)
+    if quantize is None:
+        filling.warn(dtype)
+    linear.settle(network)
+    if alone:
+        compilers.imported(device)
+    return network
+
+
+class _Filling:
+    """Carries out a plan: fills an empty network with a checkpoint's tensors."""
+
+    def __init__(
+        self, plan: LoadPlan, network: Any, formats: Mapping[str, Any], rank: Rank, device: torch.device
+    ) -> None:
+        from dinfer.core.layers.linear import formatted  # only here: networks are heavy to import
+
+        self.plan, self.network, self.formats, self.device = plan, network, formats, device
+        self.alone = rank.ranks == 1
+        self.weights, self.scales = formatted(network, embeddings=True), plan.scales.read()
+        self.pieces: list[Piece] = [
+            (name, *piece) for name in plan.tensors for piece in plan.placements[name].pieces(rank)
+        ]
+        self.widened: set[str] = set()  # rounded weights that no format holds
+
+    def _parameter(self, name: str) -> str:
+        return self.plan.placements[name].parameter
+
+    def map_table(self) -> None:
+        """Maps the embedding into memory: only rows that are looked up take any."""
+        if (own := self.plan.table) is not None:
+            module, name = self.weights[TABLE]
+            module.hold(name, (self.plan.tensors[own].mapped(),), module.formats[name])
+            self.pieces = [piece for piece in self.pieces if piece[0] != own]
+
+    def fill_unchanged(self) -> None:
+        """Fills the weights whose tensors know how a format holds them: blocks and packed integers."""
+        held = {
+            name
+            for name in self.plan.tensors.keys() - self.scales.keys()
+            if self._parameter(name) in self.formats.keys() & self.weights.keys() - {TABLE}
+        }
+        for name, source, target in (piece for piece in self.pieces if piece[0] in held):
+            module, own = self.weights[self._parameter(name)]
+            self.plan.tensors[name].fill(module.formats[own], module.weight_of(own), source, target)
+        self.pieces = [piece for piece in self.pieces if piece[0] not in held]
+
+    def fill(self, dtype: torch.dtype, wanted: Format | None) -> None:
+        """Reads all other tensors, and rounds those of linear layers and experts if a format is `wanted`."""
+        plan, rounding = self.plan, None
+        if wanted is not None:
+            self.pieces.sort(key=lambda piece: self._parameter(piece[0]))  # a weight's parts follow one another
+            rest = {name: one for name, one in self.weights.items() if name not in self.formats and one[0].rounds}
+            parts_of = [(self._parameter(name), target) for name, _, target in self.pieces]
+            rounding = Rounding(rest, parts_of, dtype, self.device)
+        parts = [(plan.tensors[name], None if self.alone else source) for name, source, _ in self.pieces]
+        for (name, source, target), tensor in zip(self.pieces, read_slices(parts), strict=True):
+            parameter = self._parameter(name)
+            if name in self.scales:
+                scale = scale_at(self.scales[name].to(self.device), plan.tensors[name].shape, plan.scales.block, source)
+                if parameter in self.formats and parameter in self.weights:
+                    module, own = self.weights[parameter]
+                    self.formats[parameter].take(module.weight_of(own), target, tensor, scale)
+                    continue
+                tensor = tensor.to(self.device).float() * scale
+                self.widened.add(name)
+            elif isinstance(plan.tensors[name], PackedWeight):
+                self.widened.add(name)
+            if plan.adapter is not None:
+                tensor = plan.adapter.merged(name, tensor, self.device, source)
+            if rounding is not None and parameter in rounding.weights:
+                rounding.add(parameter, target, tensor)
+            else:
+                self.network.get_parameter(parameter).detach()[target].copy_(tensor)
+
+    def warn(self, dtype: torch.dtype) -> None:
+        """Says how many rounded weights are wide in the network."""
+        if self.widened:
+            rounded = len(self.scales) + sum(isinstance(one, PackedWeight) for one in self.plan.tensors.values())
+            logging.getLogger(__name__).warning(
+                "%s: %d of %d rounded weights are widened to %s. Either no format holds their scales (of blocks), "
+                "zeros or order of inputs, or an adapter changes them, or they share a matrix with others. "
+                "quantize=fp8, int8 or int4 rounds them again.",
+                self.plan.folder, len(self.widened), rounded, dtype,
+            )  # fmt: skip
+
+
+class Rounding:
+    """The weights to round, each of them whole until its last part has been read."""
+
+    def __init__(
+        self, weights: dict[str, tuple[Formatted, str]], parts: Sequence[tuple[str, Slices]], dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        """`weights`: the module and attribute of each parameter; `parts`: of parameters, which will be added."""
+        self.weights, self.dtype, self.device = weights, dtype, device
+        self.whole: dict[str, Tensor] = {}
+        self.left = Counter(name for name, _ in parts)
+        self.shape: dict[str, tuple[int, ...]] = {}
+        for name, part in parts:
+            sizes = [piece.stop for piece in part]
+            self.shape[name] = tuple(map(max, sizes, self.shape.get(name, sizes)))
+
+    def add(self, name: str, part: Slices, values: Tensor) -> None:
+        """Fills in a part of a weight, and rounds the weight after its last part. Raises ValueError."""
+        if name not in self.whole:
+            self.whole[name] = torch.empty(self.shape[name], dtype=self.dtype, device=self.device)
+        self.whole[name][part].copy_(values)
+        self.left[name] -= 1
+        if not self.left[name]:
+            module, own = self.weights[name]
+            module.write(own, self.whole.pop(name))
+
+
+def place_of(parameters: Mapping[str, Tensor], place: Placement) -> Tensor:
+    """The part of a parameter that a checkpoint's tensor fills, in the tensor's shape."""
+    return parameters[place.parameter].detach()[place.at].view(place.shape)
+
+
+def random_network(
+    family: ModelFamily, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device, quantize: str | None = None,
+    rank: Rank = WHOLE,
+) -> Any:  # fmt: skip
+    """A network with random weights of a trained model's scale, to measure speed and memory.
+
+    A `rank` gets its share of the network that torch's seed makes. `quantize`: the format of all weights of linear
+    layers and experts, each rounded as soon as it is made. Raises ValueError.
+    """
+    from dinfer.core.layers import linear  # only here: networks are heavy to import
+
+    wanted = None if quantize is None else linear.format_of(quantize, device)
+    network, divided = empty_network(family, spec, dtype, device, rank=rank, rest=wanted), divisions(family, spec, rank)
+    shapes = dict(empty_network(family, spec, dtype, torch.device("meta")).named_parameters())
+    rounded = {} if wanted is None else linear.formatted(network)
+    for name, parameter in network.named_parameters():
+        split, whole = divided.get(name), parameter
+        if split is not None or name in rounded:
+            whole = torch.empty_like(shapes[name], device=device)
+        if name.endswith(("norm.weight", "scale")):
+            whole.fill_(1.0)
+        elif whole.dim() == 1:  # a bias
+            whole.normal_(0.0, 0.1)
+        else:
+            whole.normal_(0.0, whole.shape[-1] ** -0.5)
+        if split is not None:
+            shares = [whole.narrow(split.dim, first, end - first) for first, end in split.ranges(rank)]
+            whole = torch.cat(shares, split.dim)
+        if name in rounded:
+            module, own = rounded[name]
+            module.write(own, whole)
+        elif split is not None:
+            parameter.copy_(whole)
+    linear.settle(network)
+    return network
+
+
+def divisions(family: ModelFamily, spec: ModelSpec, rank: Rank) -> dict[str, Split]:
+    """How the parameters that ranks share are divided. Raises ValueError if they cannot be."""
+    found = {place.parameter: place.division(rank) for place in family.weights(spec).values()}
+    return {name: split for name, split in found.items() if split is not None}
+
+
+class Uninitialised(TorchFunctionMode):
+    """Skips the initialisers of parameters, which import torch's compiler for meta tensors."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__module__", None) == nn.init.__name__:
+            return (*args, *(kwargs or {}).values())[0]
+        return func(*args, **(kwargs or {}))
+
+
+def empty_network(
+    family: ModelFamily, spec: ModelSpec, dtype: torch.dtype, device: torch.device,
+    formats: Mapping[str, Any] = MappingProxyType({}), rank: Rank = WHOLE, rest: Any = None,
+) -> Any:  # fmt: skip
+    """The network with unwritten weights, in the shapes of the rank's share.
+
+    Biases that choose experts stay in float32 or wider, since they decide ties. `formats`: of parameters that a format
+    may hold; `rest`: the format of the others. Raises ValueError for a shape that a format cannot hold.
+    """
+    from dinfer.core.layers.linear import formatted  # only here: networks are heavy to import
+
+    with torch.device("meta"), Uninitialised():
+        network = family.network(spec).to(dtype)
+        for name, parameter in network.named_parameters():
+            if name.endswith("choice_bias"):
+                parameter.data = parameter.data.to(torch.promote_types(dtype, torch.float32))
+        for name, split in divisions(family, spec, rank).items():
+            (path, _, own), whole = name.rpartition("."), network.get_parameter(name)
+            shape = [*whole.shape]
+            shape[split.dim] = sum(end - first for first, end in split.ranges(rank))
+            setattr(network.get_submodule(path), own, nn.Parameter(torch.empty(shape, dtype=dtype)))
+        for name, (module, own) in formatted(network, embeddings=True).items():
+            if (format := formats.get(name, rest if module.rounds else None)) is not None:
+                try:
+                    module.hold(own, format.empty(module.get_parameter(own).shape, dtype), format)
+                except ValueError as error:
+                    raise ValueError(f"{name.removesuffix(f'.{own}')}: {error}") from error
+    _place(network, device)
+    return network.eval()
+
+
+def _place(network: nn.Module, device: torch.device) -> None:
+    """Does the work of `to_empty`, which would make torch import sympy. That takes over a second."""
+    for module in network.modules():
+        for name, parameter in [*module.named_parameters(recurse=False)]:
+            setattr(module, name, nn.Parameter(_empty(parameter, device), requires_grad=False))
+        for name, buffer in [*module.named_buffers(recurse=False)]:
+            setattr(module, name, _empty(buffer, device))
+
+
+def _empty(like: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if like.is_contiguous():
+        return torch.empty(like.shape, dtype=like.dtype, device=device)
+    return torch.empty_like(like, device=device)  # keeps the memory layout of 4-bit scales
+
+
+def save_network(
+    network: Any, family: ModelFamily, folder: Path, config: dict[str, Any], experts: ExpertLayout = "separate"
+) -> None:
+    """Writes config.json and model.safetensors with the tensor names of the family. Overwrites both."""
+    parameters = dict(network.named_parameters())
+    tensors = {
+        name: place_of(parameters, place).cpu().contiguous()
+        for name, place in family.weights(family.spec(config), experts).items()
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

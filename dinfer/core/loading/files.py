@@ -1,0 +1,304 @@
+"""A checkpoint's files: in the package, in a folder or on the hub; and the JSON among them. Imports no torch.
+
+The mask and stop tokens are sought in config.json and its `text_config`, then in generation_config.json, then in the
+tokenizer's files, which know tokens by name. If no file names a token, the family's published default holds
+(`published_*` in `models`).
+"""
+
+import json
+import os
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from queue import Empty, Queue
+from threading import Thread
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
+
+from dinfer.core.registry import unknown
+
+POINTER = "version https://git-lfs"
+FETCH = "is a pointer that git-lfs left in place of the file: run `git lfs pull` in its folder"
+SMALL = ("*.json", "*.jinja", "*.txt", "*.model", "README.md")  # files that describe a checkpoint
+WANTED = (*SMALL, "*.safetensors")  # never code, never pickles
+GGUF = ".gguf"  # the ending of a file that is a whole checkpoint
+PATIENCE = 2.0  # seconds for a first connection; the hub's client waits a minute if packets are dropped
+CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer_config.json"
+SPECIAL = "special_tokens_map.json"
+PUBLISHED = "published default of the family"
+
+
+class CheckpointError(ValueError):
+    """The checkpoint is damaged, not supported, or does not fit its family. The message says where."""
+
+
+SmallFiles = Path | Mapping[str, dict[str, Any]]
+"""The files that describe a checkpoint: its folder, or by name what they would hold, from a GGUF file's metadata."""
+
+
+def small_object(files: SmallFiles, name: str) -> dict[str, Any]:
+    """The JSON object in a small file; empty if it is not there, unless it is config.json. Raises as `read_object`."""
+    if not isinstance(files, Path):
+        return files.get(name, {})
+    return read_object(files / name) if name == CONFIG or (files / name).is_file() else {}
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises CheckpointError, OSError."""
+    try:
+        pointer = (text := path.read_text()).startswith(POINTER)
+        found = None if pointer else json.loads(text)
+    except ValueError as error:  # not JSON, or not even text
+        raise CheckpointError(f"{path} is not JSON: {error}") from error
+    if pointer:
+        raise CheckpointError(f"{path} {FETCH}")
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, not {found!r:.80}")
+    return found
+
+
+def damaged(path: Path, kind: str, error: Exception) -> CheckpointError:
+    """The error for a file of weights that is not of its `kind`. `error`: its reader's."""
+    with path.open("rb") as file:
+        pointer = file.read(len(POINTER)) == POINTER.encode()
+    size = f"{path.stat().st_size:,} bytes"
+    what = FETCH if pointer else f"is truncated, damaged or no {kind} file: it has {size} ({error}). Get it once more"
+    return CheckpointError(f"{path} {what}")
+
+
+def refuse(problems: Sequence[str], what: str) -> None:
+    """Raises a CheckpointError with `what` and the first twenty problems, if there are any."""
+    if problems:
+        shown = "\n  ".join(sorted(problems)[:20])
+        more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
+        raise CheckpointError(f"{what}:\n  {shown}{more}")
+
+
+def boxed(needed: str = "config.json") -> list[str]:
+    """The names of the models in the package; of its adapters if `needed` is an adapter's file."""
+    folder = resources.files("dinfer") / "demo" / "checkpoints"
+    if not folder.is_dir():
+        return []
+    return sorted(item.name for item in folder.iterdir() if (item / needed).is_file())
+
+
+def locate(name: str, revision: str | None = None, needed: str = "config.json", wanted: Sequence[str] = WANTED) -> Path:
+    """The folder of a checkpoint, or its GGUF file: a model in the box, a local path, or a download from the hub.
+
+    `needed`: the file that the folder must have. `wanted`: patterns of the files to download. Raises CheckpointError.
+    """
+    if not name.strip():
+        raise CheckpointError(f"checkpoint={name!r} names no model: give one in the box, a folder or a hub name")
+    path = snapshot_of(local(name))
+    weights = path.suffix == GGUF
+    if weights and not path.is_file():
+        raise CheckpointError(f"there is no file {path}")
+    if path.is_file() and not weights:
+        raise CheckpointError(f"{path} is a file: give the folder of a checkpoint, or a file whose name ends in {GGUF}")
+    if revision is not None and (name in boxed(needed) or path.exists()):
+        raise CheckpointError(f"revision={revision!r} is for checkpoints on the hub, and {name!r} is not one")
+    if weights:
+        return path
+    if name in boxed(needed):
+        path = Path(str(resources.files("dinfer") / "demo" / "checkpoints" / name))
+    elif not path.is_dir():
+        if name in boxed("adapter_config.json"):
+            raise CheckpointError(
+                f"{name!r} is an adapter, not a checkpoint: load the model that it changes with adapter={name!r}, or "
+                f"use the preset {name}"
+            )
+        if name.count("/") != 1 or name.startswith((".", "/", "~")):
+            known = unknown("checkpoint", name, boxed(needed))
+            good = "A folder, a GGUF file or a hub name such as 'GSAI-ML/LLaDA-8B-Instruct' is good too."
+            raise CheckpointError(f"{known} {good}")
+        path = download(name, revision, wanted)
+    if not (path / needed).is_file():
+        files = sorted(str(file) for file in path.glob(f"*{GGUF}"))
+        good = f"give one of its GGUF files, such as {files[0]}" if files else "a Hugging Face model folder is needed"
+        raise CheckpointError(f"{path} has no {needed}: {good}")
+    return path
+
+
+def download(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
+    """The folder with a model's files, downloaded or from the cache. Raises CheckpointError."""
+    from huggingface_hub import constants, errors, snapshot_download  # slow to import, and not needed for folders
+
+    offline = constants.HF_HUB_OFFLINE or not reachable(constants.ENDPOINT)
+    try:
+        found = snapshot_download(name, revision=revision, allow_patterns=[*patterns], local_files_only=offline)
+    except errors.LocalEntryNotFoundError as error:
+        why = f"{constants.ENDPOINT} cannot be reached" if offline else str(error).splitlines()[0]
+        why = "HF_HUB_OFFLINE is set: unset it" if constants.HF_HUB_OFFLINE else f"{why}: connect to the network"
+        raise CheckpointError(
+            f"{name} is not in {constants.HF_HUB_CACHE}, and {why}; or run `hf download {name}` elsewhere, bring the "
+            "folder here and give it as model.checkpoint=FOLDER"
+        ) from error
+    except (errors.HfHubHTTPError, errors.HFValidationError) as error:
+        raise CheckpointError(
+            f"{constants.ENDPOINT}/{name} cannot be read: {' '.join(str(error).split()):.300} Check the name and the "
+            "revision. If the model is gated or private, accept its terms on that page and log in with `hf auth login`"
+        ) from error
+    return Path(found)
+
+
+def local(name: str) -> Path:
+    """The file or folder that a name may be. `~user` stays as it is if there is no such user."""
+    return Path(os.path.expanduser(name))
+
+
+def snapshot_of(folder: Path) -> Path:
+    """The files in a folder of the hub's cache, `models--OWNER--NAME`, by its branch main. Other paths as they are.
+
+    Raises CheckpointError for such a folder that does not say which of its snapshots is meant.
+    """
+    snapshots, main = folder / "snapshots", folder / "refs" / "main"
+    if not folder.name.startswith("models--") or not snapshots.is_dir():
+        return folder
+    found = sorted(path for path in snapshots.iterdir() if path.is_dir())
+    if main.is_file() and (named := snapshots / main.read_text().strip()) in found:
+        return named
+    if len(found) == 1:
+        return found[0]
+    raise CheckpointError(f"{folder} is a folder of the hub's cache, and has {len(found)} snapshots: give one of them")
+
+
+def datasets_of(folder: Path) -> list[str]:
+    """What the model was trained on, as the field `datasets` of its card says. Empty without a readable card."""
+    found: object = None
+    if (card := folder / "README.md").is_file():
+        from huggingface_hub import ModelCard  # slow to import, and rarely needed
+
+        with suppress(Exception):  # cards are written by hand, and their YAML fails in many ways
+            found = ModelCard.load(card, ignore_metadata_errors=True).data.to_dict().get("datasets")
+    names = [found] if isinstance(found, str) else found
+    return [str(name) for name in names] if isinstance(names, list) else []
+
+
+def reachable(url: str) -> bool:
+    """Whether the host of a URL accepts connections. True with a proxy, which answers for the host."""
+    if getproxies():
+        return True
+    where, answers = urlsplit(url), Queue[bool]()
+
+    def knock() -> None:
+        try:
+            port = where.port or (443 if where.scheme == "https" else 80)
+            socket.create_connection((where.hostname or "", port), timeout=PATIENCE).close()
+            answers.put(True)
+        except OSError:
+            answers.put(False)
+
+    Thread(target=knock, daemon=True).start()  # the lookup of an address has no timeout
+    try:
+        return answers.get(timeout=PATIENCE)
+    except Empty:
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class TokenId:
+    """A token and its source: a file of the checkpoint, or `PUBLISHED`."""
+
+    id: int
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokenIds:
+    """The tokens that the files of a checkpoint name."""
+
+    mask: TokenId | None  # None: no file names it
+    stops: tuple[TokenId, ...]  # each once, EOS first
+
+    def fields(self) -> dict[str, Any]:
+        """The same as fields of a config.json, without those that no file names."""
+        mask = {} if self.mask is None else {"mask_token_id": self.mask.id}
+        return mask | ({"eos_token_id": [stop.id for stop in self.stops]} if self.stops else {})
+
+
+def token_ids(folder: SmallFiles, config: Mapping[str, Any]) -> TokenIds:
+    """The mask token and all stop tokens that the files in `folder` name. `config` is its config.json.
+
+    Raises a CheckpointError that names file, field and value if a value is outside the vocabulary.
+    """
+    masks = [*_configured(folder, config, "mask_token_id")] or _named(folder, "mask_token")
+    stops = [*_configured(folder, config, "eos_token_id")] or _named(folder, "eos_token")
+    vocab = config.get("embedding_size") or config.get("vocab_size")
+    for field, found in (("mask_token_id", masks), ("eos_token_id", stops)):
+        for token in found:
+            if type(vocab) is int and token.id >= vocab:
+                raise CheckpointError(f"{token.source}: {field}={token.id} is outside the vocabulary of {vocab}")
+    first = {token.id: token for token in reversed(stops)}
+    return TokenIds(masks[0] if masks else None, tuple(first[i] for i in dict.fromkeys(stop.id for stop in stops)))
+
+
+def listed(value: Any, field: str, file: str = CONFIG) -> tuple[int, ...]:
+    """The token ids of a field, which holds one or null; `eos_token_id` may hold a list. Raises CheckpointError."""
+    several = field.endswith("eos_token_id")
+    found = () if value is None else tuple(value) if several and isinstance(value, list) else (value,)
+    if value == [] or not all(type(token) is int and token >= 0 for token in found):
+        raise CheckpointError(
+            f"{file}: {field}={value!r} must be a token id{', a list of them,' if several else ''} or null"
+        )
+    return found
+
+
+def _configured(folder: SmallFiles, config: Mapping[str, Any], field: str) -> Iterator[TokenId]:
+    """The token ids of a field in config.json and generation_config.json."""
+    text = config.get("text_config")
+    for part, where, file in (
+        (config, field, CONFIG),
+        (text if isinstance(text, Mapping) else {}, f"text_config.{field}", CONFIG),
+        (small_object(folder, GENERATION), field, GENERATION),
+    ):
+        yield from (TokenId(token, file) for token in listed(part.get(field), where, file))
+
+
+def _named(folder: SmallFiles, role: str) -> list[TokenId]:
+    """The id of the text that the tokenizer's files give a role."""
+    names = [name for one, name in named_roles(folder) if one == role]
+    for name in dict.fromkeys(names):
+        for file, known in vocabularies(folder):
+            if name in known:
+                return [TokenId(token, file) for token in listed(known[name], f"id of {name!r}", file)]
+    return []
+
+
+def named_roles(folder: SmallFiles) -> Iterator[tuple[str, str]]:
+    """Roles, such as mask_token, and their texts in the tokenizer's files."""
+    for file in (TOKENIZER, SPECIAL):
+        for role, token in small_object(folder, file).items():
+            if role.endswith(("_token", "_tokens")):
+                texts = [_content(one) for one in (token if isinstance(token, list) else [token])]
+                yield from ((role, text) for text in texts if text is not None)
+
+
+def vocabularies(folder: SmallFiles) -> Iterator[tuple[str, dict[Any, Any]]]:
+    """Files, and the ids of the texts in each. The smallest file comes first, since it usually suffices."""
+    decoder = _part(small_object(folder, TOKENIZER), "added_tokens_decoder", {}, TOKENIZER)
+    yield TOKENIZER, {_content(entry): int(token) if token.isdecimal() else token for token, entry in decoder.items()}
+    file = "tokenizer.json"
+    whole = small_object(folder, file)
+    vocab = _part(whole, "model", {}, file).get("vocab")
+    added = _part(whole, "added_tokens", [], file)
+    known = {_content(entry): entry.get("id") for entry in added if isinstance(entry, dict)}
+    yield file, (vocab if isinstance(vocab, dict) else {}) | known
+    yield "added_tokens.json", small_object(folder, "added_tokens.json")
+
+
+def _part(found: Mapping[str, Any], field: str, empty: Any, file: str) -> Any:
+    """A field that must be of the type of `empty`, an object or a list; `empty` if it is absent or null."""
+    value = found.get(field)
+    if value is not None and not isinstance(value, type(empty)):
+        raise CheckpointError(f"{file}: {field}={value!r:.80} must be {'an object' if empty == {} else 'a list'}")
+    return value or empty
+
+
+def _content(token: Any) -> str | None:
+    """The text of a token, which is a text or an object with its properties."""
+    text = token.get("content") if isinstance(token, Mapping) else token
+    return text if isinstance(text, str) else None

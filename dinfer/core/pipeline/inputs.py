@@ -1,0 +1,217 @@
+"""What callers give a pipeline, ValueError for anything else, and how a session of Python shows what they get.
+
+`The capital of [MASK:4] is Paris.` stands for a text in which four tokens are to be found. A backslash in front of a
+marker makes it a part of the text: `\\[MASK:4]`; two stand for one and leave it a marker. Backslashes elsewhere are
+themselves.
+"""
+
+import html
+import operator
+import os
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from itertools import groupby
+from typing import Any, TypeVar
+
+import torch
+
+from dinfer.core.abilities.reports import TokenLogprob
+from dinfer.core.engine.request import Counts
+
+
+def is_conversation(prompt: Any) -> bool:
+    """A list of messages, each with a role and a text."""
+    if not isinstance(prompt, Sequence) or not prompt:
+        return False
+    return all(
+        isinstance(message, Mapping) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+        for message in prompt
+    )
+
+
+def encodable(text: str) -> str:
+    """The text. Raises ValueError for half of a surrogate pair, which JSON can spell, but which is no character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{text!r:.80} must be text, and holds half of a surrogate pair: take it out") from error
+    return text
+
+
+class NoTools(ValueError):
+    """The chat template would not show the model the tools, calls or results that it is given."""
+
+
+DEEPEST = 100  # lists and objects in each other
+
+
+def texts_in(value: Any, left: int = DEEPEST) -> Iterator[str]:
+    """All texts in messages or tools, names of fields included. Raises ValueError for what nests too deep."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | Sequence):
+        if not left:
+            raise ValueError(f"more than {DEEPEST} lists and objects are in each other")
+        inside = (one for pair in value.items() for one in pair) if isinstance(value, Mapping) else value
+        yield from (text for one in inside for text in texts_in(one, left - 1))
+
+
+def listed(value: Any, name: str) -> list[Any]:
+    """The items of a list, tuple, array or tensor."""
+    if (items := _items(value)) is None:
+        raise ValueError(f"{name} must be a list, not {value!r:.80}")
+    return items
+
+
+def each(value: Any, count: int, name: str) -> list[Any]:
+    """One value for each prompt: a list of them, or the same for all."""
+    if (items := _items(value)) is None:
+        return [value] * count
+    if len(items) != count:
+        raise ValueError(f"{name} has {len(items)} values for {count} prompts: give one, or one for each")
+    return items
+
+
+def _items(value: Any) -> list[Any] | None:
+    """The items of what has any in an order; None: it has not."""
+    if not isinstance(value, Collection) or isinstance(value, (str, bytes, Mapping, Set)):
+        return None
+    try:
+        return list(value)
+    except TypeError:  # a tensor or array of one number
+        return None
+
+
+@contextmanager
+def named(what: str) -> Iterator[None]:
+    """Puts the name of one of several inputs in front of what is wrong with it."""
+    try:
+        yield
+    except ValueError as error:
+        raise type(error)(f"{what}: {error}") from error
+
+
+def as_int(value: Any, what: str) -> int:
+    """An integer, also of numpy or torch."""
+    try:
+        if isinstance(value, bool) or (isinstance(value, torch.Tensor) and value.dtype == torch.bool):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise ValueError(f"{what}={value!r} must be an integer") from None
+
+
+MARKER = re.compile(r"(\\*)\[MASK:([^\]]*)\]")
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Infilled:
+    """A text or canvas with its gaps filled."""
+
+    text: str  # without special tokens; empty where there is no tokenizer
+    ids: list[int]  # the canvas as a whole
+    gaps: list[list[int]]  # what fills each gap: a run of mask tokens
+    gap_texts: list[str]  # the same as text
+    counts: Counts
+    trace: list[list[int]] | None = None  # if asked for, the canvas after every step
+    logprobs: list[list[TokenLogprob]] | None = None  # if asked for, of each token of each gap, up to a stop token
+
+    def __repr__(self) -> str:
+        return f"Infilled({short(self.text)}, gaps={self.gap_texts!r:.80}, {figures(self.counts)})"
+
+    def _repr_html_(self) -> str:
+        return as_html(self.text, self.counts, self.ids, 0, self.trace)
+
+
+def marked(text: str, marker: re.Pattern[str]) -> Iterator[str | re.Match[str]]:
+    """Stretches of text, and the markers between them. Group 1 of `marker`: the backslashes in front of one."""
+    words, begin = "", 0
+    for match in marker.finditer(text):
+        slashes = match[1]
+        words += text[begin : match.start()] + "\\" * (len(slashes) // 2)
+        begin = match.end()
+        if len(slashes) % 2:
+            words += match[0][len(slashes) :]
+            continue
+        if words:
+            yield words
+        yield match
+        words = ""
+    if words := words + text[begin:]:
+        yield words
+
+
+def parse(text: str) -> list[str | int]:
+    """Stretches of text, and the lengths of the gaps between them. Raises ValueError for a marker that is none."""
+    pieces: list[str | int] = []
+    for piece in marked(text, MARKER):
+        if isinstance(piece, str):
+            pieces.append(piece)
+            continue
+        if not re.fullmatch(r"[0-9]{1,99}", piece[2]) or int(piece[2]) < 1:  # `int` takes 4300 digits at most
+            raise ValueError(
+                f"{piece[0]!r:.80} is no gap: write [MASK:n] with the number n of tokens, or \\[MASK:...] for the text"
+            )
+        pieces.append(int(piece[2]))
+    return pieces
+
+
+def escaped(text: str) -> str:
+    """A text that `parse` reads as nothing but this text."""
+    return MARKER.sub(lambda found: "\\" * (len(found[1]) + 1) + found[0], text)
+
+
+def gaps_of(ids: Sequence[int], mask_id: int) -> list[range]:
+    """The positions of each unbroken run of mask tokens."""
+    runs = [[*run] for is_mask, run in groupby(range(len(ids)), lambda place: ids[place] == mask_id) if is_mask]
+    return [range(run[0], run[-1] + 1) for run in runs]
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+CELL = "display:inline-block;width:.7em;height:.9em;margin:1px;background:"
+
+
+def short(text: str, most: int = 60) -> str:
+    """The text as Python writes it, cut."""
+    return repr(text if len(text) <= most else f"{text[: most - 1]}…")
+
+
+def figures(counts: Counts) -> str:
+    """What an answer cost, in a line."""
+    return (
+        f"{counts.tokens} tokens, {counts.forwards} forwards, {counts.tpf:.2f} tokens per forward (TPF), "
+        f"{counts.positions_per_committed:.1f} positions per token, {counts.seconds:.2f} s"
+        f"{counts.recipe and f', {counts.recipe}'}"
+    )
+
+
+def as_html(
+    text: str, counts: Counts, canvas: Sequence[int], prompt: int, trace: Sequence[Sequence[int]] | None
+) -> str:
+    """The text, the figures, and a cell for each position: grey in the prompt, else as late as it is dark."""
+    steps, cells = len(trace or ()) or 1, ""
+    for i, token in enumerate(canvas):
+        open_until = max((step for step, ids in enumerate(trace or (), 1) if ids[i] != token), default=0)
+        colour = "#ccc" if i < prompt else f"hsl(210 70% {85 - 60 * open_until / steps:.0f}%)"
+        cells += f'<span title="{token}" style="{CELL}{colour}"></span>'
+    said = html.escape(text)
+    return f'<pre style="white-space:pre-wrap">{said}</pre><p><small>{figures(counts)}</small></p><div>{cells}</div>'
+
+
+def user_errors(function: F) -> F:
+    """Lets a ValueError, which bad input causes, begin where the user called. DINFER_DEBUG=1 shows all frames."""
+
+    @wraps(function)
+    def call(*args: Any, **named: Any) -> Any:
+        __tracebackhide__ = True  # IPython and pytest leave this frame out
+        try:
+            return function(*args, **named)
+        except ValueError as error:
+            if os.environ.get("DINFER_DEBUG", "0") not in ("", "0"):
+                raise
+            raise error.with_traceback(None) from None
+
+    return call  # type: ignore[return-value]

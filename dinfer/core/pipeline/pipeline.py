@@ -1,0 +1,571 @@
+"""The facade: load a model with a recipe, give it text, messages or token ids, get results with their counts."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property, partial
+from itertools import islice
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NoReturn, TypedDict, Unpack, overload
+
+import torch
+
+import dinfer.core.recipe.presets as presets
+from dinfer.core.abilities.reports import TokenLogprob
+from dinfer.core.engine.engine import Engine
+from dinfer.core.engine.request import Completion, Counts, Request, Update, Wants
+from dinfer.core.engine.runtime import Runtime
+from dinfer.core.loading.checkpoint import family_of, load_network, read_config
+from dinfer.core.loading.files import locate
+from dinfer.core.pipeline.inputs import (
+    Infilled,
+    as_html,
+    as_int,
+    each,
+    encodable,
+    figures,
+    gaps_of,
+    is_conversation,
+    listed,
+    named,
+    parse,
+    short,
+    user_errors,
+)
+from dinfer.core.pipeline.tokenizer import ChatTemplate, TextStream, read_tokenizer
+from dinfer.core.recipe.recipe import Recipe, compose
+from dinfer.core.registry import CACHES, MODELS
+from dinfer.core.step.contracts import CachePolicy
+from dinfer.core.step.mixins import Pads
+from dinfer.core.step.window import exact
+from dinfer.scale.parallel.divided_model import Source, divided
+from dinfer.structure import Compiler, Language
+from dinfer.structure.abilities.constraints import InLanguage
+from dinfer.structure.form import Held, compiler_of, form_of, in_gaps_of, languages_of
+from dinfer.structure.questions import Layout, layout, questions
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Message = Mapping[str, str]
+Options = Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
+"""Per-request options by name: the same for all prompts, or a mapping for each."""
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Result:
+    """One answer.
+
+    `ids` are the generated tokens before the first stop token; `canvas` is prompt and generation as a whole;
+    `trace`, if asked for, is the canvas after every step, the mask id (or a draft, or noise) where it was still masked.
+    """
+
+    text: str
+    ids: list[int]
+    prompt_ids: list[int]
+    canvas: list[int]
+    stopped: bool  # at a stop token; else max_new_tokens ran out
+    counts: Counts
+    trace: list[list[int]] | None = None
+    read: Callable[[str], Any] | None = field(default=None, compare=False, repr=False)  # how `value` is read
+
+    @property
+    def value(self) -> Any:
+        """What an answer that was held to a constraint says: an instance of the type, the value of its JSON, else the
+        text; None: it was not. Raises ValueError if validators of the type's own refuse it."""
+        return None if self.read is None else self.read(self.text)
+
+    def __repr__(self) -> str:
+        return f"Result({short(self.text)}, {figures(self.counts)})"
+
+    def _repr_html_(self) -> str:
+        return as_html(self.text, self.counts, self.canvas, len(self.prompt_ids), self.trace)
+
+
+class Pipeline:
+    """A model, a recipe and a tokenizer, ready to generate."""
+
+    def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None, runtime: Runtime) -> None:
+        self.recipe, self.tokenizer = recipe, tokenizer
+        spec = recipe.model.spec
+        self.engine = Engine(recipe, runtime)
+        for level in self.engine.levels:
+            _tell_if_inexact(spec.family, spec.attention_layout, level.recipe.cache, level.recipe.alignment)
+
+    @property
+    def model(self) -> Any:
+        return self.recipe.model
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a Pipeline cannot be pickled: it has threads and memory of a device. In another process call dinfer.load "
+            "there, with the same arguments"
+        )
+
+    @cached_property
+    def compiler(self) -> Compiler:
+        """Compiles what answers are held to. Raises ValueError if no constraint can be guaranteed here."""
+        return compiler_of(self.recipe, self._need_tokenizer())
+
+    def _language(self, held: Held) -> Language | None:
+        return None if (form := form_of(held)) is None else form.language(self.compiler)
+
+    @cached_property
+    def _chat(self) -> ChatTemplate:
+        return ChatTemplate(self._need_tokenizer())
+
+    def __repr__(self) -> str:
+        spec, runtime = self.model.spec, self.engine.runtime
+        return (
+            f"Pipeline({spec.family} of {spec.layers} layers, {spec.hidden} wide, {self.model.dtype} on "
+            f"{self.model.device}; {self.recipe.parts}; {runtime.rows} requests at a time)"
+        )
+
+    @overload
+    def generate(  # type: ignore[overload-overlap]  # a text is no list of texts here
+        self, prompts: str | Sequence[Message], *, max_new_tokens: int = 128, options: Options = None,
+        chat: bool | None = None, trace: bool = False, **held: Unpack[Held],
+    ) -> Result: ...  # fmt: skip
+
+    @overload
+    def generate(
+        self, prompts: Sequence[str | Sequence[Message]], *, max_new_tokens: int | Sequence[int] = 128,
+        options: Options = None, chat: bool | None = None, trace: bool = False, **held: Unpack[Held],
+    ) -> list[Result]: ...  # fmt: skip
+
+    @user_errors
+    def generate(
+        self,
+        prompts: Any,
+        *,
+        max_new_tokens: int | Sequence[int] = 128,
+        options: Options = None,
+        chat: bool | None = None,
+        trace: bool = False,
+        **held: Unpack[Held],
+    ) -> Any:
+        """Answers one prompt (returns a Result) or a list of them (returns a list, in order).
+
+        A prompt is a text or a conversation (a list of {"role", "content"}). `chat`: put texts through the
+        tokenizer's chat template; None: if it has one. `options`: per-request options, one mapping for all or one
+        for each prompt, such as {"threshold": 0.8}. `max_new_tokens`: one number for all, or one for each.
+
+        `held`: what every answer is held to, whatever the model says: schema=, a pydantic model, a JSON Schema or its
+        text; regex=; choice=, a list of texts; grammar=, Lark or EBNF; or constraint=, of `dinfer.structure`. With
+        posterior=True, tokens are weighed by how probable an accepted answer with them is. The result's `value` is
+        then the parsed answer. The model does not see it: say in the prompt what is wanted.
+
+        Raises ValueError for bad input, and NonFiniteLogits or StalledRow for a request that fails.
+        """
+        single = isinstance(prompts, str) or is_conversation(prompts)
+        encode = partial(self.encode, chat=chat)
+        ids = [encode(prompts)] if single else self._each(encode, prompts, "prompt")
+        results = self.generate_ids(ids, max_new_tokens=max_new_tokens, options=options, trace=trace, **held)
+        return results[0] if single else results
+
+    @user_errors
+    def generate_ids(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int | Sequence[int] = 128,
+        options: Options = None,
+        trace: bool = False,
+        **held: Unpack[Held],
+    ) -> list[Result]:
+        """Like `generate`, for prompts that are token ids. Texts are decoded if there is a tokenizer."""
+        form = form_of(held)
+        language = None if form is None else form.language(self.compiler)
+        requests = self.requests(prompts, max_new_tokens, options, language)
+        read, results = None if form is None else form.read, list[Result]()
+        for request, (done, snapshots, _) in zip(requests, self._run(requests, trace), strict=True):
+            text, counts = "" if self.tokenizer is None else self.decode(done.output), done.counts
+            results.append(
+                Result(text, done.output, request.prompt, done.canvas, done.stopped, counts, snapshots, read)
+            )
+        return results
+
+    @overload
+    def infill(  # type: ignore[overload-overlap]  # a text is no list of texts here
+        self, texts: str, *, options: Options = None, stop: bool = False, trace: bool = False, logprobs: bool = False,
+        scope: str = "answer", **held: Unpack[Held],
+    ) -> Infilled: ...  # fmt: skip
+
+    @overload
+    def infill(
+        self, texts: Sequence[str], *, options: Options = None, stop: bool = False, trace: bool = False,
+        logprobs: bool = False, scope: str = "answer", **held: Unpack[Held],
+    ) -> list[Infilled]: ...  # fmt: skip
+
+    @user_errors
+    def infill(
+        self,
+        texts: str | Sequence[str],
+        *,
+        options: Options = None,
+        stop: bool = False,
+        trace: bool = False,
+        logprobs: bool = False,
+        scope: str = "answer",
+        **held: Unpack[Held],
+    ) -> Any:
+        """Fills the gaps of one text (returns an Infilled) or of a list of them (returns a list, in order).
+
+        `[MASK:n]` is a gap of n tokens, `\\[MASK:n]` that very text. The stretches between gaps are tokenised each
+        for itself, without a chat template. `stop`: a stop token in a gap ends it all, as `iteration.stop` says, and
+        what is left is EOS; else stop tokens are tokens like others. `logprobs`: of what fills the gaps, and of the
+        likeliest tokens there.
+
+        `held`: what is held to a form, as for `generate`. `scope`: all text from the first gap on ("answer"), or the
+        text of each gap ("gap"); then a list gives each gap its own form. Raises ValueError for bad input.
+        """
+        single = isinstance(texts, str)
+        canvases = [self._template(texts)] if single else self._each(self._template, texts, "text")
+        results = self.infill_ids(
+            canvases, options=options, stop=stop, trace=trace, logprobs=logprobs, scope=scope, **held
+        )
+        return results[0] if single else results
+
+    @user_errors
+    def infill_ids(
+        self,
+        canvases: Sequence[Sequence[int]],
+        *,
+        options: Options = None,
+        stop: bool = False,
+        trace: bool = False,
+        logprobs: bool = False,
+        scope: str = "answer",
+        **held: Unpack[Held],
+    ) -> list[Infilled]:
+        """Like `infill`, for canvases of token ids in which the model's mask token stands at every open position."""
+        canvases = listed(canvases, "canvases")
+        values = each({} if options is None else options, len(canvases), "options")
+        form = languages_of(held, scope, lambda: self.compiler), scope
+        pairs = enumerate(zip(canvases, values, strict=True))
+        requests = [self._infill_request(i, *given, stop, form) for i, given in pairs]
+        done = zip(requests, self._run(requests, trace, logprobs), strict=True)
+        return [self.infilled(request, *finished) for request, finished in done]
+
+    @user_errors
+    def read(
+        self,
+        prompts: Any,
+        answer: str | None = None,
+        *,
+        slots: Mapping[str, Sequence[str]] | None = None,
+        choice: Sequence[str] | None = None,
+        steps: int = 1,
+        seeds: int = 1,
+        seed: int = 0,
+        chat: bool | None = None,
+    ) -> Any:
+        """What the model says in the slots of an answer to one prompt (a Reading) or to a list of them (a list).
+
+        `answer`: its text, `[SLOT:name]` for each slot; None: one slot alone. `slots`: the options of each; `choice`:
+        those of a single slot, called "choice". `steps`: denoise steps of each block. One reads all slots at once;
+        with more, the surest are filled first, and the others read what stands there. `seeds`: how often a model
+        without a mask token is read, from other noise each time; `seed`: the first. `chat`: as for `generate`.
+
+        Nothing is drawn, so no other option has an effect. Raises ValueError for bad input.
+        """
+        single = isinstance(prompts, str) or is_conversation(prompts)
+        encode = partial(self.encode, chat=chat)
+        ids = [encode(prompts)] if single else self._each(encode, prompts, "prompt")
+        read = self.layout(answer, slots, choice)
+        made = [read.requests(self.engine, prompt, steps, seeds, seed) for prompt in ids]
+        done = iter(self._run([request for each in made for request in each], False))
+        readings = [read.reading(prompt, [next(done)[0] for _ in each]) for prompt, each in zip(ids, made, strict=True)]
+        return readings[0] if single else readings
+
+    def layout(self, answer: Any, slots: Any, choice: Any) -> Layout:
+        """The answer that `read` seeds, in tokens. Raises ValueError if its slots cannot be read."""
+        write = partial(self._need_tokenizer().encode, add_special_tokens=False)
+        return layout(write, self.model.spec, lambda: self.compiler, questions(answer, slots, choice))
+
+    def infill_request(
+        self, text: str, options: Mapping[str, Any], languages: Sequence[Language] = (), scope: str = "answer"
+    ) -> Request:
+        """The request that `infill` makes of one text."""
+        return self._infill_request(0, self._template(text), options, False, (languages, scope))
+
+    def infilled(
+        self, request: Request, completion: Completion, trace: list[list[int]] | None = None,
+        logprobs: Iterable[TokenLogprob] | None = None,
+    ) -> Infilled:  # fmt: skip
+        """What `infill` makes of the completion of one request. `logprobs`: of the output."""
+        runs = gaps_of(request.prompt, self.recipe.model.spec.mask)
+        gaps = [[completion.canvas[position] for position in run] for run in runs]
+        text, *texts = ["" if self.tokenizer is None else self.decode(ids) for ids in (completion.canvas, *gaps)]
+        heard = None if logprobs is None else iter(logprobs)
+        scores = None if heard is None else [[*islice(heard, len(gap))] for gap in gaps]
+        return Infilled(text, completion.canvas, gaps, texts, completion.counts, trace, scores)
+
+    def _run(
+        self, requests: list[Request], trace: bool, logprobs: bool = False
+    ) -> list[tuple[Completion, list[list[int]] | None, list[TokenLogprob] | None]]:
+        """The completions in order, and what is asked for: the canvas after every step, logprobs of the output."""
+        done: dict[int, Completion] = {}
+        traces, heard = ([list[Any]() for _ in requests] for _ in range(2))
+        wants = Wants(snapshots=trace, deltas="commit" if logprobs else None, logprobs=logprobs)
+        for update in self.engine.run(requests, wants):
+            if update.tokens is not None:
+                traces[update.index].append(update.tokens)
+            heard[update.index] += update.logprobs or []
+            if update.completion is not None:
+                done[update.index] = update.completion
+        return [(done[i], traces[i] if trace else None, heard[i] if logprobs else None) for i in range(len(requests))]
+
+    @user_errors
+    def updates(
+        self,
+        prompt: Any,
+        *,
+        max_new_tokens: int = 128,
+        options: Mapping[str, Any] | None = None,
+        chat: bool | None = None,
+        **held: Unpack[Held],
+    ) -> Generator[Update]:
+        """The canvas of one prompt after every step. Raises as `generate` does."""
+        requests = self.requests([self.encode(prompt, chat=chat)], max_new_tokens, options, self._language(held))
+        return self.engine.run(requests, Wants(snapshots=True))
+
+    @user_errors
+    def stream(
+        self,
+        prompt: Any,
+        *,
+        max_new_tokens: int = 128,
+        options: Mapping[str, Any] | None = None,
+        chat: bool | None = None,
+        **held: Unpack[Held],
+    ) -> TextStream:
+        """The answer to one prompt as pieces of text, in order, each as soon as no later step can change it.
+
+        Joined, they are the text that `generate` returns. A decoder that edits gives the text of finished blocks.
+        Raises as `generate` does.
+        """
+        requests = self.requests([self.encode(prompt, chat=chat)], max_new_tokens, options, self._language(held))
+        return TextStream(self.engine.run(requests, Wants(deltas="commit")), self.decode)
+
+    @user_errors
+    def encode(self, prompt: Any, *, chat: bool | None = None, **how: Any) -> list[int]:
+        """Token ids of a text or of a conversation. Messages are text, even where they spell a special token.
+
+        `how`: `add_special_tokens` for texts; `tools` as OpenAI's clients write them, `add_generation_prompt`,
+        `continue_final_message`, and `variables` of the chat template, such as {"enable_thinking": False}, for
+        conversations.
+        """
+        tokenizer = self._need_tokenizer()
+        if isinstance(prompt, str):
+            if not prompt.strip():
+                raise ValueError("the prompt is empty")
+            if chat is False or (chat is None and tokenizer.chat_template is None):
+                return list(tokenizer(encodable(prompt), **how)["input_ids"])
+            prompt = [{"role": "user", "content": prompt}]
+        elif not is_conversation(prompt):
+            raise ValueError(f"a prompt is a text or a list of messages with 'role' and 'content', not {prompt!r:.80}")
+        if tokenizer.chat_template is None:
+            raise ValueError("the checkpoint's tokenizer has no chat template: give texts, with chat=None or False")
+        return self._chat.encode(prompt, **how)
+
+    def written(self, messages: Sequence[Mapping[str, Any]], **how: Any) -> str:
+        """The text that the chat template makes of a conversation. Raises ValueError."""
+        self._need_tokenizer()
+        return self._chat.write(messages, **how)
+
+    def requests(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int | Sequence[int],
+        options: Options,
+        language: Language | None = None,
+    ) -> list[Request]:
+        """Validated requests, their answers in `language`; every error names the prompt and the field."""
+        prompts = listed(prompts, "prompts")
+        lengths = each(max_new_tokens, len(prompts), "max_new_tokens")
+        values = each({} if options is None else options, len(prompts), "options")
+        triples = zip(prompts, lengths, values, strict=True)
+        return [self._request(i, *given, language) for i, given in enumerate(triples)]
+
+    def _request(
+        self, index: int, prompt: Sequence[int], new_tokens: Any, options: Any, language: Language | None
+    ) -> Request:
+        ids, new_tokens = _ids(prompt, f"prompt {index}"), as_int(new_tokens, f"prompt {index}: max_new_tokens")
+        if new_tokens < 1:
+            raise ValueError(f"prompt {index}: max_new_tokens={new_tokens} must be at least 1")
+        room = max(self.engine.max_length - len(ids) - new_tokens, 0)
+        iteration = self.recipe.iteration
+        padding = min(iteration.padding(new_tokens) if isinstance(iteration, Pads) else 0, room)
+        more = {} if language is None else {"language": InLanguage(language, len(ids), len(ids) + new_tokens)}
+        return self._checked(f"prompt {index}", options, Request(ids, new_tokens, padding=padding, more=more))
+
+    @staticmethod
+    def _each(encode: Callable[[Any], list[int]], values: Any, what: str) -> list[list[int]]:
+        """Token ids of each of a list. An error names the one that is wrong."""
+        found = []
+        for index, value in enumerate(listed(values, f"{what}s")):
+            with named(f"{what} {index}"):
+                found.append(encode(value))
+        return found
+
+    def _checked(self, what: str, options: Any, request: Request) -> Request:
+        """The request with its options. Raises a ValueError that begins with `what` if it can never run."""
+        if not isinstance(options, Mapping):
+            raise ValueError(f"{what}: options must be a mapping of names to values, not {options!r}")
+        with named(what):
+            request = replace(request, options=self.recipe.resolve(options))
+            self.engine.check(request)
+        return request
+
+    def _template(self, text: Any) -> list[int]:
+        """Token ids of a text with markers: BOS if the tokenizer puts one in front of texts, masks in the gaps."""
+        if not isinstance(text, str):
+            raise ValueError(f"a text with gaps must be a text, not {text!r:.80}")
+        tokenizer, spec = self._need_tokenizer(), self.recipe.model.spec
+        ids = [token for token in tokenizer("")["input_ids"][:1] if token == tokenizer.bos_token_id]
+        for piece in parse(encodable(text)):
+            if isinstance(piece, str):
+                ids += tokenizer(piece, add_special_tokens=False)["input_ids"]
+            elif piece > spec.max_length:
+                raise ValueError(f"[MASK:{piece}] exceeds the model's {spec.max_length} positions")
+            else:
+                ids += [spec.mask] * piece
+        return ids
+
+    def _infill_request(
+        self, index: int, canvas: Any, options: Any, stop: bool, form: tuple[Sequence[Language], str]
+    ) -> Request:
+        """`form`: what is held to it, and what its scope is."""
+        what, mask_id = f"canvas {index}", self.recipe.model.spec.mask
+        if mask_id not in (ids := _ids(canvas, what)):
+            raise ValueError(f"{what} has no gap: put [MASK:n] into the text, or the mask token {mask_id}")
+        with named(what):
+            more = {"language": in_gaps_of(form[0], ids, mask_id, form[1])} if form[0] else {}
+        gaps = [token == mask_id for token in ids]
+        return self._checked(what, options, Request(ids, 0, gaps=gaps, stops=stop, more=more))
+
+    def decode(self, ids: list[int]) -> str:
+        return str(self._need_tokenizer().decode(ids, skip_special_tokens=True))
+
+    def _need_tokenizer(self) -> PreTrainedTokenizerBase:
+        if self.tokenizer is None:
+            raise ValueError("the checkpoint has no tokenizer: use generate_ids with token ids")
+        return self.tokenizer
+
+
+def _ids(value: Any, what: str) -> list[int]:
+    return [as_int(token, f"{what}: token") for token in listed(value, what)]
+
+
+class Parts(TypedDict, total=False):
+    """The components of a recipe but the model."""
+
+    iteration: Any
+    decoder: Any
+    cache: Any
+    sampling: Any
+
+
+@user_errors
+def load(
+    model: Any = None,
+    *,
+    preset: str | None = None,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+    quantize: str | None = None,
+    runtime: Runtime | None = None,
+    **parts: Unpack[Parts],
+) -> Pipeline:
+    """A pipeline. The parts of a recipe are names, or mappings with a `name` and options, or options of the usual part.
+
+    `model`: the name of a preset, a hub name, a folder, a GGUF file, or a mapping {"name": family, "checkpoint": ...};
+    None: that of `preset`, or "tiny". `preset`: a name of `dinfer.presets()`, whose recipe is used and, unless `model`
+    is a mapping, whose options of the family. Parts that are not given are those of the preset, of the preset for this
+    hub name or folder, or of the family's published recipe, as on the command line. `device`:
+    None takes CUDA if there is any. `dtype`: None takes float32 on a CPU and the checkpoint's own elsewhere.
+    `quantize`: "fp8", "int8" or "int4" rounds the weights of linear layers and experts (`dinfer.core.layers.formats`).
+    `runtime`: None runs up to 32 requests at a time, as CUDA graphs where the device is CUDA. With `tensor_parallel`
+    above 1, other processes have the other shares of the model (docs/scaling/tensor_parallel.md). Raises ValueError for
+    parts or settings that do not fit, and CheckpointError, also one, for a checkpoint that cannot be had or read.
+    """
+    if runtime is not None and not isinstance(runtime, Runtime):
+        raise ValueError(f"runtime={runtime!r:.80} must be a dinfer.Runtime, such as runtime=dinfer.Runtime(rows=8)")
+    where = _device(device)
+    if isinstance(dtype, str):
+        dtype = dtype_of(dtype)
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(f"dtype={dtype} must be a float type, one of {', '.join(DTYPES)}")
+    if dtype is None and where.type == "cpu":
+        dtype = torch.float32
+    family, recipe = _chosen(model, preset)
+    folder = locate(family.checkpoint, family.revision)
+    run, source = runtime or Runtime(graphs=where.type == "cuda"), Source(family, folder, dtype, quantize)
+    recipe |= {kind: _part(kind, part, recipe.get(kind)) for kind, part in parts.items()}
+    made: Any = partial(compose, **recipe)
+    made(SimpleNamespace(spec=source.spec))  # parts that do not fit are known before the weights are read
+    if run.tensor_parallel > 1:
+        network = divided(source, run.tensor_parallel, where, run.expert_parallel)
+    else:
+        network = load_network(folder, family, dtype=dtype, device=where, quantize=quantize)
+    return Pipeline(made(network), read_tokenizer(folder, family.tokenizer), run)
+
+
+def _part(kind: str, part: Any, usual: Any) -> Any:
+    """A part as given. Without a name its options are those of `usual`, that of the preset."""
+    if isinstance(part, str):
+        return presets.component(kind, part)
+    return {**usual, **part} if isinstance(part, Mapping) and "name" not in part and usual else part
+
+
+def _chosen(model: Any, preset: str | None) -> tuple[Any, dict[str, Any]]:
+    """The family of a model, and the components that it is decoded with by default."""
+    wanted = None if preset is None else presets.preset(preset)
+    if model is None:
+        found = wanted or presets.preset("tiny")
+    elif isinstance(model, (str, os.PathLike)):
+        name = os.fspath(model)
+        found = presets.named(name) or presets.chosen(name, family_of(read_config(locate(name))))
+        if wanted is not None:
+            found = replace(wanted, model=wanted.model | {"checkpoint": found.model["checkpoint"]})
+    else:
+        family = MODELS.build(model)
+        return family, (wanted or presets.chosen(family.checkpoint, MODELS.name_of(family))).parts()
+    return MODELS.build(found.model), found.parts()
+
+
+@cache
+def _tell_if_inexact(family: str, layout: tuple[int, int, bool], cache: CachePolicy, alignment: int) -> None:
+    """Warns, once, of a cache that changes what a model with an exact one sees."""
+    if layout[1] and not exact(cache, layout, alignment):
+        logging.getLogger(__name__).warning(
+            "%s keeps keys that this model (%s) would compute anew, so answers may differ. Exact are cache=none, and "
+            "cache=block with iteration=%s, or with blocks that end where the model's attention blocks do",
+            CACHES.called(cache), family, "multi_block" if layout[2] else "block_diffusion",
+        )  # fmt: skip
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The type with this name. Raises ValueError."""
+    if name not in DTYPES:
+        raise ValueError(f"dtype={name!r} is not known; use one of {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    try:
+        where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise ValueError(f"device={device!r} is not known; use cpu, cuda or cuda:0") from error
+    if where.type not in ("cpu", "cuda") or (where.type == "cpu" and where.index):
+        raise ValueError(f"device={str(where)!r} cannot be used; use cpu, cuda or cuda:0")
+    if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
+        raise ValueError(
+            f"device={str(where)!r}: torch {torch.__version__} finds {torch.cuda.device_count()} CUDA devices"
+        )
+    return where

@@ -1,0 +1,1 @@
+"""One model on several cards, as data: which share a rank has, and how shares are summed."""

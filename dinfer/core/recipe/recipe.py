@@ -1,0 +1,195 @@
+"""Puts a model and four components together. Refuses those that do not fit, before any work."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, is_dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+from dinfer.core.abilities.table import ABILITIES, REFUSALS
+from dinfer.core.refusals import COMPONENTS, refused
+from dinfer.core.registry import brief, check_types, options_of, unknown
+from dinfer.core.step.canvas import ACTIVE
+from dinfer.core.step.contracts import CachePolicy, Component, Decoder, Iteration, Phase
+from dinfer.core.step.mixins import (
+    Adjusts,
+    Aligned,
+    Chooses,
+    Edits,
+    Feeds,
+    Follows,
+    Paces,
+    Pads,
+    Verifies,
+    Watches,
+    scores_of,
+)
+from dinfer.core.step.model import Model, Parts, Sampling
+from dinfer.core.step.shape import Extra, Sampled, extras_of
+
+# What components derive from, to be asked for their methods.
+MIXINS: dict[str, tuple[type, ...]] = {
+    "decoder": (Adjusts, Verifies), "cache": (Chooses, Watches, Follows), "iteration": (Feeds, Paces, Pads),
+}  # fmt: skip
+USUAL = "standard"  # the sampling of a recipe that names none
+
+
+class IncompatibleRecipe(ValueError):
+    """The components cannot work together; the message says which, why, and what to use instead."""
+
+
+@dataclass(frozen=True)
+class Recipe(Parts):
+    """A model with an iteration, a decoder, a cache and a sampling."""
+
+    sampling: Sampling = field(default_factory=lambda: COMPONENTS["sampling"].build(USUAL))
+    abilities = ABILITIES
+
+    def __post_init__(self) -> None:
+        check_types("iteration", self.iteration)
+        object.__setattr__(self, "iteration", self.iteration.fitted(self.model.spec))
+        for kind in COMPONENTS:
+            check_types(kind, getattr(self, kind))
+            check_methods(kind, getattr(self, kind))
+        if (reason := self.refused()) is not None:
+            raise IncompatibleRecipe(reason)
+
+    def refused(self, **more: Any) -> str | None:
+        """Why the components cannot work together, and what to use instead; None: they can.
+
+        `more`: the runtime or a request that they are to work with, or another decoder or sampling. What does not
+        depend on these was found when the recipe was made.
+        """
+        changed = more.keys() if more else None
+        parts = {kind: getattr(self, kind) for kind in ("model", *COMPONENTS)} | more
+        return refused(REFUSALS, parts, changed)
+
+    @property
+    def parts(self) -> str:
+        """The components and their options in a line; of the sampling's many, those that are not at their defaults."""
+        return f"{self.iteration}, {self.decoder}, {self.cache}, {brief(self.sampling)}"
+
+    def __repr__(self) -> str:
+        return f"Recipe({self.model.spec.family}, {self.parts})"
+
+    def check(self, options: Sequence[float], **more: Any) -> None:
+        """Raises ValueError unless `resolve` may have returned these options. The last ones may be left out.
+
+        `more`: see `refused`.
+        """
+        if type(options) is not list or len(options) > len(self.request_options):
+            names = ", ".join(f"{o.kind}.{o.name}" for o in self.request_options)
+            raise ValueError(
+                f"a request's options={options!r:.80} must be a list of at most {len(self.request_options)} numbers, "
+                f"as Recipe.resolve returns it: {names}"
+            )
+        given: dict[str, Any] = {}
+        for o, value in zip(self.request_options, options, strict=False):
+            whole = type(o.default) is int and type(value) is float and value.is_integer()
+            if type(value) is bool or value != o.default:
+                given[f"{o.kind}.{o.name}"] = int(value) if whole else value
+        self.resolve(given, **more)
+
+    def asks(self, options: Sequence[float], more: Mapping[str, Any] = MappingProxyType({})) -> tuple[Extra, ...]:
+        """What a request with these options needs of its steps. `more`: see `dinfer.core.step.state.Entry`."""
+        given = self.sampling_of(options)
+        sampled = (
+            [Sampled(self.sampling.top_candidates(given, self.model.spec.vocab))] if self.sampling.asks(given) else []
+        )
+        asked = (ability.asks(self, options, more) for ability in self.abilities)
+        return extras_of([*sampled, *(extra for extra in asked if extra is not None)])
+
+    def guided(self, options: Sequence[float]) -> bool:
+        """Whether a request with these options has a second branch, without the prompt."""
+        return self.sampling_of(options).get("guidance", 0) > 0
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """The phases that its steps may have."""
+        return tuple(phase for phase in ACTIVE if phase != Phase.VERIFY or isinstance(self.decoder, Verifies))
+
+    @property
+    def alignment(self) -> int:
+        """Active blocks begin and end at multiples of this, counted from where attention blocks are counted from."""
+        iteration = self.iteration
+        if self.model.spec.prompt_block:
+            return iteration.block
+        return iteration.alignment if isinstance(iteration, Aligned) else 1
+
+    @property
+    def scores_open(self) -> bool:
+        """Whether the logits of open positions are all that a step without a draw or guidance needs.
+
+        A row for which there is no room repeats its step. A cache that watches values change must not see that.
+        """
+        decoder = self.decoder
+        reads = isinstance(decoder, Adjusts | Edits) or scores_of(self.iteration) != "none"
+        return not reads and not isinstance(self.cache, Watches) and not isinstance(self.cache, Follows)
+
+    def resolve(self, given: Mapping[str, Any], **more: Any) -> list[float]:
+        """The value of every per-request option for one request, in the order of `request_options`.
+
+        `given` names options as "threshold", or as "decoder.threshold" where two components have one of that name.
+        Each value is validated by the component itself. `more`: see `refused`.
+        """
+        known = [f"{o.kind}.{o.name}" for o in self.request_options]
+        values = {name: o.default for name, o in zip(known, self.request_options, strict=True)}
+        chosen: set[str] = set()
+        parts: dict[str, Any] = {}
+        for key, value in given.items():
+            names = [name for name in known if key in (name, name.split(".")[1])]
+            if not names:
+                raise unknown("per-request option", key, known)
+            if len(names) > 1:
+                raise ValueError(f"per-request option {key!r} is ambiguous: write one of {', '.join(names)}")
+            if names[0] in chosen:
+                raise ValueError(f"per-request option {names[0]} is given twice")
+            chosen.add(names[0])
+            kind, name = names[0].split(".")
+            if type(value) is bool or not isinstance(value, type(values[names[0]]) | int):
+                raise ValueError(f"{names[0]}={value!r:.80} must be of type {type(values[names[0]]).__name__}")
+            part: Any = parts.get(kind) or (self.decoder if kind == "decoder" else self.sampling)
+            parts[kind] = replace(part, **{name: value})  # the component checks it
+            values[names[0]] = value
+        if (parts or more) and (reason := self.refused(**parts, **more)) is not None:
+            raise IncompatibleRecipe(reason)
+        return [float(v) for v in values.values()]
+
+
+def check_methods(kind: str, part: Component) -> None:
+    """Raises TypeError for what a component defines in vain, since nobody would ask it for that."""
+    for info in options_of(part):
+        if info.per_request and kind in ("iteration", "cache"):
+            raise TypeError(
+                f"{kind}.{info.name} of {type(part).__name__} is declared with per_request=True, but only "
+                "decoders and samplings are given a request's own options. Leave per_request out."
+            )
+    for mixin in MIXINS.get(kind, ()):
+        lost = sorted(name for name in {*vars(mixin)} & {*dir(part)} if not name.startswith("_"))
+        if lost and not isinstance(part, mixin):
+            raise TypeError(
+                f"{type(part).__name__} defines `{lost[0]}`, which only {mixin.__name__} are asked for: "
+                f"derive from {mixin.__name__} too"
+            )
+
+
+def compose(model: Model, *, iteration: Any, decoder: Any, cache: Any, sampling: Any = USUAL) -> Recipe:
+    """A recipe from components, registered or not, names, or mappings `{"name": ..., option: ...}`."""
+    return Recipe(
+        model,
+        _part(Iteration, iteration),
+        _part(Decoder, decoder),
+        _part(CachePolicy, cache),
+        _part(Sampling, sampling),
+    )
+
+
+def _part(base: type[Component], given: Any) -> Any:
+    """A component as it is, if it is one of this kind, else what the registry makes of it."""
+    if not isinstance(given, base):
+        return COMPONENTS[base.kind].build(given)
+    if not is_dataclass(given):
+        raise TypeError(
+            f"the {base.kind} {type(given).__name__} must be a dataclass, whose fields are its options: put "
+            "@dataclass(frozen=True, kw_only=True) above it."
+        )
+    return given

@@ -1,0 +1,256 @@
+"""The place of optional features: what each may do within a step. The step asks all of them, and names none.
+
+An ability is a class in a folder `abilities`. `of` says which steps of which recipes it takes part in. It is
+asked once for each shape, so a step of a plain recipe asks nobody. The hooks are in the order in which a step calls
+them. All are device work of fixed shapes, like the step itself.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Generic, Self, TypeVar
+
+from torch import Tensor
+
+from dinfer.core.memory import PagedAttend, Seen
+from dinfer.core.step.canvas import BlockView, Canvas, Phase, RowCursors
+from dinfer.core.step.commits import Commits
+from dinfer.core.step.contracts import Moved, Proposal, State
+from dinfer.core.step.mixins import KeepsNothing
+from dinfer.core.step.model import Network, Parts
+from dinfer.core.step.shape import Extra, StepShape
+from dinfer.core.step.state import BatchState, Entry
+from dinfer.core.step.window import Window
+from dinfer.core.terms.stats import TokenStats
+
+E = TypeVar("E", bound=Extra)
+P = TypeVar("P")
+
+
+class Ability:
+    """One optional feature of a step. Each hook does nothing, unless an ability defines it."""
+
+    @property
+    def whole_logits(self) -> bool:
+        """Whether it reads logits, so that every rank needs those of the whole vocabulary."""
+        return False
+
+    @classmethod
+    def of(cls, recipe: Parts, shape: StepShape) -> Self | None:
+        """The ability in steps of this shape; None: it takes no part in them."""
+        return None
+
+    @classmethod
+    def asks(cls, recipe: Parts, options: Sequence[float], more: Mapping[str, Any]) -> Extra | None:
+        """What a request adds to its steps; None: nothing. `more`: see `Entry.more`. Host side."""
+        return None
+
+    @classmethod
+    def first_length(cls, recipe: Parts, entry: Entry, options: Sequence[float]) -> int:
+        """The length that a request's canvas begins with. Host side."""
+        return len(entry.tokens)
+
+    @classmethod
+    def refusal(cls, recipe: Parts, options: Sequence[float], more: Mapping[str, Any]) -> str | None:
+        """Why a request cannot have what it asks of this ability, and what to ask instead; None: it can. Host side."""
+        return None
+
+    # What it keeps for each slot. Host side.
+
+    @classmethod
+    def page_sets(cls, recipe: Parts, extras: Sequence[Extra]) -> int:
+        """Page sets that each slot needs beside that of its request. `extras`: the largest of the steps to come."""
+        return 0
+
+    @classmethod
+    def alloc(cls, recipe: Parts, canvas: Canvas, block: int, extras: Sequence[Extra]) -> Any:
+        """What it keeps, allocated once for all slots of `canvas`; `Step.kept` returns it. None: nothing."""
+        return None
+
+    @classmethod
+    def admit(cls, kept: Any, slot_A: Tensor, entries: Sequence[Entry]) -> None:
+        """Takes requests into free slots; `Entry.more` has what they bring. Only if it keeps something."""
+
+    @classmethod
+    def told(cls, kept: Any, slots: Sequence[int]) -> Mapping[int, Mapping[str, Any]]:
+        """By slot, what it tells of requests that end, for `Counts.more`. It may wait for the device. Host side."""
+        return {}
+
+    # The forward.
+
+    def begin(self, step: "Step") -> None:
+        """Before the window: it may take rows out of the step, or have the window of another region computed."""
+
+    def window(self, step: "Step", window: Window) -> Window:
+        """The positions to compute. Rows that do not fit them sit the step out."""
+        return window
+
+    def seen(self, step: "Step", lanes: RowCursors, place_BW: Tensor) -> Seen | None:
+        """What positions see, if not what `dinfer.core.step.step.seen` says."""
+        return None
+
+    def prepare(self, step: "Step", run: "Forward") -> PagedAttend | None:
+        """Before the attention is made: it may change the tokens, or make the attention itself."""
+        return None
+
+    def feed(self, step: "Step", run: "Forward") -> None:
+        """The last thing before the network runs: what it is fed, what it attends to, which model it is."""
+
+    def ran(self, step: "Step", run: "Forward") -> None:
+        """After the network has run."""
+
+    def decisions(self, step: "Step") -> Iterator["Known"] | None:
+        """What the step decides by, if not by one forward. After each, the step decides, and the iterator goes on."""
+        return None
+
+    # The decision. With several versions of a row, `view`, `adjust` and `allow` are called for each.
+
+    def view(self, step: "Step", lanes: RowCursors, view: BlockView) -> BlockView:
+        """The active blocks, as the decoder sees them."""
+        return view
+
+    def read(self, step: "Step", made: "Decision", logits_RLV: Tensor) -> None:
+        """The model's own logits of the active blocks, before anything changes them. It may copy them."""
+
+    def adjust(self, step: "Step", view: BlockView, logits_RLV: Tensor, state: State) -> Tensor:
+        """Other logits for the decoder, whose `state` it may change; never in place."""
+        return logits_RLV
+
+    def allow(self, step: "Step", view: BlockView, logits_RLV: Tensor) -> Tensor:
+        """The logits without tokens that it rules out: the last change before statistics and draws; may be in place.
+
+        With `OpenOnly`, positions are not those of the view. An ability that looks at positions has `whole_logits`.
+        """
+        return logits_RLV
+
+    def needs(self, step: "Step") -> tuple[str, ...]:
+        """Which further statistics it reads, see `Decoder.needs`."""
+        return ()
+
+    def statistics(self, step: "Step", made: "Decision") -> TokenStats | None:
+        """The statistics, if it takes them in another way than `dinfer.core.step.scores.scored`."""
+        return None
+
+    def select(self, step: "Step", made: "Decision") -> Proposal | None:
+        """The proposal, if it does not simply ask `Decoder.select`."""
+        return None
+
+    def proposed(self, step: "Step", made: "Decision") -> None:
+        """Before anything is written: it may change `made.proposal`, also by commits that the decoder did not ask for,
+        or take rows out of the step."""
+
+    def written(self, step: "Step", made: "Decision") -> None:
+        """After the tokens were written; `made.commits` says which. Not yet moved on."""
+
+    def moved(self, step: "Step", made: "Decision") -> None:
+        """After the iteration has moved the rows on (`made.moved`), and before the cursors are stored."""
+
+
+@dataclass(frozen=True)
+class ByExtra(Ability, Generic[E]):
+    """An ability that takes part in the steps with an extra of one kind."""
+
+    kind: ClassVar[type[Extra]]
+    extra: E
+
+    @classmethod
+    def of(cls, recipe: Parts, shape: StepShape) -> Self | None:
+        extra: Any = shape.extra(cls.kind)
+        return None if extra is None else cls(extra)
+
+
+@dataclass(frozen=True)
+class ByPart(Ability, Generic[P]):
+    """An ability that takes part in all steps of recipes with a decoder, an iteration or a cache of one kind."""
+
+    kind: ClassVar[type]
+    part: P
+
+    @classmethod
+    def of(cls, recipe: Parts, shape: StepShape) -> Self | None:
+        parts = recipe.decoder, recipe.iteration, recipe.cache
+        found: Any = next((part for part in parts if isinstance(part, cls.kind)), None)
+        return None if found is None else cls(found)
+
+
+@dataclass(slots=True)
+class Step:
+    """What one step works on: a recipe, the state of the batch, a shape, and the rows it names."""
+
+    recipe: Parts
+    state: BatchState
+    shape: StepShape
+    abilities: tuple[Ability, ...]
+    lanes: RowCursors  # replaced as rows leave the step or move on
+    region: RowCursors  # whose window is computed
+    iteration_state: State
+    cache_state: State
+    notes: dict[Any, Any] = field(default_factory=dict)  # what an ability hands from one of its hooks to the next
+
+    @classmethod
+    def of(cls, recipe: Parts, state: BatchState, shape: StepShape, slot_B: Tensor) -> Self:
+        if (abilities := state.resolved.get(shape)) is None:
+            found = (kind.of(recipe, shape) for kind in recipe.abilities)
+            abilities = state.resolved[shape] = tuple(ability for ability in found if ability is not None)
+        lanes = state.canvas.lanes(slot_B, shape.phase)
+        states = state.iteration.lanes(slot_B), state.cache.lanes(slot_B)
+        return cls(recipe, state, shape, abilities, lanes, lanes, *states)
+
+    def kept(self, kind: type[Ability]) -> Any:
+        """What an ability keeps for all slots, see `Ability.alloc`."""
+        return self.state.kept[kind]
+
+    @property
+    def refreshes(self) -> bool:
+        """It is a full pass whose keys are kept."""
+        return self.shape.phase == Phase.FULL and not isinstance(self.recipe.cache, KeepsNothing)
+
+    def narrow(self, live_B: Tensor) -> None:
+        """Takes all other rows out of the step."""
+        self.lanes = replace(self.lanes, live_B=live_B)
+
+
+@dataclass(slots=True)
+class Forward:
+    """One pass of the network: what it computes, and what it leaves."""
+
+    model: Network  # of this step
+    window: Window
+    pos_BW: Tensor
+    place_BW: Tensor
+    tokens_BW: Tensor
+    status_BW: Tensor
+    seen: Seen
+    logits_RL: Tensor  # where in W the hidden states are that decode the active blocks
+    attend: PagedAttend = field(init=False)  # of the lanes
+    fed: PagedAttend | None = None  # what the model is given, if not `attend`
+    x_BWD: Tensor | None = None  # what it is fed; None: the embedded tokens
+    needed_BX: Tensor | None = None  # which of the hidden states are read; None: all
+    decodes: bool = True  # False: it computes keys, and there is nothing to decide
+    h_BWD: Tensor = field(init=False)
+
+
+@dataclass(slots=True)
+class Known:
+    """What a decision goes by: a forward, or the logits of the active blocks."""
+
+    run: Forward | None = None
+    logits_RLV: Tensor | None = None
+    hit: bool = False  # no forward is counted for it
+    gained_B: Tensor | None = None  # int64, tokens committed on the way to it
+    opened_BK: Tensor | None = None  # bool, active blocks that are new since the last decision
+
+
+@dataclass(slots=True)
+class Decision:
+    """What is decided in the lanes of a step, as far as it has come."""
+
+    known: Known
+    lanes: RowCursors  # as they are before the decision
+    view: BlockView
+    row_R: Tensor  # where the decoder's state of each block is
+    decoder_state: State
+    stats: TokenStats = field(init=False)
+    adjusted_RLV: Tensor = field(init=False)  # logits that the statistics were taken of
+    proposal: Proposal = field(init=False)
+    commits: Commits = field(init=False)
+    moved: Moved = field(init=False)

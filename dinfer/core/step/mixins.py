@@ -1,0 +1,190 @@
+"""What some components are beside `Decoder`, `CachePolicy` or `Iteration`: base classes that an ability asks.
+
+A component derives from them too, and defines what they ask for. Shape suffixes as in `dinfer.core.step.contracts`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import ClassVar, Literal, NamedTuple
+
+from torch import Tensor
+
+from dinfer.core.step.canvas import BlockView, Canvas, Phase, RowCursors, Status
+from dinfer.core.step.contracts import Iteration, ModelSpec, Proposal, State
+from dinfer.core.step.model import Followed, Model
+
+# Decoders.
+
+
+class Adjusts(ABC):
+    """A decoder that reads the logits of the whole active blocks."""
+
+    @abstractmethod
+    def adjust(self, logits_RLV: Tensor, view: BlockView, state: State) -> Tensor:
+        """Logits to take the statistics of; changes `state` in place, never the logits."""
+
+
+class Edits:
+    """A decoder that may rewrite positions that are already decoded: all but given ones."""
+
+
+class Moves(Edits):
+    """A decoder that always gives `Proposal.source_RL`, and counts its steps itself."""
+
+
+class Grows(Moves):
+    """A decoder that begins with a canvas of its option `initial`, and always gives `Proposal.length_R`."""
+
+
+class Verifies(ABC):
+    """A decoder that may give `Proposal.verify_R`, and keeps the tokens of its draft as state "draft"."""
+
+    @abstractmethod
+    def verify(self, logits_RLV: Tensor, view: BlockView, state: State) -> Proposal:
+        """The positions to commit after the pass that `select` asked for.
+
+        `logits_RLV`: what the model says of each position, knowing the draft before it and nothing behind it.
+        """
+
+
+# Caches.
+
+
+class KeepsNothing:
+    """A cache whose keys do not outlive the step that computed them."""
+
+
+class RecomputesEveryKey:
+    """A cache each of whose passes rewrites every key of the pass before, except keys of final tokens.
+
+    So no later key depends on which steps had a forward of their own. Candidates and second passes need this.
+    """
+
+
+class LeavesDecoded:
+    """A cache whose windows may lack decoded positions, so that these have no logits."""
+
+
+class LeavesMasks:
+    """A cache whose windows may leave out masks of the active blocks, which are then not decoded."""
+
+
+class CanvasRows(NamedTuple):
+    """The canvases of the lanes of a step, as a cache sees them. The last column is scratch."""
+
+    canvas: Canvas
+    slot_B: Tensor
+
+    @property
+    def tokens_BS(self) -> Tensor:
+        """int64 [B, S + 1]"""
+        return self.canvas.tokens_NS.index_select(0, self.slot_B)
+
+    @property
+    def open_BS(self) -> Tensor:
+        """Still to be decoded. bool [B, S + 1]"""
+        return self.canvas.status_NS.index_select(0, self.slot_B) == int(Status.OPEN)
+
+
+class Chooses(ABC):
+    """A cache whose plan says `chosen`: it computes some positions of its window."""
+
+    @abstractmethod
+    def choose(self, lanes: RowCursors, rows: CanvasRows, spec: ModelSpec, phase: Phase, state: State) -> Tensor:
+        """Which positions to compute. bool [B, S + 1]
+
+        Changes `state` in place. It is stored after every pass, also if that decodes nothing.
+        """
+
+
+class Follows(ABC):
+    """A cache that follows attention, and may leave out masks of the active blocks."""
+
+    @abstractmethod
+    def follow(
+        self, attend: Followed, logits: Callable[[], Tensor], pos_BW: Tensor, lanes: RowCursors, shift: int,
+        phase: Phase, state: State,
+    ) -> None:  # fmt: skip
+        """Sees the attention of a forward, and may ask for the logits of its window."""
+
+
+class Watches(ABC):
+    """A cache that sees how values change."""
+
+    @abstractmethod
+    def observe(self, pos_BW: Tensor, old_BWX: Tensor, new_BWX: Tensor, lanes: RowCursors, state: State) -> None:
+        """Sees the last layer's values at the window's positions before and after the forward."""
+
+
+# Iterations.
+
+
+class Aligned(ABC):
+    """An iteration whose active blocks begin and end at multiples of `alignment`, or where the canvas ends."""
+
+    @property
+    @abstractmethod
+    def alignment(self) -> int: ...
+
+
+class Pads(ABC):
+    """An iteration that decodes positions behind the last that is asked for, so that all blocks are whole."""
+
+    @abstractmethod
+    def padding(self, new_tokens: int) -> int:
+        """Positions decoded behind the last of `new_tokens`. Host side."""
+
+
+class Paces:
+    """An iteration that asks a decoder for more or less."""
+
+    def floor(self, lanes: RowCursors) -> Tensor | None:
+        """Least confidence that a commit must have at this step. float32 or float64 [B]; None: any will do"""
+        return None
+
+    def must_progress(self, lanes: RowCursors, open_BKL: Tensor) -> Tensor | None:
+        """Which active blocks must commit a token at every step. bool [B, K]; None: all
+
+        `open_BKL`: what is still to be decoded. The first block with open positions must be among them."""
+        return None
+
+
+class Feeds(ABC):
+    """An iteration that feeds more than tokens."""
+
+    scores: ClassVar[Literal["window", "adjusted", "none"]] = "none"  # which logits it sees, see `observe`
+    mixes: ClassVar[bool] = False  # feeds decoded tokens in mixtures, so no other request may have their keys
+
+    @abstractmethod
+    def embed(self, model: Model, tokens_BW: Tensor, pos_BW: Tensor, lanes: RowCursors, state: State) -> Tensor:
+        """What the model is fed. [B, W, D] Reads `state` and never changes it: a prefill does not store it."""
+
+    def observe(self, model: Model, logits_BWV: Tensor, pos_BW: Tensor, lanes: RowCursors, state: State) -> None:
+        """Sees logits, after the commits: if `scores` is "window", those of the whole window; if "adjusted", those of
+        the active blocks as the decoder has adjusted them, before any draw."""
+        raise NotImplementedError(f"{type(self).__name__} has scores={self.scores!r}, so it must define `observe`")
+
+
+def scores_of(iteration: Iteration) -> str:
+    """Which logits an iteration sees: "window", "adjusted" or "none"."""
+    return iteration.scores if isinstance(iteration, Feeds) else "none"
+
+
+class Branches(ABC):
+    """An iteration that runs versions of the active blocks beside them."""
+
+    branches: int  # J
+    by: str  # what says how sure each proposed token is, see `TokenStats.surest`
+
+    @abstractmethod
+    def worth(self, value_BX: Tensor, masked_BX: Tensor, token_B: Tensor) -> Tensor:
+        """What a branch is worth, by how sure its masks are, and of the token that it adds. float64 [B]"""
+
+    @abstractmethod
+    def opens(self, open_BX: Tensor, stopped_B: Tensor, start_B: Tensor, end_B: Tensor, next_B: Tensor,
+              length_B: Tensor) -> Tensor:  # fmt: skip
+        """Where one more block opens behind `end_B`. `next_B`: the next open position there. bool [B]"""
+
+    @abstractmethod
+    def present(self, alone_B: Tensor) -> Tensor:
+        """Whether the present state takes part. `alone_B`: the row has no other branch. bool [B]"""

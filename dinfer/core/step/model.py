@@ -1,0 +1,228 @@
+"""What the step needs of a network, a network of the step, and what is chosen beside it.
+
+Shape suffixes as in `dinfer.core.step.contracts`.
+"""
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from dinfer.core.ranks.ranks import ALONE, Ranks
+from dinfer.core.ranks.split import Placement
+from dinfer.core.registry import options_of, values_of
+from dinfer.core.step.canvas import BlockView
+from dinfer.core.step.contracts import CachePolicy, Component, Decoder, Iteration
+from dinfer.core.terms.spec import ExpertLayout, ModelSpec
+from dinfer.core.terms.stats import Draw, VocabularySlice
+
+
+class Attend(Protocol):
+    """What a model needs beside its inputs: positions, attention over keys, and what is read of it."""
+
+    @property
+    def pos_BW(self) -> Tensor: ...
+    @property
+    def context_BW(self) -> Tensor | None: ...  # bool, positions before the active region; only if `spec.encoder`
+    @property
+    def needed_BX(self) -> Tensor | None: ...  # int64, which of the W hidden states are read, see `Model.forward`
+
+    def __call__(self, layer: int, qkv: Any, needed_BX: Tensor | None = None) -> Any:
+        """Norms and rotates queries and keys, keeps what is to be kept, and attends. [B, W, heads, E]
+
+        `needed_BX`: only the queries at these of the W places attend. [B, X, heads, E]
+        Where `qkv` says that the next layer takes groups, it may leave `dinfer.core.kernels.types.Grouped` instead.
+        `qkv` is what `dinfer.core.kernels.rotary.projections` makes of a layer's projections; only kernels look inside.
+        """
+        ...
+
+
+class Followed(Protocol):
+    """The attention of a forward that has ended."""
+
+    @property
+    def layers(self) -> int: ...
+
+    def received(self, layer: int, weight_BW: Tensor) -> Tensor:
+        """Attention that each position receives from queries of these weights, as a mean over heads. float32 [B, S]"""
+        ...
+
+
+class Network(Protocol):
+    """What a forward needs. It keeps no state between calls; keys and values go through `attend`."""
+
+    def embed(self, tokens_BW: Tensor) -> Tensor: ...  # [B, W, D]
+    def forward(self, x_BWD: Tensor, attend: Attend) -> Tensor:
+        """Hidden states before the final norm. [B, W, D], or of the places `attend.needed_BX` alone, [B, X, D].
+
+        Nobody reads the others. A network that makes use of that computes keys and values of all places in its last
+        layer, and all else of the places that are read.
+        """
+        ...
+
+    def logits(self, h_BLD: Tensor) -> Tensor: ...  # [B, L, V]
+
+
+class Model(Network, Protocol):
+    """A network, and what it is."""
+
+    spec: ModelSpec
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def device(self) -> torch.device: ...
+
+    def mix(self, logits_BLV: Tensor) -> Tensor: ...  # [B, L, D], the expected embedding under softmax(logits)
+
+
+class SelfConditioned(Protocol):
+    """What a `Model` with `spec.self_conditioning` also defines."""
+
+    def condition(self, x_BWD: Tensor, expected_BWD: Tensor) -> Tensor:
+        """Embeddings with the expected embeddings of the step before, as `Model.mix` gives them, or zeros. [B, W, D]"""
+
+
+@runtime_checkable
+class OwnLogits(Protocol):
+    """What a `Model` also defines if ranks may divide its vocabulary."""
+
+    def own_logits(self, h_BLD: Tensor) -> Tensor:
+        """The logits of the tokens `ranks.vocabulary(spec.vocab)` alone. [B, L, D] -> [B, L, own]"""
+        ...
+
+
+class Divided(OwnLogits, Protocol):
+    """What a `Model` also defines if ranks may divide its weights."""
+
+    ranks: Ranks
+
+    def join(self, ranks: Ranks) -> None:
+        """Makes a network that holds the share of one rank compute with the others. Once, before anything else."""
+        ...
+
+
+class ModelFamily(Component):
+    """What the checkpoints of one family mean. Options say which one; `dinfer.core.loading.checkpoint` loads it."""
+
+    kind = "model"
+    unused: ClassVar[tuple[str, ...]] = ()  # beginnings of the names of tensors that the network has no use for
+    adapter: str | None = None  # hub name or folder of a LoRA adapter to merge
+    tokenizer: ClassVar[str | None] = None  # transformers class for checkpoints whose own tokenizer is remote code
+
+    @classmethod
+    @abstractmethod
+    def matches(cls, config: dict[str, Any]) -> bool:
+        """Whether a checkpoint's config.json belongs to this family."""
+
+    @abstractmethod
+    def spec(self, config: dict[str, Any]) -> ModelSpec:
+        """Reads config.json; raises ValueError for what is missing or not supported."""
+
+    @abstractmethod
+    def network(self, spec: ModelSpec) -> Any:
+        """The network, a `Model`; on whatever device is torch's default."""
+
+    @abstractmethod
+    def weights(self, spec: ModelSpec, experts: ExpertLayout = "separate") -> dict[str, Placement]:
+        """Every tensor the checkpoint must have, and where it goes."""
+
+    def copies(self, spec: ModelSpec) -> dict[str, str]:
+        """Names of tied weights that some programs also save, and for each the name in `weights` that it repeats."""
+        return {}
+
+
+Options = Mapping[str, Tensor]
+"""Per-request options of one component by name, [R, 1] each."""
+
+
+class Sampling(Component):
+    """Decides which token each position is offered, in steps where some row does not take the most likely one.
+
+    For models without a mask token it also decides what open positions hold.
+    """
+
+    kind = "sampling"
+    neutral: ClassVar[Mapping[str, float]] = {}  # the values of options at which they change nothing
+    by_parts: ClassVar[bool] = False  # `adjust` and `draw` do with a rank's part of the vocabulary (`columns`)
+    suppress: tuple[int, ...] = ()
+    suppress_mask: bool = False  # statistics as if the mask token could not be predicted
+    precision: str | None = None  # of the softmax behind the statistics; None: as the decoder has it
+
+    def asks(self, options: Mapping[str, float]) -> bool:
+        """Whether a request with these options needs steps with `StepShape.sampled`. Host side."""
+        return bool(self.suppress) or any(options.get(name, value) != value for name, value in self.neutral.items())
+
+    def top_candidates(self, options: Mapping[str, float], vocab: int) -> int:
+        """Size of the top-k candidate set of a request with these options; 0 means unrestricted. Host side.
+
+        The step then sorts so many tokens and not the whole vocabulary.
+        """
+        return 0
+
+    @abstractmethod
+    def adjust(
+        self, logits_RLV: Tensor, view: BlockView, options: Options, spec: ModelSpec, columns: VocabularySlice
+    ) -> Tensor:
+        """Logits for the decoder to adjust, without tokens that may not be offered; never changed in place."""
+
+    @abstractmethod
+    def draw(
+        self, logits_RLV: Tensor, count_RV: Tensor, view: BlockView, options: Options, spec: ModelSpec, top: int,
+        columns: VocabularySlice,
+    ) -> Draw:  # fmt: skip
+        """Draws a token for each position. A row whose options are neutral must come out as without sampling.
+
+        `count_RV`: how often the canvas holds each token. `top`: the largest `top_candidates` of the rows, or more.
+        """
+
+    @abstractmethod
+    def noise(self, seed: Tensor, pos: Tensor, step: Tensor, vocab: int) -> Tensor:
+        """Uniform random tokens, which open positions hold after `step` denoise steps of the request. int64"""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOption:
+    """An option that every request may set for itself."""
+
+    kind: str  # of the component: decoder or sampling
+    name: str
+    default: int | float
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A recipe as the step takes it: a model and four choices."""
+
+    model: Model
+    iteration: Iteration
+    decoder: Decoder
+    cache: CachePolicy
+    sampling: Sampling
+    abilities: ClassVar[tuple[type[Any], ...]]  # `dinfer.core.step.ability.Ability`, in the order of their hooks
+
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks that divide the model among them."""
+        return getattr(self.model, "ranks", ALONE)  # asked several times a step: checking a protocol takes long
+
+    @cached_property
+    def request_options(self) -> tuple[RequestOption, ...]:
+        return tuple(
+            RequestOption(part.kind, info.name, values_of(part)[info.name])
+            for part in (self.decoder, self.sampling)
+            for info in options_of(part)
+            if info.per_request
+        )
+
+    def sampling_of(self, options: Sequence[float]) -> dict[str, float]:
+        """The sampling's options of a request, from `Recipe.resolve`; those left out at the end have their defaults."""
+        return {
+            o.name: options[i] if i < len(options) else o.default
+            for i, o in enumerate(self.request_options)
+            if o.kind == "sampling"
+        }

@@ -1,0 +1,1 @@
+"""Data that kernels and the step share."""

@@ -1,0 +1,1 @@
+"""Checkpoints in other formats than plain safetensors. Optional."""

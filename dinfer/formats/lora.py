@@ -1,0 +1,113 @@
+"""LoRA adapters in PEFT's format (arXiv:2106.09685), merged into the weights while these are read.
+
+A merged model costs as much as its base. D2F publishes its models as adapters (arXiv:2508.09192).
+"""
+
+import math
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dinfer.core.loading.files import CheckpointError, read_object, refuse
+from dinfer.core.loading.safetensors_io import mismatches, read, stored_in
+from dinfer.core.ranks.split import Placement
+
+CONFIG = "adapter_config.json"
+PREFIX = "base_model.model."
+# Fields that change an adapter's meaning, and their supported values; null and absent always are.
+SUPPORTED: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "fan_in_fan_out": (False,),
+    "use_dora": (False,),
+    "lora_bias": (False,),
+    "use_qalora": (False,),
+    "modules_to_save": ([],),
+    "rank_pattern": ({},),
+    "alpha_pattern": ({},),
+    "exclude_modules": ([],),
+    "layers_to_transform": (),
+    "layer_replication": (),
+    "trainable_token_indices": (),
+    "target_parameters": ([],),
+    "alora_invocation_tokens": (),
+    "arrow_config": (),
+    "corda_config": (),
+    "kasa_config": (),
+    "lora_ga_config": (),
+    "monteclora_config": (),
+    "velora_config": (),
+    "use_bdlora": (False,),
+    "init_lora_weights": (True, False, "gaussian"),  # others change the weights of the base model too
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """Low-rank updates of some of a checkpoint's tensors."""
+
+    pairs: Mapping[str, tuple[Tensor, Tensor]]  # by the name of the tensor: A [r, in] and B [out, r]
+    scale: float
+
+    def merged(self, name: str, weight: Tensor, device: torch.device, part: tuple[slice, ...]) -> Tensor:
+        """W + scale * B A, summed in float32 or wider on `device`; W itself if the adapter does not change it.
+
+        `weight` is `part` of the tensor W, [out, in].
+        """
+        if name not in self.pairs:
+            return weight
+        (a, b), (rows, columns) = self.pairs[name], part
+        a, b = a[:, columns], b[rows]
+        dtype = torch.promote_types(torch.promote_types(weight.dtype, a.dtype), torch.float32)
+        a, b = a.to(device, dtype), b.to(device, dtype)
+        return torch.addmm(weight.to(device, dtype), b, a, alpha=self.scale)
+
+
+def read_adapter(folder: Path, placements: Mapping[str, Placement]) -> Adapter:
+    """The adapter in a folder, for a checkpoint with these tensors.
+
+    Raises a CheckpointError that names the fields or tensors that are not supported or do not fit.
+    """
+    config = read_object(folder / CONFIG)
+    for field, allowed in SUPPORTED.items():
+        if (value := config.get(field)) is not None and value not in allowed:
+            only = f"only {allowed[0]!r} is" if allowed else "leave it out"
+            raise CheckpointError(f"{folder / CONFIG}: {field}={value!r} is not supported; {only}")
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if type(rank) is not int or rank < 1 or not isinstance(alpha, (int, float)):
+        raise CheckpointError(f"{folder / CONFIG}: r={rank!r} must be 1 or more, and lora_alpha={alpha!r} a number")
+    if not (folder / "adapter_model.safetensors").is_file():
+        raise CheckpointError(f"{folder} has no adapter_model.safetensors (adapters in other formats are not read)")
+    tensors = stored_in(folder / "adapter_model.safetensors")
+    wanted, modules = {}, _targets(config.get("target_modules"), placements, folder)
+    for name in modules:
+        out, width = placements[f"{name}.weight"].shape
+        wanted[f"{PREFIX}{name}.lora_A.weight"] = (rank, width)
+        wanted[f"{PREFIX}{name}.lora_B.weight"] = (out, rank)
+    refuse([*mismatches(tensors, wanted)], f"the adapter in {folder} does not fit its {CONFIG} and the checkpoint")
+    values = {name: tensor.clone() for name, tensor in read(tensors)}
+    pairs = {
+        f"{name}.weight": (values[f"{PREFIX}{name}.lora_A.weight"], values[f"{PREFIX}{name}.lora_B.weight"])
+        for name in modules
+    }
+    return Adapter(pairs, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
+
+
+def _targets(given: Any, placements: Mapping[str, Placement], folder: Path) -> Collection[str]:
+    """The modules that `target_modules` names: a list of name endings, or a pattern for whole names."""
+    if isinstance(given, str):
+        pattern = given
+    elif isinstance(given, list) and given and all(isinstance(name, str) for name in given):
+        pattern = rf"(.*\.)?({'|'.join(map(re.escape, given))})"
+    else:
+        raise CheckpointError(f"{folder / CONFIG}: target_modules={given!r} must be a list of names or a pattern")
+    matrices = [name for name, place in placements.items() if name.endswith(".weight") and len(place.shape) == 2]
+    found = [name.removesuffix(".weight") for name in matrices if re.fullmatch(pattern, name.removesuffix(".weight"))]
+    if not found:
+        raise CheckpointError(f"{folder / CONFIG}: target_modules={given!r} names no matrix of the checkpoint")
+    return found

@@ -1,0 +1,430 @@
+"""Records a request, for each forward what was computed, proposed and committed, and plays the record on an HTML page.
+
+The recipe runs as it always does, one request at a time and eagerly; its decoder and its model are watched from
+outside, so a run that is not recorded does nothing more. docs/trace.md documents the JSON.
+
+A trace also becomes an animated SVG, in which masks become tokens: it needs no script, so a README can show it.
+
+The page loads no file, font or script. Text of the prompt and of the model reaches it as data only: as JSON that no
+text can break out of, and, for readers without JavaScript, escaped. A content policy names its style and script by
+their hashes.
+"""
+
+import base64
+import hashlib
+import html
+import json
+import re
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib import resources
+from threading import Event
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dinfer import __version__
+from dinfer.core.engine.engine import Engine
+from dinfer.core.engine.request import Request, Update, Wants, whole
+from dinfer.core.engine.runtime import Runtime
+from dinfer.core.pipeline import Pipeline
+from dinfer.core.recipe.recipe import Recipe
+from dinfer.core.registry import CACHES, DECODERS, ITERATIONS, SAMPLINGS, values_of
+from dinfer.core.step.contracts import BlockView, Decoder, Phase, Proposal, State, TokenStats
+from dinfer.core.step.mixins import KeepsNothing
+from dinfer.core.step.model import Attend
+
+
+def page(document: dict[str, Any]) -> str:
+    """The page of a document as `dinfer.lab.trace.record.document` returns it."""
+    style, script = (asset(f"cells.{kind}") + asset(f"page.{kind}") for kind in ("css", "js"))
+    answers = "".join(
+        f"<h2>{html.escape(run['name'])}</h2><p>{html.escape(run['text'])}</p>" for run in document["runs"]
+    )
+    parts = {
+        "policy": f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; base-uri 'none'; "
+        "form-action 'none'",
+        "title": f"Denoising: {html.escape(' '.join(document['prompt'].split())[:60])}",
+        "prompt": html.escape(document["prompt"]),
+        "answers": answers,
+        "style": style,
+        "script": script,
+        "data": embedded(document),
+    }
+    # One pass, so that a marker within what is put in stays what it is.
+    return re.sub(r"@@(\w+)@@", lambda marker: parts[marker[1]], asset("page.html"))
+
+
+def embedded(document: dict[str, Any]) -> str:
+    """JSON that may stand in a script element, whatever its texts: nothing in it can open or close a tag."""
+    text = json.dumps(document, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def asset(name: str) -> str:
+    """A file of this package; `cells.css` and `cells.js` draw a canvas on other pages too."""
+    return (resources.files("dinfer.lab.trace") / name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+class Pieces:
+    """Texts of tokens, one at a time: a tokenizer may drop the space before a token that stands alone."""
+
+    def __init__(self, pipe: Any) -> None:
+        self._pipe = pipe
+        self._anchor = pipe.encode("a", chat=False)
+        self._before = len(pipe.decode(self._anchor))
+        self._known: dict[int, str] = {}
+
+    def of(self, token: int) -> str:
+        if token not in self._known:
+            self._known[token] = self._pipe.decode([*self._anchor, token])[self._before :]
+        return self._known[token]
+
+
+SCHEMA = "dinfer.analysis.trace/1"
+Span = tuple[int, int]  # positions [start, end) of the canvas; the prompt begins at 0
+
+
+class Offer(NamedTuple):
+    """What the decoder was shown at a position that was still masked, before it chose."""
+
+    position: int
+    token: int
+    confidence: float  # the token's probability, as the decoder saw it
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One forward of the request."""
+
+    forward: int  # from 1
+    phase: str  # "prefill", "full" or "window", see `Phase`
+    refresh: bool  # a pass over the whole canvas whose keys and values were kept
+    block: int  # from 0: which active region
+    region: Span  # the active blocks
+    computed: list[Span]  # positions that went through the network
+    offers: list[Offer]
+    commits: list[tuple[int, int]]  # position and token; edits of decoded positions are among them
+    remasked: list[int]  # decoded positions that were masked again
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """What one active region cost and yielded."""
+
+    index: int
+    region: Span
+    forwards: int  # NFE; those of a prefill are the first block's
+    refreshes: int
+    commits: int
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Trace:
+    """A recorded request. Positions count from the first token of the prompt."""
+
+    name: str
+    recipe: dict[str, Any]
+    prompt_ids: list[int]
+    length: int  # of the canvas
+    masked: list[int]  # positions that were to be decoded
+    stop_ids: list[int]
+    steps: list[Step]
+    blocks: list[Block]
+    canvas: list[int]  # after the last step
+    text: str  # the answer
+    counts: dict[str, float]
+    pieces: dict[int, str]  # the text of every token that occurs
+
+    def __repr__(self) -> str:
+        return f"Trace({self.name}, {len(self.steps)} steps, {self.text!r:.60})"
+
+    def _repr_html_(self) -> str:
+        """The page that plays it, in a frame."""
+        prompt = "".join(self.pieces.get(token, "") for token in self.prompt_ids)
+        return f'<iframe width="100%" height="600" srcdoc="{html.escape(page(document(prompt, [self])))}"></iframe>'
+
+
+def document(prompt: str, traces: Sequence[Trace]) -> dict[str, Any]:
+    """The JSON document of one prompt under one or more recipes."""
+    return {
+        "schema": SCHEMA,
+        "dinfer": __version__,
+        "prompt": prompt,
+        "runs": [asdict(trace) for trace in traces],
+    }
+
+
+def record(
+    pipe: Pipeline,
+    prompt: Any,
+    *,
+    max_new_tokens: int = 128,
+    options: Any = None,
+    chat: bool | None = None,
+    model: str | None = None,
+) -> Trace:
+    """Answers a prompt (a text, or a conversation) with the pipeline's recipe and records every forward.
+
+    `model`: a name for the checkpoint, which the pipeline does not know. Raises as `Pipeline.generate` does.
+    """
+    requests = pipe.requests([pipe.encode(prompt, chat=chat)], max_new_tokens, options)
+    return record_request(pipe, requests[0], model=model)
+
+
+def record_request(
+    pipe: Pipeline, request: Request, *, model: str | None = None, unwanted: Event | None = None
+) -> Trace:
+    """Like `record`, for a request as the engine takes it: token ids, with or without gaps.
+
+    `unwanted`: ends the recording after the next step, with InterruptedError, once another thread has set it.
+    """
+    recipe, request = pipe.recipe, whole(request)
+    offers: list[Offer] = []  # of the step under way
+    watch = Watched(recipe.model)
+    watched = replace(recipe, model=watch, decoder=_shown(recipe.decoder, offers))
+    kv, rank = pipe.engine.runtime.kv, recipe.ranks.rank
+    runtime = Runtime(rows=1, kv=kv, tensor_parallel=rank.ranks, expert_parallel=rank.expert_parallel)
+    engine = Engine(watched, runtime, plain=recipe)
+    steps: list[Step] = []
+    tokens, masked = request.prompt + [0] * request.new_tokens, request.masked
+    completion = None
+    for update in engine.run([request], Wants(snapshots=True)):
+        if unwanted is not None and unwanted.is_set():
+            raise InterruptedError("nobody wants the trace any more")
+        computed = spans(position for position in watch.pos_W.tolist() if position >= 0)
+        steps.append(_step(update, tokens, masked, computed, list(offers), recipe, steps))
+        offers.clear()
+        tokens, masked = update.tokens or tokens, update.masked or masked
+        completion = update.completion
+    if completion is None:
+        raise RuntimeError("the engine ended without a completion")
+    counts = completion.counts
+    described, piece = describe(recipe), str if pipe.tokenizer is None else Pieces(pipe).of
+    offered = {offer.token for step in steps for offer in step.offers}
+    committed = {token for step in steps for _, token in step.commits}
+    return Trace(
+        name=f"{_short(described['decoder'])}, {_short(described['cache'])}",
+        recipe={"model": model or recipe.model.spec.family, **described},
+        prompt_ids=request.prompt,
+        length=request.length,
+        masked=[position for position, is_masked in enumerate(request.masked) if is_masked],
+        stop_ids=list(recipe.model.spec.stop_ids),
+        steps=steps,
+        blocks=_blocks(steps),
+        canvas=completion.canvas,
+        text="" if pipe.tokenizer is None else pipe.decode(completion.output),
+        counts={
+            "tokens": counts.tokens, "forwards": counts.forwards, "tpf": counts.tpf, "refreshes": counts.refreshes,
+            "positions": counts.positions, "positions_per_committed": counts.positions_per_committed,
+        },
+        pieces={token: piece(token) for token in sorted({*request.prompt, *completion.canvas, *offered, *committed})},
+    )  # fmt: skip
+
+
+def describe(recipe: Recipe) -> dict[str, Any]:
+    """The components of a recipe, each a mapping of `name` and options, as `dinfer.load` takes them."""
+    parts = (
+        (ITERATIONS, recipe.iteration),
+        (DECODERS, recipe.decoder),
+        (CACHES, recipe.cache),
+        (SAMPLINGS, recipe.sampling),
+    )
+    return {registry.kind: {"name": registry.name_of(part), **values_of(part)} for registry, part in parts}
+
+
+def _short(part: dict[str, Any]) -> str:
+    """A component in few words: its name, and its first option if that is a number."""
+    first = next(iter(list(part.values())[1:]), None)
+    return f"{part['name']} {first}" if isinstance(first, (int, float)) and first else str(part["name"])
+
+
+class Watched:
+    """A model that keeps the positions its last forward computed, and the logits that it gave if it was asked."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.spec = model, model.spec
+        self.pos_W = torch.empty(0, dtype=torch.int64)
+        self.logits_XLV: Tensor | None = None
+        self.before: Callable[[], None] | None = None  # called when a forward begins
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def forward(self, x_BWD: Tensor, attend: Attend) -> Tensor:
+        if self.before is not None:
+            self.before()
+        self.pos_W, self.logits_XLV = attend.pos_BW[0], None
+        return self.model.forward(x_BWD, attend)
+
+    def logits(self, h_BLD: Tensor) -> Tensor:
+        logits_XLV = self.model.logits(h_BLD)
+        self.logits_XLV = logits_XLV.clone()  # the step takes tokens out of its own in place
+        return logits_XLV
+
+
+def _shown(decoder: Decoder, offers: list[Offer]) -> Decoder:
+    """The same decoder, which puts what it is shown into `offers`."""
+
+    class Shown(type(decoder)):  # type: ignore[misc]
+        def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
+            columns = (view.pos_RL, stats.token_RL, stats.confidence_RL)
+            wanted_RL = view.masked_RL & stats.finite_RL
+            rows = zip(*(column[wanted_RL].tolist() for column in columns), strict=True)
+            offers[:] = [Offer(position, token, round(confidence, 5)) for position, token, confidence in rows]
+            return super().select(stats, view, state)
+
+    return Shown(**values_of(decoder))
+
+
+def spans(positions: Iterable[int]) -> list[Span]:
+    """Positions as the fewest spans `[start, end)`, in order."""
+    found: list[Span] = []
+    for position in sorted(set(positions)):
+        if found and found[-1][1] == position:
+            found[-1] = (found[-1][0], position + 1)
+        else:
+            found.append((position, position + 1))
+    return found
+
+
+def _step(
+    update: Update, tokens: list[int], masked: list[bool], computed: list[Span], offers: list[Offer], recipe: Recipe,
+    before: list[Step],
+) -> Step:  # fmt: skip
+    now, left = update.tokens or [], update.masked or []
+    places = range(len(now))
+    last = before[-1] if before else None
+    entered = last is not None and update.region != last.region
+    return Step(
+        forward=update.forwards,
+        phase=update.phase.name.lower(),
+        refresh=update.phase == Phase.FULL and not isinstance(recipe.cache, KeepsNothing),
+        block=(last.block + entered) if last else 0,
+        region=update.region,
+        computed=computed,
+        offers=offers,
+        commits=[(p, now[p]) for p in places if not left[p] and (masked[p] or now[p] != tokens[p])],
+        remasked=[p for p in places if left[p] and not masked[p]],
+    )
+
+
+def _blocks(steps: Sequence[Step]) -> list[Block]:
+    found = []
+    for index in dict.fromkeys(step.block for step in steps):
+        own = [step for step in steps if step.block == index]
+        refreshes, commits = sum(step.refresh for step in own), sum(len(step.commits) for step in own)
+        found.append(Block(index, own[0].region, len(own), refreshes, commits))
+    return found
+
+
+COLUMNS, CELL, LINE, MARGIN = 64, 9.6, 27, 16  # characters a line; pixels of a character, a line, a margin
+SECONDS, HOLD = 0.4, 3.0  # of a forward, and of the finished canvas
+STYLE = """
+text { font: 16px ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; white-space: pre; fill: #1f2328 }
+.card { fill: #f6f8fa; stroke: #d1d9e0 } .mask { fill: #d1d9e0 } .fresh { fill: #4ac26b }
+.dim { fill: #59636e } .shown, .mask, .fresh { opacity: 0; animation: none 1s step-end infinite } .last { opacity: 1 }
+@media (prefers-color-scheme: dark) {
+text { fill: #f0f6fc } .card { fill: #151b23; stroke: #3d444d } .mask { fill: #3d444d } .fresh { fill: #238636 }
+.dim { fill: #9198a1 } }
+@media (prefers-reduced-motion: reduce) { .shown, .mask, .fresh { animation: none !important } }
+"""
+
+
+def animation(trace: Trace, prompt: str) -> str:
+    """The SVG document. Where a viewer wants no motion, it shows the finished canvas."""
+    steps, total = len(trace.steps), SECONDS * len(trace.steps) + HOLD
+    spans: dict[tuple[int, int], str] = {}  # when something is shown, from one forward to another: its class
+    parts: list[str] = []
+
+    def shown(first: int, end: int, kind: str) -> str:
+        """The class of what is shown from after forward `first` until after forward `end`."""
+        name = spans.setdefault((first, end), f"s{first}-{end}")
+        return f'class="{kind} {name}{" last" if end > steps else ""}"'
+
+    def text(x: float, y: float, words: str, attributes: str) -> str:
+        return f'<text x="{x:.1f}" y="{y:.1f}" {attributes}>{html.escape(words)}</text>'
+
+    y = float(MARGIN + LINE / 2)
+    for line in textwrap.wrap(" ".join(prompt.split()), COLUMNS):
+        parts.append(text(MARGIN, y, line, 'class="dim"'))
+        y += LINE
+    positions = _states(trace)
+    y += LINE / 2
+    for number, step in enumerate(trace.steps, 1):
+        decoded = sum(
+            first <= number < end for states in positions for first, end, token in states if token is not None
+        )
+        words = f"forward {step.forward} of {steps}: {decoded} of {len(positions)} tokens"
+        parts.append(text(MARGIN, y, words, shown(number, number + 1, "shown dim")))
+    y, column = y + 1.5 * LINE, 0
+    for states in positions:
+        pieces = [_visible(trace, token) for _, _, token in states if token is not None]
+        width = max(map(len, pieces), default=1) or 1
+        if column + width > COLUMNS:
+            y, column = y + LINE, 0
+        x = MARGIN + column * CELL
+        box = f'x="{x + 1:.1f}" y="{y - 17:.1f}" width="{width * CELL - 2:.1f}" height="{LINE - 5}" rx="4"'
+        for first, end, token in states:
+            if token is None:
+                parts.append(f"<rect {box} {shown(first, end, 'mask')}/>")
+                continue
+            if first > 0:
+                parts.append(f"<rect {box} {shown(first, min(first + 1, end), 'fresh')}/>")
+            parts.append(text(x, y, _visible(trace, token), shown(first, end, "shown")))
+        column += width
+        if states[-1][2] is not None and "\n" in trace.pieces[states[-1][2]]:
+            y, column = y + LINE, 0
+    wide, height = 2 * MARGIN + COLUMNS * CELL, y + MARGIN
+    frames = "\n".join(_keyframes(name, first, end, total, steps) for (first, end), name in spans.items())
+    title = html.escape(f"{trace.name}: {trace.counts['tokens']} tokens in {trace.counts['forwards']} forwards")
+    body = "\n".join(parts)
+    return f"""<svg xmlns="http://www.w3.org/2000/svg" width="{wide:.0f}" height="{height:.0f}" role="img"
+ viewBox="0 0 {wide:.0f} {height:.0f}">
+<title>{title}</title>
+<style>{STYLE}{frames}
+</style>
+<rect class="card" x="0.5" y="0.5" width="{wide - 1:.0f}" height="{height - 1:.0f}" rx="8"/>
+{body}
+</svg>
+"""
+
+
+def _states(trace: Trace) -> Sequence[list[tuple[int, int, int | None]]]:
+    """For each position behind the prompt, what it holds from one forward to another; None: a mask.
+
+    Ends where the answer ends, with the stop token. The last state of a position ends behind the last forward.
+    """
+    stop = next(
+        (p for p in range(len(trace.prompt_ids), trace.length) if trace.canvas[p] in trace.stop_ids), trace.length
+    )
+    found = []
+    for position in range(len(trace.prompt_ids), min(stop + 1, trace.length)):
+        changes: list[tuple[int, int | None]] = [(0, None)]
+        for number, step in enumerate(trace.steps, 1):
+            changes += [(number, token) for place, token in step.commits if place == position]
+            changes += [(number, None)] * (position in step.remasked)
+        ends = [*(number for number, _ in changes[1:]), len(trace.steps) + 1]
+        found.append([(first, end, token) for (first, token), end in zip(changes, ends, strict=True)])
+    return found
+
+
+def _visible(trace: Trace, token: int) -> str:
+    """A token's text in its line. Stop tokens are a dot, and so is what cannot be printed."""
+    text = trace.pieces[token].split("\n")[0]
+    return "·" if token in trace.stop_ids else "".join(sign if sign.isprintable() else "·" for sign in text)
+
+
+def _keyframes(name: str, first: int, end: int, total: float, steps: int) -> str:
+    """Visible from forward `first` to `end`, in shares of the whole; each value holds until the next."""
+    start, stop = (f"{100 * SECONDS * step / total:.2f}%" for step in (first, end))
+    hidden = "" if first == 0 else "0%{opacity:0}"
+    gone = "" if end > steps else f"{stop}{{opacity:0}}"
+    frames = f"@keyframes {name}{{{hidden}{start}{{opacity:1}}{gone}}}"
+    return f".{name}{{animation:{name} {total:.1f}s step-end infinite}}{frames}"

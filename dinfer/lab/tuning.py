@@ -1,0 +1,251 @@
+"""Finds the fastest recipe that loses no more accuracy than allowed, with Optuna, and checks it on fresh problems.
+
+Accuracy is lost against a reference recipe, on the same problems. The search sees the calibration problems alone; a
+candidate counts only if it keeps the bound on held-out problems too. `Objective` says how a recipe is measured, so
+any task can be tuned on.
+"""
+
+import json
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from dinfer.core.recipe.recipe import IncompatibleRecipe
+from dinfer.core.registry import CACHES, DECODERS, ITERATIONS, Registry, options_of, unknown
+from dinfer.lab.metrics import Difference, Metrics
+from dinfer.speed.adaptive import CHOSEN
+
+Parts = dict[str, dict[str, Any]]  # the components of a recipe but the model, each its name and options
+Space = Mapping[str, Mapping[str, Any]]  # kind -> "name" or option -> a list, or a range {low, high, step}
+Split = Literal["calibration", "heldout"]
+FEW = 3  # recipes of each kind in a table by load
+KINDS: dict[str, Registry] = {"iteration": ITERATIONS, "decoder": DECODERS, "cache": CACHES}
+
+
+class NothingFound(RuntimeError):
+    """No recipe was both fast and good enough; the message says how close the search came."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A recipe's figures on one split, and the score of each problem in order."""
+
+    metrics: Metrics
+    scores: list[float]
+
+
+class Objective(Protocol):
+    """Measures a recipe. Raises IncompatibleRecipe or ValueError for one that cannot run."""
+
+    def __call__(self, parts: Parts, split: Split, rows: int | None = None) -> Measured:
+        """`rows`: in flight, on a few problems for each, to know the speed; None: all problems, with `runtime.rows`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """One recipe of the search; without figures if it could not run."""
+
+    parts: Parts
+    speed: float | None
+    drop: Difference | None
+    metrics: dict[str, Any] | None
+    refused: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The recipe that was found, and what speaks for it."""
+
+    parts: Parts
+    calibration: Tried
+    heldout: Tried
+    reference: dict[str, dict[str, Any]]  # metrics of the reference by split
+    tried: list[Tried]
+    verified: int  # candidates that were measured on the held-out problems, this one included
+
+
+def check_space(space: Space, reference: Parts) -> None:
+    """Raises ValueError for a search space with a name that no component has, or with nothing to choose from."""
+    if not isinstance(space, Mapping) or not space:
+        raise ValueError(f"space={space!r} names nothing to search: write space.decoder.name=[threshold,factor]")
+    for kind, choices in space.items():
+        if kind not in KINDS:
+            raise unknown("component in space:", kind, list(KINDS))
+        if not isinstance(choices, Mapping):
+            raise ValueError(f"space.{kind}={choices!r} must say what of it: write space.{kind}.name=[...]")
+        names = choices.get("name", [reference[kind]["name"]])
+        if not isinstance(names, (list, tuple)) or not names:
+            raise ValueError(f"space.{kind}.name={names!r} must be a list of names")
+        for name in names:
+            KINDS[kind].get(name)
+        # Of any component: one that is left out of the search takes its options along.
+        known = sorted({info.name for name in KINDS[kind].names() for info in options_of(KINDS[kind].get(name))})
+        for option, values in choices.items():
+            if option not in ("name", *known):
+                raise unknown(f"option in space of {kind}:", option, known)
+            _check_values(f"space.{kind}.{option}", values)
+
+
+def _check_values(key: str, values: Any) -> None:
+    if isinstance(values, (list, tuple)) and values:
+        return
+    if isinstance(values, Mapping) and {"low", "high"} <= values.keys() <= {"low", "high", "step"}:
+        low, high, step = values["low"], values["high"], values.get("step", 1)
+        if all(type(value) in (int, float) for value in (low, high, step)) and low < high and step > 0:
+            return
+    raise ValueError(f"{key}={values!r} must be a list, or {{low: 0.5, high: 0.99, step: 0.01}} with low < high")
+
+
+def suggest(trial: Any, space: Space, reference: Parts) -> Parts:
+    """One recipe of the space: an option goes to the components that have it, all else is the reference's.
+
+    A component that is not the reference's begins with its own defaults.
+    """
+    parts = {kind: dict(part) for kind, part in reference.items()}
+    for kind, choices in space.items():
+        name = reference[kind]["name"]
+        if "name" in choices:
+            name = trial.suggest_categorical(kind, list(choices["name"]))
+        if name != reference[kind]["name"]:
+            parts[kind] = {"name": name}
+        for info in options_of(KINDS[kind].get(name)):
+            if info.name in choices:
+                # Named by component, since what a value means is the component's affair.
+                parts[kind][info.name] = _value(trial, f"{kind}.{name}.{info.name}", choices[info.name])
+    return parts
+
+
+def _value(trial: Any, name: str, values: Any) -> Any:
+    if not isinstance(values, Mapping):
+        return trial.suggest_categorical(name, list(values))
+    low, high, step = values["low"], values["high"], values.get("step")
+    if all(type(value) is int for value in (low, high, step or 1)):
+        return trial.suggest_int(name, low, high, step=step or 1)
+    return round(trial.suggest_float(name, low, high, step=step), 10)
+
+
+def tune(
+    objective: Objective,
+    space: Space,
+    reference: Parts,
+    *,
+    max_drop: float = 1.0,
+    trials: int = 40,
+    goal: Literal["tps", "tpf"] = "tps",
+    verify: int = 3,
+    seed: int = 0,
+) -> Iterator[Tried | Found]:
+    """Yields each recipe as it is tried, and at last what was found.
+
+    `max_drop`: points of accuracy that may be lost on either split; `goal`: what fast means, tokens a second or a
+    forward; `verify`: how many candidates, the fastest first, may be measured on the held-out problems: each is one
+    more chance to pass by luck. Raises NothingFound, ImportError without optuna, ValueError for bad input.
+    """
+    import optuna  # an extra
+
+    for label, value, least in (("max_drop", max_drop, 0), ("trials", trials, 1), ("verify", verify, 1)):
+        if not value >= least:
+            raise ValueError(f"{label}={value} must be at least {least}")
+    check_space(space, reference)
+    references = {"calibration": objective(reference, "calibration")}
+    seen: dict[str, Tried] = {}
+
+    def tried(parts: Parts, split: Split) -> Tried:
+        try:
+            measured = objective(parts, split)
+        except (IncompatibleRecipe, ValueError) as error:
+            return Tried(parts, None, None, None, str(error))
+        row = measured.metrics.row()
+        return Tried(parts, row[goal], Difference.between(references[split].scores, measured.scores), row)
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    sampler, anywhere = _sampler(trials, seed), optuna.samplers.RandomSampler(seed)
+    study = optuna.create_study(direction="maximize")
+    again = False
+    for _ in range(10 * trials):  # a small space may hold fewer recipes that run
+        if sum(one.refused is None for one in seen.values()) == trials:
+            break
+        # A sampler that suggests what it knows has settled too early: then the next recipe is any.
+        study.sampler = anywhere if again else sampler
+        trial = study.ask()
+        parts = suggest(trial, space, reference)
+        key = json.dumps(parts, sort_keys=True)
+        if again := key in seen:
+            study.tell(trial, state=optuna.trial.TrialState.FAIL)
+            continue
+        one = seen[key] = tried(parts, "calibration")
+        # A refused recipe counts as one that loses everything, so that the sampler turns to others.
+        trial.set_constraint("drop", 100.0 if one.drop is None else one.drop.points - max_drop)
+        study.tell(trial, one.speed or 0.0)
+        yield one
+    yield _verified(list(seen.values()), references, tried, objective, reference, max_drop, verify)
+
+
+def by_load(
+    objective: Objective, reference: Parts, tried: Sequence[Tried], counts: Sequence[int], *, max_drop: float
+) -> Iterator[dict[str, Any]]:
+    """Yields the rows of the table by which `runtime.load=adaptive` chooses: the reference, and what may replace it.
+
+    These are recipes of the search within `max_drop` that differ from the reference in iteration and cache alone: those
+    with the fewest forwards, for few requests, and those with the fewest positions, for many. Accuracy is that of the
+    held-out problems, which the search has not seen. `counts`: requests in flight at which speed is measured.
+    """
+    within = [
+        one for one in tried
+        if one.metrics is not None and one.drop is not None and one.drop.points <= max_drop
+        and {kind: one.parts[kind] for kind in one.parts if kind not in CHOSEN}
+        == {kind: reference[kind] for kind in reference if kind not in CHOSEN}
+    ]  # fmt: skip
+    chosen = [reference]
+    for figure in ("nfe", "positions_per_committed"):
+        ranked = sorted(within, key=lambda one: (one.metrics or {})[figure] or float("inf"))
+        chosen += [one.parts for one in ranked[:FEW]]
+    before = objective(reference, "heldout")
+    for parts in {json.dumps(parts, sort_keys=True): parts for parts in chosen}.values():
+        found = before if parts == reference else objective(parts, "heldout")
+        row, lost = found.metrics.row(), Difference.between(before.scores, found.scores)
+        figures = ("problems", "accuracy", "accuracy_low", "accuracy_high", "nfe", "positions_per_committed")
+        yield {
+            **{kind: parts[kind] for kind in CHOSEN}, **{name: row[name] for name in figures},
+            "points_lost": lost.points, "points_lost_low": lost.low, "points_lost_high": lost.high,
+            "tokens_per_s": {count: objective(parts, "calibration", count).metrics.row()["tps"] for count in counts},
+        }  # fmt: skip
+
+
+def _sampler(trials: int, seed: int) -> Any:
+    import optuna
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        # By group: which options there are depends on the components.
+        startup = min(10, max(trials // 3, 1))
+        return optuna.samplers.TPESampler(seed=seed, multivariate=True, group=True, n_startup_trials=startup)
+
+
+def _verified(
+    seen: Sequence[Tried], references: dict[str, Measured], tried: Any, objective: Objective, reference: Parts,
+    max_drop: float, verify: int,
+) -> Found:  # fmt: skip
+    """The fastest recipe that keeps the bound on both splits."""
+    within = [one for one in seen if one.drop is not None and one.drop.points <= max_drop]
+    within.sort(key=lambda one: -(one.speed or 0))
+    if not within:
+        if all(one.drop is None for one in seen):
+            raise NothingFound(f"none of {len(seen)} recipes runs; the first of them: {seen[0].refused}")
+        closest = min(one.drop.points for one in seen if one.drop is not None)
+        raise NothingFound(
+            f"none of {len(seen)} recipes keeps the accuracy within {max_drop} points on the calibration problems (the "
+            f"best loses {closest:.2f}): allow more with max_drop, try more with trials, or widen the space"
+        )
+    references["heldout"] = objective(reference, "heldout")
+    for number, candidate in enumerate(within[:verify], 1):
+        again = tried(candidate.parts, "heldout")
+        if again.drop is not None and again.drop.points <= max_drop:
+            rows = {split: measured.metrics.row() for split, measured in references.items()}
+            return Found(candidate.parts, candidate, again, rows, list(seen), number)
+    raise NothingFound(
+        f"the {min(verify, len(within))} fastest recipes keep the accuracy within {max_drop} points on the calibration "
+        "problems, but not on the held-out ones: use more problems, or a smaller max_drop"
+    )

@@ -1,6 +1,0 @@
-"""Text, messages or token ids in, results out: what most users of the library call."""
-
-from dinfer.pipeline.pipeline import Pipeline, Result, load
-from dinfer.pipeline.tokenizer import TextStream
-
-__all__ = ["Pipeline", "Result", "TextStream", "load"]

@@ -1,0 +1,1 @@
+"""Components and abilities of single papers. Optional."""

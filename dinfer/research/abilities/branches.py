@@ -1,0 +1,253 @@
+"""Branches: versions of the active blocks that differ by one token run side by side, and the surest one goes on (LoPA).
+
+Each step proposes tokens that it does not commit. A branch is the present state with one of the surest of these filled
+in. A forward evaluates all branches of a row, as lanes with keys of their own. The iteration says what each is worth.
+The best one gives the logits of the step: its token is committed, and its keys are the row's from then on. The others
+are forgotten. This is not lossless: a branch's token is committed because it makes other positions surer.
+
+Shape suffixes beside those of `dinfer.core.step.contracts`: X = K * L positions of the active blocks, C branches, the
+present state first, J the others, G = C * B lanes of the forward.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from dinfer.core.kernels.canvas import rows_of, span, store_rows
+from dinfer.core.kernels.selection import descending_rank
+from dinfer.core.memory import KVPool, PagedAttend
+from dinfer.core.step.ability import Ability, Decision, Entry, Extra, Forward, Known, Parts, Step, StepShape, Window
+from dinfer.core.step.canvas import BlockView, Canvas, Phase, RowCursors, Status
+from dinfer.core.step.contracts import Iteration
+from dinfer.core.step.mixins import Branches
+from dinfer.core.step.scores import proposed_tokens
+from dinfer.core.step.step import block_view, forward, seen
+from dinfer.core.step.window import deciding
+from dinfer.speed.abilities.candidates import States, logits_of_versions
+
+
+@dataclass(frozen=True, slots=True)
+class BranchLanes(Extra):
+    """Each lane evaluates so many branches beside the present state."""
+
+    count: int
+
+    @property
+    def whole_logits(self) -> bool:
+        return self.count > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Added:
+    """What each branch of a slot adds to the present state."""
+
+    pos_NJ: Tensor  # int64, -1: there is no such branch
+    token_NJ: Tensor  # int64
+    value_NJ: Tensor  # float64
+    end_N: Tensor  # int64, end of the active region before a block opened behind it
+
+    @classmethod
+    def alloc(cls, slots: int, branches: int, device) -> Self:
+        none_NJ = torch.full((slots, branches), -1, dtype=torch.int64, device=device)
+        token_NJ, value_NJ = (torch.zeros_like(none_NJ, dtype=dtype) for dtype in (torch.int64, torch.float64))
+        return cls(none_NJ, token_NJ, value_NJ, none_NJ[:, 0].clone())
+
+    def there(self, slot_B: Tensor) -> Tensor:
+        """Which slots have branches beside the present state. bool [B]"""
+        return (self.pos_NJ.index_select(0, slot_B) >= 0).any(-1)
+
+    def keep(self, lanes: RowCursors, made: Decision, value_RL: Tensor) -> None:
+        """Takes the surest tokens that a step has left open in live rows."""
+        by_lane, view, stats = (lanes.slot_B.shape[0], -1), made.view, made.stats
+        value_BX = value_RL.double().masked_fill(~made.commits.open_RL, float("-inf")).view(by_lane)
+        value_BJ, place_BJ = value_BX.sort(dim=-1, descending=True, stable=True)
+        count = self.pos_NJ.shape[1]
+        value_BJ, place_BJ = (fitted(x_BX, count) for x_BX in (value_BJ, place_BJ))
+        pos_BJ = torch.where(value_BJ > float("-inf"), view.pos_RL.view(by_lane).gather(1, place_BJ), -1)
+        new = pos_BJ, stats.token_RL.view(by_lane).gather(1, place_BJ), value_BJ, made.lanes.end_B
+        for held, of_lanes in zip((self.pos_NJ, self.token_NJ, self.value_NJ, self.end_N), new, strict=True):
+            store_rows(held, lanes.slot_B, lanes.live_B, of_lanes)
+
+
+def fitted(x_BX: Tensor, count: int) -> Tensor:
+    """The first `count` columns; the last one again where there are fewer."""
+    return x_BX[:, torch.arange(count, device=x_BX.device).clamp_max(x_BX.shape[1] - 1)]
+
+
+@dataclass(slots=True)
+class Versions:
+    """The branches that one forward evaluates."""
+
+    states: States  # their tokens
+    pos_BC: Tensor  # int64, where each branch adds a token; -1 of the present state, and where there is no branch
+    token_BC: Tensor
+    value_BC: Tensor  # float64
+    end_BC: Tensor  # int64, where its active region ends
+    there_BC: Tensor  # bool: the branch takes part
+
+    @classmethod
+    def of(cls, added: Added, canvas: Canvas, lanes: RowCursors, iteration: Branches, shape: StepShape) -> Self:
+        """The present state of each lane, and the branches beside it. Each opens blocks by its own progress."""
+        slot_B, length_B = lanes.slot_B, lanes.length_B
+        pos_BJ, token_BJ, value_BJ, was_B = (
+            x.index_select(0, slot_B) for x in (added.pos_NJ, added.token_NJ, added.value_NJ, added.end_N)
+        )
+        pos_BX = span(lanes.start_B, length_B, shape.blocks * shape.block)
+        tokens_BX, status_BX = canvas.gather(slot_B, pos_BX)
+        open_BX, given_BX = status_BX == int(Status.OPEN), status_BX == int(Status.GIVEN)
+        next_B = canvas.next_NS[slot_B, was_B.clamp(0, canvas.capacity)]
+        states, ends = [tokens_BX], [lanes.end_B]
+        for pos_B, token_B in zip(pos_BJ.unbind(1), token_BJ.unbind(1), strict=True):
+            adds_BX = (pos_BX == pos_B[:, None]) & (pos_B >= 0)[:, None]
+            states.append(torch.where(adds_BX, token_B[:, None], tokens_BX))
+            left_BX = open_BX & ~adds_BX & (pos_BX < was_B[:, None])
+            said_BX = (pos_BX >= 0) & (pos_BX < was_B[:, None]) & ~left_BX & ~given_BX
+            stopped_B = (canvas.is_stop(states[-1]) & said_BX).any(-1) & (lanes.stops_B > 0)
+            opens_B = iteration.opens(left_BX, stopped_B, lanes.start_B, was_B, next_B, length_B)
+            end_B = torch.minimum(was_B + opens_B * shape.block, length_B)
+            ends.append(torch.where(pos_B >= 0, end_B, lanes.end_B))
+        none_B1, end_BC = torch.full_like(pos_BJ[:, :1], -1), torch.stack(ends, 1)
+        versions = States(slot_B, lanes.live_B, lanes.start_B, end_BC.amax(1), length_B, pos_BX, torch.stack(states))
+        there_BJ = pos_BJ >= 0
+        present_B1 = iteration.present(~there_BJ.any(1))[:, None]
+        return cls(
+            versions,
+            torch.cat((none_B1, pos_BJ), 1),
+            torch.cat((torch.zeros_like(none_B1), token_BJ), 1),
+            torch.cat((torch.ones_like(value_BJ[:, :1]), value_BJ), 1),
+            end_BC,
+            torch.cat((present_B1, there_BJ), 1),
+        )
+
+    @property
+    def count(self) -> int:
+        return self.pos_BC.shape[1]
+
+    def region(self, lanes: RowCursors, branch: int | None = None) -> RowCursors:
+        """The lanes with the active region of a branch; None: with the longest of all."""
+        return replace(lanes, end_B=self.end_BC.amax(1) if branch is None else self.end_BC[:, branch])
+
+    def view(self, branch: int, view: BlockView) -> BlockView:
+        """The view of the branch's region, with its token."""
+        pos_R1, token_R1 = (
+            x_BC[:, branch].repeat_interleave(view.pos_RL.shape[0] // x_BC.shape[0])[:, None]
+            for x_BC in (self.pos_BC, self.token_BC)
+        )
+        adds_RL = (view.pos_RL == pos_R1) & (pos_R1 >= 0)
+        tokens_RL = torch.where(adds_RL, token_R1, view.tokens_RL)
+        return replace(view, tokens_RL=tokens_RL, masked_RL=view.masked_RL & ~adds_RL)
+
+    def best(self, worth_BC: Tensor) -> Tensor:
+        """The branch that goes on: the most worth, of equal ones the first added, the present state last. int64 [B]"""
+        worth_BC = worth_BC.masked_fill(~self.there_BC, float("-inf")).roll(-1, 1)
+        return ((descending_rank(worth_BC) == 0).to(torch.int64).argmax(1) + 1) % self.count
+
+    def follow(
+        self, choice_B: Tensor, canvas: Canvas, lanes: RowCursors, kv: KVPool, place_BW: Tensor, block: int
+    ) -> tuple[RowCursors, Tensor, Tensor]:
+        """Makes the chosen branch of each live lane the present state: token, region and keys.
+
+        Returns the lanes, how many tokens that commits, int64 [B], and which active blocks are new, bool [B, K].
+        """
+        pos_B1, token_B1, end_B1 = (
+            x_BC.gather(1, choice_B[:, None]) for x_BC in (self.pos_BC, self.token_BC, self.end_BC)
+        )
+        adds_B1 = (pos_B1 >= 0) & lanes.live_B[:, None]
+        canvas.write(lanes.slot_B, pos_B1, token_B1, adds_B1, torch.zeros_like(adds_B1))
+        kv.adopt(lanes.slot_B, place_BW, choice_B.masked_fill(~lanes.live_B, 0))
+        first_BK = lanes.start_B[:, None] + block * torch.arange(lanes.step_BK.shape[1], device=pos_B1.device)
+        opened_BK = (first_BK >= lanes.end_B[:, None]) & (first_BK < end_B1)
+        lanes = replace(lanes, end_B=end_B1[:, 0], step_BK=lanes.step_BK.masked_fill(opened_BK, 0))
+        canvas.store(lanes)
+        return lanes, adds_B1[:, 0].to(torch.int64), opened_BK
+
+
+def branches_of(iteration: Iteration) -> int:
+    """How many versions run beside the active blocks."""
+    return iteration.branches if isinstance(iteration, Branches) else 0
+
+
+@dataclass(frozen=True)
+class Branched(Ability):
+    """Steps that evaluate versions of the active blocks, and go on with the best."""
+
+    iteration: Branches
+    count: int  # versions beside the present state; 0: the step has no room for them
+    waits: bool  # rows that have versions wait for a step with room
+
+    @classmethod
+    def of(cls, recipe: Parts, shape: StepShape) -> Self | None:
+        iteration = recipe.iteration
+        if not isinstance(iteration, Branches) or shape.phase == Phase.PREFILL:
+            return None
+        count = 0 if (extra := shape.extra(BranchLanes)) is None else extra.count
+        return cls(iteration, count, not count and shape.phase == deciding(recipe))
+
+    def needs(self, step: Step) -> tuple[str, ...]:
+        return (self.iteration.by,)
+
+    @classmethod
+    def page_sets(cls, recipe: Parts, extras: Sequence[Extra]) -> int:
+        return branches_of(recipe.iteration)
+
+    @classmethod
+    def alloc(cls, recipe: Parts, canvas: Canvas, block: int, extras: Sequence[Extra]) -> Any:
+        slots, count = canvas.tokens_NS.shape[0], branches_of(recipe.iteration)
+        return Added.alloc(slots, count, canvas.tokens_NS.device) if count else None
+
+    @classmethod
+    def admit(cls, kept: Added, slot_A: Tensor, entries: Sequence[Entry]) -> None:
+        kept.pos_NJ.index_fill_(0, slot_A, -1)
+
+    def begin(self, step: Step) -> None:
+        added, lanes = step.kept(Branched), step.lanes
+        if self.waits:
+            step.narrow(lanes.live_B & ~added.there(lanes.slot_B))
+        if self.count:
+            versions = Versions.of(added, step.state.canvas, lanes, self.iteration, step.shape)
+            step.notes[Branched] = versions
+            step.region = versions.region(lanes)
+
+    def window(self, step: Step, window: Window) -> Window:
+        return replace(window, fits_B=window.fits_B & step.state.kv.forks(window.place_BW)) if self.count else window
+
+    def prepare(self, step: Step, run: Forward) -> PagedAttend | None:
+        if not self.count:
+            return None
+        versions: Versions = step.notes[Branched]
+        regions = (versions.region(step.lanes, branch) for branch in range(versions.count))
+        intervals = [seen(step, own, run.place_BW, run.window.stop_B)[0] for own in regions]
+        run.tokens_BW = versions.states.windows(run.pos_BW, run.tokens_BW)
+        return versions.states.attend(step.state.kv, run.pos_BW, run.place_BW, intervals, step.shape.pages)
+
+    def decisions(self, step: Step) -> Iterator[Known] | None:
+        return self._best(step) if self.count else None
+
+    def _best(self, step: Step) -> Iterator[Known]:
+        run, versions = forward(step), step.notes[Branched]
+        logits_CRLV = logits_of_versions(step, run, self.count + 1)
+        row_R = torch.arange(logits_CRLV.shape[1], device=logits_CRLV.device)
+        lanes, state = step.lanes, step.state
+        by_lane, worth = (lanes.slot_B.shape[0], -1), list[Tensor]()
+        for branch, logits_RLV in enumerate(logits_CRLV):
+            own = versions.region(lanes, branch)
+            view = versions.view(branch, block_view(step, own))
+            decoder_state = state.decoder.lanes(state.block_rows(lanes.slot_B, lanes.block_B, step.shape.blocks))
+            stats, _ = proposed_tokens(step, own, view, logits_RLV.clone(), decoder_state)
+            value_BX, masked_BX = stats.surest(self.iteration.by).view(by_lane), view.masked_RL.view(by_lane)
+            worth.append(self.iteration.worth(value_BX, masked_BX, versions.value_BC[:, branch]))
+        choice_B = versions.best(torch.stack(worth, 1))
+        step.lanes, gained_B, opened_BK = versions.follow(
+            choice_B, step.state.canvas, step.lanes, step.state.kv, run.place_BW, step.shape.block
+        )
+        logits_RLV = logits_CRLV[rows_of(choice_B, step.shape.blocks), row_R]
+        yield Known(logits_RLV=logits_RLV, gained_B=gained_B, opened_BK=opened_BK)
+
+    def moved(self, step: Step, made: Decision) -> None:
+        value_RL = made.stats.surest(self.iteration.by)
+        if (fits_RL := step.notes.get(Added)) is not None:  # of rows that are held to a form, see `Constraints.written`
+            value_RL = value_RL.masked_fill(~fits_RL, float("-inf"))
+        step.kept(Branched).keep(step.lanes, made, value_RL)

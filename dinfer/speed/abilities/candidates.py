@@ -1,0 +1,183 @@
+"""Lossless speculation: a forward evaluates the active blocks as they are, and as the next commits may leave them.
+
+If the commits of a step lead to one of these candidates, its logits are known, and the next denoise step takes no
+forward (Spiffy; Self-Speculative Decoding, arXiv:2510.04147). Only equal tokens count as a hit. So drafts change how
+many forwards a request takes, and never its tokens.
+
+Shape suffixes beside those of `dinfer.core.step.contracts`: X = K * L positions of the active blocks, C candidates, the
+present state among them, G = C * B lanes of the forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from dinfer.core.kernels.canvas import rows_of, span, store_rows, take
+from dinfer.core.memory import KVPool, PagedAttend
+from dinfer.core.step.ability import ByExtra, Decision, Entry, Extra, Forward, Known, Parts, Step, StepShape
+from dinfer.core.step.canvas import Canvas, Phase, RowCursors
+from dinfer.core.step.scores import read_logits
+from dinfer.core.step.step import forward
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates(Extra):
+    """Each lane evaluates so many further states."""
+
+    count: int  # 0: none, but the step keeps what it proposes, for candidates of the next one
+
+    @property
+    def whole_logits(self) -> bool:
+        return self.count > 0
+
+    def joined(self, other: Candidates) -> Candidates:
+        return Candidates(max(self.count, other.count))
+
+
+# Which drafts each candidate fills in, by rank of confidence: a tree of states, as in Spiffy. It is calibrated: a set
+# is the one that saves most forwards beside those before it, on 24 problems of another seed than the benchmarks',
+# averaged over the recipes of benchmarks/results/speculation-*.json.
+DRAFTED = (
+    (0,), (0, 1), (1,), (0, 1, 2), (0, 2), (0, 1, 2, 3), (2,), (0, 1, 3), (0, 1, 2, 3, 4), (0, 1, 2, 4), (1, 2), (0, 3),
+    (3,), (0, 1, 2, 3, 4, 5), (0, 2, 3), (0, 1, 4),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Guesses:
+    """What the last known logits propose for each active position."""
+
+    token_NX: Tensor  # int64
+    confidence_NX: Tensor  # float32; -1: nothing is proposed
+
+    @classmethod
+    def alloc(cls, slots: int, active: int, device) -> Self:
+        token_NX = torch.zeros(slots, active, dtype=torch.int64, device=device)
+        return cls(token_NX, torch.full((slots, active), -1.0, device=device))
+
+    def keep(self, lanes: RowCursors, made: Decision) -> None:
+        """Keeps the proposals of a step at open positions of live rows. Rows that entered a block have none."""
+        shape = (lanes.slot_B.shape[0], -1)
+        kept_BX = made.commits.open_RL.view(shape) & ~made.moved.entered_B[:, None]
+        confidence_BX = made.stats.confidence_RL.view(shape).float().masked_fill(~kept_BX, -1.0)
+        store_rows(self.token_NX, lanes.slot_B, lanes.live_B, made.stats.token_RL.view(shape))
+        store_rows(self.confidence_NX, lanes.slot_B, lanes.live_B, confidence_BX)
+
+    def states(self, slot_B: Tensor, tokens_BX: Tensor, count: int) -> Tensor:
+        """The present state, and those with the drafts of the first `count` sets filled in. int64 [C, B, X]"""
+        confidence_BX = self.confidence_NX.index_select(0, slot_B)
+        rank_BX = confidence_BX.argsort(stable=True, dim=-1, descending=True).argsort(dim=-1)
+        filled_CBX = torch.zeros((count + 1, *rank_BX.shape), dtype=torch.bool, device=slot_B.device)
+        for filled_BX, ranks in zip(filled_CBX[1:], DRAFTED, strict=False):
+            for rank in ranks:
+                filled_BX |= rank_BX == rank
+        filled_CBX &= confidence_BX >= 0
+        return torch.where(filled_CBX, self.token_NX.index_select(0, slot_B), tokens_BX)
+
+
+@dataclass(slots=True)
+class States:
+    """The states that one forward evaluates, and where the rows are among them."""
+
+    slot_B: Tensor
+    live_B: Tensor  # bool: the row has followed the candidates so far
+    start_B: Tensor  # the active region that the candidates are of
+    end_B: Tensor
+    length_B: Tensor
+    pos_BX: Tensor
+    states_CBX: Tensor  # int64, tokens of the active region
+
+    @classmethod
+    def of(cls, guesses: Guesses, canvas: Canvas, lanes: RowCursors, shape: StepShape, count: int) -> Self:
+        """The present state of each lane, and `count` others."""
+        pos_BX = span(lanes.start_B, lanes.end_B, shape.blocks * shape.block)
+        states_CBX = guesses.states(lanes.slot_B, canvas.gather(lanes.slot_B, pos_BX)[0], count)
+        return cls(lanes.slot_B, lanes.live_B, lanes.start_B, lanes.end_B, lanes.length_B, pos_BX, states_CBX)
+
+    def windows(self, pos_BW: Tensor, tokens_BW: Tensor) -> Tensor:
+        """What the window of each lane of the forward holds. int64 [G, W]"""
+        inside_BW = (pos_BW >= self.start_B[:, None]) & (pos_BW < self.end_B[:, None])
+        count, place_BW = self.states_CBX.shape[0], torch.where(inside_BW, pos_BW - self.start_B[:, None], 0)
+        states_CBW = self.states_CBX.gather(2, place_BW.expand(count, -1, -1))
+        return torch.where(inside_BW, states_CBW, tokens_BW).flatten(0, 1)
+
+    def attend(
+        self, kv: KVPool, pos_BW: Tensor, place_BW: Tensor, intervals: list[tuple[Tensor, Tensor]], pages: int
+    ) -> PagedAttend:
+        """Attention of all lanes of the forward. Each candidate writes its keys to pages of its own.
+
+        `intervals`: what the positions see, for the present state and for each candidate. [B, W] each
+        """
+        count = self.states_CBX.shape[0]
+        table_GP = kv.forked(self.slot_B, place_BW, count - 1)
+        pos_GW, place_GW = (t_BW.repeat(count, 1) for t_BW in (pos_BW, place_BW))
+        start_GW, end_GW = (torch.cat(bounds) for bounds in zip(*intervals, strict=True))
+        lane_G = torch.arange(table_GP.shape[0], device=table_GP.device)
+        return kv.attend(lane_G, pos_GW, ((start_GW, end_GW), None, None), pages, place_BW=place_GW, table_NP=table_GP)
+
+    def reached(self, canvas: Canvas, phase: Phase) -> tuple[RowCursors, Tensor]:
+        """The lanes after a step, live where the state is a candidate, and which one it is. int64 [B]"""
+        lanes = canvas.lanes(self.slot_B, phase)
+        tokens_BX = canvas.gather(self.slot_B, self.pos_BX)[0]
+        same_CB = ((tokens_BX == self.states_CBX) | (self.pos_BX < 0)).all(-1)
+        stays_B = (lanes.start_B == self.start_B) & (lanes.end_B == self.end_B) & (lanes.length_B == self.length_B)
+        self.live_B = self.live_B & lanes.live_B & stays_B & same_CB.any(0)
+        return replace(lanes, live_B=self.live_B), same_CB.long().argmax(0)
+
+
+def logits_of_versions(step: Step, run: Forward, count: int) -> Tensor:
+    """The logits of the active blocks in each of `count` versions of the lanes. [C, R, L, V]"""
+    lanes_GWD = take(run.h_BWD, run.logits_RL.repeat(count, 1))
+    return read_logits(step, run.model, lanes_GWD).unflatten(0, (count, -1))
+
+
+class Speculation(ByExtra[Candidates]):
+    """Denoise steps without a forward, where a candidate of the forward before is what the commits led to."""
+
+    kind = Candidates
+
+    @classmethod
+    def page_sets(cls, recipe: Parts, extras: Sequence[Extra]) -> int:
+        return sum(extra.count for extra in extras if isinstance(extra, Candidates))
+
+    @classmethod
+    def alloc(cls, recipe: Parts, canvas: Canvas, block: int, extras: Sequence[Extra]) -> Any:
+        if not cls.page_sets(recipe, extras):
+            return None
+        slots, device = canvas.tokens_NS.shape[0], canvas.tokens_NS.device
+        return Guesses.alloc(slots, recipe.iteration.blocks * block, device)
+
+    @classmethod
+    def admit(cls, kept: Guesses, slot_A: Tensor, entries: Sequence[Entry]) -> None:
+        kept.confidence_NX.index_fill_(0, slot_A, -1.0)
+
+    def prepare(self, step: Step, run: Forward) -> PagedAttend | None:
+        if not (count := self.extra.count):
+            return None
+        states = States.of(step.kept(Speculation), step.state.canvas, step.lanes, step.shape, count)
+        run.tokens_BW = states.windows(run.pos_BW, run.tokens_BW)
+        step.notes[Speculation] = states
+        return states.attend(step.state.kv, run.pos_BW, run.place_BW, [run.seen[0]] * (count + 1), step.shape.pages)
+
+    def decisions(self, step: Step) -> Iterator[Known] | None:
+        return self._chain(step) if self.extra.count else None
+
+    def _chain(self, step: Step) -> Iterator[Known]:
+        run, states = forward(step), step.notes[Speculation]
+        logits_CRLV = logits_of_versions(step, run, self.extra.count + 1)
+        row_R = torch.arange(logits_CRLV.shape[1], device=logits_CRLV.device)
+        yield Known(logits_RLV=logits_CRLV[0].clone())
+        for _ in range(max(map(len, DRAFTED[: self.extra.count]))):  # if each step commits at least one token
+            states.live_B = step.lanes.live_B
+            step.lanes, choice_B = states.reached(step.state.canvas, step.shape.phase)
+            slot_B, state = step.lanes.slot_B, step.state
+            step.iteration_state, step.cache_state = state.iteration.lanes(slot_B), state.cache.lanes(slot_B)
+            yield Known(logits_RLV=logits_CRLV[rows_of(choice_B, step.shape.blocks), row_R], hit=True)
+
+    def moved(self, step: Step, made: Decision) -> None:
+        step.kept(Speculation).keep(step.lanes, made)

@@ -1,0 +1,133 @@
+"""What a step leaves out: hidden states and logits that nobody reads, and rows whose keys it computes alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from dinfer.core.kernels.canvas import rows_of
+from dinfer.core.kernels.selection import compact
+from dinfer.core.step.ability import Ability, ByExtra, Decision, Extra, Forward, Parts, Step, StepShape, TokenStats
+from dinfer.core.step.canvas import Phase
+from dinfer.core.step.mixins import Follows, LeavesMasks, scores_of
+from dinfer.core.step.scores import read_logits, statistics
+from dinfer.core.step.shape import KeysOnly
+from dinfer.speed.abilities.slices import Sliced
+
+FEWEST = 64  # skip unread positions only if there are at least so many, since skipping adds a few kernels
+
+
+class ReadPositions(Ability):
+    """Says which of the W hidden states are read, once all keys and values are kept.
+
+    Of a prefill that decodes nothing none are, of other passes those whose logits decode the active blocks. Caches that
+    follow attention see all queries, some iterations all logits, and experts of limited capacity choose by all tokens
+    of an attention block. Where rows are sliced, their active blocks are in several lanes.
+    """
+
+    @classmethod
+    def of(cls, recipe: Parts, shape: StepShape) -> Self | None:
+        experts = recipe.model.spec.experts
+        everywhere = isinstance(recipe.cache, Follows) or (experts is not None and experts.capacity is not None)
+        few = shape.lanes * (shape.width - shape.blocks * shape.block) < FEWEST
+        window = scores_of(recipe.iteration) == "window" and shape.phase != Phase.PREFILL
+        return None if everywhere or few or window or shape.extra(Sliced) else cls()
+
+    def feed(self, step: Step, run: Forward) -> None:
+        lanes, logits_RL = step.shape.lanes, run.logits_RL
+        if step.shape.phase == Phase.PREFILL and run.window.final_until_B is not None:
+            run.needed_BX = logits_RL.new_empty(lanes, 0)
+        elif scores_of(step.recipe.iteration) != "window":
+            run.needed_BX = logits_RL.clamp_min(0).view(lanes, -1)
+
+    def ran(self, step: Step, run: Forward) -> None:
+        h_BWD, shape = run.h_BWD, step.shape
+        if run.decodes and run.needed_BX is not None and h_BWD.shape[1] == run.needed_BX.shape[1]:  # no other is there
+            place_X = torch.arange(h_BWD.shape[1], device=h_BWD.device)
+            place_RL = place_X.view(-1, shape.block).repeat(shape.lanes, 1)
+            leaves = isinstance(step.recipe.cache, LeavesMasks)
+            run.logits_RL = torch.where(run.logits_RL < 0, -1, place_RL) if leaves else place_RL
+
+
+SHARES = 8  # the number of positions with logits is rounded up to eighths of those that may have some
+
+
+@dataclass(frozen=True, slots=True)
+class OpenOnly(Extra):
+    """So many open positions get logits, over all lanes. Without it, the whole active blocks do."""
+
+    count: int
+    narrows: ClassVar[bool] = True
+
+    def bucket(self, shape: StepShape, vocab: int) -> OpenOnly | None:
+        whole = shape.lanes * shape.blocks * shape.block
+        share = -(-min(whole, shape.lanes * shape.width) // SHARES)
+        count = -(-self.count // share) * share
+        return OpenOnly(count) if count < whole else None
+
+    def kernels(self) -> OpenOnly:
+        return OpenOnly(1)
+
+    def holds(self, asked: Self | None, own: StepShape, shape: StepShape) -> bool:
+        most = shape.lanes * min(shape.width, shape.blocks * shape.block) if asked is None else asked.count
+        return most <= self.count
+
+
+class OpenPositions(ByExtra[OpenOnly]):
+    """Takes the statistics of open positions. Rows whose open positions do not all fit sit the step out."""
+
+    kind = OpenOnly
+
+    def statistics(self, step: Step, made: Decision) -> TokenStats | None:
+        run, view, blocks, live_B = made.known.run, made.view, step.shape.blocks, step.lanes.live_B
+        count = self.extra.count
+        if run is None:
+            return None
+        (rows, length), width = view.masked_RL.shape, run.h_BWD.shape[1]
+        flags_RL = view.masked_RL & (run.logits_RL >= 0) & rows_of(live_B, blocks)[:, None]
+        index_1M, place_1X = compact(flags_RL.view(1, -1), count)
+        fits_B = (place_1X < count).view(live_B.shape[0], -1).all(-1)
+        lane_R = torch.arange(rows, device=live_B.device)[:, None] // blocks
+        where_X = (run.logits_RL.clamp_min(0) + lane_R * width).flatten()
+        h_1MD = run.h_BWD.flatten(0, 1).index_select(0, where_X.index_select(0, index_1M[0].clamp_min(0)))[None]
+        logits_1MV = read_logits(step, run.model, h_1MD)
+        for ability in step.abilities:
+            logits_1MV = ability.allow(step, view, logits_1MV)
+        stats = statistics(step, logits_1MV, index_1M >= 0)
+        back_X = place_1X[0].clamp(0, count - 1)
+
+        def placed(stat_1M: Tensor) -> Tensor:
+            return stat_1M[0].index_select(0, back_X).view(rows, length).masked_fill(~flags_RL, 0)
+
+        step.narrow(live_B & fits_B)
+        return stats.each(placed)
+
+
+class KeyPasses(Ability):
+    """Stores the cursors of such rows after the forward, and takes them out of the step."""
+
+    @classmethod
+    def of(cls, recipe: Parts, shape: StepShape) -> Self | None:
+        return cls() if shape.phase == Phase.PREFILL or shape.extra(KeysOnly) else None
+
+    def ran(self, step: Step, run: Forward) -> None:
+        final_until_B, lanes, prefill = run.window.final_until_B, step.lanes, step.shape.phase == Phase.PREFILL
+        if final_until_B is None:  # the cache has none
+            return
+        kept_B = lanes.kept_B if run.window.kept_B is None else run.window.kept_B
+        rest_B = (final_until_B < kept_B) & prefill  # a prefill continues in the next step where keys are missing
+        passed = replace(
+            lanes,
+            live_B=lanes.live_B & (final_until_B >= 0),
+            kept_B=final_until_B,
+            forwards_B=lanes.forwards_B + 1,
+            phase_B=torch.where(rest_B, int(Phase.PREFILL), int(Phase.WINDOW)),
+        )
+        step.state.canvas.store(passed)
+        step.state.cache.store(lanes.slot_B, step.cache_state, passed.live_B)
+        run.decodes = not prefill
+        if run.decodes:
+            step.narrow(lanes.live_B & ~passed.live_B)

@@ -1,0 +1,1 @@
+"""What keeps answers within a language."""

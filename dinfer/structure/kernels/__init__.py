@@ -1,0 +1,1 @@
+"""Languages on the device."""
