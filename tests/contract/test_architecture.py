@@ -307,7 +307,7 @@ def test_importing_dinfer_is_light() -> None:
 
 
 def test_addresses_without_a_layer_give_the_same_modules() -> None:
-    """People import `dinfer.step.contracts`, which is in core."""
+    """People import `dinfer.core.step.contracts`, which is in core."""
     found = importlib.import_module
     for name, home in (
         ("step", "core.step"),

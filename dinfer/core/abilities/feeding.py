@@ -11,7 +11,7 @@ from dinfer.core.kernels.canvas import take
 from dinfer.core.memory import Seen
 from dinfer.core.step.ability import Ability, ByPart, Decision, Forward, Parts, Step, StepShape, TokenStats
 from dinfer.core.step.canvas import RowCursors
-from dinfer.core.step.mixins import Feeds, Follows, Watches
+from dinfer.core.step.mixins import Feeds, Follows, Watches, Weighs
 from dinfer.core.step.scores import scored
 
 
@@ -69,8 +69,21 @@ class Following(ByPart[Follows]):
         run.attend = replace(run.attend, queries=[])
 
     def ran(self, step: Step, run: Forward) -> None:
-        logits, shift = partial(run.model.logits, run.h_BWD), step.recipe.model.spec.shift
-        self.part.follow(run.attend, logits, run.pos_BW, step.lanes, shift, step.shape.phase, step.cache_state)
+        confidence, shift = partial(self.confidence, step, run), step.recipe.model.spec.shift
+        self.part.follow(run.attend, confidence, run.pos_BW, step.lanes, shift, step.shape.phase, step.cache_state)
+
+    def confidence(self, step: Step, run: Forward) -> Tensor:
+        """The confidence of the most likely token that each position of the window predicts. [B, W]"""
+        top_BWX, token_BWX = run.model.logits(run.h_BWD).float().softmax(-1).topk(2, -1)
+        top_BW, next_BW = top_BWX.unbind(-1)
+        if self.part.score == "margin":
+            return top_BW - next_BW
+        if not isinstance(decoder := step.recipe.decoder, Weighs):
+            return top_BW
+        state, slot_B, blocks = step.state, step.lanes.slot_B, step.shape.blocks
+        row_B = state.block_rows(slot_B, step.lanes.block_B, blocks).view(-1, blocks)[:, 0]
+        options = state.options(step.recipe, slot_B, "decoder")
+        return decoder.weighed(top_BW, token_BWX[..., 0], options, state.decoder.lanes(row_B))
 
 
 class Watching(ByPart[Watches]):

@@ -9,6 +9,7 @@
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -19,7 +20,7 @@ from torch import Tensor
 from dinfer.core.kernels.selection import confident, density, descending_rank, run_leaders
 from dinfer.core.registry import DECODERS, option
 from dinfer.core.step.contracts import BlockView, Decoder, Large, ModelSpec, Proposal, State, TokenStats
-from dinfer.core.step.mixins import Adjusts
+from dinfer.core.step.mixins import Adjusts, Weighs
 
 
 @DECODERS.register("hierarchical")
@@ -212,7 +213,7 @@ SELDOM = 1e-10  # added before the logarithm, as published
 # prior in its place.
 @DECODERS.register("calibrated")
 @dataclass(frozen=True, kw_only=True)
-class Calibrated(Decoder):
+class Calibrated(Decoder, Weighs):
     """Commits s_i >= threshold, and in any case the `least` best, where s_i is a calibrated confidence.
 
     With `sigma` above 0, s_i = c_i * d_i, where d_i is the share of decoded positions around i, weighted by a Gaussian
@@ -246,10 +247,13 @@ class Calibrated(Decoder):
     def fresh_state(self, spec: ModelSpec, block: int) -> State:
         return {} if self.frequencies is None else {"surprise": surprise(Path(self.frequencies), spec.vocab)}
 
+    def weighed(self, top_RL: Tensor, token_RL: Tensor, options: Mapping[str, Tensor], state: State) -> Tensor:
+        if self.frequencies is None:
+            return top_RL
+        return torch.minimum(top_RL * state["surprise"].gather(1, token_RL), options["clip"])
+
     def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
-        score_RL = stats.surest(self.score)
-        if self.frequencies is not None:
-            score_RL = torch.minimum(score_RL * state["surprise"].gather(1, stats.token_RL), view.options["clip"])
+        score_RL = self.weighed(stats.surest(self.score), stats.token_RL, view.options, state)
         if self.sigma:
             score_RL = score_RL * density(~view.masked_RL, view.pos_RL, view.prompt_R, view.length_R, self.sigma)
         score_RL = score_RL.masked_fill(~view.masked_RL, -1.0)

@@ -4,7 +4,7 @@ A component derives from them too, and defines what they ask for. Shape suffixes
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import ClassVar, Literal, NamedTuple
 
 from torch import Tensor
@@ -22,6 +22,17 @@ class Adjusts(ABC):
     @abstractmethod
     def adjust(self, logits_RLV: Tensor, view: BlockView, state: State) -> Tensor:
         """Logits to take the statistics of; changes `state` in place, never the logits."""
+
+
+class Weighs(ABC):
+    """A decoder that orders masks by another confidence than the probability of the most likely token."""
+
+    @abstractmethod
+    def weighed(self, top_RL: Tensor, token_RL: Tensor, options: Mapping[str, Tensor], state: State) -> Tensor:
+        """The confidence of tokens with these probabilities. [R, L] Reads the decoder's `state`, and never changes it.
+
+        `options`: per-request options of the decoder, [R, 1] each.
+        """
 
 
 class Edits:
@@ -100,12 +111,14 @@ class Chooses(ABC):
 class Follows(ABC):
     """A cache that follows attention, and may leave out masks of the active blocks."""
 
+    score: Literal["low_confidence", "margin"]  # what confidence of a mask is; the former is weighed as decoders do
+
     @abstractmethod
     def follow(
-        self, attend: Followed, logits: Callable[[], Tensor], pos_BW: Tensor, lanes: RowCursors, shift: int,
+        self, attend: Followed, confidence: Callable[[], Tensor], pos_BW: Tensor, lanes: RowCursors, shift: int,
         phase: Phase, state: State,
     ) -> None:  # fmt: skip
-        """Sees the attention of a forward, and may ask for the logits of its window."""
+        """Sees the attention of a forward, and may ask for the confidence of the tokens it predicts. [B, W]"""
 
 
 class Watches(ABC):

@@ -178,7 +178,7 @@ class D2Cache(CachePolicy, Chooses, Follows, LeavesDecoded, LeavesMasks):
     sigma: float = option(10.0, "reach of the weight by decoded neighbours, in positions; 0: no such weight", most=256)
     bridge: int = option(0, "largest distance of two recomputed positions between which all others are recomputed too")
     score: Literal["low_confidence", "margin"] = option(
-        "low_confidence", "confidence of a mask: probability, or lead over the second token"
+        "low_confidence", "confidence of a mask: probability, as the decoder weighs it, or lead over the second token"
     )
     share: float | None = option(
         0.5, "largest share of the response that is computed beside the block; null: all", most=1
@@ -273,7 +273,7 @@ class D2Cache(CachePolicy, Chooses, Follows, LeavesDecoded, LeavesMasks):
         return asked_BS.gather(1, (pos_S - prompt_B1).clamp_min(0)) & (pos_S >= prompt_B1)
 
     def follow(
-        self, attend: Followed, logits: Callable[[], Tensor], pos_BW: Tensor, lanes: RowCursors, shift: int,
+        self, attend: Followed, confidence: Callable[[], Tensor], pos_BW: Tensor, lanes: RowCursors, shift: int,
         phase: Phase, state: State,
     ) -> None:  # fmt: skip
         size = state["attention"].shape[1]
@@ -288,10 +288,8 @@ class D2Cache(CachePolicy, Chooses, Follows, LeavesDecoded, LeavesMasks):
         # Rounded, or the order of what receives the same would be that of rounding errors.
         state["attention"].copy_((flow_BS / flow_BS.sum(-1, keepdim=True) * ATTENTION_STEPS).round() / ATTENTION_STEPS)
         if phase == Phase.FULL:
-            first_BW, second_BW = logits().float().softmax(-1).topk(2, -1).values.unbind(-1)
-            sure_BW = first_BW if self.score == "low_confidence" else first_BW - second_BW
             told_BW = padded(torch.where(there_BW, pos_BW + shift, -1), size - 1)
-            state["sure"].scatter_(1, told_BW, sure_BW)
+            state["sure"].scatter_(1, told_BW, confidence().to(state["sure"].dtype))
 
     def needs_full_pass(self, lanes: RowCursors, moved: Moved, phase: Phase, state: State) -> bool:
         return False

@@ -1,6 +1,10 @@
 """d2Cache: the rollout of attention, what is recomputed because of it, and what is left alone."""
 
+import json
+import math
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -68,8 +72,8 @@ def test_the_rollout_is_the_column_sum_of_the_product_over_layers(computed: list
     state = {name: tensor.expand(1, *tensor.shape).clone() for name, tensor in cache.fresh_state(spec, length).items()}
     pos_BW = torch.tensor([[*computed, -1]])
     known = Known(torch.nn.functional.pad(attention, (0, 0, 0, 1)))
-    no_logits: Callable[[], Tensor] = lambda: torch.zeros(1, len(computed) + 1, VOCAB)  # noqa: E731
-    cache.follow(known, no_logits, pos_BW, lanes, 0, Phase.FULL, state)
+    unsure: Callable[[], Tensor] = lambda: torch.zeros(1, len(computed) + 1)  # noqa: E731
+    cache.follow(known, unsure, pos_BW, lanes, 0, Phase.FULL, state)
     want = rollout.sum(0) / length
     torch.testing.assert_close(state["attention"][0, :length], want, atol=1e-6, rtol=0)
 
@@ -89,6 +93,38 @@ def test_a_mask_that_is_not_computed_is_not_decoded() -> None:
         assert written and set(written) <= set(fed[update.forwards - 1])
         before = after
     assert len(fed[0]) == 27 and max(len({pos for pos in step if pos >= 0}) for step in fed[2:]) <= 2 + 2 + 1
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_masks_are_ranked_by_the_confidence_that_the_decoder_orders_them_by(tmp_path: Path, blocks: int) -> None:
+    """PC-Sampler: the probability times the surprise of the token, no more than `clip` (recorded README, d2Cache, 1)."""
+    counts = {token: 10 ** (token % 5) for token in range(VOCAB)}
+    total, clip = 10 * sum(counts.values()), 50.0
+    table = tmp_path / "counts.json"
+    table.write_text(json.dumps({"total": total, "counts": counts}))
+    network, fed = tiny_model(), list[list[int]]()
+    forward, rows = network.forward, list[Tensor]()
+
+    def heard(x: Tensor, attend: Any) -> Tensor:
+        fed.append([pos for pos in attend.pos_BW[0].tolist() if pos >= 0])
+        h_BWD = forward(x, attend)
+        rows.append(network.logits(h_BWD)[0].float().softmax(-1))
+        return h_BWD
+
+    network.forward = heard
+    recipe = compose(
+        network,
+        iteration={"name": "multi_block", "block": 24 // blocks, "blocks": blocks, "add_at": 0.0, "force": "first"},
+        decoder={"name": "calibrated", "sigma": 0.0, "threshold": 100.0, "frequencies": str(table), "clip": clip},
+        cache={"name": "d2cache", "masks": 2, "mass": 0.0, "sigma": 0.0, "share": None},
+    )
+    updates = engine_for(recipe).run([Request([1, 2, 3], 24, recipe.resolve({}))], Wants(snapshots=True))
+    left = [3 + i for i, masked in enumerate((next(updates).masked or [])[3:]) if masked]
+    next(updates)
+    plain = {pos: rows[0][pos].max().item() for pos in left}
+    surest = {p: min(-c * math.log(counts[int(rows[0][p].argmax())] / total), clip) for p, c in plain.items()}
+    want, other = (set(sorted(left, key=ranks.__getitem__)[-2:]) for ranks in (surest, plain))
+    assert want != other and want <= set(fed[1]) and not (other - want) & set(fed[1])
 
 
 def test_a_share_bounds_what_a_step_computes() -> None:
