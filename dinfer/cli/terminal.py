@@ -129,11 +129,11 @@ def failures() -> tuple[type[Exception], ...]:
     """Errors that good input may meet. Imported only after something was raised, to start fast."""
     import torch
 
-    from dinfer.core.engine.request import NonFiniteLogits, StalledRow
+    from dinfer.core.engine.request import BrokenContract, NonFiniteLogits, StalledRow
     from dinfer.lab.tuning import NothingFound
     from dinfer.scale.parallel.leader import RankFailed
 
-    return NonFiniteLogits, StalledRow, NothingFound, RankFailed, MemoryError, torch.OutOfMemoryError
+    return NonFiniteLogits, StalledRow, BrokenContract, NothingFound, RankFailed, MemoryError, torch.OutOfMemoryError
 
 
 def debugging() -> bool:

@@ -11,9 +11,17 @@ from typing import Any
 import torch
 
 from dinfer.core.abilities.reports import FORCED, LEVELS, SURE, TokenLogprob
-from dinfer.core.engine.request import Completion, Counts, NonFiniteLogits, Request, StalledRow, Update, Wants
+from dinfer.core.engine.request import (
+    BrokenContract,
+    Completion,
+    Counts,
+    NonFiniteLogits,
+    Request,
+    StalledRow,
+    Update,
+    Wants,
+)
 from dinfer.core.pipeline.tokenizer import Decode, GrowingText
-from dinfer.core.step.mixins import Edits
 from dinfer.lab.trace.record import Pieces
 from dinfer.scale.parallel.leader import RankFailed
 from dinfer.serving.errors import ApiError
@@ -132,7 +140,7 @@ class Drafts:
 
 
 # Errors that concern no other request.
-OF_ONE_REQUEST = (NonFiniteLogits, StalledRow, MemoryError, torch.OutOfMemoryError, TimeoutError)
+OF_ONE_REQUEST = (NonFiniteLogits, StalledRow, BrokenContract, MemoryError, torch.OutOfMemoryError, TimeoutError)
 
 LOG = logging.getLogger("dinfer.serving")
 

@@ -22,6 +22,8 @@ from dinfer.core.step.mixins import (
     LeavesMasks,
     Moves,
     RecomputesEveryKey,
+    RefreshesWithin,
+    Slides,
     Verifies,
     Watches,
     scores_of,
@@ -71,7 +73,14 @@ READS_ALL = Trait(lambda decoder: isinstance(decoder, Adjusts) or "entropy" in d
 SEES_MASKS = Trait(lambda cache: cache.plan(Phase.WINDOW).front > 0)
 KEEPS_KEYS = Trait(lambda cache: not isinstance(cache, RecomputesEveryKey))
 
+ON_ENTRY_ALONE = Trait(
+    lambda cache: not (isinstance(cache, RefreshesWithin) and cache.refreshes_within),
+    "a cache that refreshes on entering a block alone",
+)
+
 REFUSALS: tuple[Refusal, ...] = (
+    Refusal("{iteration} moves on without entering a block, and {cache} refreshes keys only as a block is entered.",
+            iteration=Slides, cache=ON_ENTRY_ALONE),
     Refusal("{decoder} judges decoded tokens by their logits, which {cache} does not compute.",
             cache=LeavesDecoded, decoder=Edits),
     Refusal("{cache} leaves masks out, and {decoder} would take what is not computed there for certain.",

@@ -19,7 +19,7 @@ from torch import Tensor
 from dinfer.core.caches.window import not_final
 from dinfer.core.registry import CACHES, option
 from dinfer.core.step.contracts import CachePolicy, ModelSpec, Moved, Phase, RowCursors, State, WindowPlan
-from dinfer.core.step.mixins import LeavesDecoded, LeavesMasks, RecomputesEveryKey
+from dinfer.core.step.mixins import LeavesDecoded, LeavesMasks, RecomputesEveryKey, RefreshesWithin
 
 
 @CACHES.register("vicinity")
@@ -83,7 +83,7 @@ class NarrowWindow(CachePolicy, LeavesDecoded, LeavesMasks):
 
 @CACHES.register("narrow_block")
 @dataclass(frozen=True, kw_only=True)
-class NarrowBlock(NarrowWindow):
+class NarrowBlock(NarrowWindow, RefreshesWithin):
     """`block` with a narrow window, for block-causal models. Keys of finished blocks are exact.
 
     A step computes `back` positions before the first mask of the block and `ahead` from that mask on; it decodes no

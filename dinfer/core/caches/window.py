@@ -20,12 +20,12 @@ from torch import Tensor
 
 from dinfer.core.registry import CACHES, option
 from dinfer.core.step.contracts import CachePolicy, ModelSpec, Moved, Phase, RowCursors, State, WindowPlan
-from dinfer.core.step.mixins import KeepsNothing, RecomputesEveryKey
+from dinfer.core.step.mixins import KeepsNothing, RecomputesEveryKey, RefreshesWithin
 
 
 @CACHES.register("none")
 @dataclass(frozen=True, kw_only=True)
-class NoCache(CachePolicy, RecomputesEveryKey, KeepsNothing):
+class NoCache(CachePolicy, RecomputesEveryKey, RefreshesWithin, KeepsNothing):
     """Recomputes the whole canvas at every step. It is exact, and the reference for every other policy."""
 
     paper = "LLaDA, arXiv:2502.09992"
@@ -38,12 +38,16 @@ class NoCache(CachePolicy, RecomputesEveryKey, KeepsNothing):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RefreshedCache(CachePolicy, RecomputesEveryKey):
+class RefreshedCache(CachePolicy, RecomputesEveryKey, RefreshesWithin):
     """A window whose surroundings are refreshed on entering a block, and every so many sweeps."""
 
     ahead: ClassVar[int | None] = 0  # positions recomputed to the right of the active region; None: all
 
     interval: int = option(0, "window passes of a request after which keys are refreshed too; 0: never")
+
+    @property
+    def refreshes_within(self) -> bool:
+        return self.interval > 0
 
     def plan(self, phase: Phase) -> WindowPlan:
         return WindowPlan(None, None) if phase == Phase.FULL else WindowPlan(0, self.ahead)
@@ -113,7 +117,7 @@ def not_final(spec: ModelSpec) -> str | None:
 
 @CACHES.register("block")
 @dataclass(frozen=True, kw_only=True)
-class BlockCache(CachePolicy, RecomputesEveryKey):
+class BlockCache(CachePolicy, RecomputesEveryKey, RefreshesWithin):
     """Recomputes the active block. The step that enters a block also recomputes the block before it.
 
     In a block-causal model, keys and values of finished blocks never change. So they are kept, and the tokens are those

@@ -38,6 +38,10 @@ class StalledRow(RuntimeError):
     """Step after step, a request committed no token and left no block."""
 
 
+class BrokenContract(RuntimeError):
+    """A component did what its contract excludes."""
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One row of work: `new_tokens` positions behind a prompt, or, with `gaps`, positions anywhere in it."""

@@ -9,11 +9,20 @@ from typing import Any
 from torch import Tensor
 
 from dinfer.core.abilities.reports import Level, Reports, TokenLogprob
-from dinfer.core.engine.request import Completion, Counts, NonFiniteLogits, Request, StalledRow, Update, Wants
+from dinfer.core.engine.request import (
+    BrokenContract,
+    Completion,
+    Counts,
+    NonFiniteLogits,
+    Request,
+    StalledRow,
+    Update,
+    Wants,
+)
 from dinfer.core.memory import Key
 from dinfer.core.recipe.recipe import Recipe
 from dinfer.core.step.canvas import ACTIVE, Cursors, Phase
-from dinfer.core.step.mixins import Edits
+from dinfer.core.step.mixins import Edits, Slides
 from dinfer.core.step.shape import Extra
 
 PLACE = Cursors._fields.index("forwards")  # the cursors before this one are a row's place, the others count
@@ -67,6 +76,7 @@ class Row:
     drafted: bool = False  # the last step decoded and left the row in its blocks, so there are drafts for the next
     steady: bool = False  # the last step changed only counts
     missed: bool = False  # the last step did not fit it
+    slid: bool = False  # its active region has moved without entering a block
     waited: int = 0  # rounds in a row that took others, where rows take steps by turns
     left: int = 0  # open positions of the active blocks
     fastest: int = 0  # the most positions that a step has committed
@@ -95,6 +105,7 @@ class Row:
         decided = now.steps > old.steps
         self.positions += self.need.width * (1 + self.tried) if decided else now.kept - old.kept
         self.steady = now[:PLACE] == old[:PLACE]
+        self.slid |= now.start != old.start and now.block == old.block
         if gained or (not self.steady and (now.block, now.kept) != (old.block, old.kept)):
             self.idle, self.since = 0, now.forwards
         self.drafted = now.steps > old.steps and (self.steady or (now.start, now.end) == (old.start, old.end))
@@ -103,8 +114,15 @@ class Row:
         self.left = self.open_before[now.end] - now.committed
         return True
 
-    def failure(self, recipe: Recipe) -> NonFiniteLogits | StalledRow | None:
+    def failure(self, recipe: Recipe) -> NonFiniteLogits | StalledRow | BrokenContract | None:
         """The error of a row that cannot continue after its last step; None: it can."""
+        if self.slid and not isinstance(recipe.iteration, Slides):
+            name = type(recipe.iteration).__name__
+            return BrokenContract(
+                f"request {self.index}: {name} moved its active region from position {self.before.start} to "
+                f"{self.cursors.start} without entering a block, where caches refresh their keys. Count the block as "
+                f"left, or derive {name} from dinfer.core.step.mixins.Slides."
+            )
         if (self.cursors.phase in ACTIVE and self.idle < STALL_LIMIT) or self.cursors.phase == Phase.IDLE:
             return None
         step, block = self.cursors.forwards, f"block at positions {self.before.start} to {self.before.end - 1}"

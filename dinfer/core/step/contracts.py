@@ -74,7 +74,8 @@ class Moved:
     """Where an iteration moves its rows: cursors as `RowCursors` has them.
 
     With K > 1 block k begins at `start + k * L`; those from `end` on are not open yet. Blocks leave at the beginning,
-    counted in `block_B`, and enter behind the others.
+    counted in `block_B`, and enter behind the others. `start_B` moves only as blocks leave, unless the iteration is one
+    that `Slides`: where a block is entered, caches refresh keys and decoders begin anew.
     """
 
     start_B: Tensor

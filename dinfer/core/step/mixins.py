@@ -72,6 +72,15 @@ class RecomputesEveryKey:
     """
 
 
+class RefreshesWithin:
+    """A cache that keeps its keys fresh however long a row stays in a block. Others refresh as a block is entered."""
+
+    @property
+    def refreshes_within(self) -> bool:
+        """Whether it does so with these options."""
+        return True
+
+
 class LeavesDecoded:
     """A cache whose windows may lack decoded positions, so that these have no logits."""
 
@@ -130,6 +139,10 @@ class Watches(ABC):
 
 
 # Iterations.
+
+
+class Slides:
+    """An iteration whose active region moves on without entering a block. Its caches are those that need no entry."""
 
 
 class Aligned(ABC):

@@ -17,7 +17,7 @@ from dinfer.core.kernels.canvas import padded
 from dinfer.core.kernels.selection import density, descending_rank
 from dinfer.core.registry import CACHES, option
 from dinfer.core.step.contracts import CachePolicy, ModelSpec, Moved, Phase, RowCursors, State, WindowPlan
-from dinfer.core.step.mixins import CanvasRows, Chooses, Follows, LeavesDecoded, LeavesMasks, Watches
+from dinfer.core.step.mixins import CanvasRows, Chooses, Follows, LeavesDecoded, LeavesMasks, RefreshesWithin, Watches
 from dinfer.core.step.model import Followed
 from dinfer.core.terms.plan import SHARES
 
@@ -27,7 +27,7 @@ from dinfer.core.terms.plan import SHARES
 # longer where several blocks are open, since what stands around a token is not final either.
 @CACHES.register("delayed")
 @dataclass(frozen=True, kw_only=True)
-class DelayedCache(CachePolicy, Chooses, LeavesDecoded):
+class DelayedCache(CachePolicy, Chooses, LeavesDecoded, RefreshesWithin):
     """Recomputes masks and the tokens that the last `delay` steps decoded; others keep their keys until a refresh.
 
     With `decode` it recomputes every mask of the canvas. With `greedy` it recomputes the masks of the active block and
@@ -45,6 +45,10 @@ class DelayedCache(CachePolicy, Chooses, LeavesDecoded):
     interval: int = option(8, "steps in a block after which keys are refreshed; 0: only on entering it")
     delay: int = option(1, "steps after which a decoded token's keys are kept", least=1)
     around: int = option(2, "greedy: positions recomputed on either side of a token that was just decoded")
+
+    @property
+    def refreshes_within(self) -> bool:
+        return self.interval > 0
 
     def fresh_state(self, spec: ModelSpec, length: int) -> State:
         return {"age": torch.tensor(self.delay).expand(length + 1)}  # steps that have seen each token; masks: 0
@@ -89,7 +93,7 @@ DISTANCE_STEPS = 2.0**20  # distances are told apart down to one part in this
 # chosen. Before all others come those whose token has changed since. Nothing but keys and values is kept.
 @CACHES.register("adaptive")
 @dataclass(frozen=True, kw_only=True)
-class AdaptiveCache(CachePolicy, Chooses, Watches):
+class AdaptiveCache(CachePolicy, Chooses, Watches, RefreshesWithin):
     """Recomputes the active block, and the share `ratio` of the other response positions that move most.
 
     It recomputes the whole response every `response_interval` steps of a request, and the prompt too every
@@ -158,7 +162,7 @@ ATTENTION_STEPS = 2**22  # shares of attention are told apart down to one part i
 # Published names: current_k is `masks`, rollout_p is `mass`, inflate_w is `bridge`.
 @CACHES.register("d2cache")
 @dataclass(frozen=True, kw_only=True)
-class D2Cache(CachePolicy, Chooses, Follows, LeavesDecoded, LeavesMasks):
+class D2Cache(CachePolicy, Chooses, Follows, LeavesDecoded, LeavesMasks, RefreshesWithin):
     """After one full pass, recomputes the tokens decoded last, the `masks` surest masks, and attended positions.
 
     Masks of the active block come first. The confidence of a mask is measured in the full pass and weighted by the
