@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from dinfer.core.kernels.canvas import padded
+from dinfer.core.kernels.canvas import padded, uploaded
 from dinfer.core.step.ability import BlockView, ByExtra, Canvas, Decision, Entry, Extra, Parts, Step, StepShape
 from dinfer.research.abilities.branches import branches_of
 
@@ -126,10 +126,14 @@ class Reports:
         place_NX = start_N[:, None] + torch.arange(width, device=start_N.device)
         return self.draft_NS.gather(1, place_NX.clamp_max(self.draft_NS.shape[1] - 1))
 
-    def logprobs(self, slot: int, start: int, end: int) -> list[TokenLogprob]:
-        """Of positions that hold tokens. Waits for the device."""
-        columns: Sequence[list] = [rows[slot, start:end].tolist() for rows in self.logprob_tensors()]
-        return [TokenLogprob(own, [*zip(top, tops, strict=True)]) for own, top, tops in zip(*columns, strict=True)]
+    def logprobs(self, slots: Sequence[int], places: Sequence[int]) -> list[TokenLogprob]:
+        """Of the tokens at these positions of these slots, all in one read. Waits for the device."""
+        own_NS, top_NST, logprob_NST = self.logprob_tensors()
+        index = uploaded(torch.tensor([slots, places]), own_NS.device).unbind(0)
+        read = torch.cat([own_NS[index][:, None].double(), top_NST[index].double(), logprob_NST[index].double()], 1)
+        return [
+            TokenLogprob(own, [*zip(map(int, both[:TOP]), both[TOP:], strict=True)]) for own, *both in read.tolist()
+        ]
 
     def _index(self, slot_B: Tensor, view: BlockView, flags_RL: Tensor) -> tuple[Tensor, Tensor]:
         pos_BX = torch.where(flags_RL, view.pos_RL, -1).view(len(slot_B), -1)

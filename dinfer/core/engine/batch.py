@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from enum import Enum, auto
 from heapq import heappop, heappush
 from itertools import accumulate
 from typing import NamedTuple
@@ -111,6 +112,14 @@ class CanvasReader:
         return Asked([], host(columns), host(active), host(active), self._worker.event())
 
 
+class Claim(Enum):
+    """What becomes of a row that asks for a slot."""
+
+    ENTERS = auto()
+    AWAITS = auto()  # keys of its prompt, which a running row computes
+    FULL = auto()  # there is no room for it
+
+
 class Batch:
     """The state of the running rows, allocated once. Rows enter and leave between steps."""
 
@@ -123,22 +132,29 @@ class Batch:
         self.rows: dict[int, Row] = {}  # by slot, in order of admission
         self._free = [*range(room.slots)]  # slots, a heap
 
-    def claim(self, row: Row) -> bool:
-        """Gives a row a slot and pages. False: the row must wait. If this raises, the row has neither."""
+    @property
+    def has_slot(self) -> bool:
+        """Whether a row could enter, if there are pages for it."""
+        return bool(self._free)
+
+    def claim(self, row: Row) -> Claim:
+        """Gives a row a slot and pages, if it enters. If this raises, the row has neither."""
         request, recipe, room, page = row.request, self.recipe, self.room, self.runtime.page
         fits = request.length <= room.length and block_of(request, recipe) <= room.block
-        if not fits or not self._free or (shared := self._shared(row)) is None:
-            return False
+        if not fits or not self._free:
+            return Claim.FULL
+        if (shared := self._shared(row)) is None:
+            return Claim.AWAITS
         options, need = request.options, pages_of(request, recipe, page)
         row.asks = recipe.asks(options, row.more)
         row.visible, row.published = need // (1 + recipe.guided(options)), len(shared)
         row.cached = len(shared) * page
         pages = self.pages.claim(shared, need - len(shared))
         if pages is None:
-            return False
+            return Claim.FULL
         row.pages, row.slot = pages, heappop(self._free)
         self.rows[row.slot] = row
-        return True
+        return Claim.ENTERS
 
     def place(self, rows: Sequence[Row]) -> None:
         """Places the requests of rows in their claimed slots."""

@@ -100,7 +100,7 @@ class Engine:
 
     def occupancy(self) -> dict[str, int]:
         """Numbers of waiting and running requests, and of pages of keys and values, all and free."""
-        batches = [loop.batch for loop in self.loops if loop.batch is not None]
+        batches = [batch for loop in self.loops if (batch := loop.batch) is not None]  # a round may close it meanwhile
         return {
             "waiting": len(self.loop.waiting) + sum(len(one.waiting) for one in self.loops if one is not self.loop),
             "running": sum(len(batch.rows) for batch in batches),

@@ -6,16 +6,18 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import islice
 
 import torch
 
 from dinfer.core.abilities.reports import Reporting
-from dinfer.core.engine.batch import Asked, Batch
+from dinfer.core.engine.batch import Asked, Batch, Claim
 from dinfer.core.engine.request import StalledRow, Update
 from dinfer.core.engine.row import Row
 from dinfer.core.engine.runtime import BatchSize, pages_of, room_for
 from dinfer.core.engine.scheduler.scheduler import Scheduler, Step
 from dinfer.core.engine.worker import Worker
+from dinfer.core.memory import Key
 from dinfer.core.step.canvas import Cursors, Phase
 from dinfer.core.step.window import widest
 from dinfer.research.abilities.branches import branches_of
@@ -68,6 +70,7 @@ class Loop:
     def round(self) -> None:
         """Every row that is ready takes a step, and waiting requests enter."""
         if self._moved:  # after an interrupt
+            self._hear()
             self._end()
         self._deliver()
         if not self._flights:
@@ -83,6 +86,7 @@ class Loop:
         self._take()
         if self.ahead and not self._flights:  # keeps the device busy while the host and the caller do the rest
             self._launch()
+        self._hear()
         self._end()
         self._deliver()
 
@@ -107,16 +111,28 @@ class Loop:
         self._each(self._start(steps), self.scheduler.prepare)
 
     def _admit(self) -> None:
-        """Gives slots to waiting requests, in their order, as long as there is room."""
+        """Gives slots to waiting requests, in their order, as long as there is room.
+
+        A request that waits for keys which a running one computes lets those behind it go first.
+        """
         batch, entered = self.batch, list[Row]()
+        later, awaited = list[Row](), set[Key]()
         try:
-            while self.waiting and batch is not None:
+            while self.waiting and batch is not None and batch.has_slot:
                 row = self.waiting[0]
                 if not row.cancelled and row.error is None:
+                    if row.prefix_keys and row.prefix_keys[-1] in awaited:
+                        later.append(self.waiting.popleft())
+                        continue
                     entered.append(row)
                     try:
-                        if not batch.claim(row):
+                        if (claim := batch.claim(row)) is not Claim.ENTERS:
                             entered.pop()
+                        if claim is Claim.AWAITS:
+                            awaited.add(row.prefix_keys[-1])
+                            later.append(self.waiting.popleft())
+                            continue
+                        if claim is Claim.FULL:
                             break
                     except Exception as error:
                         self._blame([entered.pop()], error)
@@ -125,6 +141,8 @@ class Loop:
                 self._place(batch, entered)
         except BaseException as error:
             self._blame(entered, error)
+        finally:
+            self.waiting.extendleft(reversed(later))
         self._each(entered, self.scheduler.update)
 
     def _place(self, batch: Batch, rows: Sequence[Row]) -> None:
@@ -207,8 +225,25 @@ class Loop:
             if row.wants.canvas:
                 active_X, drafts_X = asked.active_NX[row.slot], asked.drafts_NX[row.slot]
                 behind = branches_of(self.recipe.iteration) > 0
-                row.read_tokens(active_X, drafts_X, self.batch.state.kept[Reporting], behind=behind)
+                row.read_tokens(active_X, drafts_X, behind=behind)
+                if row.wants.deltas is not None:
+                    row.settle(self.recipe)
             self._moved.append(row)
+
+    def _hear(self) -> None:
+        """Reads the log-probabilities of all new output together, since each read waits."""
+        rows = [row for row in self._moved if row.wants.logprobs and len(row.heard) < len(row.fresh)]
+        if self.batch is None or not rows:
+            return
+        slots = [row.slot for row in rows for _ in row.fresh if row.slot is not None]
+        try:
+            with self.worker.aside():
+                heard = iter(self.batch.state.kept[Reporting].logprobs(slots, [at for row in rows for at in row.fresh]))
+        except Exception as error:
+            self._blame(rows, error)
+            return
+        for row in rows:
+            row.heard = [*islice(heard, len(row.fresh))]
 
     def _end(self) -> None:
         """Frees the slots of finished rows. It reads their canvases together, since each read waits."""

@@ -169,6 +169,7 @@ class Completion:
     output: list[int]  # generated tokens before the first stop token, those in gaps included
     stopped: bool  # a stop token ended it; False: max_new_tokens did
     counts: Counts
+    decoded: list[bool] = field(default_factory=list)  # of each position of `canvas`: it was decoded, not filled up
 
 
 @dataclass(slots=True)  # one is made for every row of every step, and a frozen one takes five times as long

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dinfer.core.abilities.reports import Level, Reports, TokenLogprob
+from dinfer.core.abilities.reports import Level, TokenLogprob
 from dinfer.core.engine.request import (
     BrokenContract,
     Completion,
@@ -24,6 +24,7 @@ from dinfer.core.recipe.recipe import Recipe
 from dinfer.core.step.canvas import ACTIVE, Cursors, Phase
 from dinfer.core.step.mixins import Edits, Slides
 from dinfer.core.step.shape import Extra
+from dinfer.core.terms.spec import ModelSpec
 
 PLACE = Cursors._fields.index("forwards")  # the cursors before this one are a row's place, the others count
 PHASES = [*Phase]  # by number
@@ -63,11 +64,11 @@ class Row:
 
     # From step to step.
     canvas: list[int] = field(default_factory=list)  # ~token where it is open; known at the end, or if `wants.canvas`
-    settled: int = 0  # final positions that updates have reported
-    output: int = 0  # tokens of output that updates have reported
+    settled: int = 0  # with deltas: output before this position is final
     active: list[int] = field(default_factory=list)  # with drafts: the blocks that were active, ~token where open
     offers: list[int] = field(default_factory=list)  # with drafts: see `Reports.draft_NS`
-    heard: dict[int, TokenLogprob] = field(default_factory=dict)  # with logprobs: by position
+    fresh: list[int] = field(default_factory=list)  # with deltas: positions of output that no update has reported
+    heard: list[TokenLogprob] = field(default_factory=list)  # with logprobs: of the first of these
     cursors: Cursors = field(default_factory=Cursors)  # as last read
     before: Cursors = field(default_factory=Cursors)  # before the last step
     idle: int = 0  # steps launched for it since tokens, block or keys last changed
@@ -138,8 +139,8 @@ class Row:
             f"{block}: the {why}."
         )
 
-    def read_tokens(self, active_X: Tensor, drafts_X: Tensor, reports: Reports, *, behind: bool) -> None:
-        """Takes the tokens of the blocks that were active, and, as far as it wants them, drafts and log-probabilities.
+    def read_tokens(self, active_X: Tensor, drafts_X: Tensor, *, behind: bool) -> None:
+        """Takes the tokens of the blocks that were active, and, if it wants them, drafts.
 
         `behind`: the step may also have written to a new block behind them.
         """
@@ -150,13 +151,28 @@ class Row:
         self.active = known[: end - start]
         if self.wants.drafts:
             self.offers = drafts_X[: end - start].tolist()
-        new = not self.steady or self.cursors.committed != self.before.committed
-        if self.wants.logprobs and self.slot is not None and new:
-            self.heard.update(zip(range(start, stop), reports.logprobs(self.slot, start, stop), strict=True))
+
+    def settle(self, recipe: Recipe) -> None:
+        """With deltas: notes the positions of output that have become final, all if the row is finished."""
+        spec, request = recipe.model.spec, self.request
+        done = self.cursors.phase == Phase.IDLE
+        whole = self.wants.deltas == "block" or isinstance(recipe.decoder, Edits)
+        end, at = min(self.cursors.start, request.asked) if whole and not done else request.asked, self.settled
+        while at < end and (done or self.canvas[at] >= 0):
+            if self.open_before[at] < self.open_before[at + 1]:
+                if request.stops and self._token(at, spec) in spec.stop_ids:
+                    break
+                self.fresh.append(at)
+            at += 1
+        self.settled = at
+
+    def _token(self, at: int, spec: ModelSpec) -> int:
+        """What an answer has at a position: EOS where nothing was decoded."""
+        return token if (token := self.canvas[at]) >= 0 else spec.eos_id
 
     def update(self, recipe: Recipe) -> Update:
         """The update for the caller about the last step, or about the error that ended the row."""
-        step, now = self.before, self.cursors
+        spec, step, now = recipe.model.spec, self.before, self.cursors
         where = self.index, now.forwards, PHASES[step.phase], (step.start, step.end)
         if self.error is not None:
             return Update(*where, blocks=now.block, error=self.error)
@@ -166,33 +182,18 @@ class Row:
             canvas = self.canvas[: self.request.asked]
             tokens, masked = [max(token, ~token) for token in canvas], [token < 0 for token in canvas]
         if self.wants.deltas is not None:
-            new = self._settle(recipe) if done is None else done.output[self.output :]
-            if self.wants.logprobs:
-                decoded = [at for at, masked in enumerate(self.request.masked) if masked]
-                logprobs = [self.heard[at] for at in decoded[self.output : self.output + len(new)]]
-            self.output += len(new)
+            new, logprobs = [self._token(at, spec) for at in self.fresh], self.heard if self.wants.logprobs else None
+            self.fresh, self.heard = [], []
         active, offers = (self.active, self.offers) if self.wants.drafts else (None, None)
         return Update(
             *where, tokens, masked, done, now.block, new, logprobs, active, offers, cached=self.cached,
             positions=self.positions, committed=now.committed, more=self.figures,
         )  # fmt: skip
 
-    def _settle(self, recipe: Recipe) -> list[int]:
-        """The output that has become final since the last call. Not for a finished row."""
-        whole, stop_ids = self.wants.deltas == "block" or isinstance(recipe.decoder, Edits), recipe.model.spec.stop_ids
-        end, new, at = self.cursors.start if whole else self.request.asked, list[int](), self.settled
-        while at < min(end, self.request.asked) and (token := self.canvas[at]) >= 0:
-            if self.open_before[at] < self.open_before[at + 1]:
-                if self.request.stops and token in stop_ids:
-                    break
-                new.append(token)
-            at += 1
-        self.settled = at
-        return new
-
     def _completion(self, recipe: Recipe) -> Completion:
         spec = recipe.model.spec
-        tokens = [token if token >= 0 else spec.eos_id for token in self.canvas[: self.request.asked]]
+        tokens = [self._token(at, spec) for at in range(self.request.asked)]
+        decoded = [masked and token >= 0 for token, masked in zip(self.canvas, self.request.masked, strict=True)]
         output, stopped = self.request.answer(tokens, spec.stop_ids)
         now, seconds = self.cursors, time.perf_counter() - self.began
         prefills = now.forwards + now.hits - now.steps
@@ -200,4 +201,4 @@ class Row:
             now.forwards, prefills, now.refreshes, now.committed, len(output), seconds, self.positions, now.hits,
             self.figures,
         )  # fmt: skip
-        return Completion(tokens, output, stopped, counts)
+        return Completion(tokens, output, stopped, counts, decoded[: self.request.asked])

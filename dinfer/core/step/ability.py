@@ -22,6 +22,7 @@ from dinfer.core.step.state import BatchState, Entry
 from dinfer.core.step.window import Window
 from dinfer.core.terms.stats import TokenStats
 
+SHAPES = 256  # whose abilities are remembered
 E = TypeVar("E", bound=Extra)
 P = TypeVar("P")
 
@@ -190,6 +191,8 @@ class Step:
     def of(cls, recipe: Parts, state: BatchState, shape: StepShape, slot_B: Tensor) -> Self:
         if (abilities := state.resolved.get(shape)) is None:
             found = (kind.of(recipe, shape) for kind in recipe.abilities)
+            if len(state.resolved) == SHAPES:  # without graphs, shapes are as many as mixtures of requests
+                state.resolved.clear()
             abilities = state.resolved[shape] = tuple(ability for ability in found if ability is not None)
         lanes = state.canvas.lanes(slot_B, shape.phase)
         states = state.iteration.lanes(slot_B), state.cache.lanes(slot_B)

@@ -77,6 +77,24 @@ def test_log_probabilities_are_those_of_the_step_that_commits(ahead: bool, monke
         assert [value for _, value in entry.top] == pytest.approx(best.values.tolist(), abs=1e-5)
 
 
+def test_each_log_probability_is_read_once_and_those_of_a_round_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One block, a token a step: reading the block at each step would take the square of its length."""
+    steps, reads = 24, list[int]()
+    tolist = torch.Tensor.tolist
+
+    def counted(tensor: torch.Tensor) -> Any:
+        if tensor.is_floating_point():
+            reads.append(tensor.numel())
+        return tolist(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "tolist", counted)
+    recipe = compose(tiny_model(), iteration="full", decoder={"name": "fixed", "steps": steps}, cache="none")
+    requests = [Request([1, 2, 3 + i], steps, stops=False) for i in range(3)]
+    updates = list(engine_for(recipe).run(requests, Wants(deltas="commit", logprobs=True)))
+    told = sum(len(update.logprobs or []) for update in updates)
+    assert told == 3 * steps and sum(reads) == told * (1 + 2 * TOP) and len(reads) <= steps
+
+
 @pytest.mark.parametrize("iteration", ["blockwise", "lopa"])
 def test_log_probabilities_do_not_depend_on_neighbours(iteration: str) -> None:
     """Nor on whether their step works on the logits in place. A token that a branch commits has one too."""

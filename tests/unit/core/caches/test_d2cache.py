@@ -97,7 +97,7 @@ def test_a_mask_that_is_not_computed_is_not_decoded() -> None:
 
 @pytest.mark.parametrize("blocks", [1, 2])
 def test_masks_are_ranked_by_the_confidence_that_the_decoder_orders_them_by(tmp_path: Path, blocks: int) -> None:
-    """PC-Sampler: the probability times the surprise of the token, no more than `clip` (recorded README, d2Cache, 1)."""
+    """PC-Sampler: the probability times the surprise of the token, no more than `clip`."""
     counts = {token: 10 ** (token % 5) for token in range(VOCAB)}
     total, clip = 10 * sum(counts.values()), 50.0
     table = tmp_path / "counts.json"

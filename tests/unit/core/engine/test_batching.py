@@ -415,3 +415,49 @@ def test_a_batch_that_reads_more_weights_computes_more_for_the_same_time() -> No
     assert free_positions(dense) == FREE
     experts = ExpertSpec(experts=64, chosen=4, width=48)
     assert 4 * FREE < free_positions(replace(dense, experts=experts)) <= 16 * FREE
+
+
+@pytest.mark.parametrize("order", ["behind", "between"])
+def test_a_request_that_waits_for_keys_of_another_holds_up_nobody(order: str) -> None:
+    """Samples of one prompt share its keys, which the first of them computes."""
+    recipe = block_recipe()
+    sample, other = Request([*range(1, 21)], 8, recipe.resolve({})), Request([30, 31], 8, recipe.resolve({}))
+    requests = [sample, sample, other] if order == "behind" else [sample, sample, other, sample]
+    engine = engine_for(recipe, rows=4, page=4, pages=64, max_length=64, share=True)
+    for request in requests:
+        engine.add(request)
+    first, cached = dict[int, int](), dict[int, int]()
+    for number in range(99):
+        for update in engine.step() if engine.busy else ():
+            first.setdefault(update.index, number)
+            cached[update.index] = update.cached
+    assert first[2] == first[0] == 0 and cached[0] == cached[2] == 0
+    assert all(first[i] > 0 and cached[i] > 0 for i in range(len(requests)) if i not in (0, 2))
+
+
+def test_occupancy_may_be_asked_while_a_round_closes_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_for(block_recipe())
+    completions(engine, [Request([1, 2], 8)])
+    held = iter([engine.loop.batch])  # type: ignore[union-attr]
+    monkeypatch.setattr(type(engine.loop), "batch", property(lambda loop: next(held, None)), raising=False)
+    assert engine.occupancy()["pages"] > 0 and next(held, None) is None
+
+
+def test_what_is_remembered_of_shapes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dinfer.core.step.ability.SHAPES", 3)
+    engine = engine_for(block_recipe())
+    shapes = observed(engine)
+    completions(engine, [Request([1] * (3 + 7 * i), 8 * (1 + i % 3)) for i in range(8)])
+    assert len(set(shapes)) > 3 >= len(engine.runner.state.resolved)
+
+
+def test_a_completion_tells_decoded_tokens_from_what_fills_up() -> None:
+    """A stop token that was decoded is one; positions behind it, which an early end left open, are not."""
+    network = tiny_model()
+    with torch.no_grad():
+        network.head.weight.copy_(torch.zeros_like(network.head.weight))  # all logits are equal: the lowest id is taken
+    network.spec = replace(network.spec, eos_id=0, stop_ids=(0,))
+    recipe = compose(network, iteration={"name": "blockwise", "block": 4}, decoder="threshold", cache="none")
+    (done,) = completions(engine_for(recipe), [Request([1, 2], 12)])
+    assert done.canvas == [1, 2] + [0] * 12 and done.stopped
+    assert done.decoded == [False] * 2 + [True] * 4 + [False] * 8 and sum(done.decoded) == done.counts.committed
