@@ -22,6 +22,7 @@ from dinfer.core.engine.request import (
     Wants,
 )
 from dinfer.core.pipeline.tokenizer import Decode, GrowingText
+from dinfer.core.step.mixins import Edits
 from dinfer.lab.trace.record import Pieces
 from dinfer.scale.parallel.leader import RankFailed
 from dinfer.serving.errors import ApiError
