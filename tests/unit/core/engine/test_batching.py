@@ -84,6 +84,23 @@ def test_arrivals_at_any_time_change_nothing(combination: Combination) -> None:
     assert {i: outcome(c) for i, c in found.items()} == want
 
 
+@pytest.mark.one_in(8)
+@pytest.mark.parametrize("combination", SAMPLE[3::11], ids=str)
+def test_the_same_logits_in_float32_give_the_same_tokens(
+    combination: Combination, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that a batch may change is how the network rounds: here its rounding is taken away, and nothing else."""
+    recipe = combination.recipe()
+    requests, logits = requests_for(recipe), type(recipe.model).logits
+    monkeypatch.setattr(
+        type(recipe.model),
+        "logits",
+        lambda model, h_BWD: ((logits(model, h_BWD) * 2**10).round() / 2**10).float().to(h_BWD.dtype),
+    )
+    want = [outcome(completion) for completion in alone(recipe, requests)]
+    assert [outcome(completion) for completion in completions(engine_for(recipe, rows=3), requests)] == want
+
+
 @pytest.mark.one_in(6)
 @pytest.mark.parametrize("combination", BLOCK_CACHED, ids=str)
 def test_large_batches_settle_finished_blocks_in_passes_of_their_own(
