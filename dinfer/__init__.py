@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dinfer.core.abilities.registry import ABILITIES
     from dinfer.core.engine.async_engine import AsyncEngine
     from dinfer.core.engine.request import Counts, NonFiniteLogits, Wants
     from dinfer.core.engine.runtime import Runtime
@@ -28,11 +29,12 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 __version__ = "0.1.0"
 __all__ = [
-    "CACHES", "DECODERS", "ITERATIONS", "MODELS", "SAMPLINGS", "AsyncEngine", "Counts", "IncompatibleRecipe",
-    "Infilled", "NonFiniteLogits", "Pipeline", "Recipe", "Result", "Runtime", "UnknownName", "Wants",
+    "ABILITIES", "CACHES", "DECODERS", "ITERATIONS", "MODELS", "SAMPLINGS", "AsyncEngine", "Counts",
+    "IncompatibleRecipe", "Infilled", "NonFiniteLogits", "Pipeline", "Recipe", "Result", "Runtime", "UnknownName", "Wants",
     "compose", "load", "presets",
 ]  # fmt: skip
 _MODULES = {
+    "core.abilities.registry": ("ABILITIES",),
     "core.registry": ("CACHES", "DECODERS", "ITERATIONS", "MODELS", "SAMPLINGS", "UnknownName"),
     "core.recipe.presets": ("presets",),
     "core.recipe.recipe": ("IncompatibleRecipe", "Recipe", "compose"),

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dinfer.cli.commands.list import ROLES
-from dinfer.core.abilities.table import REFUSALS
+from dinfer.core.recipe.recipe import all_refusals
 from dinfer.core.refusals import COMPONENTS, Trait
 from dinfer.core.registry import CACHES, DECODERS, REGISTRIES, OptionInfo, Registry, options_of
 from dinfer.core.step.window import exact as exact_with
@@ -228,7 +228,7 @@ def refusals() -> str:
         "| --- | --- | --- |",
     ]
     found: dict[tuple[str, str], list[str]] = {}
-    for refusal in (*REFUSALS, *own.values()):
+    for refusal in (*all_refusals(), *own.values()):
         one, *others = (words for words in (side(*item) for item in refusal.sides.items()) if words)
         why = re.sub("^the ", "The ", re.sub(r"{(\w+)}", r"the \1", refusal.why))
         found.setdefault((one, why), []).append(", ".join(others))

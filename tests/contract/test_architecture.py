@@ -34,7 +34,6 @@ EXCEPTIONS: dict[str, set[str]] = {  # nothing is added here: what core still kn
     "core/kernels": {"kernels/triton", "kernels/cpu"},  # where one is about to run
     "core/step/commits": {"kernels/triton"},
     "core/abilities/reports": {"research/abilities"},
-    "core/abilities/table": {"research/abilities", "speed/abilities", "structure/abilities"},
     "core/engine/engine": {"scale/parallel", "speed/adaptive"},
     "core/engine/loop": {"research/abilities"},
     "core/engine/runner": {"speed/startup"},

@@ -8,6 +8,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from dinfer.core.abilities.registry import ABILITIES
 from dinfer.core.caches.widths import VicinityCache
 from dinfer.core.decoders.confidence import Credit, Factor
 from dinfer.core.decoders.editing import DMax, JointThreshold
@@ -145,7 +146,7 @@ class EndsSight(Ability):
 class ReferenceRecipe(Recipe):
     """A recipe whose steps ask the abilities of this module too, and whose decoder may say `suppress_mask`."""
 
-    abilities = (EndsSight, *Recipe.abilities)
+    abilities = (EndsSight, *ABILITIES.ordered())
 
     def __post_init__(self) -> None:
         if getattr(self.decoder, "suppress_mask", False):

@@ -16,11 +16,10 @@ import pytest
 from support import selection
 from support.models import UNIFORM, VARIANTS, fitted, tiny_model
 
-from dinfer.core.abilities.table import REFUSALS
 from dinfer.core.engine.engine import Engine
 from dinfer.core.engine.request import Completion, Request
 from dinfer.core.engine.runtime import Runtime
-from dinfer.core.recipe.recipe import USUAL, IncompatibleRecipe, Recipe, compose
+from dinfer.core.recipe.recipe import USUAL, IncompatibleRecipe, Recipe, all_refusals, compose
 from dinfer.core.refusals import first_refusal
 from dinfer.core.registry import CACHES, DECODERS, ITERATIONS, SAMPLINGS, Registry, options_of
 from dinfer.core.step.shape import StepShape
@@ -124,7 +123,7 @@ def _model_of(variant: str) -> Any:
 @cache
 def composes(combination: Combination) -> bool:
     """Whether nothing stands in its way. What to use instead, which `refusal` says, takes long to find."""
-    return first_refusal(REFUSALS, parts_of(combination)) is None
+    return first_refusal(all_refusals(), parts_of(combination)) is None
 
 
 def parts_of(combination: Combination) -> dict[str, Any]:

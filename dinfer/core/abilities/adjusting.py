@@ -12,6 +12,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from dinfer.core.abilities.registry import ABILITIES
 from dinfer.core.kernels.canvas import rows_of
 from dinfer.core.step.ability import Ability, ByExtra, Entry, Extra, Parts, State, Step, StepShape
 from dinfer.core.step.canvas import BlockView, Canvas, Phase
@@ -20,6 +21,7 @@ from dinfer.core.step.mixins import Adjusts, Moves
 from dinfer.core.step.scores import needed_vocabulary
 
 
+@ABILITIES.register("adjusting")
 @dataclass(frozen=True)
 class Adjusting(Ability):
     """Asks the decoder for its adjustment, in steps that ask it for a proposal."""
@@ -37,6 +39,7 @@ class Adjusting(Ability):
         return self.decoder.adjust(logits_RLV, view, state)
 
 
+@ABILITIES.register("offering")
 @dataclass(frozen=True)
 class Offering(Ability):
     """Rules out the mask token if the sampling asks for that, and tokens that move others unless it takes them."""
@@ -87,6 +90,7 @@ class BiasTable:
         self.bias_NV.index_copy_(0, slot_A, row_AV.to(slot_A.device))
 
 
+@ABILITIES.register("bias", after=("offering",))
 class Bias(ByExtra[Biased]):
     """Steps in which some rows have a bias: `more["bias"]` of a request, see `BiasTable.write`."""
 

@@ -6,19 +6,31 @@ from typing import Self
 
 from torch import Tensor
 
+from dinfer.core.abilities.registry import ABILITIES
+from dinfer.core.abilities.traits import REMEMBERS
 from dinfer.core.kernels.attention import encoder_intervals, local_interval
 from dinfer.core.kernels.canvas import take
 from dinfer.core.memory import Seen
+from dinfer.core.refusals import Refusal, Trait
 from dinfer.core.step.ability import Ability, ByPart, Decision, Forward, Parts, Step, StepShape, TokenStats
-from dinfer.core.step.canvas import RowCursors
-from dinfer.core.step.mixins import Feeds, Follows, Watches, Weighs
+from dinfer.core.step.canvas import Phase, RowCursors
+from dinfer.core.step.mixins import Feeds, Follows, Moves, Watches, Weighs
 from dinfer.core.step.scores import scored
 
+SEES_MASKS = Trait(lambda cache: cache.plan(Phase.WINDOW).front > 0)
 
+
+@ABILITIES.register("feeding")
 class Feeding(ByPart[Feeds]):
     """Asks the iteration what is fed, and shows it the logits: of the whole window, or as the decoder adjusted them."""
 
     kind = Feeds
+    refusals = (
+        Refusal("{cache} computes the first masks, fed as tokens and masks, and {iteration} reads more.",
+                cache=SEES_MASKS, iteration=REMEMBERS),
+        Refusal("{decoder} moves tokens, and {iteration} remembers what it expects at each position.",
+                decoder=Moves, iteration=REMEMBERS),
+    )  # fmt: skip
 
     @property
     def whole_logits(self) -> bool:
@@ -45,6 +57,7 @@ class Feeding(ByPart[Feeds]):
             iteration.observe(recipe.model, step.notes[Feeding], run.pos_BW, lanes, step.iteration_state)
 
 
+@ABILITIES.register("encoder")
 class Encoder(Ability):
     """What positions of a model with an encoder see."""
 
@@ -60,6 +73,7 @@ class Encoder(Ability):
         return interval_BW, local_interval(interval_BW, place_BW, lanes.start_B, local.window), context_BW
 
 
+@ABILITIES.register("following")
 class Following(ByPart[Follows]):
     """Shows a cache the attention of each forward."""
 
@@ -86,6 +100,7 @@ class Following(ByPart[Follows]):
         return decoder.weighed(top_BW, token_BWX[..., 0], options, state.decoder.lanes(row_B))
 
 
+@ABILITIES.register("watching")
 class Watching(ByPart[Watches]):
     """Shows a cache the last layer's values before and after each forward."""
 

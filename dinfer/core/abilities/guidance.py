@@ -12,8 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dinfer.core.abilities.registry import ABILITIES
+from dinfer.core.abilities.traits import GUIDED, NO_MASK, REMEMBERS
+from dinfer.core.refusals import Refusal
 from dinfer.core.step.ability import ByExtra, Extra, Forward, Parts, Step
 from dinfer.core.step.canvas import Status
+from dinfer.core.step.mixins import Follows
 from dinfer.core.step.model import Attend, Model, OwnLogits
 
 
@@ -58,8 +62,18 @@ class GuidedModel:
         return torch.where(scale_R11 > 0, guided_RLV.to(told_RLV.dtype), told_RLV)
 
 
+@ABILITIES.register("guidance", after=("feeding",))
 class Guidance(ByExtra[Guided]):
     """Steps in which some rows are guided: the model runs on both branches."""
+
+    refusals = (
+        Refusal("sampling.guidance masks the prompt in a second branch, and this model has no mask token.",
+                sampling=GUIDED, model=NO_MASK),
+        Refusal("{cache} follows the attention of one branch, and guidance takes two.",
+                sampling=GUIDED, cache=Follows),
+        Refusal("{iteration} feeds what it expects at the masks, and a branch without the prompt would expect others.",
+                sampling=GUIDED, iteration=REMEMBERS),
+    )  # fmt: skip
 
     kind = Guided
 

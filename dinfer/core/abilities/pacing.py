@@ -9,16 +9,32 @@ from typing import Any, Self
 
 import torch
 
+from dinfer.core.abilities.registry import ABILITIES
+from dinfer.core.abilities.traits import NO_MASK, TEXT_BEHIND, sampled
 from dinfer.core.kernels.canvas import rows_of
+from dinfer.core.refusals import Refusal, Trait
 from dinfer.core.step.ability import Ability, ByPart, Decision, Entry, Extra, Parts, Proposal, Step, StepShape
 from dinfer.core.step.canvas import CURSORS, BlockView, RowCursors
-from dinfer.core.step.mixins import Edits, Grows, LeavesMasks, Paces
+from dinfer.core.step.mixins import Adjusts, Edits, Grows, LeavesDecoded, LeavesMasks, Moves, Paces, Verifies
+
+PART_OF_IT = Trait(lambda iteration: iteration.block > 0 or iteration.blocks > 1, "an iteration in blocks")
 
 
+@ABILITIES.register("editing")
 class Editing(ByPart[Edits]):
     """Lets a decoder rewrite what is decoded."""
 
     kind = Edits
+    refusals = (
+        Refusal("{decoder} judges decoded tokens by their logits, which {cache} does not compute.",
+                cache=LeavesDecoded, decoder=Edits),
+        Refusal("{decoder} lengthens the canvas as it decodes, so its block must span the whole generation.",
+                iteration=PART_OF_IT, decoder=Grows),
+        Refusal("{decoder} may rewrite stop tokens, so it cannot honour sampling.eos_last=1.",
+                sampling=sampled("eos_last", "of 1"), decoder=Edits),
+        Refusal("there is text behind a gap, and {decoder} moves tokens behind the prompt.",
+                decoder=Moves, request=TEXT_BEHIND),
+    )  # fmt: skip
 
     @classmethod
     def first_length(cls, recipe: Parts, entry: Entry, options: Sequence[float]) -> int:
@@ -39,6 +55,7 @@ class Editing(ByPart[Edits]):
         step.state.canvas.cursors_NC[:, CURSORS.index("length_B")].index_copy_(0, step.lanes.slot_B, length_B)
 
 
+@ABILITIES.register("pacing", after=("editing",))
 class Pacing(ByPart[Paces]):
     """Tells a decoder what the iteration asks for: a least confidence, and which blocks must progress."""
 
@@ -59,9 +76,22 @@ class Leftmost(Extra):
     """Some row decodes the leftmost masks of each block alone."""
 
 
+READS_ALL = Trait(lambda decoder: isinstance(decoder, Adjusts) or "entropy" in decoder.needs)
+HELD = sampled("leftmost", "above 0")
+
+
+@ABILITIES.register("holding")
 @dataclass(frozen=True)
 class Holding(Ability):
     """Shows the decoder no statistics of masks that are held back, and commits none of them."""
+
+    refusals = (
+        Refusal("{cache} leaves masks out, and {decoder} would take what is not computed there for certain.",
+                cache=LeavesMasks, decoder=READS_ALL),
+        Refusal("sampling.leftmost holds masks back, and {decoder} drafts all of a block.",
+                sampling=HELD, decoder=Verifies | Moves),
+        Refusal("sampling.leftmost holds masks back, and this model has no mask token.", sampling=HELD, model=NO_MASK),
+    )  # fmt: skip
 
     leaves: bool  # the cache leaves masks out
     limits: bool  # some row has a limit

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from dinfer.core.abilities.registry import ABILITIES
 from dinfer.core.kernels.canvas import padded, uploaded
 from dinfer.core.step.ability import BlockView, ByExtra, Canvas, Decision, Entry, Extra, Parts, Step, StepShape
 from dinfer.research.abilities.branches import branches_of
@@ -140,6 +141,7 @@ class Reports:
         return slot_B[:, None], padded(pos_BX, self.draft_NS.shape[1] - 1)
 
 
+@ABILITIES.register("reports", after=("constraints",))
 class Reporting(ByExtra[Reported]):
     """Steps that report what they propose and write."""
 

@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
-from dinfer.core.abilities.table import ABILITIES, REFUSALS
-from dinfer.core.refusals import COMPONENTS, refused
+from dinfer.core.abilities.registry import ABILITIES
+from dinfer.core.abilities.traits import TEXT_BEHIND
+from dinfer.core.refusals import COMPONENTS, Refusal, Trait, refused
 from dinfer.core.registry import brief, check_types, options_of, unknown
 from dinfer.core.step.canvas import ACTIVE
 from dinfer.core.step.contracts import CachePolicy, Component, Decoder, Iteration, Phase
@@ -19,6 +21,8 @@ from dinfer.core.step.mixins import (
     Follows,
     Paces,
     Pads,
+    RefreshesWithin,
+    Slides,
     Verifies,
     Watches,
     scores_of,
@@ -30,6 +34,25 @@ from dinfer.core.step.shape import Extra, Sampled, extras_of
 MIXINS: dict[str, tuple[type, ...]] = {
     "decoder": (Adjusts, Verifies), "cache": (Chooses, Watches, Follows), "iteration": (Feeds, Paces, Pads),
 }  # fmt: skip
+COUNTED = Trait(lambda model: model.spec.prompt_block, "a model whose attention blocks begin behind the prompt")
+CAUSAL = Trait(lambda model: model.spec.causal_block is not None, "a model that reads from left to right")
+ALIGNED = Trait(
+    lambda iteration: isinstance(iteration, Aligned) and iteration.alignment > 1, "blocks with `align=true`"
+)
+ON_ENTRY_ALONE = Trait(
+    lambda cache: not (isinstance(cache, RefreshesWithin) and cache.refreshes_within),
+    "a cache that refreshes on entering a block alone",
+)
+REFUSALS = (  # beside those of abilities and components
+    Refusal("{iteration} moves on without entering a block, and {cache} refreshes keys only as a block is entered.",
+            iteration=Slides, cache=ON_ENTRY_ALONE),
+    Refusal("{iteration} counts blocks from position 0, as align=true does, and this model counts attention blocks "
+            "from the prompt's end.",
+            model=COUNTED, iteration=ALIGNED),
+    Refusal("there is text behind a gap, but this model reads from left to right: it would fill the gap without having "
+            "seen that text.",
+            model=CAUSAL, request=TEXT_BEHIND),
+)  # fmt: skip
 USUAL = "standard"  # the sampling of a recipe that names none
 
 
@@ -42,7 +65,10 @@ class Recipe(Parts):
     """A model with an iteration, a decoder, a cache and a sampling."""
 
     sampling: Sampling = field(default_factory=lambda: COMPONENTS["sampling"].build(USUAL))
-    abilities = ABILITIES
+
+    @cached_property
+    def abilities(self) -> tuple[type[Any], ...]:
+        return ABILITIES.ordered()
 
     def __post_init__(self) -> None:
         check_types("iteration", self.iteration)
@@ -61,7 +87,7 @@ class Recipe(Parts):
         """
         changed = more.keys() if more else None
         parts = {kind: getattr(self, kind) for kind in ("model", *COMPONENTS)} | more
-        return refused(REFUSALS, parts, changed)
+        return refused(all_refusals(), parts, changed)
 
     @property
     def parts(self) -> str:
@@ -153,6 +179,11 @@ class Recipe(Parts):
         if (parts or more) and (reason := self.refused(**parts, **more)) is not None:
             raise IncompatibleRecipe(reason)
         return [float(v) for v in values.values()]
+
+
+def all_refusals() -> tuple[Refusal, ...]:
+    """What cannot go together, whatever the components say themselves."""
+    return *REFUSALS, *(refusal for ability in ABILITIES.ordered() for refusal in ability.refusals)
 
 
 def check_methods(kind: str, part: Component) -> None:

@@ -30,6 +30,8 @@ P = TypeVar("P")
 class Ability:
     """One optional feature of a step. Each hook does nothing, unless an ability defines it."""
 
+    refusals: ClassVar[tuple[Any, ...]] = ()  # `dinfer.core.refusals.Refusal`: what cannot go together because of it
+
     @property
     def whole_logits(self) -> bool:
         """Whether it reads logits, so that every rank needs those of the whole vocabulary."""

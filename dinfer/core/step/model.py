@@ -203,7 +203,11 @@ class Parts:
     decoder: Decoder
     cache: CachePolicy
     sampling: Sampling
-    abilities: ClassVar[tuple[type[Any], ...]]  # `dinfer.core.step.ability.Ability`, in the order of their hooks
+
+    @cached_property
+    def abilities(self) -> tuple[type[Any], ...]:
+        """Classes of `dinfer.core.step.ability.Ability` that its steps ask, in the order of their hooks."""
+        return ()
 
     @property
     def ranks(self) -> Ranks:

@@ -16,13 +16,16 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from dinfer.core.abilities.registry import ABILITIES
+from dinfer.core.abilities.traits import GUIDED
 from dinfer.core.kernels.canvas import rows_of, span, store_rows
 from dinfer.core.kernels.selection import descending_rank
 from dinfer.core.memory import KVPool, PagedAttend
+from dinfer.core.refusals import Refusal, Trait
 from dinfer.core.step.ability import Ability, Decision, Entry, Extra, Forward, Known, Parts, Step, StepShape, Window
 from dinfer.core.step.canvas import BlockView, Canvas, Phase, RowCursors, Status
-from dinfer.core.step.contracts import Iteration
-from dinfer.core.step.mixins import Branches
+from dinfer.core.step.contracts import Decoder, Iteration, Large
+from dinfer.core.step.mixins import Branches, Edits, LeavesDecoded, Verifies, Watches
 from dinfer.core.step.scores import proposed_tokens
 from dinfer.core.step.step import block_view, forward, seen
 from dinfer.core.step.window import deciding
@@ -170,9 +173,25 @@ def branches_of(iteration: Iteration) -> int:
     return iteration.branches if isinstance(iteration, Branches) else 0
 
 
+LARGE = Trait(
+    lambda parts: any(isinstance(x, Large) for x in parts["decoder"].fresh_state(parts["model"].spec, 1).values()),
+    "a decoder that keeps large state, as over the vocabulary",
+)
+ALONE = "{iteration} runs versions of the active blocks side by side, and {%s} can follow one alone."
+
+
+@ABILITIES.register("branches")
 @dataclass(frozen=True)
 class Branched(Ability):
     """Steps that evaluate versions of the active blocks, and go on with the best."""
+
+    refusals = (
+        Refusal(ALONE % "decoder", iteration=Branches, decoder=Edits | Verifies),
+        Refusal(ALONE % "decoder", iteration=Branches, decoder=Decoder, recipe=LARGE),
+        Refusal(ALONE % "cache", iteration=Branches, cache=Watches | LeavesDecoded),
+        Refusal("{iteration} needs further lanes for one branch, and guidance takes two.",
+                sampling=GUIDED, iteration=Branches),
+    )  # fmt: skip
 
     iteration: Branches
     count: int  # versions beside the present state; 0: the step has no room for them

@@ -18,6 +18,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from dinfer.core.abilities.registry import ABILITIES
 from dinfer.core.kernels.canvas import uploaded
 from dinfer.core.step.ability import Ability, BlockView, Canvas, Entry, Extra, Parts, Step, StepShape
 from dinfer.structure.abilities.constraints import Constraints, InLanguage
@@ -34,6 +35,7 @@ class Weighed(Extra):
     whole_logits = True
 
 
+@ABILITIES.register("posterior", before=("constraints",), after=("offering", "bias"))
 @dataclass(frozen=True)
 class Posterior(Ability):
     """Steps in which some row asks for the posterior. It goes before `Constraints`, which finds nothing to rule out."""

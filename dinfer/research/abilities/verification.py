@@ -12,17 +12,31 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from dinfer.core.abilities.registry import ABILITIES
+from dinfer.core.abilities.traits import GUIDED, KEEPS_KEYS
 from dinfer.core.kernels.canvas import span
+from dinfer.core.refusals import Refusal, Trait
 from dinfer.core.step.ability import ByPart, Decision, Extra, Known, Parts, Proposal, Step
 from dinfer.core.step.canvas import Phase, Status
-from dinfer.core.step.mixins import Verifies
+from dinfer.core.step.mixins import Verifies, scores_of
+
+LOOKS_FURTHER = Trait(lambda iteration: iteration.blocks > 1 or scores_of(iteration) != "none")
 
 
+@ABILITIES.register("verification")
 class Verification(ByPart[Verifies]):
     """Steps whose draft a second pass checks before anything is committed, and these passes."""
 
     whole_logits = True
     kind = Verifies
+    refusals = (
+        Refusal("{decoder} verifies the draft of one block, fed as tokens and masks.",
+                decoder=Verifies, iteration=LOOKS_FURTHER),
+        Refusal("{decoder} writes the keys of its draft, and {cache} may keep them.",
+                decoder=Verifies, cache=KEEPS_KEYS),
+        Refusal("{decoder} needs further lanes for one branch, and guidance takes two.",
+                sampling=GUIDED, decoder=Verifies),
+    )  # fmt: skip
 
     @classmethod
     def page_sets(cls, recipe: Parts, extras: Sequence[Extra]) -> int:

@@ -17,10 +17,14 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from dinfer.core.abilities.registry import ABILITIES
+from dinfer.core.abilities.traits import GUIDED, KEEPS_KEYS, NO_MASK
 from dinfer.core.kernels.canvas import rows_of, span, store_rows, take
 from dinfer.core.memory import KVPool, PagedAttend
+from dinfer.core.refusals import Refusal, Trait
 from dinfer.core.step.ability import ByExtra, Decision, Entry, Extra, Forward, Known, Parts, Step, StepShape
 from dinfer.core.step.canvas import Canvas, Phase, RowCursors
+from dinfer.core.step.mixins import Branches, Feeds, Grows, Verifies
 from dinfer.core.step.scores import read_logits
 from dinfer.core.step.step import forward
 
@@ -136,8 +140,32 @@ def logits_of_versions(step: Step, run: Forward, count: int) -> Tensor:
     return read_logits(step, run.model, lanes_GWD).unflatten(0, (count, -1))
 
 
+SPECULATES = Trait(lambda runtime: runtime.speculate != 0, "`runtime.speculate`", instead="runtime.speculate=0")
+
+
+@ABILITIES.register("speculation", after=("branches",))
 class Speculation(ByExtra[Candidates]):
     """Denoise steps without a forward, where a candidate of the forward before is what the commits led to."""
+
+    refusals = (
+        Refusal("runtime.speculate needs a cache that recomputes the whole window in every pass, which {cache} does "
+                "not.",
+                cache=KEEPS_KEYS, runtime=SPECULATES),
+        Refusal("runtime.speculate needs an iteration that feeds the model tokens alone. What {iteration} feeds at "
+                "masks depends on the logits of the step before.",
+                iteration=Feeds, runtime=SPECULATES),
+        Refusal("runtime.speculate and {iteration} both fill a forward with further states.",
+                iteration=Branches, runtime=SPECULATES),
+        Refusal("runtime.speculate has no candidates for the second pass of {decoder}.",
+                decoder=Verifies, runtime=SPECULATES),
+        Refusal("runtime.speculate needs rows whose length stays, and {decoder} lengthens them.",
+                decoder=Grows, runtime=SPECULATES),
+        Refusal("runtime.speculate needs a model with a mask token: what open positions of this one hold changes at "
+                "every step.",
+                model=NO_MASK, runtime=SPECULATES),
+        Refusal("sampling.guidance takes a second branch, which runtime.speculate has no candidates for.",
+                sampling=GUIDED, runtime=SPECULATES),
+    )  # fmt: skip
 
     kind = Candidates
 

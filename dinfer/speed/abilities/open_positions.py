@@ -8,6 +8,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
+from dinfer.core.abilities.registry import ABILITIES
 from dinfer.core.kernels.canvas import rows_of
 from dinfer.core.kernels.selection import compact
 from dinfer.core.step.ability import Ability, ByExtra, Decision, Extra, Forward, Parts, Step, StepShape, TokenStats
@@ -20,6 +21,7 @@ from dinfer.speed.abilities.slices import Sliced
 FEWEST = 64  # skip unread positions only if there are at least so many, since skipping adds a few kernels
 
 
+@ABILITIES.register("read_positions", after=("key_passes",))
 class ReadPositions(Ability):
     """Says which of the W hidden states are read, once all keys and values are kept.
 
@@ -76,6 +78,7 @@ class OpenOnly(Extra):
         return most <= self.count
 
 
+@ABILITIES.register("open_positions")
 class OpenPositions(ByExtra[OpenOnly]):
     """Takes the statistics of open positions. Rows whose open positions do not all fit sit the step out."""
 
@@ -106,6 +109,7 @@ class OpenPositions(ByExtra[OpenOnly]):
         return stats.each(placed)
 
 
+@ABILITIES.register("key_passes", after=("following", "watching"))
 class KeyPasses(Ability):
     """Stores the cursors of such rows after the forward, and takes them out of the step."""
 

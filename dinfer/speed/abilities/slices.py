@@ -15,6 +15,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from dinfer.core.abilities.registry import ABILITIES
 from dinfer.core.memory import PagedAttend
 from dinfer.core.step.ability import ByExtra, Extra, Forward, Parts, Phase, Step, StepShape, Window
 from dinfer.core.step.mixins import Feeds
@@ -79,6 +80,7 @@ class Places:
         return torch.where(self.index_BG < 0, -1, x_BW.flatten()[self.index_BG.clamp_min(0)])
 
 
+@ABILITIES.register("slices", after=("key_passes",))
 class Slices(ByExtra[Sliced]):
     """Cuts the windows into lanes before the network, and joins what it has said of the active blocks."""
 

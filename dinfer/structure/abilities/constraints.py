@@ -18,8 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dinfer.core.abilities.registry import ABILITIES
 from dinfer.core.abilities.reports import Forced
 from dinfer.core.kernels.canvas import rows_of, uploaded
+from dinfer.core.refusals import Refusal, Trait
 from dinfer.core.step.ability import (
     BlockView,
     ByExtra,
@@ -34,6 +36,7 @@ from dinfer.core.step.ability import (
 )
 from dinfer.core.step.canvas import Status
 from dinfer.core.step.commits import with_progress
+from dinfer.core.step.mixins import Moves
 from dinfer.core.step.shape import Sampled, power_of_2
 from dinfer.research.abilities.branches import Added, branches_of
 from dinfer.structure.kernels.languages import Sweeps, placed
@@ -267,8 +270,17 @@ def tensor(values: np.ndarray, like: Tensor) -> Tensor:
     return uploaded(torch.from_numpy(np.array(values)).to(like.dtype), like.device)
 
 
+IN_LANGUAGE = Trait(lambda request: request.more.get("language"), "a constraint", instead="no constraint")
+
+
+@ABILITIES.register("constraints", after=("offering", "bias", "reading", "verification"))
 class Constraints(ByExtra[Constrained]):
     """Steps in which some row is in a language. Rows without one come out as they would without this ability."""
+
+    refusals = (
+        Refusal("{decoder} moves tokens or lengthens the canvas, so what it leaves could have no accepted answer.",
+                decoder=Moves, request=IN_LANGUAGE),
+    )  # fmt: skip
 
     kind = Constrained
     whole_logits = True

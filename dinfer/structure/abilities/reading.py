@@ -18,8 +18,11 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from dinfer.core.abilities.registry import ABILITIES
 from dinfer.core.kernels.canvas import rows_of, store_rows, uploaded
+from dinfer.core.refusals import Refusal, Trait
 from dinfer.core.step.ability import ByExtra, Canvas, Decision, Entry, Extra, Parts, Step, StepShape
+from dinfer.core.step.mixins import LeavesMasks
 from dinfer.core.step.shape import power_of_2
 from dinfer.research.abilities.branches import Branched, branches_of
 
@@ -147,8 +150,14 @@ class Kept:
     reads: dict[int, Read] = field(default_factory=dict)  # by slot
 
 
+READ = Trait(lambda request: request.more.get("read"), "a read")
+
+
+@ABILITIES.register("reading", before=("verification",), after=("branches",))
 class Reading(ByExtra[Reads]):
     """Steps in which some row is read. Other rows come out as they would without this ability."""
+
+    refusals = (Refusal("{cache} leaves out open positions, so nothing can be read.", cache=LeavesMasks, request=READ),)
 
     kind = Reads
     whole_logits = True
