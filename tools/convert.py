@@ -16,7 +16,6 @@ import argparse
 import json
 import shutil
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_args
 
@@ -30,6 +29,7 @@ from dinfer.core.layers.linear import format_of, formatted
 from dinfer.core.loading.checkpoint import family_of, layout, read_config, read_spec
 from dinfer.core.loading.files import GGUF, CheckpointError, locate, read_object, refuse
 from dinfer.core.loading.safetensors_io import mismatches, stored
+from dinfer.core.loading.saving import INDEX, SMALL, whole
 from dinfer.core.registry import MODELS, options_of
 from dinfer.core.terms.spec import ExpertLayout
 from dinfer.formats.quantized import FIELD
@@ -37,8 +37,6 @@ from tools import to_gguf
 from tools.layouts import regrouped
 
 SHARD = 5 * 10**9  # bytes
-COPIED = ("*.json", "*.jinja", "*.txt", "*.model")
-INDEX = "model.safetensors.index.json"
 
 
 def convert(
@@ -70,7 +68,7 @@ def convert(
     if target.exists() and any(target.iterdir()):
         raise CheckpointError(f"{target} is not empty: name a new folder")
     with whole(target):
-        for path in {path for pattern in COPIED for path in source.glob(pattern)}:
+        for path in {path for pattern in SMALL for path in source.glob(pattern)}:
             if path.name != INDEX:
                 shutil.copy2(path, target / path.name)
         made = regrouped(tensors, have, want)
@@ -82,21 +80,6 @@ def convert(
             config = read_object(source / "config.json") | {FIELD: described(quantize)}
             (target / "config.json").write_text(json.dumps(config, indent=1) + "\n")
         write(target, made, shard)
-
-
-@contextmanager
-def whole(target: Path) -> Iterator[None]:
-    """Makes a folder. After an error or Ctrl-C it is as it was: absent or empty."""
-    before = target.exists()
-    target.mkdir(parents=True, exist_ok=True)
-    try:
-        yield
-    except BaseException:
-        for path in target.iterdir():
-            path.unlink()
-        if not before:
-            target.rmdir()
-        raise
 
 
 def rounded(

@@ -12,8 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dinfer.core.kernels.deferred import close
-from dinfer.core.kernels.moe import wide_linear
 from dinfer.core.kernels.norm import swiglu
 from dinfer.core.layers.transformer import Experts, Transformer
 from dinfer.core.terms.spec import ModelSpec
@@ -29,7 +27,7 @@ class TrainedExperts(Experts):
     def forward(self, x_BWD: Tensor, pos_BW: Tensor) -> Tensor:
         x_ND, count = x_BWD.flatten(0, 1), self.experts.experts
         with torch.autocast(x_BWD.device.type, enabled=False):  # routed as in inference
-            logits_NX = close(wide_linear(x_ND, self.router.weight))
+            logits_NX = self.router(x_ND)
         chosen_NC, weights_NC = self.route(logits_NX, pos_BW)
         weights_NX = torch.zeros_like(logits_NX).scatter(1, chosen_NC, weights_NC)
         self.load_X += (weights_NX.detach() > 0).sum(0)

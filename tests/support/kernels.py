@@ -51,7 +51,7 @@ def shared_of(gate_up: torch.Tensor, down: torch.Tensor, scales: Scales = (None,
         hidden = gated(product(x_ND, gate_up, scales[0]), "plain" if scales[1] is None else "rounded")
         return product(hidden, down, scales[1])
 
-    return Shared(mlp, experts_of(gate_up, scales[0]), experts_of(down, scales[1]))
+    return Shared(mlp, (experts_of(gate_up, scales[0]), experts_of(down, scales[1])))
 
 
 def expert_mlps(

@@ -289,7 +289,7 @@ class Loop:
             full = room_for(requests, self.recipe, self.runtime)
             failure: Exception | None = None
             for room in self._rooms(full, max(pages_of(r, self.recipe, self.runtime.page) for r in requests)):
-                if self.batch is not None and self.batch.room.holds(room):
+                if self.batch is not None and self.batch.room.holds(room) and not self.worker.outdated:
                     return
                 self._close()  # first, since memory may not hold both
                 try:

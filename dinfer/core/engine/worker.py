@@ -7,12 +7,14 @@ same states, because they are told the same (`dinfer.scale.parallel.leader_worke
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dinfer.core.engine.runner import Runner, StepClock
 from dinfer.core.engine.runtime import BatchSize, Runtime
+from dinfer.core.kernels.dispatch import untouched
 from dinfer.core.memory import PoolSize, kv_dtype
 from dinfer.core.recipe.recipe import Recipe
 from dinfer.core.step.canvas import Cursors
@@ -20,6 +22,23 @@ from dinfer.core.step.shape import StepShape
 from dinfer.core.step.state import BatchState, Entry
 from dinfer.speed.abilities.candidates import Candidates
 from dinfer.speed.startup.kernel_compiler import KernelCompiler
+
+
+def made_of(model: Any) -> tuple[Any, ...]:
+    """The modules and tensors of a network, with how often each tensor was written in place."""
+    if not isinstance(model, nn.Module):
+        return ()
+    tensors = [*model.parameters(), *model.buffers()]
+    written = [(id(tensor), 0 if tensor.is_inference() else tensor._version) for tensor in tensors]
+    return (*((id(module), type(module)) for module in model.modules()), *written)
+
+
+def adapted(model: Any) -> bool:
+    """Whether somebody put an adapter or a hook into a network of this package: a graph would not see it switched."""
+    if not isinstance(model, nn.Module) or not type(model).__module__.startswith("dinfer."):
+        return False
+    ours = ("dinfer.", "torch.nn.modules.")
+    return any(not untouched(one) or not type(one).__module__.startswith(ours) for one in model.modules())
 
 
 class Worker:
@@ -36,6 +55,7 @@ class Worker:
         self.recipe, self.runtime = recipe, runtime
         self.kv = kv_dtype(runtime.kv, recipe.model.dtype, recipe.model.device)
         self.runner = Runner(recipe, graphs=runtime.graphs)
+        self._made_of: tuple[Any, ...] = ()  # the network, when the state was made
         self._aside = torch.cuda.Stream(recipe.model.device) if recipe.model.device.type == "cuda" else None
         if runtime.speculate == "auto":
             self.runner.clock = StepClock(recipe.model.device)
@@ -55,9 +75,16 @@ class Worker:
             )  # fmt: skip
 
         device = self.recipe.model.device
+        self._made_of = made_of(self.recipe.model)
+        self.runner.graphs = self.runtime.graphs and not adapted(self.recipe.model)
         self.runner.open(alloc(self.recipe, device))
         if device.type == "cuda" and self.runtime.compile == "none":
             self.runner.compiler = KernelCompiler(self.recipe, alloc, (room, self.runtime))
+
+    @property
+    def outdated(self) -> bool:
+        """Whether graphs or shared keys are those of other modules or weights than the network has now."""
+        return (self.runtime.graphs or self.runtime.share) and self._made_of != made_of(self.recipe.model)
 
     def close(self) -> None:
         """Frees the state and the graphs of its steps."""

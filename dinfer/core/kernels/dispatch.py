@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from typing import Any, Literal, ParamSpec, TypeVar, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
@@ -148,6 +148,16 @@ def groups_off(choice: str) -> frozenset[str]:
             f"'triton,-canvas,-commit'. Groups: {', '.join(GROUPS)}."
         )
     return frozenset(names)
+
+
+def untouched(module: nn.Module, kind: type[nn.Module] | None = None) -> bool:
+    """Whether a module does what its class says: of the class `kind` (None: any) itself, without a hook on it.
+
+    Only then may a kernel or its owner read its weights instead of calling it.
+    """
+    own = vars(module)
+    hooks = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+    return (kind is None or type(module) is kind) and "forward" not in own and not any(own[name] for name in hooks)
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:

@@ -187,11 +187,10 @@ class ScaledExperts(ExpertWeight):
 
 
 class Shared(NamedTuple):
-    """A gated MLP that every token goes to with weight 1, and its two weights."""
+    """A gated MLP that every token goes to with weight 1."""
 
     mlp: Callable[[Deferred], Tensor]  # [N, D] -> [N, D]
-    gate_up: ExpertWeight
-    down: ExpertWeight
+    weights: tuple[ExpertWeight, ExpertWeight] | None  # gate_up and down; None: they are not all that it does
 
 
 def expert_mixture(
@@ -219,7 +218,9 @@ def expert_mixture(
 
     plus_ND, joined = None, False
     if shared is not None:
-        more, wider = gate_up.joined(shared.gate_up), down.joined(shared.down)
+        more, wider = None, None
+        if shared.weights is not None:
+            more, wider = gate_up.joined(shared.weights[0]), down.joined(shared.weights[1])
         if more is not None and wider is not None and tokens <= TOGETHER:
             gate_up, down, joined = more, wider, True
         else:

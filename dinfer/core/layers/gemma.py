@@ -14,13 +14,24 @@ from torch import Tensor, nn
 from dinfer.core.kernels.attention import encoder_intervals, interval_mask, local_interval
 from dinfer.core.kernels.canvas import at
 from dinfer.core.kernels.deferred import close, share
-from dinfer.core.kernels.dispatch import on_own_device
+from dinfer.core.kernels.dispatch import on_own_device, untouched
 from dinfer.core.kernels.moe import expert_mixture, route
 from dinfer.core.kernels.norm import geglu, wide_rms_norm
 from dinfer.core.kernels.rotary import rotary_table
 from dinfer.core.kernels.types import Projections, Table
 from dinfer.core.layers.linear import Linear
-from dinfer.core.layers.transformer import GatedMLP, Routed, WholeAttend, checked_ids, embed, mix, whole
+from dinfer.core.layers.transformer import (
+    GatedMLP,
+    Routed,
+    WholeAttend,
+    checked_ids,
+    divide,
+    embed,
+    first_of,
+    mix,
+    of_table,
+    whole,
+)
 from dinfer.core.ranks.ranks import ALONE, Ranks
 from dinfer.core.step.model import Attend
 from dinfer.core.terms.spec import LocalAttention, ModelSpec
@@ -35,6 +46,14 @@ class Norm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         return wide_rms_norm(x, self.weight, self.least)
+
+
+class TiedEmbedding(nn.Embedding):
+    """The embedding, whose table is also the head."""
+
+    @property
+    def table(self) -> Tensor:
+        return self.weight
 
 
 class Attention(nn.Module):
@@ -62,8 +81,11 @@ class Attention(nn.Module):
         q, k, *rest = self.qkv(x_BWD).unflatten(-1, (-1, self.head_dim)).split(self.parts, 2)
         v = wide_rms_norm(rest[0] if rest else k, None, self.eps)
         # `attend` divides by sqrt(E), and this model does not.
-        weight_E = self.q_norm.weight.to(torch.promote_types(q.dtype, torch.float32)) * self.head_dim**0.5
-        q = wide_rms_norm(q, weight_E, self.eps)
+        if untouched(self.q_norm, Norm):
+            weight_E = self.q_norm.weight.to(torch.promote_types(q.dtype, torch.float32)) * self.head_dim**0.5
+            q = wide_rms_norm(q, weight_E, self.eps)
+        else:
+            q = self.q_norm(q) * self.head_dim**0.5
         qkv_BWXE = torch.cat((q, self.k_norm(k), v), 2)
         seen_BXHE = attend(self.layer, Projections(qkv_BWXE, self.heads, table), needed_BX)
         return self.out(seen_BXHE.flatten(2)) if seen_BXHE.shape[1] else x_BWD[:, :0]
@@ -81,7 +103,7 @@ class Experts(Routed):
         """What the experts make of `x_BWD`, each token's chosen by `routed_BWD`. [B, W, D]"""
         wide_ND = routed_BWD.flatten(0, 1).to(torch.promote_types(x_BWD.dtype, torch.float32))
         wide_ND = self.router_norm(wide_ND) * wide_ND.shape[-1] ** -0.5
-        logits_NX = F.linear(wide_ND, self.router.weight.to(wide_ND.dtype))
+        logits_NX = self.router(wide_ND)
         chosen_NC, weights_NC = route(logits_NX, self.experts.chosen, sigmoid=False, normalize=True, scale=1.0)
         weights_NC = weights_NC * self.expert_scale[chosen_NC]
         weights = self.expert("gate_up"), self.expert("down")
@@ -140,7 +162,7 @@ class Gemma(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.spec, self.ranks = spec, ALONE
-        self.embedding = nn.Embedding(spec.vocab, spec.hidden)
+        self.embedding = TiedEmbedding(spec.vocab, spec.hidden)
         self.conditioning = SelfConditioning(spec)
         self.blocks = nn.ModuleList(Block(spec, layer) for layer in range(spec.layers))
         self.norm = Norm(spec.hidden, spec)
@@ -148,6 +170,7 @@ class Gemma(nn.Module):
     def join(self, ranks: Ranks) -> None:
         """See `dinfer.core.step.model.Divided`."""
         self.ranks = ranks
+        divide(self, ranks)
         if ranks.size > 1:
             self.conditioning.mlp.join(ranks)
             for block in self.blocks:
@@ -158,11 +181,11 @@ class Gemma(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.embedding.weight.dtype
+        return first_of(self.embedding).dtype
 
     @property
     def device(self) -> torch.device:
-        return self.embedding.weight.device
+        return first_of(self.embedding).device
 
     @property
     def _scale(self) -> Tensor:
@@ -198,7 +221,7 @@ class Gemma(nn.Module):
 
     def own_logits(self, h_BLD: Tensor) -> Tensor:
         """See `dinfer.core.step.model.Divided`."""
-        logits_BLV = F.linear(self.norm(h_BLD), self.embedding.weight)
+        logits_BLV = F.linear(self.norm(h_BLD), of_table(self.embedding, "table"))
         if (cap := self.spec.softcap) is None:
             return logits_BLV
         return torch.tanh(logits_BLV.to(torch.promote_types(logits_BLV.dtype, torch.float32)) / cap) * cap
@@ -208,7 +231,7 @@ class Gemma(nn.Module):
         wide = torch.promote_types(self.dtype, torch.float32)
         # The published code rounds the logits first.
         prob_BLV = logits_BLV.to(self.dtype).softmax(-1, dtype=wide).to(self.dtype)
-        return mix(prob_BLV, self.embedding.weight, self.ranks) * self._scale
+        return mix(prob_BLV, of_table(self.embedding, "table"), self.ranks) * self._scale
 
     def hidden(self, ids_BT: Tensor, canvas_BC: Tensor, expected_BCD: Tensor | None = None) -> Tensor:
         """Hidden states, before the final norm, of a prompt and a canvas behind it, without a cache. [B, T + C, D]"""

@@ -1,28 +1,56 @@
-"""Linear layers whose weights any format of `dinfer.core.layers.formats` holds, and rounding a network to one."""
+"""Linear layers whose weights any format of `dinfer.core.layers.formats` holds, and rounding a network to one.
 
-from typing import ClassVar
+Kernels of one layer leave unfinished values to those of the next (`Deferred`). A module that takes part has a method
+`deferred`. What somebody put around or into such a module, an adapter, a parametrization or a hook, is never passed
+over: then the module is called with tensors, as any other (`apply`).
+"""
+
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from dinfer.core.kernels.deferred import close, share
-from dinfer.core.kernels.dispatch import on_own_device
-from dinfer.core.kernels.moe import ExpertWeight
-from dinfer.core.kernels.types import Deferred, InputFormat
+from dinfer.core.kernels.dispatch import on_own_device, untouched
+from dinfer.core.kernels.moe import ExpertWeight, wide_linear
+from dinfer.core.kernels.types import Deferred, InputFormat, Parts
 from dinfer.core.layers.formats.format import FORMATS, Format, Weight
 from dinfer.core.layers.formats.plain import PLAIN
 from dinfer.core.ranks.ranks import Ranks
+
+
+def fused(module: nn.Module) -> bool:
+    """Whether a module takes and gives unfinished values: its class itself, no parent, defines `deferred`."""
+    return "deferred" in vars(type(module)) and untouched(module)
+
+
+def inputs_of(module: Any) -> InputFormat:
+    """How whatever makes the inputs of a module should leave them."""
+    return module.input_format if fused(module) else "plain"
+
+
+def apply(module: Any, x: Deferred, *more: Any) -> Deferred:
+    """A module's outputs, for a consumer that finishes them. Raises ValueError for an adapter of a rank's share."""
+    if fused(module):
+        return module.deferred(x, *more)
+    if any(isinstance(part, Formatted) and part.divided for part in module.modules()):
+        raise ValueError(
+            f"{type(module).__name__} is around or in a layer that ranks divide among them, and it cannot be divided; "
+            "use tensor_parallel=1, or merge the adapter first"
+        )
+    return module(close(x), *more)
 
 
 class Formatted(nn.Module):
     """A module some of whose parameters are weights that a format holds."""
 
     formats: dict[str, Format]  # by the name of the parameter
+    divided: bool = False  # whether it holds one rank's share
     rounds: ClassVar[bool] = True  # whether `quantize` rounds its weights
 
     def weight_of(self, name: str) -> Weight:
         """The tensors of a weight: the parameter, and the buffers of its format."""
-        return self.get_parameter(name), *(self.get_buffer(f"{name}{end}") for end in self.formats[name].beside)
+        return getattr(self, name), *(getattr(self, f"{name}{end}") for end in self.formats[name].beside)
 
     def hold(self, name: str, weight: Weight, held: Format) -> None:
         """Replaces a weight by one of that format."""
@@ -64,6 +92,23 @@ class Linear(Formatted, nn.Linear):
         """As called, for a consumer that may add up ranks' addends, and `parts` of each."""
         out = self.formats["weight"].linear(x, self.weight_of("weight"), self.bias, parts=parts)
         return share(out, self.ranks)
+
+
+class Router(nn.Linear):
+    """The scores of all experts, in float32 or wider."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs, bias=False)
+
+    input_format: ClassVar[InputFormat] = "plain"
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] -> [..., X]"""
+        return close(self.deferred(x)).view(*x.shape[:-1], -1)
+
+    def deferred(self, x: Deferred) -> Tensor | Parts:
+        """[..., D] -> [N, X]"""
+        return wide_linear(x, self.weight)
 
 
 class Embedding(Formatted, nn.Embedding):

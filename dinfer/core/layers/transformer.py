@@ -13,21 +13,61 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from dinfer.core.kernels.attention import attention_interval, interval_attention, interval_mask
 from dinfer.core.kernels.canvas import at
 from dinfer.core.kernels.deferred import close, share
-from dinfer.core.kernels.dispatch import on_own_device
-from dinfer.core.kernels.moe import Gate, Shared, block_experts, expert_mixture, route, wide_linear
-from dinfer.core.kernels.norm import add, add_rms_norm, swiglu
+from dinfer.core.kernels.dispatch import on_own_device, untouched
+from dinfer.core.kernels.moe import Gate, Shared, block_experts, expert_mixture, route
+from dinfer.core.kernels.norm import add, add_rms_norm, rms_norm, swiglu
 from dinfer.core.kernels.rotary import projections, queries_keys_values, rotary_table
 from dinfer.core.kernels.types import Dealt, Deferred, Grouped, HeadNorm, InGroups, InputFormat, Projections, Table
 from dinfer.core.layers.formats.format import Untraced, untraced
 from dinfer.core.layers.formats.plain import PLAIN
-from dinfer.core.layers.linear import Embedding, Formatted, Linear
+from dinfer.core.layers.linear import Embedding, Formatted, Linear, Router, apply, fused, inputs_of
 from dinfer.core.ranks.ranks import ALONE, Ranks
 from dinfer.core.step.model import Attend
 from dinfer.core.terms.spec import ModelSpec
+
+
+class RMSNorm(nn.RMSNorm):
+    """As the kernels round it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps or 0.0)
+
+
+def added(
+    norm: nn.Module, x_BWD: Tensor, delta_BWD: Deferred | None, inputs: InputFormat = "plain"
+) -> tuple[Tensor, Deferred]:
+    """x + delta (None: 0), and its norm. [B, W, D] each"""
+    if untouched(norm, RMSNorm):
+        assert isinstance(norm, RMSNorm)
+        return add_rms_norm(x_BWD, delta_BWD, norm.weight, norm.eps or 0.0, inputs)
+    x_BWD = x_BWD if delta_BWD is None else add(x_BWD, delta_BWD)
+    return x_BWD, norm(x_BWD)
+
+
+def weight_alone(module: nn.Module, name: str) -> Tensor:
+    """The weight of a norm that attention applies by itself. Raises ValueError if something is around it."""
+    if not (parametrize.is_parametrized(module) or untouched(module, nn.RMSNorm)):
+        raise ValueError(
+            f"{type(module).__name__} is around or on {name}, which is never called: attention reads its weight; "
+            "parametrize that (torch.nn.utils.parametrize), or leave it out"
+        )
+    assert isinstance(module, nn.RMSNorm)
+    return module.weight
+
+
+def of_table(embedding: Any, name: str) -> Any:
+    """What the embedding does beside looking up. Raises ValueError where an adapter around it hides that."""
+    if (found := getattr(embedding, name, None)) is None:
+        raise ValueError(
+            f"{type(embedding).__name__} is around the embedding, whose table is also the head or mixes expected "
+            "tokens; adapt other layers, or its table as a whole (modules_to_save of peft)"
+        )
+    return found
 
 
 class GatedMLP(nn.Module):
@@ -42,15 +82,19 @@ class GatedMLP(nn.Module):
     @property
     def input_format(self) -> InputFormat:
         """How whatever makes the inputs should leave them."""
-        return self.gate_up.input_format
+        return inputs_of(self.gate_up)
 
     def join(self, ranks: Ranks) -> None:
         """Each rank has a part of the width."""
         self.down.ranks = ranks
 
-    def forward(self, x_BWD: Deferred, pos_BW: Tensor | None = None) -> Deferred:
+    def forward(self, x_BWD: Tensor, pos_BW: Tensor | None = None) -> Tensor:
         """[B, W, D] -> [B, W, D]"""
-        return self.down.deferred(self.gated(self.gate_up.deferred(x_BWD), self.down.input_format))
+        return close(self.deferred(x_BWD))
+
+    def deferred(self, x_BWD: Deferred, pos_BW: Tensor | None = None) -> Deferred:
+        """As called, for a consumer that closes it."""
+        return apply(self.down, self.gated(apply(self.gate_up, x_BWD), inputs_of(self.down)))
 
 
 class Routed(Formatted):
@@ -61,7 +105,7 @@ class Routed(Formatted):
         if (experts := spec.experts) is None:
             raise ValueError(f"{spec.family} has no experts")
         self.experts = experts
-        self.router = nn.Linear(spec.hidden, experts.experts, bias=False)
+        self.router = Router(spec.hidden, experts.experts)
         self.choice_bias = nn.Parameter(torch.zeros(experts.experts)) if experts.bias else None
         self.gate_up = nn.Parameter(torch.empty(experts.experts, 2 * experts.width, spec.hidden))
         self.down = nn.Parameter(torch.empty(experts.experts, spec.hidden, experts.width))
@@ -92,15 +136,23 @@ class Experts(Routed):
             return inputs._replace(both=True)
         return "both" if inputs == "rounded" else "plain"
 
+    def forward(self, x_BWD: Tensor, pos_BW: Tensor) -> Tensor:
+        """[B, W, D] -> [B, W, D]; `pos_BW` says which attention block each token is of."""
+        return close(self.deferred(x_BWD, pos_BW)).view_as(x_BWD)
+
     @untraced
-    def forward(self, x_BWD: Deferred, pos_BW: Tensor) -> Deferred:
-        """[B, W, D] -> [N, D], for a consumer that closes it; `pos_BW` says which attention block each token is of."""
-        chosen_NC, weights_NC = self.route(wide_linear(x_BWD, self.router.weight), pos_BW)
+    def deferred(self, x_BWD: Deferred, pos_BW: Tensor) -> Deferred:
+        """As called, for a consumer that closes it. [B, W, D] -> [N, D]"""
+        scores_NX = apply(self.router, x_BWD)
+        scores_NX = scores_NX.flatten(0, -2) if isinstance(scores_NX, Tensor) else scores_NX
+        chosen_NC, weights_NC = self.route(scores_NX, pos_BW)
         shared, mlp = None, self.shared
         if mlp is not None:
-            as_made = mlp.input_format == "rounded"  # then rows that come rounded are not rounded again
-            own = mlp.gate_up.expert("weight"), mlp.down.expert("weight")
-            shared = Shared(lambda x_ND: close(mlp(x_ND if as_made else close(x_ND))), *own)
+            as_made = inputs_of(mlp) == "rounded"  # then rows that come rounded are not rounded again
+            own = None
+            if fused(mlp) and fused(mlp.gate_up) and fused(mlp.down):
+                own = mlp.gate_up.expert("weight"), mlp.down.expert("weight")
+            shared = Shared(lambda x_ND: close(apply(mlp, x_ND if as_made else close(x_ND))), own)
         weights = self.expert("gate_up"), self.expert("down")
         mixed = expert_mixture(x_BWD, chosen_NC, weights_NC, *weights, shared=shared, dealt=self.dealt)
         return share(mixed, self.ranks)
@@ -118,6 +170,19 @@ class Experts(Routed):
             scale=experts.scale, bias_X=self.choice_bias, groups=experts.groups, groups_chosen=experts.groups_chosen,
             allowed_NX=allowed_NX, pos_BW=pos_BW,
         )  # fmt: skip
+
+
+def divide(network: nn.Module, ranks: Ranks) -> None:
+    """Marks the layers of which a rank has a share."""
+    for module in network.modules() if ranks.size > 1 else ():
+        if isinstance(module, Formatted):
+            module.divided = True
+
+
+def first_of(module: nn.Module) -> Tensor:
+    """A parameter of a module, its weight if it has one."""
+    weight = getattr(module, "weight", None)
+    return weight if isinstance(weight, Tensor) else next(module.parameters())
 
 
 def blocks_of(pos_BW: Tensor, length: int) -> Tensor:
@@ -169,11 +234,11 @@ class Block(nn.Module):
         super().__init__()
         self.spec, self.layer, self.heads = spec, layer, spec.heads
         heads = spec.heads + 2 * spec.kv_heads
-        self.attn_norm = nn.RMSNorm(spec.hidden, eps=spec.norm_eps)
+        self.attn_norm = RMSNorm(spec.hidden, eps=spec.norm_eps)
         self.qkv = Linear(spec.hidden, heads * spec.head_dim, bias=spec.qkv_bias)
         self.qk_norm = nn.RMSNorm(2 * spec.head_dim) if spec.qk_norm else None  # the weights of q, then those of k
         self.out = Linear(spec.heads * spec.head_dim, spec.hidden)
-        self.mlp_norm = nn.RMSNorm(spec.hidden, eps=spec.norm_eps)
+        self.mlp_norm = RMSNorm(spec.hidden, eps=spec.norm_eps)
         dense = spec.experts is None or layer in spec.experts.dense
         self.mlp = GatedMLP(spec.hidden, spec.mlp) if dense else Experts(spec)
 
@@ -191,9 +256,9 @@ class Block(nn.Module):
         `pieces` are `before` and `after`, compiled or not. `needed_BX`: the places that it returns; None: all.
         """
         before, after = pieces
-        norm = None if self.qk_norm is None else HeadNorm(self.qk_norm.weight, self.spec.norm_eps)
+        norm = None if self.qk_norm is None else HeadNorm(weight_alone(self.qk_norm, "qk_norm"), self.spec.norm_eps)
         x_BWD, qkv_BWX = before(self, x_BWD, delta_BWD)
-        takes = self.out.input_format if after is Block.after else "plain"  # what is compiled takes tensors
+        takes = inputs_of(self.out) if after is Block.after else "plain"  # what is compiled takes tensors
         qkv = projections(qkv_BWX, self.spec.head_dim, self.heads, table, norm, takes)
         seen_BXHE = attend(self.layer, qkv, needed_BX)
         if needed_BX is None:
@@ -204,15 +269,14 @@ class Block(nn.Module):
 
     def before(self, x_BWD: Tensor, delta_BWD: Deferred | None) -> tuple[Tensor, Deferred]:
         """The residual stream, and queries, keys and values. [B, W, D], [B, W, X]"""
-        x_BWD, h_BWD = add_rms_norm(x_BWD, delta_BWD, self.attn_norm.weight, self.spec.norm_eps, self.qkv.input_format)
-        return x_BWD, self.qkv.deferred(h_BWD)
+        x_BWD, h_BWD = added(self.attn_norm, x_BWD, delta_BWD, inputs_of(self.qkv))
+        return x_BWD, apply(self.qkv, h_BWD)
 
     def after(self, x_BWD: Tensor, seen_BWHE: Tensor | Grouped, pos_BW: Tensor) -> tuple[Tensor, Deferred]:
         """Output projection of the attention, and MLP: the residual stream as a sum of two."""
         seen_BWX = seen_BWHE if isinstance(seen_BWHE, Grouped) else seen_BWHE.flatten(2)
-        delta_BWD, eps = self.out.deferred(seen_BWX), self.spec.norm_eps
-        x_BWD, h_BWD = add_rms_norm(x_BWD, delta_BWD, self.mlp_norm.weight, eps, self.mlp.input_format)
-        return x_BWD, self.mlp(h_BWD, pos_BW)
+        x_BWD, h_BWD = added(self.mlp_norm, x_BWD, apply(self.out, seen_BWX), inputs_of(self.mlp))
+        return x_BWD, apply(self.mlp, h_BWD, pos_BW)
 
 
 def compiled_pieces(before: Callable[..., Any], after: Callable[..., Any], mode: str) -> Pieces:
@@ -245,13 +309,14 @@ class Transformer(nn.Module):
         self.spec, self.ranks = spec, ALONE
         self.embedding = Embedding(spec.vocab, spec.hidden)
         self.blocks = nn.ModuleList(Block(spec, layer) for layer in range(spec.layers))
-        self.norm = nn.RMSNorm(spec.hidden, eps=spec.norm_eps)
+        self.norm = RMSNorm(spec.hidden, eps=spec.norm_eps)
         self.head = None if spec.tied_head else Linear(spec.hidden, spec.vocab)
         self.pieces: Pieces = (Block.before, Block.after)
 
     def join(self, ranks: Ranks) -> None:
         """See `dinfer.core.step.model.Divided`."""
         self.ranks = ranks
+        divide(self, ranks)
         for block in self.blocks if ranks.size > 1 else ():
             assert isinstance(block, Block)
             block.join(ranks)
@@ -267,11 +332,11 @@ class Transformer(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.norm.weight.dtype
+        return first_of(self.norm).dtype
 
     @property
     def device(self) -> torch.device:
-        return self.embedding.weight.device
+        return first_of(self.embedding).device
 
     def embed(self, tokens_BW: Tensor) -> Tensor:
         """[B, W] -> [B, W, D]"""
@@ -293,13 +358,14 @@ class Transformer(nn.Module):
 
     def own_logits(self, h_BLD: Tensor) -> Tensor:
         """See `dinfer.core.step.model.Divided`."""
-        inputs = "plain" if self.head is None else self.head.input_format
-        normed_BLD = add_rms_norm(h_BLD, None, self.norm.weight, self.spec.norm_eps, inputs)[1]
-        return self.embedding.logits(normed_BLD) if self.head is None else self.head(normed_BLD)
+        if self.head is None:
+            return of_table(self.embedding, "logits")(added(self.norm, h_BLD, None)[1])
+        normed_BLD = added(self.norm, h_BLD, None, inputs_of(self.head))[1]
+        return self.head(normed_BLD) if fused(self.head) else close(apply(self.head, normed_BLD))
 
     def mix(self, logits_BLV: Tensor) -> Tensor:
         """The expected embedding under softmax(logits). [B, L, V] -> [B, L, D]"""
-        return mix(logits_BLV.softmax(-1), self.embedding.table.to(self.dtype), self.ranks)
+        return mix(logits_BLV.softmax(-1), of_table(self.embedding, "table").to(self.dtype), self.ranks)
 
     @on_own_device
     def score(self, ids_BT: Tensor, attention: str = "bidirectional", block_length: int | None = None) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -492,12 +492,36 @@ def _empty(like: torch.Tensor, device: torch.device) -> torch.Tensor:
 def save_network(
     network: Any, family: ModelFamily, folder: Path, config: dict[str, Any], experts: ExpertLayout = "separate"
 ) -> None:
-    """Writes config.json and model.safetensors with the tensor names of the family. Overwrites both."""
-    parameters = dict(network.named_parameters())
-    tensors = {
-        name: place_of(parameters, place).cpu().contiguous()
-        for name, place in family.weights(family.spec(config), experts).items()
-    }
+    """Writes config.json and model.safetensors with the tensor names of the family. Overwrites both.
+
+    Raises CheckpointError for a network that a checkpoint of this family cannot hold.
+    """
+    weights = family.weights(family.spec(config), experts)
+    held = held_by(network, {place.parameter for place in weights.values()})
+    tensors = {name: place_of(held, place).cpu().contiguous() for name, place in weights.items()}
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")
+    (folder / CONFIG).write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    # safetensors lets nobody else read the file, whatever the umask is.
+    (folder / "model.safetensors").chmod((folder / CONFIG).stat().st_mode)
+
+
+def held_by(network: nn.Module, names: Collection[str]) -> dict[str, Tensor]:
+    """The weights of a network by name, those of parametrized layers too. Raises CheckpointError for any others."""
+    layers = {name.rpartition(".")[0] for name in names}
+    for name, _ in network.named_parameters():
+        parametrized = name.partition(".parametrizations.")  # of such a layer, the weight as it comes out
+        if name not in names and not (parametrized[1] and parametrized[0] in layers):
+            raise CheckpointError(
+                f"the network has {name}, which no checkpoint of its family has: merge what was added into the weights "
+                "first (with peft, model.merge_and_unload())"
+            )
+    found: dict[str, Tensor] = {}
+    for name in names:
+        path, _, own = name.rpartition(".")
+        module = network.get_submodule(path)
+        beside = module.formats[own].beside if own in getattr(module, "formats", ()) else ()
+        if beside or not getattr(module, own).is_floating_point():
+            raise CheckpointError(f"{name} is in few bits: load without quantize, from weights in floats, to save them")
+        found[name] = getattr(module, own)
+    return found

@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from itertools import islice
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NoReturn, TypedDict, Unpack, overload
 
@@ -20,6 +21,7 @@ from dinfer.core.engine.request import Completion, Counts, Request, Update, Want
 from dinfer.core.engine.runtime import Runtime
 from dinfer.core.loading.checkpoint import family_of, load_network, read_config
 from dinfer.core.loading.files import locate
+from dinfer.core.loading.saving import save_checkpoint
 from dinfer.core.pipeline.inputs import (
     Infilled,
     as_html,
@@ -40,6 +42,7 @@ from dinfer.core.recipe.recipe import Recipe, compose
 from dinfer.core.registry import CACHES, MODELS
 from dinfer.core.step.contracts import CachePolicy
 from dinfer.core.step.mixins import Pads
+from dinfer.core.step.model import ModelFamily
 from dinfer.core.step.window import exact
 from dinfer.scale.parallel.divided_model import Source, divided
 from dinfer.structure import Compiler, Language
@@ -89,8 +92,12 @@ class Result:
 class Pipeline:
     """A model, a recipe and a tokenizer, ready to generate."""
 
-    def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None, runtime: Runtime) -> None:
-        self.recipe, self.tokenizer = recipe, tokenizer
+    def __init__(
+        self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None, runtime: Runtime,
+        origin: tuple[ModelFamily, Path] | None = None,
+    ) -> None:  # fmt: skip
+        """`origin`: the family of the checkpoint, and its folder or file, which `save` needs."""
+        self.recipe, self.tokenizer, self.origin = recipe, tokenizer, origin
         spec = recipe.model.spec
         self.engine = Engine(recipe, runtime)
         for level in self.engine.levels:
@@ -105,6 +112,19 @@ class Pipeline:
             "a Pipeline cannot be pickled: it has threads and memory of a device. In another process call dinfer.load "
             "there, with the same arguments"
         )
+
+    @user_errors
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Writes the model as it is now, trained perhaps, and its tokenizer to a new folder, which `load` takes.
+
+        Adapters must be merged into the weights. Raises ValueError if there is what a checkpoint cannot hold.
+        """
+        if self.origin is None or self.recipe.ranks.size > 1:
+            raise ValueError(
+                "save needs a model that dinfer.load read on one card; for one composed in Python use "
+                "dinfer.core.loading.checkpoint.save_network(network, family, folder, config)"
+            )
+        save_checkpoint(self.model, *self.origin, self.tokenizer, Path(folder))
 
     @cached_property
     def compiler(self) -> Compiler:
@@ -513,7 +533,7 @@ def load(
         network = divided(source, run.tensor_parallel, where, run.expert_parallel)
     else:
         network = load_network(folder, family, dtype=dtype, device=where, quantize=quantize)
-    return Pipeline(made(network), read_tokenizer(folder, family.tokenizer), run)
+    return Pipeline(made(network), read_tokenizer(folder, family.tokenizer), run, (family, folder))
 
 
 def _part(kind: str, part: Any, usual: Any) -> Any:
