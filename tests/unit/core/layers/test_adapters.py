@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from support.models import UNIFORM, VOCAB, tiny_model
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from dinfer import Pipeline, Runtime, compose
+from dinfer import Pipeline, Runtime, compose, load
 from dinfer.core.terms.spec import ExpertSpec
 
 IDS = torch.randint(VOCAB - 2, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -148,3 +150,31 @@ def test_weights_that_were_trained_are_those_that_shared_prompts_are_read_with()
         for block in network.blocks:
             block.qkv.weight.mul_(-1.5)
     assert answer(pipe) == answer(Pipeline(compose(network, **parts), None, Runtime(share=True)))
+
+
+def test_the_tutorial_trains_saves_and_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("peft")
+    page = (Path(__file__).parents[4] / "docs" / "fine_tune.md").read_text()
+    (block,) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    fast = block.replace("range(40)", "range(2)").replace("range(10, 40, 2)", "range(10, 12, 2)")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(compile(fast, "fine_tune.md", "exec", dont_inherit=True), names)
+    assert names["again"] == names["with_adapter"]
+    saved = {path.name for path in (tmp_path / "tuned").iterdir()}
+    assert saved == {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    with pytest.raises(ValueError, match="tuned is not an empty folder"):
+        names["pipe"].save("tuned")
+
+
+def test_what_a_checkpoint_cannot_hold_is_not_saved(tmp_path: Path) -> None:
+    pipe = load("tiny")
+    parametrized(pipe.model.blocks[0], "qkv")
+    pipe.save(tmp_path / "parametrized")  # as the weight comes out
+    assert torch.equal(load(str(tmp_path / "parametrized")).model.blocks[0].qkv.weight, pipe.model.blocks[0].qkv.weight)
+    wrap(pipe.model.blocks[0], "out")
+    with pytest.raises(ValueError, match="merge what was added into the weights first"):
+        pipe.save(tmp_path / "wrapped")
+    assert not (tmp_path / "wrapped").exists()
+    with pytest.raises(ValueError, match="is in few bits: load without quantize"):
+        load("tiny", quantize="int8").save(tmp_path / "int8")
