@@ -27,7 +27,6 @@ from dinfer.core.layers.transformer import (
     checked_ids,
     divide,
     embed,
-    first_of,
     mix,
     of_table,
     whole,
@@ -181,11 +180,11 @@ class Gemma(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        return first_of(self.embedding).dtype
+        return next(self.embedding.parameters()).dtype
 
     @property
     def device(self) -> torch.device:
-        return first_of(self.embedding).device
+        return next(self.embedding.parameters()).device
 
     @property
     def _scale(self) -> Tensor:

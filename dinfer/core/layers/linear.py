@@ -5,6 +5,7 @@ Kernels of one layer leave unfinished values to those of the next (`Deferred`). 
 over: then the module is called with tensors, as any other (`apply`).
 """
 
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from dinfer.core.kernels.deferred import close, share
 from dinfer.core.kernels.dispatch import on_own_device, untouched
 from dinfer.core.kernels.moe import ExpertWeight, wide_linear
-from dinfer.core.kernels.types import Deferred, InputFormat, Parts
+from dinfer.core.kernels.types import Deferred, InputFormat
 from dinfer.core.layers.formats.format import FORMATS, Format, Weight
 from dinfer.core.layers.formats.plain import PLAIN
 from dinfer.core.ranks.ranks import Ranks
@@ -50,7 +51,8 @@ class Formatted(nn.Module):
 
     def weight_of(self, name: str) -> Weight:
         """The tensors of a weight: the parameter, and the buffers of its format."""
-        return getattr(self, name), *(getattr(self, f"{name}{end}") for end in self.formats[name].beside)
+        # By name, since a parametrized weight is no parameter.
+        return attrgetter(name)(self), *(self.get_buffer(f"{name}{end}") for end in self.formats[name].beside)
 
     def hold(self, name: str, weight: Weight, held: Format) -> None:
         """Replaces a weight by one of that format."""
@@ -106,7 +108,7 @@ class Router(nn.Linear):
         """[..., D] -> [..., X]"""
         return close(self.deferred(x)).view(*x.shape[:-1], -1)
 
-    def deferred(self, x: Deferred) -> Tensor | Parts:
+    def deferred(self, x: Deferred) -> Deferred:
         """[..., D] -> [N, X]"""
         return wide_linear(x, self.weight)
 

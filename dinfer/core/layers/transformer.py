@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -62,12 +63,13 @@ def weight_alone(module: nn.Module, name: str) -> Tensor:
 
 def of_table(embedding: Any, name: str) -> Any:
     """What the embedding does beside looking up. Raises ValueError where an adapter around it hides that."""
-    if (found := getattr(embedding, name, None)) is None:
+    try:
+        return attrgetter(name)(embedding)
+    except AttributeError:
         raise ValueError(
             f"{type(embedding).__name__} is around the embedding, whose table is also the head or mixes expected "
             "tokens; adapt other layers, or its table as a whole (modules_to_save of peft)"
-        )
-    return found
+        ) from None
 
 
 class GatedMLP(nn.Module):
@@ -177,12 +179,6 @@ def divide(network: nn.Module, ranks: Ranks) -> None:
     for module in network.modules() if ranks.size > 1 else ():
         if isinstance(module, Formatted):
             module.divided = True
-
-
-def first_of(module: nn.Module) -> Tensor:
-    """A parameter of a module, its weight if it has one."""
-    weight = getattr(module, "weight", None)
-    return weight if isinstance(weight, Tensor) else next(module.parameters())
 
 
 def blocks_of(pos_BW: Tensor, length: int) -> Tensor:
@@ -332,11 +328,11 @@ class Transformer(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        return first_of(self.norm).dtype
+        return next(self.norm.parameters()).dtype
 
     @property
     def device(self) -> torch.device:
-        return first_of(self.embedding).device
+        return next(self.embedding.parameters()).device
 
     def embed(self, tokens_BW: Tensor) -> Tensor:
         """[B, W] -> [B, W, D]"""

@@ -12,6 +12,7 @@ import logging
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, get_args
@@ -516,12 +517,9 @@ def held_by(network: nn.Module, names: Collection[str]) -> dict[str, Tensor]:
                 f"the network has {name}, which no checkpoint of its family has: merge what was added into the weights "
                 "first (with peft, model.merge_and_unload())"
             )
-    found: dict[str, Tensor] = {}
-    for name in names:
-        path, _, own = name.rpartition(".")
-        module = network.get_submodule(path)
-        beside = module.formats[own].beside if own in getattr(module, "formats", ()) else ()
-        if beside or not getattr(module, own).is_floating_point():
+    from dinfer.core.layers.linear import formatted  # only here: networks are heavy to import
+
+    for name, (module, own) in formatted(network, embeddings=True).items():
+        if module.formats[own].beside or not module.weight_of(own)[0].is_floating_point():
             raise CheckpointError(f"{name} is in few bits: load without quantize, from weights in floats, to save them")
-        found[name] = getattr(module, own)
-    return found
+    return {name: attrgetter(name)(network) for name in names}  # by name: a parametrized weight is no parameter

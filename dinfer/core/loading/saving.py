@@ -6,20 +6,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from dinfer.core.loading.checkpoint import family_of, read_config, save_network
 from dinfer.core.loading.files import CONFIG, GGUF, CheckpointError
 from dinfer.core.registry import MODELS, values_of
 from dinfer.core.step.model import ModelFamily
-from dinfer.formats.lora import CONFIG as ADAPTER
 
 SMALL = ("*.json", "*.jinja", "*.txt", "*.model")
 INDEX = "model.safetensors.index.json"
+ADAPTER = "adapter_config.json"  # of an adapter that has been merged
 LOADED = ("checkpoint", "revision", "adapter")  # options of a family that say which weights, and not what they mean
 
 
-def save_checkpoint(network: nn.Module, family: ModelFamily, source: Path, tokenizer: Any, target: Path) -> None:
+def save_checkpoint(network: Any, family: ModelFamily, source: Path, tokenizer: Any, target: Path) -> None:
     """Writes a network, changed since it was loaded, and the small files beside it, to a new folder.
 
     `source`: the folder or GGUF file that it was loaded from. Raises CheckpointError; then nothing is left behind.
@@ -28,7 +26,7 @@ def save_checkpoint(network: nn.Module, family: ModelFamily, source: Path, token
         raise CheckpointError(f"{target} is not an empty folder: name a new one")
     config, dtype = read_config(source), str(next(network.parameters()).dtype).removeprefix("torch.")
     config |= {key: dtype for key in ("torch_dtype", "dtype") if key in config}
-    if MODELS.build({"name": family_of(config)}).spec(config) != getattr(network, "spec", None):
+    if MODELS.build({"name": family_of(config)}).spec(config) != network.spec:
         given = {name: value for name, value in values_of(family).items() if name not in LOADED and value is not None}
         raise CheckpointError(
             f"{source}/{CONFIG} does not say what this model was loaded with, {given}: write it there, and load again"
