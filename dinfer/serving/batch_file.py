@@ -20,8 +20,8 @@ from pydantic import Field, ValidationError
 from dinfer.lab.outputs import JsonLines
 from dinfer.serving.app import application, of_validation
 from dinfer.serving.errors import ApiError, refused
+from dinfer.serving.forms import HeldFields, Strict
 from dinfer.serving.guard import Asked, messages
-from dinfer.serving.protocol import HeldFields, Strict
 from dinfer.serving.run import check
 from dinfer.serving.server import Server
 from dinfer.serving.settings import NO_LIMIT, Settings

@@ -18,11 +18,17 @@ from dinfer.core.recipe.recipe import Recipe
 from dinfer.core.registry import DECODERS, options_of, values_of
 from dinfer.lab.trace.record import Pieces
 from dinfer.serving.errors import SHOWN, ApiError, at_field, invalid, refused
-from dinfer.serving.protocol import SEEDS, Generation, InfillRequest, Sampled
+from dinfer.serving.fields import SEEDS, Generation, Sampled
 from dinfer.structure import Language
 
 LOG = logging.getLogger("dinfer.serving")
 PARTS = 16  # lengths of answers; rows then enter and leave one by one, so that all numbers of rows come up
+# What chat templates write around thoughts.
+THOUGHTS = (
+    ("<think>", "</think>"), ("<thinking>", "</thinking>"), ("<reasoning>", "</reasoning>"),
+    ("<|channel>thought", "<channel|>"),
+)  # fmt: skip
+TAIL = 16  # tokens at the end of a prompt that may open a thought
 PAUSES = 2.0, 10.0  # rounds of steps that a client waits on average before it asks again
 
 
@@ -128,15 +134,31 @@ class Served:
             values["sampling.seed"] = secrets.randbelow(SEEDS)
         return values
 
-    async def languages(self, asked: Generation | InfillRequest) -> list[Language]:
-        """What the answers are held to, or each gap. Raises ApiError."""
+    @cached_property
+    def marks(self) -> tuple[str, str] | None:
+        """What stands around the thoughts of this model, as its chat template tells; None: it has none."""
+        template = str(self.pipe.tokenizer.chat_template)  # type: ignore[union-attr]
+        return next((marks for marks in THOUGHTS if marks[1] in template), None)
+
+    def thinks(self, prompt: Sequence[int]) -> bool:
+        """Whether a prompt ends within a thought."""
+        if self.marks is None:
+            return False
+        end = str(self.pipe.tokenizer.decode([*prompt[-TAIL:]]))  # type: ignore[union-attr]
+        return end.rstrip().endswith(self.marks[0])
+
+    async def languages(self, asked: Sampled, **options: Any) -> list[Language]:
+        """What the answers are held to, or each gap. `options`: of `Constraint`. Raises ApiError."""
         if not (each := asked.each_held) and asked.dinfer.posterior:
             raise refused("dinfer.posterior", True, "says how a form is met: give one too, such as response_format")
-        return [await held.language(lambda: self.pipe.compiler, posterior=asked.dinfer.posterior) for held in each]
+        options |= {"posterior": asked.dinfer.posterior}
+        return [await held.language(lambda: self.pipe.compiler, **options) for held in each]
 
     async def rows(self, prompts: Sequence[Sequence[int]], asked: Generation) -> list[Request]:
         """One row for each choice of each prompt; none if no token is wanted. Choices of one prompt differ by seed."""
-        options, language = self.options(asked), next(iter(await self.languages(asked)), None)
+        # A form is of what stands behind a thought.
+        behind = {"after": self.marks[1]} if self.marks and self.thinks(next(iter(prompts), [])) else {}
+        options, language = self.options(asked), next(iter(await self.languages(asked, **behind)), None)
         rows: list[Request] = []
         more = {"bias": bias} if (bias := self._bias(asked)) else {}
         (field, new_tokens), source = asked.length, asked.source

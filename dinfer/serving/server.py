@@ -15,10 +15,10 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from dinfer.core.engine.async_engine import AsyncEngine, EngineThread
 from dinfer.core.engine.request import Request as Row
 from dinfer.core.step.shape import StepShape
-from dinfer.serving.answers import Answer, Stream, sse
+from dinfer.serving.answers import Rendering, Stream
 from dinfer.serving.errors import ApiError, refused
+from dinfer.serving.fields import Generation, Own
 from dinfer.serving.guard import HELD, REQUEST_ID
-from dinfer.serving.protocol import Own
 from dinfer.serving.rows import Event, Wanted, merged, row_events
 from dinfer.serving.served import Catalogue, Served
 from dinfer.serving.settings import Settings
@@ -245,36 +245,38 @@ class Server:
             async with aclosing(self.events(served, rows, wanted, seconds)) as events:
                 yield events
 
-    async def answer(self, served: Served, rows: Sequence[Row], wanted: Wanted, answer: Answer) -> Response:
+    async def answer(
+        self, served: Served, rows: Sequence[Row], wanted: Wanted, shown: Rendering, asked: Generation
+    ) -> Response:
         """Runs a request and answers it, whole or as server-sent events."""
-        held, asked, prompt = HELD.get(), answer.asked, sum(map(len, answer.prompts))
+        held, prompt = HELD.get(), sum(map(len, shown.answer.prompts))
         running = self.running(served, rows, asked.dinfer, wanted, prompt, stream=asked.stream)
         events = await held.enter_async_context(running)
         if asked.stream:
-            pieces = self._pieces(events, answer)
+            pieces = self._pieces(events, shown)
             held.push_async_callback(pieces.aclose)
             return Stream(pieces)
-        for echo in answer.echoes:
-            answer.take(echo)
+        for echo in shown.answer.echoes:
+            shown.answer.take(echo)
         async for event in events:
-            answer.take(event)
-        return JSONResponse(answer.whole())
+            shown.answer.take(event)
+        return JSONResponse(shown.whole())
 
-    async def _pieces(self, events: AsyncGenerator[Event], answer: Answer) -> AsyncGenerator[bytes]:
-        opening = answer.opening()  # sent with the first piece: until then another replica could answer
-        if answer.early:
-            yield sse(opening)
+    async def _pieces(self, events: AsyncGenerator[Event], shown: Rendering) -> AsyncGenerator[bytes]:
+        opening = shown.opening()  # sent with the first piece: until then another replica could answer
+        if shown.early:
+            yield shown.sent(opening)
             opening = []
         try:
             async for event in events:
-                if made := answer.pieces(event):
-                    yield sse([*opening, *made])
+                if made := shown.pieces(event):
+                    yield shown.sent([*opening, *made])
                     opening = []
         except ApiError as error:
             self.refuse(error)
-            yield sse([error.body() | {"request_id": REQUEST_ID.get()}])
+            yield shown.sent(shown.failed(error, REQUEST_ID.get()))
             return
-        yield sse(answer.closing()) + b"data: [DONE]\n\n"
+        yield shown.sent(shown.closing()) + shown.done
 
     def refuse(self, error: ApiError) -> None:
         """Counts an error that a client gets."""

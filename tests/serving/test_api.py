@@ -14,7 +14,8 @@ import httpx
 from support.serving import QUESTION, Client, pieces, served, tiny
 
 import dinfer
-from dinfer.serving.protocol import NOT_SUPPORTED, ChatRequest
+from dinfer.serving.apis.chats import ChatRequest
+from dinfer.serving.fields import NOT_SUPPORTED
 from dinfer.serving.settings import Settings
 
 CHAT = "/v1/chat/completions"

@@ -14,7 +14,7 @@ pytest.importorskip("fastapi")
 
 from support.serving import QUESTION, Client, pieces, served
 
-from dinfer.serving.protocol import Held
+from dinfer.serving.forms import Held
 from dinfer.structure import Cancelled, Compiler, regex
 
 ASK = {"model": "tiny", "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 48}

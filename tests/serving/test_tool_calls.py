@@ -12,7 +12,8 @@ pytest.importorskip("fastapi")
 
 from support.serving import QUESTION, Client, pieces, served
 
-from dinfer.serving.answers import CallReader
+from dinfer.serving.answers import CallReader, Choice, ThoughtReader
+from dinfer.serving.rows import Event
 
 CHAT = "/v1/chat/completions"
 ASK = {"model": "tiny", "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 120}
@@ -129,24 +130,41 @@ ANSWER = (
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 11, 500])
 def test_any_pieces_of_a_text_make_the_same_calls(size: int) -> None:
-    reader = CallReader("x", ["f", "fo", "g"], "text")
+    choice = Choice(caller=CallReader(["f", "fo", "g"], "text"))
     cut = [ANSWER[i : i + size] for i in range(0, len(ANSWER), size)]
-    deltas = [delta for i, text in enumerate(cut) for delta in reader.push(text, last=i == len(cut) - 1)]
-    content, calls = joined([{"choices": [{"delta": delta}]} for delta in deltas])
-    assert content == "Wait <tool.\n"
-    told = [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
-    assert told == [("f", '{"a": {"b": "}<tool_call>"}}'), ("fo", "{}")]
-    assert all(delta.get("content") or delta["tool_calls"] for delta in deltas)
+    parts = [part for text in cut for part in choice.take(Event(0, text, finish="stop" if text == cut[-1] else None))]
+    assert choice.said == "Wait <tool.\n"
+    assert choice.calls == [("f", '{"a": {"b": "}<tool_call>"}}'), ("fo", "{}")]
+    assert all(part.text for part in parts)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 500])
+@pytest.mark.parametrize(
+    ("text", "begun", "thought", "said"),
+    [
+        ("<think>\n7 and </th 5\n</think>\n\n12\n", False, "7 and </th 5", "12\n"),
+        ("7 and 5\n</think>12", True, "7 and 5", "12"),
+        (" <think></think>12", False, "", "12"),
+        ("7 and 5\n</thin", True, "7 and 5\n</thin", ""),
+        ("<thin air", False, "", "<thin air"),
+        ("12 <think>", False, "", "12 <think>"),
+    ],
+)
+def test_any_pieces_of_a_text_make_the_same_thought(size: int, text: str, begun: bool, thought: str, said: str) -> None:
+    choice = Choice(ThoughtReader(("<think>", "</think>"), "thought" if begun else "before"))
+    cut = [text[i : i + size] for i in range(0, len(text), size)]
+    kinds = [part.kind for i, one in enumerate(cut, 1)
+             for part in choice.take(Event(0, one, finish="stop" if i == len(cut) else None))]  # fmt: skip
+    assert (choice.thought, choice.said) == (thought, said) and kinds == sorted(kinds, reverse=True)
 
 
 def test_a_name_is_told_when_no_other_is_possible() -> None:
-    reader = CallReader("x", ["buy", "now"], "head")
+    reader = CallReader(["buy", "now"], "head")
     assert reader.push('<tool_call>\n{"name": "', last=False) == []
-    (delta,) = reader.push("b", last=False)
-    assert delta["tool_calls"][0]["function"]["name"] == "buy"
-    reader = CallReader("x", [], "text")
-    assert reader.push("a <tool_", last=False) == [{"content": "a "}]
-    assert reader.push("", last=True) == [{"content": "<tool_"}]
+    assert reader.push("b", last=False) == [("call", "buy", 0)]
+    reader = CallReader([], "text")
+    assert reader.push("a <tool_", last=False) == [("text", "a ", 0)]
+    assert reader.push("", last=True) == [("text", "<tool_", 0)]
 
 
 def test_calls_and_results_are_parts_of_a_conversation(client: Client) -> None:

@@ -1,0 +1,100 @@
+"""How APIs that generate text answer a request: its prompts in tokens, its rows, and what is told of them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from fastapi import Response
+
+from dinfer.core.abilities.reports import TokenLogprob
+from dinfer.core.pipeline.inputs import NoTools
+from dinfer.lab.likelihood import left_to_right
+from dinfer.serving.answers import Answer, CallReader, Choice, Rendering, ThoughtReader
+from dinfer.serving.errors import ApiError, at_field, refused
+from dinfer.serving.fields import Generation
+from dinfer.serving.logprobs import Logprobs, prompt_logprobs
+from dinfer.serving.rows import Event, Wanted, failure
+from dinfer.serving.served import Served
+from dinfer.serving.server import Server
+
+LOG = logging.getLogger("dinfer.serving")
+LONG = 8192  # bytes from which a thread encodes a prompt, so that the event loop serves others meanwhile
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What a client is told beside the answer."""
+
+    logprobs: Logprobs | None  # None: it wants none
+    prompts: Sequence[list[Any]]  # `prompt_logprobs` of each prompt, if it wants them
+    ids: bool  # the tokens of the answer
+
+
+async def encoded(
+    server: Server, served: Served, prompt: str | list[dict[str, Any]], field: str, **how: Any
+) -> list[int]:
+    """Token ids. Conversations go through the chat template, texts do not."""
+    encode = partial(served.pipe.encode, prompt, chat=False if isinstance(prompt, str) else None, **how)
+    with at_field(field):
+        try:
+            if served.check_size(prompt, field, **how) < LONG:
+                return encode()
+            return await asyncio.get_running_loop().run_in_executor(server.encoding, encode)
+        except NoTools as error:
+            raise refused("tools", how.get("tools", []), f"cannot be shown: {error}") from error
+
+
+async def scored(server: Server, served: Served, ids: list[int], top: int, field: str) -> list[TokenLogprob | None]:
+    """Log-probabilities of a prompt, computed beside the engine, as a trace."""
+    score = partial(left_to_right, served.pipe.model, ids, top=max(top, 1))
+    try:
+        async with asyncio.timeout(server.settings.deadline):
+            with at_field(field):
+                return [None, *await server.recording.run(score)]
+    except ApiError:
+        raise
+    except Exception as error:
+        raise failure(error) from error
+
+
+async def generated(
+    server: Server, served: Served, asked: Generation, prompts: list[list[int]],
+    rendering: Callable[[Answer, Any, Shown], Rendering], top: int | None, echoes: Sequence[Event] = (),
+) -> Response:  # fmt: skip
+    """Runs the rows of a request, and answers. `top`: alternatives of each token; None: no log-probabilities."""
+    prompts = [served.truncated(prompt, asked) for prompt in prompts]
+    if server.settings.log_prompts:
+        for prompt in prompts:
+            LOG.info("prompt", extra={"model": served.name, "prompt": served.pipe.decode(prompt)})
+    rows = await served.rows(prompts, asked)
+    scores: list[list[Any]] = []
+    if (best := asked.prompt_logprobs) is not None:
+        told = [await scored(server, served, prompt, best, "prompt_logprobs") for prompt in prompts]
+        scores = [prompt_logprobs(served.pieces, *one, best) for one in zip(prompts, told, strict=True)]
+    logprobs = None if top is None else Logprobs(served.pieces, top, asked.return_tokens_as_token_ids)
+    answer = Answer(
+        model=served.name, prompts=prompts, choices=[_begun(served, asked, p) for p in prompts for _ in range(asked.n)],
+        decode=served.pipe.decode, echoes=echoes, held=rows[0].more.get("language") if rows else None,
+        free=asked.free, canvas=rows[0].length - len(prompts[0]) if rows else 0,
+    )  # fmt: skip
+    shown = rendering(answer, asked, Shown(logprobs, scores, asked.return_token_ids or top is not None))
+    wanted = Wanted(
+        asked.stops, frozenset(asked.stop_token_ids), keep_stop=asked.include_stop_str_in_output,
+        drafts=asked.dinfer.drafts, logprobs=top is not None,
+        ids=asked.return_token_ids or top is not None or answer.choices[0].thoughts is not None,
+        usage=(asked.stream_options is not None and asked.stream_options.continuous_usage_stats),
+    )  # fmt: skip
+    return await server.answer(served, rows, wanted, shown, asked)
+
+
+def _begun(served: Served, asked: Generation, prompt: Sequence[int]) -> Choice:
+    """A choice of which nothing is said yet."""
+    names, thoughts = asked.callable, None
+    if asked.divided and served.marks is not None:
+        thoughts = ThoughtReader(served.marks, "thought" if served.thinks(prompt) else "before")
+    return Choice(thoughts, CallReader(names, "text" if asked.choice == "auto" else "head") if names else None)
