@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from dinfer.core.kernels.dispatch import use_triton
+from dinfer.core.kernels.dispatch import triton, use_triton
 
 Position = TypeVar("Position", int, Tensor)
 
@@ -44,9 +44,7 @@ def leave_blocks(
     Returns bool [B] twice and int64 [B] three times.
     """
     if use_triton(next_B, "advance"):
-        from dinfer.kernels.triton.advance import leave_blocks as kernel
-
-        return kernel(
+        return triton("advance").leave_blocks(
             finished_BK, ends_BX, given_BX, open_BX, next_B, length_B, start_B, end_B, block_B,
             block=grid.block, align=grid.align, lead=grid.lead, stop=stop,
         )  # fmt: skip
@@ -78,9 +76,7 @@ def slide_blocks(
     Returns bool [B, K], int64 [B], bool [B], and int64 [B] three times.
     """
     if use_triton(next_B, "advance"):
-        from dinfer.kernels.triton.advance import slide_blocks as kernel
-
-        return kernel(
+        return triton("advance").slide_blocks(
             finished_BK, stop_BKL, given_BKL, open_BKL, stable_BK, hold_B, next_B, length_B, start_B, end_B, block_B,
             block=grid.block, align=grid.align, add_at=add_at, stable_at=stable_at, stop=stop,
         )  # fmt: skip
@@ -121,9 +117,7 @@ def forced_blocks(
     `first`: of these only the first block with open positions. bool [B, K]
     """
     if use_triton(start_B, "advance"):
-        from dinfer.kernels.triton.advance import forced_blocks as kernel
-
-        return kernel(open_BKL, start_B, end_B, block=block, force_at=force_at, first=first)
+        return triton("advance").forced_blocks(open_BKL, start_B, end_B, block=block, force_at=force_at, first=first)
     must_BK = decoded_share(open_BKL, start_B, end_B, block).roll(1, 1) >= force_at
     must_BK[:, 0].fill_(True)
     if first:

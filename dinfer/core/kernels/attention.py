@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dinfer.core.kernels.dispatch import native, use_triton
+from dinfer.core.kernels.dispatch import native, triton, use_triton
 from dinfer.core.kernels.types import FLOAT8, Grouped, InputFormat
 
 PIECE = 128  # queries whose attention over all keys `attention_received` holds at once
@@ -90,7 +90,7 @@ def paged_attention(
     it waits for the kernel before it.
     """
     if use_triton(q_BWHE, "attention", q_BWHE.shape[-1]):
-        from dinfer.kernels.triton import attention, hopper_attention
+        attention, hopper_attention = triton("attention"), triton("hopper_attention")
 
         if self_key_BW is None and hopper_attention.pays(q_BWHE, k_PTGE, pages_BP, input_format):
             return hopper_attention.paged_attention(q_BWHE, k_PTGE, v_PTGE, pages_BP, *interval_BW)
@@ -125,9 +125,7 @@ def attention_received(
     It goes through the queries in pieces, so it never holds the attention of all of them.
     """
     if use_triton(q_BWHE, "attention", q_BWHE.shape[-1]):
-        from dinfer.kernels.triton.attention import attention_received as kernel
-
-        return kernel(q_BWHE, k_PTGE, pages_BP, *interval_BW, weight_BW)
+        return triton("attention").attention_received(q_BWHE, k_PTGE, pages_BP, *interval_BW, weight_BW)
     lanes, heads = pages_BP.shape[0], q_BWHE.shape[2]
     k_BSGE = taken(k_PTGE, pages_BP).view(lanes, -1, *k_PTGE.shape[2:])
     k_BHSE = k_BSGE.to(q_BWHE.dtype).transpose(1, 2).repeat_interleave(heads // k_BSGE.shape[2], 1)
@@ -152,9 +150,7 @@ def attention_interval(
     reads its result.
     """
     if use_triton(pos_BW, "canvas"):
-        from dinfer.kernels.triton.canvas import attention_interval as kernel
-
-        return kernel(pos_BW, start_B, end_B, causal_block, prompt_B)
+        return triton("canvas").attention_interval(pos_BW, start_B, end_B, causal_block, prompt_B)
     start_B = torch.zeros_like(end_B) if start_B is None else start_B
     start_BW, end_BW = start_B[:, None].expand_as(pos_BW), end_B[:, None].expand_as(pos_BW)
     if causal_block is not None:

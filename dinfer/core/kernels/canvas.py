@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dinfer.core.kernels.dispatch import use_triton
+from dinfer.core.kernels.dispatch import triton, use_triton
 from dinfer.core.terms.plan import AttentionLayout, Place, WindowPlan
 
 
@@ -40,9 +40,9 @@ def window_positions(
         with `prefill` or `keys_only`, the end of the keys of a row that decodes nothing, int64 [B], -1 for others.
     """
     if use_triton(place_B[0], "canvas"):
-        from dinfer.kernels.triton.canvas import window_positions as kernel
-
-        return kernel(place_B, width, active, layout, plan.numbers(layout[0]), prefill, keys_only)
+        return triton("canvas").window_positions(
+            place_B, width, active, layout, plan.numbers(layout[0]), prefill, keys_only
+        )
     (start_B, end_B, *_), (shift, block, from_prompt) = place_B, layout
     first_B, stop_B, settled_B, gap_B, skip_B, second_B, skipped_B = plan.whole(place_B, layout)
     grain = block or 1
@@ -79,9 +79,7 @@ def window_positions(
 def lane_columns(rows_NC: Tensor, slot_B: Tensor, first: int) -> tuple[Tensor, Tensor]:
     """Columns of the lanes' slots, [C, B], and the lanes that have `first` in column 0, bool [B]."""
     if use_triton(rows_NC, "canvas"):
-        from dinfer.kernels.triton.canvas import lane_columns as kernel
-
-        return kernel(rows_NC, slot_B, first)
+        return triton("canvas").lane_columns(rows_NC, slot_B, first)
     columns_CB = rows_NC.index_select(0, slot_B).T.contiguous()
     return columns_CB, columns_CB[0] == first
 
@@ -89,9 +87,7 @@ def lane_columns(rows_NC: Tensor, slot_B: Tensor, first: int) -> tuple[Tensor, T
 def option_columns(values_NO: Tensor, slot_B: Tensor, repeat: int) -> tuple[Tensor, Tensor]:
     """Option columns of the lanes' slots, each value `repeat` times, as they are and as int64. [O, R] twice"""
     if use_triton(slot_B, "canvas"):
-        from dinfer.kernels.triton.canvas import option_columns as kernel
-
-        return kernel(values_NO, slot_B, repeat)
+        return triton("canvas").option_columns(values_NO, slot_B, repeat)
     values_OR = values_NO.index_select(0, slot_B).repeat_interleave(repeat, 0).T
     return values_OR, values_OR.to(torch.int64)
 
@@ -107,9 +103,7 @@ def window_values(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Lanes that are live and fit, bool [B]; their positions, -1 in other lanes; and `canvas_values` of these."""
     if use_triton(tokens_NS, "canvas"):
-        from dinfer.kernels.triton.canvas import window_values as kernel
-
-        return kernel(tokens_NS, status_NS, slot_B, live_B, fits_B, pos_BW)
+        return triton("canvas").window_values(tokens_NS, status_NS, slot_B, live_B, fits_B, pos_BW)
     live_B = live_B & fits_B
     pos_BW = torch.where(live_B[:, None], pos_BW, -1)
     return live_B, pos_BW, *canvas_values(tokens_NS, status_NS, slot_B, pos_BW)
@@ -130,9 +124,9 @@ def active_rows(
     `quota_BK`, or the open positions of a block that begins now (`step_BK` is 0).
     """
     if use_triton(tokens_NS, "canvas"):
-        from dinfer.kernels.triton.canvas import active_rows as kernel
-
-        return kernel(tokens_NS, status_NS, slot_B, start_B, end_B, step_BK, quota_BK, block, open_status, given_status)
+        return triton("canvas").active_rows(
+            tokens_NS, status_NS, slot_B, start_B, end_B, step_BK, quota_BK, block, open_status, given_status
+        )
     pos_BX = span(start_B, end_B, step_BK.shape[1] * block)
     tokens_BX, status_BX = canvas_values(tokens_NS, status_NS, slot_B, pos_BX)
     pos_RL, tokens_RL, status_RL = (t.view(-1, block) for t in (pos_BX, tokens_BX, status_BX))
@@ -149,9 +143,7 @@ def key_places(
     Padding (-1) and positions on the page `null` go to the beginning of the page `scratch`.
     """
     if use_triton(table_NP, "canvas"):
-        from dinfer.kernels.triton.canvas import key_places as kernel
-
-        return kernel(table_NP, slot_B, pos_BW, page, pages, null, scratch)
+        return triton("canvas").key_places(table_NP, slot_B, pos_BW, page, pages, null, scratch)
     table_BP, where_BW = table_NP.index_select(0, slot_B), pos_BW.clamp_min(0)
     own_BW = table_BP.gather(1, torch.div(where_BW, page, rounding_mode="floor"))
     lost_BW = (pos_BW < 0) | (own_BW == null)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from dinfer.core.kernels.dispatch import use_triton
+from dinfer.core.kernels.dispatch import triton, use_triton
 from dinfer.core.kernels.types import Deferred, Grouped, Parts, Rounded, Share
 from dinfer.core.ranks.ranks import Ranks
 
@@ -21,7 +21,7 @@ def close(x: Deferred) -> Tensor:
     if x.weights_NC is None:
         return x.values.sum(0).to(x.dtype)
     if use_triton(x.values, "experts"):
-        from dinfer.kernels.triton.moe import combine
+        combine = triton("moe").combine
 
         return combine(x.values, x.weights_NC, x.plus_ND)
     parts_NCD = x.values.unflatten(0, (len(x.weights_NC), -1)).float()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cache, wraps
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Literal, ParamSpec, TypeVar, get_args
 
@@ -93,13 +94,18 @@ def has_triton() -> bool:
 
 
 @cache
+def triton(module: str) -> Any:
+    """A module of `dinfer.kernels.triton`, for a function that is about to run its kernel."""
+    return import_module(f"dinfer.kernels.triton.{module}")
+
+
+@cache
 def in_c() -> Any | None:
     """The kernels in C for CPUs; None without `dinfer.kernels.cpu`, which is optional."""
     try:
-        from dinfer.kernels.cpu import linear as kernels
+        return import_module("dinfer.kernels.cpu.linear")
     except ModuleNotFoundError:
         return None
-    return kernels
 
 
 def native(group: Group, *tensors: Tensor | None) -> Any | None:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dinfer.core.kernels.deferred import close, held, rows, widened
-from dinfer.core.kernels.dispatch import native, native_few_bits, on_hopper, use_triton
+from dinfer.core.kernels.dispatch import native, native_few_bits, on_hopper, triton, use_triton
 from dinfer.core.kernels.types import FLOAT8, LARGEST, Deferred, Part, Parts, Rounded
 
 BLOCK = 1 << 19  # values of a weight that are widened at a time
@@ -31,9 +31,7 @@ def check_float8(device: torch.device, what: str, instead: str) -> None:
 def round_rows(x: Tensor, dtype: torch.dtype = FLOAT8) -> Rounded:
     """Each row of the last dimension at a scale of its own, its largest value at the largest of `dtype`."""
     if dtype == FLOAT8 and use_triton(x, "linear"):
-        from dinfer.kernels.triton.linear import round_rows as kernel
-
-        return kernel(x)
+        return triton("linear").round_rows(x)
     wide, largest = x.float(), LARGEST[dtype]
     scale = wide.abs().amax(-1).clamp_min(1e-12) / largest
     scaled = (wide / scale[..., None]).clamp(-largest, largest)
@@ -63,9 +61,7 @@ def linear(x: Deferred, weight_OK: Tensor, bias_O: Tensor | None = None, *, part
             out = kernels.linear(x, weight_OK)
             return out if bias_O is None else out + bias_O
         return widened_linear(x, weight_OK, bias_O) if slow(x) else F.linear(x, weight_OK, bias_O)
-    from dinfer.kernels.triton.linear import linear as kernel
-
-    return kernel(x, weight_OK, bias_O, None, split=parts)
+    return triton("linear").linear(x, weight_OK, bias_O, None, split=parts)
 
 
 def slow(x: Tensor) -> bool:
@@ -101,7 +97,7 @@ def scaled_linear(x: Deferred, weight_OK: Tensor, scale_O: Tensor, bias_O: Tenso
             values_RK = x.values.view(-1, x.values.shape[-1])
             out = torch._scaled_mm(values_RK, weight_OK.T, *scales, bias_O, out_dtype=x.dtype, use_fast_accum=True)
             return out.view(*x.scale.shape, -1)
-        from dinfer.kernels.triton.linear import linear as kernel
+        kernel = triton("linear").linear
 
         return close(kernel(x, weight_OK, bias_O, scale_O))
     if isinstance(x, Tensor) and weight_OK.dtype == torch.int8 and (found := native_few_bits(x, "linear")) is not None:

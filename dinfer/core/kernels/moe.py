@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dinfer.core.kernels.deferred import close, held, rows, rows_of, to_add, widened
-from dinfer.core.kernels.dispatch import native_few_bits, use_triton
+from dinfer.core.kernels.dispatch import native_few_bits, triton, use_triton
 from dinfer.core.kernels.linear import few, linear, round_rows, rounded, scaled_linear
 from dinfer.core.kernels.norm import geglu, swiglu
 from dinfer.core.kernels.types import Dealt, Deferred, InputFormat, Matrices, Part, Parts, Plan, Rounded
@@ -34,9 +34,7 @@ def wide_linear(x_ND: Deferred, weight_XD: Tensor) -> Tensor | Parts:
     # Products of two narrow numbers are exact in float32.
     if use_triton(x_ND, "router") and x_ND.dtype != torch.float32:
         if few(x_ND) and weight_XD.dtype == x_ND.dtype:
-            from dinfer.kernels.triton.linear import linear as kernel
-
-            return kernel(x_ND, weight_XD, None, None, dtype=torch.float32, split=True)
+            return triton("linear").linear(x_ND, weight_XD, None, None, dtype=torch.float32, split=True)
         return torch.mm(x_ND, weight_XD.T, out_dtype=torch.float32)
     wide = torch.promote_types(x_ND.dtype, torch.float32)
     return F.linear(x_ND.to(wide), weight_XD.to(wide))
@@ -54,9 +52,7 @@ def route(
     being alike, would choose the same few experts.
     """
     if allowed_NX is None and use_triton(held(logits_NX), "router"):
-        from dinfer.kernels.triton.moe import route as kernel
-
-        return kernel(
+        return triton("moe").route(
             to_add(logits_NX), chosen, sigmoid=sigmoid, normalize=normalize, scale=scale, bias_X=bias_X, groups=groups,
             groups_chosen=groups_chosen, pos_BW=pos_BW,
         )  # fmt: skip
@@ -165,12 +161,12 @@ class ScaledExperts(ExpertWeight):
         return 128 if pairs_per_expert > 32 else 64 if size == 2 else 32
 
     def gated_rows(self, x_ND: Deferred, plan: Plan, gated: Gate, down: ExpertWeight) -> Deferred:
-        from dinfer.kernels.triton.moe import expert_linear
+        expert_linear = triton("moe").expert_linear
 
         return expert_linear(self._taken(x_ND), self.matrices, plan, GATES[gated], down.piece)
 
     def mixed_rows(self, x_PK: Deferred, plan: Plan) -> Tensor:
-        from dinfer.kernels.triton.moe import expert_linear
+        expert_linear = triton("moe").expert_linear
 
         return close(expert_linear(self._taken(x_PK), self.matrices, plan))
 
@@ -214,7 +210,7 @@ def expert_mixture(
         mixed = _mixed_rows if wide_ND.device.type == "cpu" and down.piece is None else _mixed_tiles
         mixed_ND = mixed(wide_ND, experts_NC, weights_NC, gate_up, down, gated)
         return mixed_ND if shared is None else mixed_ND + shared.mlp(flat)
-    from dinfer.kernels.triton.moe import combine, plan
+    combine, plan = triton("moe").combine, triton("moe").plan
 
     plus_ND, joined = None, False
     if shared is not None:

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dinfer.core.kernels.deferred import close, held, to_add
-from dinfer.core.kernels.dispatch import native, use_triton
+from dinfer.core.kernels.dispatch import native, triton, use_triton
 from dinfer.core.kernels.linear import round_rows
 from dinfer.core.kernels.types import Deferred, InGroups, InputFormat, Parts, Share
 from dinfer.core.ranks.symmetric import Exchange
@@ -30,10 +30,8 @@ def wide_rms_norm(x: Tensor, weight_D: Tensor | None, eps: float) -> Tensor:
 def add(x_BWD: Tensor, delta_BWD: Deferred) -> Tensor:
     """x + delta. [B, W, D]"""
     if use_triton(x_BWD, "norm"):
-        from dinfer.kernels.triton.norm import add as kernel
-
         delta, exchange = _addend(x_BWD, delta_BWD)
-        return kernel(x_BWD, delta, exchange)
+        return triton("norm").add(x_BWD, delta, exchange)
     return x_BWD + close(delta_BWD).view_as(x_BWD)
 
 
@@ -42,10 +40,8 @@ def add_rms_norm(
 ) -> tuple[Tensor, Deferred]:
     """s = x + delta (None: 0), and `rms_norm` of s in the form that the next layer takes. [B, W, D] each"""
     if use_triton(x_BWD, "norm"):
-        from dinfer.kernels.triton.norm import add_rms_norm as kernel
-
         addend, exchange = (None, None) if delta_BWD is None else _addend(x_BWD, delta_BWD)
-        return kernel(x_BWD, addend, weight_D, eps, inputs, exchange)
+        return triton("norm").add_rms_norm(x_BWD, addend, weight_D, eps, inputs, exchange)
     delta = None if delta_BWD is None else close(delta_BWD)
     if (kernels := native("norm", x_BWD, weight_D, delta)) is not None:
         x_BWD, normed_BWD = kernels.add_rms_norm(x_BWD, delta, weight_D, eps)
@@ -65,9 +61,7 @@ def _addend(x_BWD: Tensor, delta_BWD: Deferred) -> tuple[Tensor | Parts, Exchang
 def swiglu(gate_up_BWX: Deferred, inputs: InputFormat = "plain") -> Deferred:
     """silu(gate) * up of the halves of the last dimension, in the form that the next layer takes. [B, W, 2M -> M]"""
     if use_triton(held(gate_up_BWX), "gate"):
-        from dinfer.kernels.triton.norm import swiglu as kernel
-
-        return kernel(to_add(gate_up_BWX), inputs)
+        return triton("norm").swiglu(to_add(gate_up_BWX), inputs)
     gate_up_BWX = close(gate_up_BWX)
     if (kernels := native("gate", gate_up_BWX)) is not None:
         return _as(kernels.swiglu(gate_up_BWX), inputs)

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dinfer.core.kernels.deferred import close, held
-from dinfer.core.kernels.dispatch import multiplies_integers, native_few_bits, use_triton
+from dinfer.core.kernels.dispatch import multiplies_integers, native_few_bits, triton, use_triton
 from dinfer.core.kernels.moe import ExpertWeight, Gate
 from dinfer.core.kernels.types import GROUPED_ROWS, TILE, Deferred, Grouped, InGroups, Part, Parts, Plan
 
@@ -108,7 +108,7 @@ def packed_linear(
         else:
             out = F.linear(x.float(), unpack(values, scale_OG))
         return (out if bias_O is None else out + bias_O).to(x.dtype)
-    from dinfer.kernels.triton import packed as kernels
+    kernels = triton("packed")
 
     x = x if isinstance(x, Grouped) else close(x)
     if x.shape[:-1].numel() <= GROUPED_ROWS and multiplies_integers(values):
@@ -142,13 +142,13 @@ class PackedExperts(ExpertWeight):
         return min(max(1 << int(pairs_per_expert).bit_length(), 16), 64)
 
     def gated_rows(self, x_ND: Deferred, plan: Plan, gated: Gate, down: ExpertWeight) -> Deferred:
-        from dinfer.kernels.triton.moe import packed_expert_linear
+        packed_expert_linear = triton("moe").packed_expert_linear
 
         both_PX = packed_expert_linear(_normed(x_ND), self.each, self.scale, plan, self.shared, by_token=True)
         return gated(both_PX, down.input_format)
 
     def mixed_rows(self, x_PK: Deferred, plan: Plan) -> Tensor:
-        from dinfer.kernels.triton.moe import packed_expert_linear
+        packed_expert_linear = triton("moe").packed_expert_linear
 
         return packed_expert_linear(_normed(x_PK), self.each, self.scale, plan, self.shared, by_token=False)
 

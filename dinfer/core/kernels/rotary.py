@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dinfer.core.kernels.deferred import close, held, to_add
-from dinfer.core.kernels.dispatch import native, use_triton
+from dinfer.core.kernels.dispatch import native, triton, use_triton
 from dinfer.core.kernels.norm import rms_norm
 from dinfer.core.kernels.types import FLOAT8, LARGEST, Deferred, HeadNorm, InputFormat, Projections, Table
 
@@ -22,9 +22,7 @@ def rotary_table(pos_BW: Tensor, dim: int, theta: float, dtype: torch.dtype, pai
     """
     dtype = torch.promote_types(dtype, torch.float32)
     if dtype == torch.float32 and use_triton(pos_BW, "rotary"):
-        from dinfer.kernels.triton.rotary import rotary_table as kernel
-
-        return kernel(pos_BW, _frequencies(dim, theta, dtype, pairs, pos_BW.device))
+        return triton("rotary").rotary_table(pos_BW, _frequencies(dim, theta, dtype, pairs, pos_BW.device))
     angle = pos_BW.clamp_min(0)[..., None, None].to(dtype) * frequencies(dim, theta, dtype, pairs, pos_BW.device)
     cos, sin = angle.cos(), angle.sin()
     return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
@@ -75,9 +73,7 @@ def rotate_and_store(x: Projections, k_YGE: Tensor, v_YGE: Tensor, write_X: Tens
     float8. If several rows go to one place, any of them may win.
     """
     if use_triton(held(x.qkv_BWXE), "rotary", x.qkv_BWXE.shape[-1]):
-        from dinfer.kernels.triton.rotary import rotate_and_store as kernel
-
-        return kernel(x, k_YGE, v_YGE, write_X)
+        return triton("rotary").rotate_and_store(x, k_YGE, v_YGE, write_X)
     kernels = native("rotary", held(x.qkv_BWXE), k_YGE, *x.table, x.norm and x.norm.weight_X)
     if kernels is not None and x.qkv_BWXE.shape[-1] <= kernels.WIDEST:
         return kernels.rotate_and_store(close(x.qkv_BWXE), x.heads, *x.table, x.norm, k_YGE, v_YGE, write_X)

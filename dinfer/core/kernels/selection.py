@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dinfer.core.kernels.dispatch import use_triton
+from dinfer.core.kernels.dispatch import triton, use_triton
 from dinfer.core.terms.stats import Quota, TokenStats
 
 
@@ -108,9 +108,7 @@ def confident(
     Positions where the mask token wins are left out. `above`: the confidence must exceed the bar.
     """
     if masked_RL.shape[1] <= LONGEST and use_triton(masked_RL, "commit"):
-        from dinfer.kernels.triton.advance import confident as kernel
-
-        return kernel(stats, masked_RL, bar_R1, least, above=above)[0]
+        return triton("advance").confident(stats, masked_RL, bar_R1, least, above=above)[0]
     bar_R1 = bar_R1.to(stats.confidence_RL.dtype)
     least = least.tokens() if isinstance(least, Quota) else least
     score_RL = stats.top_RL.masked_fill(~masked_RL, -1.0)
@@ -127,7 +125,7 @@ def fill_and_edit(
     allows another step.
     """
     if masked_RL.shape[1] <= LONGEST and use_triton(masked_RL, "commit"):
-        from dinfer.kernels.triton.advance import confident as kernel
+        kernel = triton("advance").confident
 
         return Changes(*kernel(stats, masked_RL, bar_R1, least, above=True, decoded=decoded))
     full_R, budget_R = ~masked_RL.any(-1), decoded.budget_R1[:, 0]

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dinfer.core.kernels.dispatch import use_triton
+from dinfer.core.kernels.dispatch import triton, use_triton
 from dinfer.core.kernels.random import gumbel
 from dinfer.core.terms.stats import Draw, TokenStats, VocabularySlice
 
@@ -24,9 +24,7 @@ def token_stats(
     others eight numbers a position, and four more for a `draw`.
     """
     if use_triton(logits_RLV, "token_stats") and (draw is None or use_triton(logits_RLV, "draw")):
-        from dinfer.kernels.triton.token_stats import token_stats as kernel
-
-        return kernel(
+        return triton("token_stats").token_stats(
             logits_RLV, mask_id, dtype, draw=draw, wanted_RL=wanted_RL, entropy=entropy, margin=margin, best=best,
             columns=columns, drawn_RL=drawn_RL,
         )  # fmt: skip

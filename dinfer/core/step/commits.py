@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dinfer.core.kernels.canvas import moved
-from dinfer.core.kernels.dispatch import use_triton
+from dinfer.core.kernels.dispatch import triton, use_triton
 from dinfer.core.step.canvas import BlockView, Canvas, Cursors, Phase, RowCursors, Status
 from dinfer.core.step.contracts import ModelSpec, Moved, Proposal
 from dinfer.core.step.model import Parts
@@ -39,7 +39,7 @@ def commit(
     """
     edits = view.edits
     if use_triton(canvas.tokens_NS, "commit"):
-        from dinfer.kernels.triton.advance import commit as kernel
+        kernel = triton("advance").commit
 
         return Commits(
             *kernel(
@@ -108,9 +108,7 @@ def allowed_commits(proposal: Proposal, stats: TokenStats, view: BlockView, spec
 def with_progress(commit_RL: Tensor, stats: TokenStats, view: BlockView) -> Tensor:
     """The commits, and the surest open position of each block that must commit something and would not. bool [R, L]"""
     if use_triton(commit_RL, "commit"):
-        from dinfer.kernels.triton.advance import with_progress as kernel
-
-        return kernel(commit_RL, stats, view.masked_RL, view.must_progress_R)
+        return triton("advance").with_progress(commit_RL, stats, view.masked_RL, view.must_progress_R)
     score_RL = (stats.confidence_RL - 2.0 * stats.declined_RL).masked_fill(~view.masked_RL, -4.0)
     best_RL = torch.arange(score_RL.shape[1], device=score_RL.device) == score_RL.argmax(-1, keepdim=True)
     stuck_R = view.masked_RL.any(-1) & ~(commit_RL & view.masked_RL).any(-1)
@@ -168,11 +166,9 @@ def finish(
     """
     done_B, left_B = moves.done_B, moves.left_B
     if use_triton(canvas.cursors_NC, "advance"):
-        from dinfer.kernels.triton.advance import finish as kernel
-
         columns = {name: column for column, name in enumerate(Cursors._fields)}
         phases = {p.name: int(p) for p in (Phase.IDLE, Phase.FULL, Phase.WINDOW, Phase.FAULT)}
-        return kernel(
+        return triton("advance").finish(
             canvas.cursors_NC, lanes.slot_B, lanes.live_B, lanes.start_B, lanes.end_B, lanes.block_B, lanes.kept_B,
             lanes.seen_B, lanes.quota_BK, gained_B, moves.entered_BK, left_B, done_B, broken_B, full_B,
             refreshed=refreshed, hit=hit, columns=columns, phases=phases,
