@@ -1,8 +1,8 @@
 """Five name -> component tables, and the fields that make a component's options.
 
 A component is a frozen dataclass: its fields are its configuration, and it owns no mutable state.
-A module registers its components when it is imported. A registry finds the modules of its packages in `dinfer.core`
-and `dinfer.research` itself, so no central list is edited. Other distributions add components through entry points in
+A module registers its components when it is imported. A registry finds the modules itself, in the folders of its name
+in `dinfer.core` and in layers, so no central list is edited. Other distributions add components through entry points in
 the groups `dinfer.model`, `dinfer.iteration`, `dinfer.decoder`, `dinfer.cache` and `dinfer.sampling`.
 
 Names, options and docstrings are read without importing torch: from the literals in the source, the one place that
@@ -26,6 +26,8 @@ from functools import cache, cached_property
 from pathlib import Path
 from types import GenericAlias
 from typing import Any, Generic, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+from dinfer.core.provided import packages
 
 CONTRACTS = ("dinfer.core.step.",)  # modules of what components derive from, which has no options
 TYPES: dict[str, Any] = {"int": int, "float": float, "bool": bool, "str": str}
@@ -66,7 +68,9 @@ def declared(packages: Sequence[str], registry: str) -> Iterator[tuple[str, Clas
     """The modules of these packages, and the classes that each registers in `registry`; None for one to be imported."""
     trees: dict[str, ast.Module | None] = {}
     for package in packages:
-        for path in folders(package):
+        found = importlib.util.find_spec(package)
+        assert found is not None and found.submodule_search_locations is not None
+        for path in found.submodule_search_locations:
             for module in pkgutil.iter_modules([path]):
                 source = Path(path, f"{module.name}.py")
                 readable = source.is_file()
@@ -76,15 +80,6 @@ def declared(packages: Sequence[str], registry: str) -> Iterator[tuple[str, Clas
             yield name, None if tree is None else _registered(tree, registry, _classes(name, trees))
         except Unreadable:
             yield name, None
-
-
-def folders(package: str) -> list[str]:
-    """Where the modules of a package are; none if it is not there, for a layer may be left out."""
-    try:
-        found = importlib.util.find_spec(package)
-    except ModuleNotFoundError:  # nor is what it lies in
-        return []
-    return [] if found is None else [*(found.submodule_search_locations or ())]
 
 
 def _classes(module: str, trees: Mapping[str, ast.Module | None]) -> Classes:
@@ -388,10 +383,9 @@ class Registry(Generic[T]):
         raise TypeError(f"{self.kind} must be a name, a mapping or a {self.kind} component, not {config!r}")
 
 
-HOMES = ("core", "research")  # folders of dinfer with components
-MODELS: Registry = Registry("model", *(f"dinfer.{home}.models" for home in HOMES))
-ITERATIONS: Registry = Registry("iteration", *(f"dinfer.{home}.iterations" for home in HOMES))
-DECODERS: Registry = Registry("decoder", *(f"dinfer.{home}.decoders" for home in HOMES))
-CACHES: Registry = Registry("cache", *(f"dinfer.{home}.caches" for home in HOMES))
-SAMPLINGS: Registry = Registry("sampling", *(f"dinfer.{home}.sampling" for home in HOMES))
+MODELS: Registry = Registry("model", *packages("models"))
+ITERATIONS: Registry = Registry("iteration", *packages("iterations"))
+DECODERS: Registry = Registry("decoder", *packages("decoders"))
+CACHES: Registry = Registry("cache", *packages("caches"))
+SAMPLINGS: Registry = Registry("sampling", *packages("sampling"))
 REGISTRIES: tuple[Registry, ...] = (MODELS, ITERATIONS, DECODERS, CACHES, SAMPLINGS)

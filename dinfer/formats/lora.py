@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dinfer.core.loading.files import ADAPTER as CONFIG
 from dinfer.core.loading.files import CheckpointError, read_object, refuse
 from dinfer.core.loading.safetensors_io import mismatches, read, stored_in
 from dinfer.core.ranks.split import Placement
 
-CONFIG = "adapter_config.json"
 PREFIX = "base_model.model."
 # Fields that change an adapter's meaning, and their supported values; null and absent always are.
 SUPPORTED: dict[str, tuple[Any, ...]] = {

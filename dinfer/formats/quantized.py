@@ -14,16 +14,16 @@ import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from dinfer.core.loading.files import QUANTIZATION as FIELD
 from dinfer.core.loading.files import CheckpointError, refuse
-from dinfer.core.loading.safetensors_io import FLOATS, INTEGERS, NARROW, Slices, Stored, read
+from dinfer.core.loading.safetensors_io import FLOATS, INTEGERS, NARROW, Scales, Slices, Stored, read
 from dinfer.core.ranks.split import Placement, Rank
 
-FIELD = "quantization_config"
 Method = Literal["gptq", "awq", "compressed-tensors"]
 VALUES = {"gptq": "qweight", "awq": "qweight", "compressed-tensors": "weight_packed"}
 PACKED = tuple(f".{end}" for end in sorted({*VALUES.values()}))
@@ -82,6 +82,7 @@ class Integers(NamedTuple):
 class PackedWeight(Stored):
     """A weight that is stored as separate tensors of values, scales and zeros."""
 
+    packed: ClassVar[bool] = True
     packing: Packing
     parts: Mapping[str, Stored]  # by role; the values have the role "values"
 
@@ -93,6 +94,9 @@ class PackedWeight(Stored):
     def scales(self) -> torch.dtype:
         """The dtype of its scales."""
         return FLOATS[self.parts["scale"].dtype]
+
+    def kept(self, place: Placement, rank: Rank) -> tuple[Any, ...] | None:
+        return (self.dtype, self.group, self.scales) if self.symmetric_groups(place, rank) else None
 
     def bytes_of(self, part: Slices | None) -> int:
         return sum(one.size for one in self.parts.values())  # any part needs all of it
@@ -378,14 +382,15 @@ def _block(value: Any, field: str) -> Block | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Scales:
+class ScalesOfBlocks(Scales):
     """The scales of a checkpoint's rounded weights, and the blocks that share one."""
 
-    stored: Mapping[str, Stored]  # the scales, by the weight's name
     block: Block | None
 
-    def problems(self, weights: Mapping[str, Stored]) -> Iterator[str]:
-        """The scales with a wrong shape or dtype."""
+    def problems(self, weights: Mapping[str, Stored], placements: Collection[str]) -> Iterator[str]:
+        words = next((name for name in weights if name.endswith(PACKED) and name not in placements), None)
+        if words is not None:
+            yield f"config.json does not say in {FIELD} how {words} is packed: add quant_method, bits and group_size"
         blocks = "" if self.block is None else f", or one a block of {self.block[0]} x {self.block[1]}"
         for name, scale in self.stored.items():
             if scale.dtype not in FLOATS or not (self.per_output(name, weights) or self._per_block(name, weights)):
@@ -394,7 +399,6 @@ class Scales:
                 yield f"{scale.name}: {scale.dtype} {scale.shape}, {must}"
 
     def per_output(self, name: str, weights: Mapping[str, Stored]) -> bool:
-        """Whether all inputs of an output have the same scale."""
         shape, outputs = self.stored[name].shape, weights[name].shape[:-1]
         return math.prod(shape) == 1 or shape in (outputs, (*outputs, 1))
 
@@ -403,9 +407,19 @@ class Scales:
         blocks = None if self.block is None else (*lead, -(-rows // self.block[0]), -(-width // self.block[1]))
         return self.stored[name].shape == blocks
 
-    def read(self) -> dict[str, Tensor]:
-        """The scales in float32, by the weight's name."""
-        return {name: scale.float().clone() for name, scale in read(self.stored)}
+    def at(self, scale: Tensor, shape: tuple[int, ...], part: Slices) -> Tensor:
+        return scale_at(scale, shape, self.block, part)
+
+
+def rounded_tensors(
+    config: Mapping[str, Any], tensors: Mapping[str, Stored], expected: Collection[str]
+) -> tuple[dict[str, Stored], list[str], Scales]:
+    """As `safetensors_io.plain`, for checkpoints that may be rounded. Raises CheckpointError."""
+    how = packing(config)
+    spare = spare_biases(tensors, how, expected)
+    joined = {name: one for name, one in packed(tensors, how).items() if not name.startswith(tuple(spare))}
+    found, scales = scales_of(joined, scale_block(config))
+    return found, spare, scales
 
 
 def scales_of(tensors: Mapping[str, Stored], block: Block | None) -> tuple[dict[str, Stored], Scales]:
@@ -418,7 +432,7 @@ def scales_of(tensors: Mapping[str, Stored], block: Block | None) -> tuple[dict[
         if own is not None:
             stored[name] = tensors[own]
             unused.add(own)
-    return {name: tensor for name, tensor in tensors.items() if name not in unused}, Scales(stored, block)
+    return {name: tensor for name, tensor in tensors.items() if name not in unused}, ScalesOfBlocks(stored, block)
 
 
 def scale_at(scale: Tensor, shape: tuple[int, ...], block: Block | None, part: tuple[slice, ...]) -> Tensor:

@@ -16,6 +16,7 @@ from dinfer.core.engine.request import (
     Completion,
     Counts,
     NonFiniteLogits,
+    RankFailed,
     Request,
     StalledRow,
     Update,
@@ -24,7 +25,6 @@ from dinfer.core.engine.request import (
 from dinfer.core.pipeline.tokenizer import Decode, GrowingText
 from dinfer.core.step.mixins import Edits
 from dinfer.lab.trace.record import Pieces
-from dinfer.scale.parallel.leader import RankFailed
 from dinfer.serving.errors import ApiError
 from dinfer.serving.guard import REQUEST_ID
 from dinfer.serving.served import Served

@@ -8,10 +8,11 @@ end. So its tokens depend on that recipe, and on nothing that others do later.
 import json
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from dinfer.core.engine.engine import Level
 from dinfer.core.engine.loop import Loop
 from dinfer.core.engine.request import Update
 from dinfer.core.engine.row import Row
@@ -25,15 +26,6 @@ from dinfer.core.terms.spec import ModelSpec
 CHOSEN = ("iteration", "cache")  # what recipes of a table may differ in; requests bring options of the others
 
 
-@dataclass(frozen=True, slots=True)
-class Level:
-    """A recipe, and the number of requests in flight up to which they get it."""
-
-    recipe: Recipe
-    runtime: Runtime
-    told: str = ""  # what stands in the usage of its requests; "": there is one recipe, and nothing to tell
-
-
 def called(spec: ModelSpec) -> dict[str, Any]:
     """What says that a table is of this model."""
     return {"family": spec.family, "layers": spec.layers, "hidden": spec.hidden, "vocab": spec.vocab}
@@ -41,8 +33,6 @@ def called(spec: ModelSpec) -> dict[str, Any]:
 
 def levels_of(recipe: Recipe, runtime: Runtime) -> list[Level]:
     """The recipes that requests get, from few in flight to many. Raises ValueError for a table that does not fit."""
-    if runtime.load is None:
-        return [Level(recipe, runtime)]
     path, found = runtime.load_table, list[tuple[int, Recipe]]()
     try:
         table = json.loads(Path(path or "").read_text())

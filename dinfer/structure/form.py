@@ -6,9 +6,9 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypedDict
+from typing import Any
 
-from dinfer.core.pipeline.inputs import gaps_of, named
+from dinfer.core.pipeline.inputs import Held, gaps_of, named
 from dinfer.core.recipe.recipe import Recipe
 from dinfer.core.registry import values_of
 from dinfer.structure import Compiler, Constraint, Language, choice, grammar, json_schema, regex, vocabulary_of
@@ -17,17 +17,6 @@ from dinfer.structure.compiler import compile_automaton
 from dinfer.structure.language import OPEN, fits, in_gaps
 
 SCOPES = "answer", "gap"  # of a constraint, where gaps are filled
-
-
-class Held(TypedDict, total=False):
-    """What every answer is held to. One of them may be given, and `posterior` beside it."""
-
-    schema: Any  # a pydantic model or another type that pydantic knows, a JSON Schema, or its text
-    regex: str
-    choice: Sequence[str]
-    grammar: str  # Lark or EBNF
-    constraint: Constraint  # of a function of `dinfer.structure`, for its options
-    posterior: bool  # an option of every constraint
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ REFLECTIONS = 20  # calls of getattr and hasattr in all: each hides from the typ
 # Folders and modules of dinfer, from the ground up. A file imports what is below it, or of its own floor. Core is the
 # first sixteen; the others are layers, and each can be left out.
 FLOORS = (
-    "core/registry", "core/refusals", "core/terms", "core/ranks", "core/kernels", "core/memory", "core/step",
+    "core/provided", "core/registry", "core/refusals", "core/terms", "core/ranks", "core/kernels", "core/memory", "core/step",
     "core/abilities", "core/decoders core/caches core/iterations core/sampling", "core/recipe", "core/layers",
     "core/loading/files", "core/models", "core/loading", "core/engine", "core/pipeline",
     "kernels", "formats", "structure", "speed", "research", "demo", "lab", "serving", "scale", "cli", "__init__",

@@ -8,6 +8,8 @@ the next round as soon as it has the cursors, so that the round overlaps the hos
 import threading
 from collections import deque
 from collections.abc import Generator, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -18,10 +20,37 @@ from dinfer.core.engine.runner import Runner
 from dinfer.core.engine.runtime import Runtime, pages_of
 from dinfer.core.engine.worker import Worker
 from dinfer.core.kernels.dispatch import on_device
+from dinfer.core.provided import needed, provided
 from dinfer.core.recipe.recipe import IncompatibleRecipe, Recipe
-from dinfer.scale.parallel.leader import leader
-from dinfer.scale.parallel.leader_worker import LeadingWorker
-from dinfer.speed.adaptive import Loops, levels_of
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """A recipe, and the number of requests in flight up to which they get it."""
+
+    recipe: Recipe
+    runtime: Runtime
+    told: str = ""  # what stands in the usage of its requests; "": there is one recipe, and nothing to tell
+
+
+class Rounds(Protocol):
+    """What an engine runs: a `Loop`, or several of them as one."""
+
+    worker: Worker
+    waiting: deque[Row]
+    updates: deque[tuple[Row, Update]]
+
+    @property
+    def busy(self) -> bool: ...
+    def sweep(self) -> None: ...
+    def round(self) -> None: ...
+
+
+def worker_of(level: Level, plain: Recipe) -> Worker:
+    """`plain`: the recipe of other ranks, if there are any."""
+    leading = provided("leading_worker") if level.runtime.tensor_parallel > 1 else None
+    found: Worker | None = None if leading is None else leading(level.recipe, level.runtime, plain)
+    return found or Worker(level.recipe, level.runtime)
 
 
 class Engine:
@@ -52,19 +81,14 @@ class Engine:
                 f"runtime.expert_parallel={runtime.expert_parallel}, but the model was loaded with {dealt}: load it "
                 "with that runtime"
             )
-        self.levels = levels_of(recipe, runtime)
+        several = None if runtime.load is None else needed("load_levels", f"runtime.load={runtime.load}", "speed")
+        self.levels: list[Level] = several(recipe, runtime) if several else [Level(recipe, runtime)]
         for level in self.levels:
             if (reason := level.recipe.refused(runtime=level.runtime)) is not None:
                 raise IncompatibleRecipe(reason)
-        ranks = leader() if runtime.tensor_parallel > 1 else None
-        self.loops = [
-            Loop(
-                Worker(level.recipe, level.runtime) if ranks is None
-                else LeadingWorker(level.recipe, level.runtime, ranks, plain or level.recipe)
-            )
-            for level in self.levels
-        ]  # fmt: skip
-        self.loop: Loop | Loops = self.loops[0] if runtime.load is None else Loops(self.levels, self.loops)
+        self.loops = [Loop(worker_of(level, plain or level.recipe)) for level in self.levels]
+        joined = provided("load_loops") if several else None
+        self.loop: Rounds = joined(self.levels, self.loops) if joined else self.loops[0]
         self.recipe, self.runtime = self.loop.worker.recipe if runtime.load is None else recipe, runtime
         self._turn = threading.Condition()
         self._stepping = False  # a thread runs a round

@@ -34,6 +34,10 @@ class NonFiniteLogits(RuntimeError):
     """The model produced NaN or infinite logits for a request."""
 
 
+class RankFailed(RuntimeError):
+    """A rank of tensor parallelism has died, hangs, or met an error. The other ranks have ended too."""
+
+
 class StalledRow(RuntimeError):
     """Step after step, a request committed no token and left no block."""
 

@@ -2,14 +2,16 @@
 
 import logging
 import math
+import threading
 import time
+import warnings
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from statistics import median
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
@@ -20,8 +22,6 @@ from dinfer.core.recipe.recipe import Recipe
 from dinfer.core.step.shape import StepShape, power_of_2
 from dinfer.core.step.state import BatchState
 from dinfer.core.step.step import denoise_step
-from dinfer.speed.startup.kernel_compiler import KernelCompiler
-from dinfer.speed.startup.patches import no_waiting
 
 MOST = 32  # measurements that may run, or wait to be read
 
@@ -62,6 +62,18 @@ class StepClock:
 WORTH = 32  # launches after which a shape is captured although a larger one could stand in
 SCARCE = 0.25  # the share of the card's memory that a capture may need
 SPARE = 1.5  # a shape with at most so many times the positions of another stands in whatever a step of it takes
+
+
+class StepCompiler(Protocol):
+    """Compiles the kernels of steps before these are launched."""
+
+    def compile(self, shape: StepShape) -> None:
+        """Compiles for a step of this shape, and waits until that has ended."""
+
+    def ready(self, shape: StepShape) -> bool:
+        """Whether `compile` would return at once. If not, it begins to compile, and does not wait."""
+
+
 Observer = Callable[[StepShape, Sequence[int]], AbstractContextManager[object]]
 
 logger = logging.getLogger(__name__)
@@ -89,7 +101,7 @@ class Runner:
     def __init__(self, recipe: Recipe, *, graphs: bool) -> None:
         self.recipe, self.graphs = recipe, graphs
         self.clock: StepClock | None = None  # measures steps of known shapes
-        self.compiler: KernelCompiler | None = None  # compiles for steps of new shapes
+        self.compiler: StepCompiler | None = None  # compiles for steps of new shapes
         self.observer: Observer | None = None  # wraps every launch, given its shape and slots
         self.refused: dict[StepShape, str] = {}  # shapes that cannot be captured, and why
         self.meeting: StepShape | None = None  # the shape that is being launched for the first time, or captured
@@ -236,6 +248,34 @@ class Runner:
             finally:
                 graph.capture_end()
         return _Captured(graph, slot_B, [scratch] * shape.lanes)
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Raises RuntimeError if this thread has waited for the device, which would break a capture.
+
+    Torch's switch is for the whole process. So it drops warnings about other threads.
+    """
+    thread, waits, before = threading.get_ident(), list[str](), torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        show = warnings.showwarning
+
+        def heard(message: Warning | str, *place: Any, **more: Any) -> None:
+            if "synchronizing" not in str(message):
+                show(message, *place, **more)
+            elif threading.get_ident() == thread:
+                waits.append(str(message))
+
+        warnings.showwarning = heard
+        warnings.filterwarnings("always", ".*synchronizing")
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    if waits:
+        raise RuntimeError(waits[0])
 
 
 _runners: WeakSet[Runner] = WeakSet()

@@ -16,12 +16,12 @@ from dinfer.core.engine.runner import Runner, StepClock
 from dinfer.core.engine.runtime import BatchSize, Runtime
 from dinfer.core.kernels.dispatch import untouched
 from dinfer.core.memory import PoolSize, kv_dtype
+from dinfer.core.provided import provided
 from dinfer.core.recipe.recipe import Recipe
 from dinfer.core.step.canvas import Cursors
 from dinfer.core.step.shape import StepShape
 from dinfer.core.step.state import BatchState, Entry
 from dinfer.speed.abilities.candidates import Candidates
-from dinfer.speed.startup.kernel_compiler import KernelCompiler
 
 
 def made_of(model: Any) -> tuple[Any, ...]:
@@ -78,8 +78,9 @@ class Worker:
         self._made_of = made_of(self.recipe.model)
         self.runner.graphs = self.runtime.graphs and not adapted(self.recipe.model)
         self.runner.open(alloc(self.recipe, device))
-        if device.type == "cuda" and self.runtime.compile == "none":
-            self.runner.compiler = KernelCompiler(self.recipe, alloc, (room, self.runtime))
+        compiler = provided("step_compiler") if device.type == "cuda" and self.runtime.compile == "none" else None
+        if compiler is not None:
+            self.runner.compiler = compiler(self.recipe, alloc, (room, self.runtime))
 
     @property
     def outdated(self) -> bool:

@@ -15,33 +15,41 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, Protocol, get_args
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from dinfer.core.loading.files import CONFIG, GGUF, CheckpointError, SmallFiles, locate, refuse, small_object, token_ids
-from dinfer.core.loading.safetensors_io import FLOATS, Slices, Stored, mismatches, read, read_slices, stored
+from dinfer.core.loading.files import (
+    ADAPTER,
+    CONFIG,
+    GGUF,
+    QUANTIZATION,
+    CheckpointError,
+    SmallFiles,
+    locate,
+    refuse,
+    small_object,
+    token_ids,
+)  # fmt: skip
+from dinfer.core.loading.safetensors_io import (
+    FLOATS,
+    Scales,
+    Slices,
+    Stored,
+    mismatches,
+    plain,
+    read,
+    read_slices,
+    stored,
+)
+from dinfer.core.provided import needed, provided
 from dinfer.core.ranks.split import WHOLE, Placement, Rank, Split
 from dinfer.core.registry import MODELS
 from dinfer.core.step.model import ModelFamily
 from dinfer.core.terms.spec import ExpertLayout, ModelSpec
-from dinfer.formats.lora import CONFIG as ADAPTER
-from dinfer.formats.lora import Adapter, read_adapter
-from dinfer.formats.quantized import (
-    FIELD,
-    PACKED,
-    PackedWeight,
-    Scales,
-    packed,
-    packing,
-    scale_at,
-    scale_block,
-    scales_of,
-    spare_biases,
-)
 
 if TYPE_CHECKING:
     from dinfer.core.layers.formats.format import Format
@@ -60,11 +68,11 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def small_files(folder: Path) -> SmallFiles:
     """The small files of a checkpoint. `folder`: also a GGUF file."""
-    if folder.suffix != GGUF:
-        return folder
-    from dinfer.formats.gguf_file import gguf_file  # slow to import
+    return folder if folder.suffix != GGUF else _gguf(folder).files
 
-    return gguf_file(folder).files
+
+def _gguf(file: Path) -> Any:
+    return needed("gguf_file", f"{file.name}, a GGUF file,", "formats")(file)
 
 
 def family_of(config: dict[str, Any]) -> str:
@@ -91,9 +99,7 @@ def read_spec(family: ModelFamily, config: dict[str, Any], folder: Path | None =
     except (KeyError, ValueError) as error:
         said = f"config.json lacks the field {error}" if isinstance(error, KeyError) else str(error)
         if folder is not None and folder.suffix == GGUF:
-            from dinfer.formats.gguf_file import gguf_file
-
-            said = gguf_file(folder).retold(said)
+            said = _gguf(folder).retold(said)
         raise CheckpointError(said) from error
 
 
@@ -101,6 +107,22 @@ def layout(family: ModelFamily, spec: ModelSpec, tensors: Mapping[str, Any]) -> 
     """The names and shapes that a checkpoint must have, for the way in which its experts are stored."""
     layouts = [family.weights(spec, experts) for experts in get_args(ExpertLayout)]
     return max(layouts, key=lambda layout: len(tensors.keys() & layout.keys()))
+
+
+class Adapter(Protocol):
+    """Updates of some of a checkpoint's tensors."""
+
+    @property
+    def pairs(self) -> Mapping[str, Any]:
+        """By the name of the tensor that they change."""
+
+    def merged(self, name: str, weight: Tensor, device: torch.device, part: Slices) -> Tensor:
+        """`part` of a tensor with its update, on `device`; as it is, if there is none."""
+
+
+def spec_of(family: ModelFamily, folder: Path) -> ModelSpec:
+    """The model that a checkpoint holds, without a look at its weights. Raises CheckpointError."""
+    return read_spec(family, read_config(folder) | {QUANTIZATION: None}, folder)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,42 +138,34 @@ class LoadPlan:
     scales: Scales  # of rounded weights
     copies: Mapping[str, str]  # tensors that must equal others
     spare: Sequence[str]  # biases that the model does not have, which must be 0
-    adapter: Adapter | None = None  # merged in
+    adapter: Adapter | None = None  # merged in; a layer reads it
 
     @classmethod
     def of(
         cls, folder: Path, family: ModelFamily, spec: ModelSpec, config: Mapping[str, Any], stored: Mapping[str, Stored]
     ) -> LoadPlan:
         """The plan for tensors with these headers. Raises CheckpointError for headers that cannot be understood."""
-        how = packing(config)
         names = {name: None for experts in get_args(ExpertLayout) for name in family.weights(spec, experts)}
-        spare = spare_biases(stored, how, names)
-        found = {
-            name: one for name, one in packed(stored, how).items() if not name.startswith((*spare, *family.unused))
-        }
+        found, spare, scales = (provided("rounded_tensors") or plain)(config, stored, names)
+        left_out = tuple(family.unused)
+        found = {name: one for name, one in found.items() if not name.startswith(left_out)}
         copies = {copy: name for copy, name in family.copies(spec).items() if copy in found and name in found}
-        tensors, scales = scales_of(
-            {name: one for name, one in found.items() if name not in copies}, scale_block(config)
-        )
+        tensors = {name: one for name, one in found.items() if name not in copies}
         return cls(folder, family, spec, stored, tensors, layout(family, spec, tensors), scales, copies, spare)
 
     @classmethod
     def read(cls, folder: Path, family: ModelFamily) -> LoadPlan:
         """The plan for a checkpoint whose files are all there. Raises CheckpointError."""
         config = read_config(folder)
-        spec = read_spec(family, config | {FIELD: None}, folder)
+        spec = read_spec(family, config | {QUANTIZATION: None}, folder)
         return cls.of(folder, family, spec, config, headers(folder, family, spec))
 
     def problems(self) -> Iterator[str]:
         """Every tensor that is missing, unknown, of another shape, or no float and without a scale."""
-        if words := next(
-            (name for name in self.tensors if name.endswith(PACKED) and name not in self.placements), None
-        ):
-            yield f"config.json does not say in {FIELD} how {words} is packed: add quant_method, bits and group_size"
-        yield from mismatches(
-            self.tensors, {name: one.shape for name, one in self.placements.items()}, self.scales.stored
-        )
-        yield from self.scales.problems(self.tensors)
+        shapes = {name: one.shape for name, one in self.placements.items()}
+        wrong = [*self.scales.problems(self.tensors, self.placements)]
+        yield from mismatches(self.tensors, shapes, self.scales.stored)
+        yield from wrong
 
     def verified(self) -> LoadPlan:
         """The plan with the family's adapter. Raises CheckpointError for problems, and values that must be others."""
@@ -160,6 +174,7 @@ class LoadPlan:
         refuse([*self.problems()], f"the tensors in {self.folder} do not fit its {whose}")
         if not self.family.adapter:
             return self
+        read_adapter = needed("read_adapter", f"model.adapter={self.family.adapter}", "formats")
         return replace(self, adapter=read_adapter(locate(self.family.adapter, needed=ADAPTER), self.placements))
 
     def check_values(self) -> None:
@@ -206,9 +221,9 @@ class LoadPlan:
                 found[parameter] = Int4(*kind[1:]) if kind[0] == Int4.stored else takes[kind[0]]
         found.pop(TABLE, None)  # none of these formats looks up rows
         if blocks:
-            from dinfer.formats.gguf_file import blocks_of  # slow to import
-
-            found |= blocks_of(self.tensors, self.placements, changed)
+            found |= needed("gguf_blocks", f"{self.folder.name}, a GGUF file,", "formats")(
+                self.tensors, self.placements, changed
+            )
         own = None if self.spec.tied_head or self.table in changed else self.table
         narrow = None if own is None else FLOATS.get(self.tensors[own].dtype)
         if narrow is not None and narrow.itemsize < dtype.itemsize and (found or quantize):
@@ -218,8 +233,8 @@ class LoadPlan:
     def _kind(self, name: str, rank: Rank) -> tuple[Any, ...] | None:
         """The dtype of rounded values that a format may hold bit for bit, and of integers their group and scales."""
         one = self.tensors[name]
-        if isinstance(one, PackedWeight):
-            return (one.dtype, one.group, one.scales) if one.symmetric_groups(self.placements[name], rank) else None
+        if one.packed:
+            return one.kept(self.placements[name], rank)
         return (one.dtype,) if name in self.scales.stored and self.scales.per_output(name, self.tensors) else None
 
 
@@ -227,9 +242,7 @@ def headers(folder: Path, family: ModelFamily, spec: ModelSpec) -> dict[str, Sto
     """All tensors of a folder, or of a GGUF file under the family's names. Raises CheckpointError."""
     if folder.suffix != GGUF:
         return stored(folder)
-    from dinfer.formats.gguf_file import gguf_file  # slow to import
-
-    return gguf_file(folder).stored(
+    return _gguf(folder).stored(
         {name: None for experts in get_args(ExpertLayout) for name in family.weights(spec, experts)}
     )
 
@@ -251,12 +264,12 @@ def load_network(
     linear layers and experts; None: the checkpoint's. A `rank` reads only its share, and has parameters of its shape.
     Raises CheckpointError, or ValueError for a format that the device cannot compute with.
     """
-    import dinfer.speed.startup.prepare as compilers
     from dinfer.core.kernels.dispatch import prepare_native  # only here: networks are heavy to import
     from dinfer.core.layers import linear
 
-    if alone := rank.ranks == 1:  # ranks that share a model compile a kernel at its first launch
-        compilers.prepare(device)
+    alone = rank.ranks == 1  # ranks that share a model compile a kernel at its first launch
+    compilers = provided("prepare_compilers") if alone else None
+    imported = compilers(device) if compilers else lambda: None
     linear.taken(quantize)  # raises for a name that is none, before anything is read
     plan = LoadPlan.read(folder, family).verified()
     dtype = dtype or plan.dtype
@@ -277,8 +290,7 @@ def load_network(
     if quantize is None:
         filling.warn(dtype)
     linear.settle(network)
-    if alone:
-        compilers.imported(device)
+    imported()
     return network
 
 
@@ -332,14 +344,14 @@ class _Filling:
         for (name, source, target), tensor in zip(self.pieces, read_slices(parts), strict=True):
             parameter = self._parameter(name)
             if name in self.scales:
-                scale = scale_at(self.scales[name].to(self.device), plan.tensors[name].shape, plan.scales.block, source)
+                scale = plan.scales.at(self.scales[name].to(self.device), plan.tensors[name].shape, source)
                 if parameter in self.formats and parameter in self.weights:
                     module, own = self.weights[parameter]
                     self.formats[parameter].take(module.weight_of(own), target, tensor, scale)
                     continue
                 tensor = tensor.to(self.device).float() * scale
                 self.widened.add(name)
-            elif isinstance(plan.tensors[name], PackedWeight):
+            elif plan.tensors[name].packed:
                 self.widened.add(name)
             if plan.adapter is not None:
                 tensor = plan.adapter.merged(name, tensor, self.device, source)
@@ -351,7 +363,7 @@ class _Filling:
     def warn(self, dtype: torch.dtype) -> None:
         """Says how many rounded weights are wide in the network."""
         if self.widened:
-            rounded = len(self.scales) + sum(isinstance(one, PackedWeight) for one in self.plan.tensors.values())
+            rounded = len(self.scales) + sum(one.packed for one in self.plan.tensors.values())
             logging.getLogger(__name__).warning(
                 "%s: %d of %d rounded weights are widened to %s. Either no format holds their scales (of blocks), "
                 "zeros or order of inputs, or an adapter changes them, or they share a matrix with others. "

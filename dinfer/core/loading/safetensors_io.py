@@ -10,13 +10,14 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from dinfer.core.loading.files import CheckpointError, damaged, read_object
+from dinfer.core.loading.files import QUANTIZATION, CheckpointError, damaged, read_object
+from dinfer.core.ranks.split import Placement, Rank
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 NARROW = {"F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8}
@@ -52,6 +53,12 @@ class Stored:
         sizes = self.shape if part is None else (piece.stop - piece.start for piece in part)
         return math.prod(sizes) * (FLOATS | NARROW | INTEGERS)[self.dtype].itemsize
 
+    packed: ClassVar[bool] = False  # whether several values stand in each integer of the file
+
+    def kept(self, place: Placement, rank: Rank) -> tuple[Any, ...] | None:
+        """What a format must be for to hold a rank's part of it bit for bit; None: only floats or scales tell."""
+        return None
+
     def fill(self, format: Any, weight: tuple[Tensor, ...], source: Slices, target: Slices) -> None:
         """Copies a part of it into a weight whose format holds it unchanged, for tensors that have such a format."""
         raise NotImplementedError
@@ -71,6 +78,41 @@ class Stored:
     def values(self, file: Any, part: Slices | None) -> Tensor:
         """It or a part of it, from its open file."""
         return file.get_tensor(self.name) if part is None else file.get_slice(self.name)[part]
+
+
+@dataclass(frozen=True, slots=True)
+class Scales:
+    """The scales of a checkpoint's rounded weights, by the weight's name. A plain checkpoint has none."""
+
+    stored: Mapping[str, Stored]
+
+    def problems(self, weights: Mapping[str, Stored], placements: Collection[str]) -> Iterator[str]:
+        """The scales with a wrong shape or dtype, and packed weights of which nobody says how."""
+        yield from ()
+
+    def per_output(self, name: str, weights: Mapping[str, Stored]) -> bool:
+        """Whether all inputs of an output have the same scale."""
+        return False
+
+    def read(self) -> dict[str, Tensor]:
+        """The scales in float32, by the weight's name."""
+        return {name: scale.float().clone() for name, scale in read(self.stored)}
+
+    def at(self, scale: Tensor, shape: tuple[int, ...], part: Slices) -> Tensor:
+        """The factors of a part of a weight of this shape. `scale`: one of `read`."""
+        raise NotImplementedError
+
+
+def plain(
+    config: Mapping[str, Any], tensors: Mapping[str, Stored], expected: Collection[str]
+) -> tuple[dict[str, Stored], list[str], Scales]:
+    """The tensors of a checkpoint, its biases that must be 0, and its scales, where nothing is rounded.
+
+    `expected`: the names that the network wants. Raises CheckpointError for a checkpoint that says it is rounded.
+    """
+    if config.get(QUANTIZATION) is not None:
+        raise CheckpointError(f"config.json: {QUANTIZATION} needs dinfer.formats, which this installation leaves out")
+    return dict(tensors), [], Scales({})
 
 
 def stored(folder: Path) -> dict[str, Stored]:

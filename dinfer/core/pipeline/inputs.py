@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from itertools import groupby
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 import torch
 
@@ -102,6 +102,17 @@ def as_int(value: Any, what: str) -> int:
         return operator.index(value)
     except TypeError:
         raise ValueError(f"{what}={value!r} must be an integer") from None
+
+
+class Held(TypedDict, total=False):
+    """What every answer is held to. One of them may be given, and `posterior` beside it."""
+
+    schema: Any  # a pydantic model or another type that pydantic knows, a JSON Schema, or its text
+    regex: str
+    choice: Sequence[str]
+    grammar: str  # Lark or EBNF
+    constraint: Any  # of a function of `dinfer.structure`, for its options
+    posterior: bool  # an option of every constraint
 
 
 MARKER = re.compile(r"(\\*)\[MASK:([^\]]*)\]")

@@ -19,10 +19,11 @@ from dinfer.core.abilities.reports import TokenLogprob
 from dinfer.core.engine.engine import Engine
 from dinfer.core.engine.request import Completion, Counts, Request, Update, Wants
 from dinfer.core.engine.runtime import Runtime
-from dinfer.core.loading.checkpoint import family_of, load_network, read_config
+from dinfer.core.loading.checkpoint import family_of, load_network, read_config, spec_of
 from dinfer.core.loading.files import locate
 from dinfer.core.loading.saving import save_checkpoint
 from dinfer.core.pipeline.inputs import (
+    Held,
     Infilled,
     as_html,
     as_int,
@@ -38,22 +39,20 @@ from dinfer.core.pipeline.inputs import (
     user_errors,
 )
 from dinfer.core.pipeline.tokenizer import ChatTemplate, TextStream, read_tokenizer
+from dinfer.core.provided import needed
 from dinfer.core.recipe.recipe import Recipe, compose
 from dinfer.core.registry import CACHES, MODELS
 from dinfer.core.step.contracts import CachePolicy
 from dinfer.core.step.mixins import Pads
 from dinfer.core.step.model import ModelFamily
 from dinfer.core.step.window import exact
-from dinfer.scale.parallel.divided_model import Source, divided
-from dinfer.structure import Compiler, Language
-from dinfer.structure.abilities.constraints import InLanguage
-from dinfer.structure.form import Held, compiler_of, form_of, in_gaps_of, languages_of
-from dinfer.structure.questions import Layout, layout, questions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Message = Mapping[str, str]
+Language = Any  # of a layer
+_of_forms = partial(needed, what="schema, regex, choice, grammar, constraint, scope or read", layer="structure")
 Options = Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
 """Per-request options by name: the same for all prompts, or a mapping for each."""
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -127,12 +126,16 @@ class Pipeline:
         save_checkpoint(self.model, *self.origin, self.tokenizer, Path(folder))
 
     @cached_property
-    def compiler(self) -> Compiler:
+    def compiler(self) -> Any:
         """Compiles what answers are held to. Raises ValueError if no constraint can be guaranteed here."""
-        return compiler_of(self.recipe, self._need_tokenizer())
+        return _of_forms("compiler_of")(self.recipe, self._need_tokenizer())
+
+    def _form(self, held: Held) -> Any:
+        """What answers are held to; None: they are free."""
+        return _of_forms("form_of")(held) if held else None
 
     def _language(self, held: Held) -> Language | None:
-        return None if (form := form_of(held)) is None else form.language(self.compiler)
+        return None if (form := self._form(held)) is None else form.language(self.compiler)
 
     @cached_property
     def _chat(self) -> ChatTemplate:
@@ -198,7 +201,7 @@ class Pipeline:
         **held: Unpack[Held],
     ) -> list[Result]:
         """Like `generate`, for prompts that are token ids. Texts are decoded if there is a tokenizer."""
-        form = form_of(held)
+        form = self._form(held)
         language = None if form is None else form.language(self.compiler)
         requests = self.requests(prompts, max_new_tokens, options, language)
         read, results = None if form is None else form.read, list[Result]()
@@ -265,7 +268,8 @@ class Pipeline:
         """Like `infill`, for canvases of token ids in which the model's mask token stands at every open position."""
         canvases = listed(canvases, "canvases")
         values = each({} if options is None else options, len(canvases), "options")
-        form = languages_of(held, scope, lambda: self.compiler), scope
+        asked = held or scope != "answer"
+        form = _of_forms("languages_of")(held, scope, lambda: self.compiler) if asked else [], scope
         pairs = enumerate(zip(canvases, values, strict=True))
         requests = [self._infill_request(i, *given, stop, form) for i, given in pairs]
         done = zip(requests, self._run(requests, trace, logprobs), strict=True)
@@ -302,10 +306,11 @@ class Pipeline:
         readings = [read.reading(prompt, [next(done)[0] for _ in each]) for prompt, each in zip(ids, made, strict=True)]
         return readings[0] if single else readings
 
-    def layout(self, answer: Any, slots: Any, choice: Any) -> Layout:
+    def layout(self, answer: Any, slots: Any, choice: Any) -> Any:
         """The answer that `read` seeds, in tokens. Raises ValueError if its slots cannot be read."""
         write = partial(self._need_tokenizer().encode, add_special_tokens=False)
-        return layout(write, self.model.spec, lambda: self.compiler, questions(answer, slots, choice))
+        asked = _of_forms("questions")(answer, slots, choice)
+        return _of_forms("layout")(write, self.model.spec, lambda: self.compiler, asked)
 
     def infill_request(
         self, text: str, options: Mapping[str, Any], languages: Sequence[Language] = (), scope: str = "answer"
@@ -421,7 +426,7 @@ class Pipeline:
         room = max(self.engine.max_length - len(ids) - new_tokens, 0)
         iteration = self.recipe.iteration
         padding = min(iteration.padding(new_tokens) if isinstance(iteration, Pads) else 0, room)
-        more = {} if language is None else {"language": InLanguage(language, len(ids), len(ids) + new_tokens)}
+        more = {} if language is None else {"language": _of_forms("answer_in")(language, len(ids), new_tokens)}
         return self._checked(f"prompt {index}", options, Request(ids, new_tokens, padding=padding, more=more))
 
     @staticmethod
@@ -465,7 +470,7 @@ class Pipeline:
         if mask_id not in (ids := _ids(canvas, what)):
             raise ValueError(f"{what} has no gap: put [MASK:n] into the text, or the mask token {mask_id}")
         with named(what):
-            more = {"language": in_gaps_of(form[0], ids, mask_id, form[1])} if form[0] else {}
+            more = {"language": _of_forms("in_gaps_of")(form[0], ids, mask_id, form[1])} if form[0] else {}
         gaps = [token == mask_id for token in ids]
         return self._checked(what, options, Request(ids, 0, gaps=gaps, stops=stop, more=more))
 
@@ -525,12 +530,13 @@ def load(
         dtype = torch.float32
     family, recipe = _chosen(model, preset)
     folder = locate(family.checkpoint, family.revision)
-    run, source = runtime or Runtime(graphs=where.type == "cuda"), Source(family, folder, dtype, quantize)
+    run = runtime or Runtime(graphs=where.type == "cuda")
     recipe |= {kind: _part(kind, part, recipe.get(kind)) for kind, part in parts.items()}
     made: Any = partial(compose, **recipe)
-    made(SimpleNamespace(spec=source.spec))  # parts that do not fit are known before the weights are read
+    made(SimpleNamespace(spec=spec_of(family, folder)))  # parts that do not fit are known before the weights are read
     if run.tensor_parallel > 1:
-        network = divided(source, run.tensor_parallel, where, run.expert_parallel)
+        divided = needed("divided_network", f"runtime.tensor_parallel={run.tensor_parallel}", "scale")
+        network = divided(family, folder, dtype, quantize, run, where)
     else:
         network = load_network(folder, family, dtype=dtype, device=where, quantize=quantize)
     return Pipeline(made(network), read_tokenizer(folder, family.tokenizer), run, (family, folder))

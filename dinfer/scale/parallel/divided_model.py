@@ -25,13 +25,13 @@ from dinfer.core.engine.runner import drop_graphs
 from dinfer.core.engine.runtime import BatchSize, Runtime
 from dinfer.core.engine.worker import Worker
 from dinfer.core.loading.checkpoint import divisions, load_network, random_network, read_config, read_spec
+from dinfer.core.loading.files import QUANTIZATION
 from dinfer.core.ranks.ranks import ALONE, Ranks
 from dinfer.core.ranks.split import Rank
 from dinfer.core.recipe.recipe import Recipe
 from dinfer.core.step.contracts import ModelSpec
 from dinfer.core.step.model import ModelFamily
 from dinfer.core.step.state import Entry
-from dinfer.formats.quantized import FIELD as QUANTIZATION
 from dinfer.scale.parallel.follower import Follower
 from dinfer.scale.parallel.leader import FIELD, Leader, follows, leader, started
 from dinfer.scale.parallel.leader_worker import model_number, opened, read, shape_of, spelled

@@ -19,6 +19,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
+from dinfer.core.engine.request import RankFailed
 from dinfer.scale.parallel.follower import BEAT, SILENT, STILL, Channel, Follower, Motion, uninterrupted
 
 START = 120.0  # seconds in which a rank that torchrun has started must connect; it may load torch first
@@ -30,10 +31,6 @@ FIELD = "runtime.tensor_parallel"
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 Result = TypeVar("Result")
-
-
-class RankFailed(RuntimeError):
-    """A rank of tensor parallelism has died, hangs, or met an error. The other ranks have ended too."""
 
 
 class Leader:

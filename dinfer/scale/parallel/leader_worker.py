@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dinfer.core.engine.request import RankFailed
 from dinfer.core.engine.runtime import BatchSize, Runtime
 from dinfer.core.engine.worker import Worker
 from dinfer.core.recipe.recipe import Recipe
@@ -20,7 +21,7 @@ from dinfer.core.step.canvas import Cursors, Phase
 from dinfer.core.step.shape import StepShape
 from dinfer.core.step.state import Entry
 from dinfer.scale.parallel.follower import uninterrupted
-from dinfer.scale.parallel.leader import Leader, RankFailed
+from dinfer.scale.parallel.leader import Leader
 
 
 class LeadingWorker(Worker):

@@ -7,14 +7,11 @@ public names of Triton, so look at them first when a new version fails.
 import gc
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
-
-import torch
 
 SWITCH = 0.0005  # seconds that a thread waits for one that runs Python; usually 5 ms
 
@@ -35,34 +32,6 @@ def quick_switches() -> Iterator[None]:
         sys.setswitchinterval(interval)
         if collects:
             gc.enable()
-
-
-@contextmanager
-def no_waiting() -> Iterator[None]:
-    """Raises RuntimeError if this thread has waited for the device, which would break a capture.
-
-    Torch's switch is for the whole process. So it drops warnings about other threads.
-    """
-    thread, waits, before = threading.get_ident(), list[str](), torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings():
-        show = warnings.showwarning
-
-        def heard(message: Warning | str, *place: Any, **more: Any) -> None:
-            if "synchronizing" not in str(message):
-                show(message, *place, **more)
-            elif threading.get_ident() == thread:
-                waits.append(str(message))
-
-        warnings.showwarning = heard
-        warnings.filterwarnings("always", ".*synchronizing")
-        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            yield
-        finally:
-            torch.cuda.set_sync_debug_mode(before)
-    if waits:
-        raise RuntimeError(waits[0])
 
 
 @contextmanager

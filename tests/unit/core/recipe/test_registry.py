@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import dinfer
+from dinfer.core.provided import packages
 from dinfer.core.registry import REGISTRIES, Description, Registry, options_of
 
 HEAD = """
@@ -41,7 +42,7 @@ class Base(Decoder):
 def test_what_is_read_from_the_source_is_what_the_class_says(registry: Registry) -> None:
     """A registry of its own, which has imported nothing yet."""
     folder = f"{registry.kind}s".replace("samplings", "sampling")
-    fresh: Registry = Registry(registry.kind, f"dinfer.core.{folder}", f"dinfer.research.{folder}")
+    fresh: Registry = Registry(registry.kind, *packages(folder))
     assert fresh.names() == registry.names() != []
     for name in registry.names():
         cls = registry.get(name)

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from support.rank_processes import runs, until
 
+from dinfer.core.engine.request import RankFailed
 from dinfer.scale.parallel.follower import uninterrupted
-from dinfer.scale.parallel.leader import Leader, RankFailed
+from dinfer.scale.parallel.leader import Leader
 
 WORK = """
 import signal, sys, time

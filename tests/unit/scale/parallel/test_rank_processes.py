@@ -22,14 +22,14 @@ import dinfer
 import dinfer.scale.parallel.divided_model
 from dinfer.__main__ import main
 from dinfer.core.decoders.threshold import Threshold
-from dinfer.core.engine.request import NonFiniteLogits, Wants
+from dinfer.core.engine.request import NonFiniteLogits, RankFailed, Wants
 from dinfer.core.pipeline import Pipeline
 from dinfer.core.ranks.ranks import ALONE
 from dinfer.core.registry import option
 from dinfer.lab.likelihood import log_likelihoods
 from dinfer.lab.trace.record import record
 from dinfer.scale.parallel.divided_model import everywhere
-from dinfer.scale.parallel.leader import RankFailed, leader
+from dinfer.scale.parallel.leader import leader
 from dinfer.serving.errors import ApiError
 from dinfer.serving.served import catalogue
 from dinfer.serving.server import Server

@@ -1,0 +1,23 @@
+"""What core gets from this layer, see `dinfer.core.provided`."""
+
+from typing import Any
+
+from dinfer.core.engine.runtime import Runtime
+from dinfer.core.engine.worker import Worker
+from dinfer.core.recipe.recipe import Recipe
+
+
+def leading_worker(recipe: Recipe, runtime: Runtime, plain: Recipe) -> Worker | None:
+    """The worker of rank 0; None: this process leads no others. `plain`: the recipe of the other ranks."""
+    from dinfer.scale.parallel.leader import leader
+    from dinfer.scale.parallel.leader_worker import LeadingWorker
+
+    return None if (ranks := leader()) is None else LeadingWorker(recipe, runtime, ranks, plain)
+
+
+def divided_network(family: Any, folder: Any, dtype: Any, quantize: str | None, runtime: Runtime, device: Any) -> Any:
+    """Rank 0's share of a checkpoint's network, see `divided`."""
+    from dinfer.scale.parallel.divided_model import Source, divided
+
+    source = Source(family, folder, dtype, quantize)
+    return divided(source, runtime.tensor_parallel, device, runtime.expert_parallel)
