@@ -30,8 +30,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 __version__ = "0.1.0"
 __all__ = [
     "ABILITIES", "CACHES", "DECODERS", "ITERATIONS", "MODELS", "SAMPLINGS", "AsyncEngine", "Counts",
-    "IncompatibleRecipe", "Infilled", "NonFiniteLogits", "Pipeline", "Recipe", "Result", "Runtime", "UnknownName", "Wants",
-    "compose", "load", "presets",
+    "IncompatibleRecipe", "Infilled", "NonFiniteLogits", "Pipeline", "Recipe", "Result", "Runtime", "UnknownName",
+    "Wants", "compose", "load", "presets",
 ]  # fmt: skip
 _MODULES = {
     "core.abilities.registry": ("ABILITIES",),

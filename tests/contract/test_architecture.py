@@ -21,29 +21,21 @@ LARGER = {  # functions above these limits, which are to be divided; nothing is 
 }
 REFLECTIONS = 20  # calls of getattr and hasattr in all: each hides from the type checker what it reads
 
-# Folders and modules of dinfer, from the ground up. A file imports what is below it, or of its own floor. Core is the
-# first sixteen; the others are layers, and each can be left out.
+# Folders and modules of dinfer, from the ground up. A file imports what is below it, or of its own floor. Core comes
+# first; the others are layers, and each can be left out.
 FLOORS = (
-    "core/provided", "core/registry", "core/refusals", "core/terms", "core/ranks", "core/kernels", "core/memory", "core/step",
-    "core/abilities", "core/decoders core/caches core/iterations core/sampling", "core/recipe", "core/layers",
-    "core/loading/files", "core/models", "core/loading", "core/engine", "core/pipeline",
+    "core/provided", "core/registry", "core/refusals", "core/terms", "core/ranks", "core/kernels", "core/memory",
+    "core/step", "core/abilities", "core/decoders core/caches core/iterations core/sampling", "core/recipe",
+    "core/layers", "core/loading/files", "core/models", "core/loading", "core/engine", "core/pipeline",
     "kernels", "formats", "structure", "speed", "research", "demo", "lab", "serving", "scale", "cli", "__init__",
     "__main__",
 )  # fmt: skip
 EXCEPTIONS: dict[str, set[str]] = {  # nothing is added here: what core still knows of layers
-    "core/kernels": {"kernels/triton", "kernels/cpu"},  # where one is about to run
-    "core/step/commits": {"kernels/triton"},
     "core/abilities/reports": {"research/abilities"},
-    "core/engine/engine": {"scale/parallel", "speed/adaptive"},
     "core/engine/loop": {"research/abilities"},
-    "core/engine/runner": {"speed/startup"},
     "core/engine/runtime": {"speed/abilities"},
     "core/engine/scheduler/scheduler": {"research/abilities", "speed/abilities", "speed/settling"},
-    "core/engine/worker": {"speed/abilities", "speed/startup"},
-    "core/loading/checkpoint": {"formats", "speed/startup"},
-    "core/pipeline/pipeline": {"scale/parallel", "structure"},
-    "kernels": {"structure/kernels"},
-    "serving": {"scale/parallel"},
+    "core/engine/worker": {"speed/abilities"},
     "structure/abilities": {"research/abilities"},
 }
 # Packages beyond torch and the standard library, and who may import them at all.

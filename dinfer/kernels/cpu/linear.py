@@ -6,7 +6,7 @@ what their namesakes in `dinfer.kernels` do, for tensors that `dispatch.native` 
 (`languages.c`) are those of `dinfer.structure.kernels.languages`, where torch takes a call for each position and set.
 
 Shape suffixes: R rows, K inputs, O outputs, G groups, S segments (experts), B lanes, W queries, H query heads, G key
-heads, E head size; of languages as in `dinfer.structure.kernels.lines`.
+heads, E head size; of languages as in `dinfer.core.kernels.lines`.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dinfer.core.kernels.lines import LaneLanguages, Line
 from dinfer.core.kernels.types import HeadNorm, Part
-from dinfer.structure.kernels.lines import LaneLanguages, Line
 
 NAMES = "linear.c", "float.c", "languages.c", "blocks.h", "vectors.h"
 SOURCES = tuple(Path(__file__).with_name(name) for name in NAMES)

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dinfer.core.kernels.lines import LaneLanguages, Line, Settled
 from dinfer.kernels.triton.launch import early, follow
-from dinfer.structure.kernels.lines import LaneLanguages, Line, Settled
 
 MOST = 16384  # pairs, edges or states at a time
 SPARE = tl.constexpr(16)  # states that a set has more room for; none is ever in it

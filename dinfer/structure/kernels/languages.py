@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from dinfer.core.kernels.canvas import rows_of
-from dinfer.core.kernels.dispatch import compiled, use_triton
-from dinfer.structure.kernels.lines import LaneLanguages, Line, Settled
+from dinfer.core.kernels.dispatch import compiled, triton, use_triton
+from dinfer.core.kernels.lines import LaneLanguages, Line, Settled
 
 
 class Sweeps(LaneLanguages):
@@ -99,9 +99,7 @@ class Sweeps(LaneLanguages):
     def allowed(self, line: Line) -> Tensor:
         """The classes of tokens that some completion has at each position, whatever it holds now. bool [B, X, C]"""
         if use_triton(line.token_BX, "languages"):
-            from dinfer.kernels.triton.languages import allowed as kernel
-
-            return kernel(self, line)
+            return triton("languages").allowed(self, line)
         if (kernels := native_languages(line.token_BX)) is not None:
             return kernels.language_allowed(self, line)
         from_BE, class_BE, to_BE = self.edge_BE3.unbind(-1)
@@ -116,9 +114,7 @@ class Sweeps(LaneLanguages):
     def settled(self, line: Line, commit_BX: Tensor, token_BX: Tensor, confidence_BX: Tensor) -> Settled:
         """What is written of a choice, see `admitted`, and what then follows from the language."""
         if use_triton(line.token_BX, "languages"):
-            from dinfer.kernels.triton.languages import settled as kernel
-
-            return kernel(self, line, commit_BX, token_BX, confidence_BX)
+            return triton("languages").settled(self, line, commit_BX, token_BX, confidence_BX)
         admitted_BX = self.admitted(line, commit_BX, token_BX, confidence_BX)
         held_BX = torch.where(admitted_BX, token_BX, line.token_BX)
         after = replace(line, token_BX=held_BX, open_BX=line.open_BX & ~admitted_BX)
@@ -198,9 +194,7 @@ class Sweeps(LaneLanguages):
         """
         start_B, after_B, live_B, still_B = regions
         if use_triton(token_BX, "languages"):
-            from dinfer.kernels.triton.languages import leave as kernel
-
-            return kernel(self, row_N6, slot_B, line, token_BX, pos_BX, text_BX, *regions)
+            return triton("languages").leave(self, row_N6, slot_B, line, token_BX, pos_BX, text_BX, *regions)
         passed_BX = (pos_BX >= 0) & (pos_BX < after_B[:, None]) & ~line.outside_BX
         state_B, still_B = self.run(line.state_B, token_BX, passed_BX), still_B & live_B
         row_B6 = row_N6.index_select(0, slot_B)
@@ -216,9 +210,7 @@ class Sweeps(LaneLanguages):
         ones. `keep`: a token that is never ruled out, -1: none. `revive`: where no other token is left, all that are
         allowed get 0."""
         if use_triton(logits_RLV, "languages"):
-            from dinfer.kernels.triton.languages import masked as kernel
-
-            return kernel(self, logits_RLV, allowed_RLC, outside_RL, keep, revive)
+            return triton("languages").masked(self, logits_RLV, allowed_RLC, outside_RL, keep, revive)
         fits_RLV, inside_RL1 = allowed_RLC.gather(2, self.class_RLV(logits_RLV)), ~outside_RL[..., None]
         other_V = torch.arange(logits_RLV.shape[-1], device=logits_RLV.device) != keep
         logits_RLV = logits_RLV.masked_fill_(~fits_RLV & inside_RL1 & other_V, float("-inf"))
@@ -261,9 +253,7 @@ def placed(row_N6: Tensor, slot_B: Tensor, pos_BX: Tensor) -> tuple[Tensor, Tens
     the language begins and ends; forced tokens; steps of the region in which edits took something back.
     """
     if use_triton(pos_BX, "languages"):
-        from dinfer.kernels.triton.languages import placed as kernel
-
-        return kernel(row_N6, slot_B, pos_BX)
+        return triton("languages").placed(row_N6, slot_B, pos_BX)
     place_B, state_B, first_B, until_B = row_N6.index_select(0, slot_B)[:, :4].unbind(1)
     outside_BX = (pos_BX < first_B[:, None]) | (pos_BX >= until_B[:, None]) | (place_B < 0)[:, None]
     room_B = (until_B - torch.maximum(pos_BX.amax(1) + 1, first_B)).clamp_min(0)

@@ -13,7 +13,7 @@ from support.examples import examples
 from support.matrix import completions, engine_for, settings_of
 from support.models import MASK
 from support.scripted import Scripted
-from unit.abilities.test_constraints import BYTES, PATTERNS, REFUSED, adversarial, bound, language_of, recipes
+from unit.core.abilities.test_constraints import BYTES, PATTERNS, REFUSED, adversarial, bound, language_of, recipes
 
 from dinfer.core.engine.request import Request
 from dinfer.core.recipe.recipe import compose

@@ -20,6 +20,7 @@ from support.models import EOS, MASK, VOCAB, fitted
 from support.scripted import Scripted, scripted_spec
 
 from dinfer.core.engine.request import Request, Update
+from dinfer.core.kernels.lines import Line
 from dinfer.core.recipe.presets import component
 from dinfer.core.recipe.recipe import IncompatibleRecipe, Recipe, compose
 from dinfer.core.registry import CACHES, DECODERS, ITERATIONS
@@ -28,7 +29,6 @@ from dinfer.structure.abilities import constraints
 from dinfer.structure.abilities.constraints import InLanguage
 from dinfer.structure.compiler import compile_automaton
 from dinfer.structure.constraint import choice, regex
-from dinfer.structure.kernels.lines import Line
 from dinfer.structure.language import Language, Vocabulary, language
 from tests.support.structure_reference import Row
 
