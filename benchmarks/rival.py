@@ -27,7 +27,7 @@ from benchmarks.provenance import begun, command_line, save
 from benchmarks.shapes import SHAPES, random_weights
 from dinfer import Pipeline, Runtime, compose
 from dinfer.core.loading.checkpoint import family_of
-from dinfer.core.memory import RESERVED, KVPool, PoolSize
+from dinfer.core.memory import RESERVED, KVPool, PoolSize, Seen
 from dinfer.core.registry import MODELS
 
 PAGE, RUNS = 16, 3
@@ -68,7 +68,7 @@ def left_to_right(model: Any, rows: int, given: argparse.Namespace, card: dict[s
 
     @torch.no_grad()
     def step() -> None:
-        attend = kv.attend(slot_B, pos_B1, ((torch.zeros_like(pos_B1), pos_B1 + 1), None, None), pages)
+        attend = kv.attend(slot_B, pos_B1, Seen((torch.zeros_like(pos_B1), pos_B1 + 1)), pages)
         logits_B1V = model.logits(model.forward(model.embed(token_B1), attend))
         token_B1.copy_(logits_B1V.argmax(-1))
         pos_B1.add_(1)

@@ -44,8 +44,14 @@ def kv_dtype(kv: str, model: torch.dtype, device: torch.device) -> torch.dtype:
 
 
 Interval = tuple[Tensor, Tensor]  # each query sees the keys `[start, end)`. int64 [B, W] each
-# The interval, that of layers with local attention, and which queries are of the context: `core.step.model.Attend`
-Seen = tuple[Interval, Interval | None, Tensor | None]
+
+
+class Seen(NamedTuple):
+    """Which keys each query of a window sees."""
+
+    interval_BW: Interval
+    local_BW: Interval | None = None  # in layers with local attention; None: the same
+    context_BW: Tensor | None = None  # bool, queries before the active region; only if `ModelSpec.encoder`
 
 
 class PoolSize(NamedTuple):

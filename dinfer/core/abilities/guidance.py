@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dinfer.core.abilities.registry import ABILITIES
 from dinfer.core.abilities.traits import GUIDED, NO_MASK, REMEMBERS
+from dinfer.core.memory import Seen
 from dinfer.core.refusals import Refusal
 from dinfer.core.step.ability import ByExtra, Extra, Forward, Parts, Step
 from dinfer.core.step.canvas import Status
@@ -89,5 +90,5 @@ class Guidance(ByExtra[Guided]):
         places = torch.cat((run.place_BW, torch.where(scale_B[:, None] > 0, run.place_BW, -1)))
         start_BW, end_BW = (torch.cat((bound_BW, bound_BW)) for bound_BW in run.seen[0])
         slots, positions = torch.cat((slot_B, kv.twin(slot_B))), torch.cat((run.pos_BW, twin_BW))
-        run.fed = kv.attend(slots, positions, ((start_BW, end_BW), None, None), step.shape.pages, place_BW=places)
+        run.fed = kv.attend(slots, positions, Seen((start_BW, end_BW)), step.shape.pages, place_BW=places)
         run.model = GuidedModel(model, bare_BW, scale_B)

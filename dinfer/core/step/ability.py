@@ -6,23 +6,21 @@ them. All are device work of fixed shapes, like the step itself.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from torch import Tensor
 
 from dinfer.core.memory import PagedAttend, Seen
-from dinfer.core.step.canvas import BlockView, Canvas, Phase, RowCursors
-from dinfer.core.step.commits import Commits
-from dinfer.core.step.contracts import Moved, Proposal, State
-from dinfer.core.step.mixins import KeepsNothing
-from dinfer.core.step.model import Network, Parts
+from dinfer.core.step.canvas import BlockView, Canvas, RowCursors
+from dinfer.core.step.contracts import Proposal, State
+from dinfer.core.step.model import Parts
 from dinfer.core.step.shape import Extra, StepShape
-from dinfer.core.step.state import BatchState, Entry
+from dinfer.core.step.state import Entry
 from dinfer.core.step.window import Window
+from dinfer.core.step.work import Decision, Forward, Known, Step
 from dinfer.core.terms.stats import TokenStats
 
-SHAPES = 256  # whose abilities are remembered
 E = TypeVar("E", bound=Extra)
 P = TypeVar("P")
 
@@ -80,71 +78,71 @@ class Ability:
 
     # The forward.
 
-    def begin(self, step: "Step") -> None:
+    def begin(self, step: Step) -> None:
         """Before the window: it may take rows out of the step, or have the window of another region computed."""
 
-    def window(self, step: "Step", window: Window) -> Window:
+    def window(self, step: Step, window: Window) -> Window:
         """The positions to compute. Rows that do not fit them sit the step out."""
         return window
 
-    def seen(self, step: "Step", lanes: RowCursors, place_BW: Tensor) -> Seen | None:
+    def seen(self, step: Step, lanes: RowCursors, place_BW: Tensor) -> Seen | None:
         """What positions see, if not what `dinfer.core.step.step.seen` says."""
         return None
 
-    def prepare(self, step: "Step", run: "Forward") -> PagedAttend | None:
+    def prepare(self, step: Step, run: Forward) -> PagedAttend | None:
         """Before the attention is made: it may change the tokens, or make the attention itself."""
         return None
 
-    def feed(self, step: "Step", run: "Forward") -> None:
+    def feed(self, step: Step, run: Forward) -> None:
         """The last thing before the network runs: what it is fed, what it attends to, which model it is."""
 
-    def ran(self, step: "Step", run: "Forward") -> None:
+    def ran(self, step: Step, run: Forward) -> None:
         """After the network has run."""
 
-    def decisions(self, step: "Step") -> Iterator["Known"] | None:
+    def decisions(self, step: Step) -> Iterator[Known] | None:
         """What the step decides by, if not by one forward. After each, the step decides, and the iterator goes on."""
         return None
 
     # The decision. With several versions of a row, `view`, `adjust` and `allow` are called for each.
 
-    def view(self, step: "Step", lanes: RowCursors, view: BlockView) -> BlockView:
+    def view(self, step: Step, lanes: RowCursors, view: BlockView) -> BlockView:
         """The active blocks, as the decoder sees them."""
         return view
 
-    def read(self, step: "Step", made: "Decision", logits_RLV: Tensor) -> None:
+    def read(self, step: Step, made: Decision, logits_RLV: Tensor) -> None:
         """The model's own logits of the active blocks, before anything changes them. It may copy them."""
 
-    def adjust(self, step: "Step", view: BlockView, logits_RLV: Tensor, state: State) -> Tensor:
+    def adjust(self, step: Step, view: BlockView, logits_RLV: Tensor, state: State) -> Tensor:
         """Other logits for the decoder, whose `state` it may change; never in place."""
         return logits_RLV
 
-    def allow(self, step: "Step", view: BlockView, logits_RLV: Tensor) -> Tensor:
+    def allow(self, step: Step, view: BlockView, logits_RLV: Tensor) -> Tensor:
         """The logits without tokens that it rules out: the last change before statistics and draws; may be in place.
 
         With `OpenOnly`, positions are not those of the view. An ability that looks at positions has `whole_logits`.
         """
         return logits_RLV
 
-    def needs(self, step: "Step") -> tuple[str, ...]:
+    def needs(self, step: Step) -> tuple[str, ...]:
         """Which further statistics it reads, see `Decoder.needs`."""
         return ()
 
-    def statistics(self, step: "Step", made: "Decision") -> TokenStats | None:
+    def statistics(self, step: Step, made: Decision) -> TokenStats | None:
         """The statistics, if it takes them in another way than `dinfer.core.step.scores.scored`."""
         return None
 
-    def select(self, step: "Step", made: "Decision") -> Proposal | None:
+    def select(self, step: Step, made: Decision) -> Proposal | None:
         """The proposal, if it does not simply ask `Decoder.select`."""
         return None
 
-    def proposed(self, step: "Step", made: "Decision") -> None:
+    def proposed(self, step: Step, made: Decision) -> None:
         """Before anything is written: it may change `made.proposal`, also by commits that the decoder did not ask for,
         or take rows out of the step."""
 
-    def written(self, step: "Step", made: "Decision") -> None:
+    def written(self, step: Step, made: Decision) -> None:
         """After the tokens were written; `made.commits` says which. Not yet moved on."""
 
-    def moved(self, step: "Step", made: "Decision") -> None:
+    def moved(self, step: Step, made: Decision) -> None:
         """After the iteration has moved the rows on (`made.moved`), and before the cursors are stored."""
 
 
@@ -173,89 +171,3 @@ class ByPart(Ability, Generic[P]):
         parts = recipe.decoder, recipe.iteration, recipe.cache
         found: Any = next((part for part in parts if isinstance(part, cls.kind)), None)
         return None if found is None else cls(found)
-
-
-@dataclass(slots=True)
-class Step:
-    """What one step works on: a recipe, the state of the batch, a shape, and the rows it names."""
-
-    recipe: Parts
-    state: BatchState
-    shape: StepShape
-    abilities: tuple[Ability, ...]
-    lanes: RowCursors  # replaced as rows leave the step or move on
-    region: RowCursors  # whose window is computed
-    iteration_state: State
-    cache_state: State
-    notes: dict[Any, Any] = field(default_factory=dict)  # what an ability hands from one of its hooks to the next
-
-    @classmethod
-    def of(cls, recipe: Parts, state: BatchState, shape: StepShape, slot_B: Tensor) -> Self:
-        if (abilities := state.resolved.get(shape)) is None:
-            found = (kind.of(recipe, shape) for kind in recipe.abilities)
-            if len(state.resolved) == SHAPES:  # without graphs, shapes are as many as mixtures of requests
-                state.resolved.clear()
-            abilities = state.resolved[shape] = tuple(ability for ability in found if ability is not None)
-        lanes = state.canvas.lanes(slot_B, shape.phase)
-        states = state.iteration.lanes(slot_B), state.cache.lanes(slot_B)
-        return cls(recipe, state, shape, abilities, lanes, lanes, *states)
-
-    def kept(self, kind: type[Ability]) -> Any:
-        """What an ability keeps for all slots, see `Ability.alloc`."""
-        return self.state.kept[kind]
-
-    @property
-    def refreshes(self) -> bool:
-        """It is a full pass whose keys are kept."""
-        return self.shape.phase == Phase.FULL and not isinstance(self.recipe.cache, KeepsNothing)
-
-    def narrow(self, live_B: Tensor) -> None:
-        """Takes all other rows out of the step."""
-        self.lanes = replace(self.lanes, live_B=live_B)
-
-
-@dataclass(slots=True)
-class Forward:
-    """One pass of the network: what it computes, and what it leaves."""
-
-    model: Network  # of this step
-    window: Window
-    pos_BW: Tensor
-    place_BW: Tensor
-    tokens_BW: Tensor
-    status_BW: Tensor
-    seen: Seen
-    logits_RL: Tensor  # where in W the hidden states are that decode the active blocks
-    attend: PagedAttend = field(init=False)  # of the lanes
-    fed: PagedAttend | None = None  # what the model is given, if not `attend`
-    x_BWD: Tensor | None = None  # what it is fed; None: the embedded tokens
-    needed_BX: Tensor | None = None  # which of the hidden states are read; None: all
-    decodes: bool = True  # False: it computes keys, and there is nothing to decide
-    h_BWD: Tensor = field(init=False)
-
-
-@dataclass(slots=True)
-class Known:
-    """What a decision goes by: a forward, or the logits of the active blocks."""
-
-    run: Forward | None = None
-    logits_RLV: Tensor | None = None
-    hit: bool = False  # no forward is counted for it
-    gained_B: Tensor | None = None  # int64, tokens committed on the way to it
-    opened_BK: Tensor | None = None  # bool, active blocks that are new since the last decision
-
-
-@dataclass(slots=True)
-class Decision:
-    """What is decided in the lanes of a step, as far as it has come."""
-
-    known: Known
-    lanes: RowCursors  # as they are before the decision
-    view: BlockView
-    row_R: Tensor  # where the decoder's state of each block is
-    decoder_state: State
-    stats: TokenStats = field(init=False)
-    adjusted_RLV: Tensor = field(init=False)  # logits that the statistics were taken of
-    proposal: Proposal = field(init=False)
-    commits: Commits = field(init=False)
-    moved: Moved = field(init=False)

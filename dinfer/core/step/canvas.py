@@ -205,11 +205,8 @@ class Canvas:
         """Tokens and statuses at the positions of each lane; scratch where the position is -1."""
         return canvas_values(self.tokens_NS, self.status_NS, slot_B, pos_BW)
 
-    def enter(self, lanes: RowCursors, pos_BW: Tensor, fits_B: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Which rows are live: those that fit their window. The others sit the step out.
-
-        Also the positions of these rows, -1 in others, and the tokens and statuses there.
-        """
+    def window_values(self, lanes: RowCursors, pos_BW: Tensor, fits_B: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Which rows are live and fit the window; their positions, -1 in other rows; the tokens and statuses there."""
         return window_values(self.tokens_NS, self.status_NS, lanes.slot_B, lanes.live_B, fits_B, pos_BW)
 
     def write(self, slot_B: Tensor, pos_BW: Tensor, tokens_BW: Tensor, commit_BW: Tensor, open_BW: Tensor) -> None:

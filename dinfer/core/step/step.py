@@ -5,8 +5,9 @@ change: no host synchronisation, no data-dependent shape, nothing allocated that
 whole, LM head and commits included, once per `StepShape`. What only some recipes have is in `dinfer.core.abilities`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -14,7 +15,6 @@ from torch import Tensor
 from dinfer.core.kernels.attention import attention_interval
 from dinfer.core.kernels.canvas import active_rows, rows_of
 from dinfer.core.memory import Seen
-from dinfer.core.step.ability import Decision, Forward, Known, Step
 from dinfer.core.step.canvas import BlockView, RowCursors, Status
 from dinfer.core.step.commits import blanks, commit, finish
 from dinfer.core.step.contracts import BlockAfter
@@ -23,6 +23,9 @@ from dinfer.core.step.scores import logits_of, scored
 from dinfer.core.step.shape import StepShape
 from dinfer.core.step.state import BatchState
 from dinfer.core.step.window import window
+from dinfer.core.step.work import Decision, Forward, Known, Step
+
+T = TypeVar("T")
 
 
 def denoise_step(recipe: Parts, state: BatchState, shape: StepShape, slot_B: Tensor) -> None:
@@ -41,12 +44,20 @@ def denoise_step(recipe: Parts, state: BatchState, shape: StepShape, slot_B: Ten
 
 
 def decisions(step: Step) -> Iterator[Known]:
-    """What the step decides by: one forward, if no ability says otherwise."""
-    for ability in step.abilities:
-        if (own := ability.decisions(step)) is not None:
-            return own
+    """What the step decides by: one forward, if no ability says otherwise.
+
+    An ability may have the step decide several times. Its iterator goes on once a decision is written, and finds the
+    rows in `step.lanes` where that decision has moved them.
+    """
+    if (own := first(ability.decisions(step) for ability in step.abilities)) is not None:
+        return own
     run = forward(step)
     return iter([Known(run)] if run.decodes else [])
+
+
+def first(answers: Iterable[T | None]) -> T | None:
+    """The answer of the first ability that has one; None: no ability has, and the step does what it always does."""
+    return next((answer for answer in answers if answer is not None), None)
 
 
 def forward(step: Step) -> Forward:
@@ -55,18 +66,18 @@ def forward(step: Step) -> Forward:
     computed = window(recipe.cache, step.region, state.canvas, recipe.model.spec, shape, step.cache_state)
     for ability in step.abilities:
         computed = ability.window(step, computed)
-    live_B, pos_BW, tokens_BW, status_BW = state.canvas.enter(step.lanes, computed.pos_BW, computed.fits_B)
-    step.narrow(live_B)
+    live_B, pos_BW, tokens_BW, status_BW = state.canvas.window_values(step.lanes, computed.pos_BW, computed.fits_B)
+    step.narrow(live_B)  # rows that do not fit the window sit the step out
     place_BW = pos_BW if computed.stop_B is None else torch.where(pos_BW >= 0, computed.place_BW, -1)
     sees = seen(step, step.lanes, place_BW, computed.stop_B)
     run = Forward(recipe.model, computed, pos_BW, place_BW, tokens_BW, status_BW, sees, computed.logits_RL)
-    made = [ability.prepare(step, run) for ability in step.abilities]
-    own = next((attend for attend in made if attend is not None), None)
+    own = first([ability.prepare(step, run) for ability in step.abilities])  # a list: each of them prepares
     run.attend = own or state.kv.attend(step.lanes.slot_B, pos_BW, run.seen, shape.pages, place_BW=place_BW)
     for ability in step.abilities:
         ability.feed(step, run)
     x_BWD = run.model.embed(run.tokens_BW) if run.x_BWD is None else run.x_BWD
-    run.h_BWD = run.model.forward(x_BWD, (run.fed or run.attend).reading(run.needed_BX))
+    attend = run.attend if run.fed is None else run.fed
+    run.h_BWD = run.model.forward(x_BWD, attend.reading(run.needed_BX))
     for ability in step.abilities:
         ability.ran(step, run)
     if computed.kept_B is not None:
@@ -76,27 +87,25 @@ def forward(step: Step) -> Forward:
 
 def seen(step: Step, lanes: RowCursors, place_BW: Tensor, stop_B: Tensor | None = None) -> Seen:
     """What each query sees: the keys of its row up to `stop_B` (None: the whole canvas), as far as the model looks."""
-    for ability in step.abilities:
-        if (own := ability.seen(step, lanes, place_BW)) is not None:
-            return own
+    if (own := first(ability.seen(step, lanes, place_BW) for ability in step.abilities)) is not None:
+        return own
     spec, end_B = step.recipe.model.spec, lanes.length_B if stop_B is None else stop_B
     prompt_B = lanes.prompt_B if spec.prompt_block else None
-    return attention_interval(place_BW, None, end_B, spec.causal_block, prompt_B), None, None
+    return Seen(attention_interval(place_BW, None, end_B, spec.causal_block, prompt_B))
 
 
 def propose(step: Step, known: Known) -> Decision:
     """The decoder says which positions to commit."""
     recipe, state, lanes, blocks = step.recipe, step.state, step.lanes, step.shape.blocks
     view, row_R = block_view(step, lanes), state.block_rows(lanes.slot_B, lanes.block_B, blocks)
-    decoder_state = state.decoder.lanes(row_R) | state.decoder.in_place(row_R, rows_of(lanes.live_B, blocks))
+    copies, large = state.decoder.lanes(row_R), state.decoder.in_place(row_R, rows_of(lanes.live_B, blocks))
+    decoder_state = {**copies, **large}
     if known.opened_BK is not None:
         state.decoder.refresh(decoder_state, known.opened_BK.flatten())
     made = Decision(known, lanes, view, row_R, decoder_state)
-    taken = (ability.statistics(step, made) for ability in step.abilities)
-    stats = next((stats for stats in taken if stats is not None), None)
+    stats = first(ability.statistics(step, made) for ability in step.abilities)
     made.stats = scored(step, made, logits_of(step, known)) if stats is None else stats
-    chosen = (ability.select(step, made) for ability in step.abilities)
-    proposal = next((proposal for proposal in chosen if proposal is not None), None)
+    proposal = first(ability.select(step, made) for ability in step.abilities)
     made.proposal = proposal or recipe.decoder.select(made.stats, view, decoder_state)
     for ability in step.abilities:
         ability.proposed(step, made)
@@ -115,16 +124,17 @@ def write(step: Step, made: Decision) -> None:
 def move_on(step: Step, made: Decision) -> None:
     """The cursors: the iteration moves its rows on, and the cache says what they need next."""
     recipe, state, commits = step.recipe, step.state, made.commits
-    step.lanes = replace(step.lanes, quota_BK=made.view.quota_R.view(step.shape.lanes, -1))
+    quota_BK = made.view.quota_R.view(step.shape.lanes, -1)  # a new block's masks were counted with its view
+    step.lanes = replace(step.lanes, quota_BK=quota_BK)
     moved = made.moved = recipe.iteration.advance(step.lanes, block_after(step, made), step.iteration_state)
     state.enter_blocks(made.decoder_state, moved)
-    seen_B = step.lanes.end_B  # a step that decides has computed all keys of the region, or found them computed
+    seen_B = step.lanes.end_B  # whatever decides has all keys of the region: this step or one before computed them
     step.lanes = replace(step.lanes, start_B=moved.start_B, end_B=moved.end_B, block_B=moved.block_B, seen_B=seen_B)
     for ability in step.abilities:
         ability.moved(step, made)
-    lanes, gained_B = step.lanes, made.known.gained_B
+    lanes, before_B = step.lanes, made.known.gained_B
     finish(
-        state.canvas, lanes, moved, gained_B=commits.gained_B if gained_B is None else commits.gained_B + gained_B,
+        state.canvas, lanes, moved, gained_B=commits.gained_B if before_B is None else commits.gained_B + before_B,
         full_B=recipe.cache.needs_full_pass(lanes, moved, step.shape.phase, step.cache_state),
         broken_B=commits.broken_B, refreshed=step.refreshes, hit=made.known.hit,
     )  # fmt: skip

@@ -15,6 +15,7 @@ from torch import Tensor
 from dinfer.core.abilities.registry import ABILITIES
 from dinfer.core.abilities.traits import GUIDED, KEEPS_KEYS
 from dinfer.core.kernels.canvas import span
+from dinfer.core.memory import Seen
 from dinfer.core.refusals import Refusal, Trait
 from dinfer.core.step.ability import ByPart, Decision, Extra, Known, Parts, Proposal, Step
 from dinfer.core.step.canvas import Phase, Status
@@ -82,7 +83,7 @@ def verified(step: Step) -> Tensor:
     pos_BW = pos_BL.repeat(1, 2)
     end_BW = torch.cat(((pos_BL + 1).clamp_min(1), pos_BL.clamp_min(0)), 1)
     interval_BW = torch.zeros_like(end_BW), end_BW
-    attend = state.kv.attend(slot_B, pos_BW, (interval_BW, None, None), shape.pages, self_keys=shape.block)
+    attend = state.kv.attend(slot_B, pos_BW, Seen(interval_BW), shape.pages, self_keys=shape.block)
     masks_BL = torch.full_like(tokens_BL, model.spec.mask)
     h_BWD = model.forward(model.embed(torch.cat((tokens_BL, masks_BL), 1)), attend)
     return model.logits(h_BWD[:, shape.block :])

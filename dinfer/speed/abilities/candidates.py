@@ -20,7 +20,7 @@ from torch import Tensor
 from dinfer.core.abilities.registry import ABILITIES
 from dinfer.core.abilities.traits import GUIDED, KEEPS_KEYS, NO_MASK
 from dinfer.core.kernels.canvas import rows_of, span, store_rows, take
-from dinfer.core.memory import KVPool, PagedAttend
+from dinfer.core.memory import KVPool, PagedAttend, Seen
 from dinfer.core.refusals import Refusal, Trait
 from dinfer.core.step.ability import ByExtra, Decision, Entry, Extra, Forward, Known, Parts, Step, StepShape
 from dinfer.core.step.canvas import Canvas, Phase, RowCursors
@@ -122,7 +122,7 @@ class States:
         pos_GW, place_GW = (t_BW.repeat(count, 1) for t_BW in (pos_BW, place_BW))
         start_GW, end_GW = (torch.cat(bounds) for bounds in zip(*intervals, strict=True))
         lane_G = torch.arange(table_GP.shape[0], device=table_GP.device)
-        return kv.attend(lane_G, pos_GW, ((start_GW, end_GW), None, None), pages, place_BW=place_GW, table_NP=table_GP)
+        return kv.attend(lane_G, pos_GW, Seen((start_GW, end_GW)), pages, place_BW=place_GW, table_NP=table_GP)
 
     def reached(self, canvas: Canvas, phase: Phase) -> tuple[RowCursors, Tensor]:
         """The lanes after a step, live where the state is a candidate, and which one it is. int64 [B]"""

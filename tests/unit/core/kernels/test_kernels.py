@@ -19,7 +19,7 @@ from dinfer.core.kernels.rotary import rotary_table, rotate
 from dinfer.core.kernels.selection import descending_rank
 from dinfer.core.kernels.token_stats import token_stats
 from dinfer.core.kernels.types import Projections
-from dinfer.core.memory import NULL, RESERVED, SCRATCH, KVPool, PoolSize
+from dinfer.core.memory import NULL, RESERVED, SCRATCH, KVPool, PoolSize, Seen
 
 
 def rng(seed: int) -> torch.Generator:
@@ -191,7 +191,7 @@ def test_paged_attention_is_attention_over_what_was_written(page: int) -> None:
         rows = [[p if p < n else -1 for p in part] for n in lengths]
         pos_BW = torch.tensor(rows)
         at_BWXE = pos_BW.clamp_min(0)[..., None, None].expand(-1, -1, heads + 2 * groups, spec.head_dim)
-        attend = kv.attend(slot_B, pos_BW, (attention_interval(pos_BW, zero_B, end_B, None), None, None), pages)
+        attend = kv.attend(slot_B, pos_BW, Seen(attention_interval(pos_BW, zero_B, end_B, None)), pages)
         still = rotary_table(torch.zeros_like(pos_BW), spec.head_dim, 1e4, torch.float64)
         out = attend(1, Projections(torch.cat((q, k, v), 2).gather(1, at_BWXE), heads, still))
     for b, n in enumerate(lengths):
@@ -211,7 +211,7 @@ def test_padding_and_scratch_lanes_write_to_the_scratch_page_alone() -> None:
     interval = attention_interval(pos_BW, torch.tensor([0, 0]), torch.tensor([4, 0]), None)
     qkv = torch.full((2, 2, spec.heads + 2 * spec.kv_heads, spec.head_dim), math.nan, dtype=torch.float64)
     qkv[:, :, : spec.heads] = 1.0
-    attend = kv.attend(torch.tensor([0, 1]), pos_BW, (interval, None, None), 2)
+    attend = kv.attend(torch.tensor([0, 1]), pos_BW, Seen(interval), 2)
     table = rotary_table(pos_BW, spec.head_dim, 1e4, torch.float64)
     out = attend(0, Projections(qkv, spec.heads, table))
     assert kv.k_JPTGE[0, SCRATCH].isnan().any()

@@ -121,7 +121,7 @@ def test_active_rows_and_the_values_of_a_window(monkeypatch: pytest.MonkeyPatch,
             block=length, open_status=int(Status.OPEN), given_status=int(Status.GIVEN),
         )  # fmt: skip
         mine = replace(lanes)
-        return rows, made.enter(mine, pos_BW, fits_B), mine.live_B
+        return rows, made.window_values(mine, pos_BW, fits_B), mine.live_B
 
     same(*both(monkeypatch, work))
 

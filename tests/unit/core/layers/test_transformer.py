@@ -16,7 +16,7 @@ from dinfer.core.engine.request import Request
 from dinfer.core.kernels.attention import attention_interval
 from dinfer.core.layers.transformer import Transformer
 from dinfer.core.loading.checkpoint import save_network
-from dinfer.core.memory import RESERVED, KVPool, PoolSize
+from dinfer.core.memory import RESERVED, KVPool, PoolSize, Seen
 from dinfer.core.models.llada import Llada
 from dinfer.core.step.canvas import Phase
 
@@ -139,7 +139,7 @@ def test_a_window_over_fresh_keys_equals_the_full_forward(variant: str) -> None:
     def hidden(pos_BW: torch.Tensor) -> torch.Tensor:
         interval = attention_interval(pos_BW, torch.zeros_like(end_B), end_B, spec.causal_block)
         tokens_BW = IDS.gather(1, pos_BW.clamp_min(0))
-        return model(model.embed(tokens_BW), kv.attend(slot_B, pos_BW, (interval, None, None), pages))
+        return model(model.embed(tokens_BW), kv.attend(slot_B, pos_BW, Seen(interval), pages))
 
     every_BW = torch.arange(length).expand(rows, -1)
     full = hidden(torch.where(every_BW < end_B[:, None], every_BW, -1))

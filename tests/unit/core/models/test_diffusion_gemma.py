@@ -19,7 +19,7 @@ from dinfer.core.kernels.attention import encoder_intervals, local_interval
 from dinfer.core.layers.gemma import Gemma
 from dinfer.core.loading.checkpoint import load_network, save_network
 from dinfer.core.loading.files import CheckpointError
-from dinfer.core.memory import RESERVED, KVPool, PoolSize
+from dinfer.core.memory import RESERVED, KVPool, PoolSize, Seen
 from dinfer.core.models.diffusion_gemma import DiffusionGemma
 from dinfer.core.pipeline import Pipeline
 from dinfer.core.recipe.recipe import IncompatibleRecipe, Recipe, compose
@@ -167,7 +167,7 @@ def test_a_window_over_the_encoders_keys_equals_the_full_forward(page: int) -> N
         start_B, end_B = torch.tensor([start, start]), torch.tensor([end, end])
         context_BW, interval_BW = encoder_intervals(pos_BW, start_B, end_B)
         near_BW = local_interval(interval_BW, pos_BW, start_B, spec.local.window)
-        attend = kv.attend(torch.arange(2), pos_BW, (interval_BW, near_BW, context_BW), pages)
+        attend = kv.attend(torch.arange(2), pos_BW, Seen(interval_BW, near_BW, context_BW), pages)
         return model(model.embed(ids[:, first:stop]), attend)
 
     first, second = (model.hidden(ids[:, :p], ids[:, p : p + CANVAS]) for p in (prompt, prompt + CANVAS))

@@ -16,7 +16,7 @@ from dinfer.core.engine.request import Request
 from dinfer.core.kernels.attention import attention_interval
 from dinfer.core.loading.checkpoint import family_of, load_network, read_spec, save_network
 from dinfer.core.loading.files import CheckpointError
-from dinfer.core.memory import RESERVED, KVPool, PoolSize
+from dinfer.core.memory import RESERVED, KVPool, PoolSize, Seen
 from dinfer.core.models.fast_dllm_v2 import FastDllmV2
 from dinfer.core.models.llada2 import Llada2
 from dinfer.core.models.sdar import Sdar
@@ -47,7 +47,7 @@ def test_a_window_over_kept_keys_equals_the_full_forward(name: str) -> None:
     def hidden(pos_BW: torch.Tensor) -> torch.Tensor:
         interval = attention_interval(pos_BW, torch.zeros_like(end_B), end_B, spec.causal_block)
         tokens_BW = IDS.gather(1, pos_BW.clamp_min(0))
-        return model(model.embed(tokens_BW), kv.attend(torch.arange(rows), pos_BW, (interval, None, None), pages))
+        return model(model.embed(tokens_BW), kv.attend(torch.arange(rows), pos_BW, Seen(interval), pages))
 
     every_BW = torch.arange(length).expand(rows, -1)
     full = hidden(torch.where(every_BW < end_B[:, None], every_BW, -1))
