@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity
 
 import dinfer.core.kernels
 from dinfer.core.engine.engine import Engine
-from dinfer.core.step.canvas import Phase
+from dinfer.core.step.cursors import Phase
 from dinfer.core.step.shape import StepShape
 
 PARTS = ("linear", "experts", "attention", "rotary, keys", "norms", "gate", "statistics", "collectives", "rest")

@@ -19,7 +19,7 @@ from typing import Any
 import dinfer
 from benchmarks.provenance import begun, command_line, show
 from dinfer.core.engine.request import Update
-from dinfer.core.step.canvas import Phase
+from dinfer.core.step.cursors import Phase
 from dinfer.demo.problems import generate
 from dinfer.lab.outputs import check_file
 

@@ -20,7 +20,7 @@ from dinfer.core.engine.async_engine import PAUSE
 from dinfer.core.engine.row import StepWidth
 from dinfer.core.engine.runner import bucket
 from dinfer.core.engine.scheduler.grouping import Group, PrefillBatching, free_positions, grouped
-from dinfer.core.step.canvas import Phase
+from dinfer.core.step.cursors import Phase
 from dinfer.core.step.shape import StepShape
 from dinfer.speed.settling import settling
 

@@ -22,8 +22,8 @@ from dinfer.core.layers.transformer import WholeAttend
 from dinfer.core.pipeline import Pipeline
 from dinfer.core.registry import CACHES
 from dinfer.core.step.ability import Step
-from dinfer.core.step.canvas import Status
 from dinfer.core.step.contracts import Phase
+from dinfer.core.step.cursors import Status
 from dinfer.core.step.mixins import Feeds, scores_of
 from dinfer.core.step.shape import StepShape
 from dinfer.core.step.step import seen

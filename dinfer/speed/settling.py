@@ -15,7 +15,7 @@ from typing import NamedTuple
 from dinfer.core.engine.row import Row
 from dinfer.core.engine.scheduler.grouping import LATE, Group, cut, opens, settling_pays, sliced
 from dinfer.core.recipe.recipe import Recipe
-from dinfer.core.step.canvas import ACTIVE, Phase
+from dinfer.core.step.cursors import ACTIVE, Phase
 from dinfer.core.step.shape import KeysOnly, StepShape
 from dinfer.core.step.window import narrow_width, width_of
 
@@ -235,7 +235,7 @@ class Slicing(Ahead):
         now = row.cursors
         if now.phase != Phase.PREFILL:
             return row.need.width
-        _, _, settled = self._plan.bounds(now.region_and_length, self._spec.attention_layout)
+        _, _, settled = self._plan.bounds(now.place, self._spec.attention_layout)
         return width_of(self._cache, self._spec, now._replace(phase=Phase.WINDOW, kept=settled))
 
     def _guess(self, row: Row, step: StepShape | None, enters: float, block: int) -> tuple[float, float] | None:

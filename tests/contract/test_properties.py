@@ -18,7 +18,7 @@ from support.scripted import Scripted
 from dinfer.core.engine.request import NonFiniteLogits, Request, Update, Wants
 from dinfer.core.recipe.recipe import IncompatibleRecipe, Recipe, compose
 from dinfer.core.registry import CACHES, DECODERS, ITERATIONS, options_of
-from dinfer.core.step.canvas import Phase
+from dinfer.core.step.cursors import Phase
 from dinfer.core.step.mixins import Edits, Grows, Moves, Verifies
 from dinfer.core.step.window import first_phase
 

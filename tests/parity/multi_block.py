@@ -14,7 +14,7 @@ from dinfer.core.engine.engine import Engine
 from dinfer.core.engine.request import Request, Wants
 from dinfer.core.engine.runtime import Runtime
 from dinfer.core.registry import CACHES, DECODERS, ITERATIONS
-from dinfer.core.step.canvas import Phase
+from dinfer.core.step.cursors import Phase
 from tests.parity.compare import at_most, same
 from tests.parity.golden import Fields, Golden, GoldenError
 from tests.parity.references import ReferenceRecipe, build

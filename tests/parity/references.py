@@ -21,7 +21,6 @@ from dinfer.core.kernels.selection import confident, descending_rank
 from dinfer.core.recipe.recipe import Recipe
 from dinfer.core.registry import SAMPLINGS, Registry
 from dinfer.core.step.ability import Ability, Seen, Step
-from dinfer.core.step.canvas import BlockView, Phase, RowCursors
 from dinfer.core.step.contracts import (
     BlockAfter,
     CachePolicy,
@@ -32,6 +31,7 @@ from dinfer.core.step.contracts import (
     TokenStats,
     WindowPlan,
 )
+from dinfer.core.step.cursors import BlockView, Phase, RowCursors
 from dinfer.core.step.mixins import Adjusts, CanvasRows, Chooses
 from dinfer.core.step.model import Parts
 from dinfer.core.step.shape import StepShape

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from dinfer.core.iterations.sweep import Blockwise
-from dinfer.core.step.canvas import RowCursors
 from dinfer.core.step.contracts import ModelSpec
+from dinfer.core.step.cursors import RowCursors
 from dinfer.core.step.mixins import Paces
 from dinfer.core.step.model import Attend
 

@@ -12,7 +12,7 @@ from dinfer.core.abilities.guidance import Guided
 from dinfer.core.abilities.reports import Level, Reported, Reporting
 from dinfer.core.memory import PoolSize
 from dinfer.core.recipe.recipe import Recipe
-from dinfer.core.step.canvas import Cursors
+from dinfer.core.step.cursors import Cursors
 from dinfer.core.step.mixins import Feeds
 from dinfer.core.step.shape import Extra, KeysOnly, Sampled, StepShape, extras_of
 from dinfer.core.step.state import BatchState

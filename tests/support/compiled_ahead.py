@@ -79,7 +79,7 @@ def main() -> None:
 
     from dinfer.core.memory import PoolSize
     from dinfer.core.recipe.recipe import Recipe, compose
-    from dinfer.core.step.canvas import Phase
+    from dinfer.core.step.cursors import Phase
     from dinfer.core.step.shape import StepShape
     from dinfer.core.step.state import BatchState
     from dinfer.core.step.step import denoise_step

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dinfer.core.engine.request import Request, Update, Wants
 from dinfer.core.recipe.recipe import compose
-from dinfer.core.step.canvas import BlockView
+from dinfer.core.step.cursors import BlockView
 
 PROMPT = 1
 

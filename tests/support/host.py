@@ -9,7 +9,7 @@ import torch
 from dinfer.core.engine.request import Request
 from dinfer.core.memory import RESERVED, PoolSize
 from dinfer.core.recipe.recipe import Recipe
-from dinfer.core.step.canvas import CURSORS, Phase, Status
+from dinfer.core.step.cursors import CURSORS, Phase, Status
 from dinfer.core.step.shape import KeysOnly, StepShape, extras_of
 from dinfer.core.step.state import BatchState, Entry
 from dinfer.core.step.step import denoise_step

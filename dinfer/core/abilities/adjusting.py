@@ -15,8 +15,9 @@ from torch import Tensor
 from dinfer.core.abilities.registry import ABILITIES
 from dinfer.core.kernels.canvas import rows_of
 from dinfer.core.step.ability import Ability, ByExtra, Entry, Extra, Parts, State, Step, StepShape
-from dinfer.core.step.canvas import BlockView, Canvas, Phase
+from dinfer.core.step.canvas import Canvas
 from dinfer.core.step.contracts import ModelSpec
+from dinfer.core.step.cursors import BlockView, Phase
 from dinfer.core.step.mixins import Adjusts, Moves
 from dinfer.core.step.scores import needed_vocabulary
 

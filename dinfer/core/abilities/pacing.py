@@ -14,10 +14,12 @@ from dinfer.core.abilities.traits import NO_MASK, TEXT_BEHIND, sampled
 from dinfer.core.kernels.canvas import rows_of
 from dinfer.core.refusals import Refusal, Trait
 from dinfer.core.step.ability import Ability, ByPart, Decision, Entry, Extra, Parts, Proposal, Step, StepShape
-from dinfer.core.step.canvas import CURSORS, BlockView, RowCursors
+from dinfer.core.step.cursors import CURSORS, BlockView, RowCursors
 from dinfer.core.step.mixins import Adjusts, Edits, Grows, LeavesDecoded, LeavesMasks, Moves, Paces, Verifies
 
 PART_OF_IT = Trait(lambda iteration: iteration.block > 0 or iteration.blocks > 1, "an iteration in blocks")
+from dinfer.core.step.cursors import CURSORS, BlockView, RowCursors
+from dinfer.core.step.mixins import Edits, Grows, LeavesMasks, Paces
 
 
 @ABILITIES.register("editing")

@@ -16,7 +16,8 @@ from dinfer.core.engine.runtime import BatchSize, block_of, pages_of
 from dinfer.core.engine.worker import Worker
 from dinfer.core.kernels.canvas import active_rows
 from dinfer.core.memory import PageAllocator, common, prompt_keys
-from dinfer.core.step.canvas import CURSORS, Canvas, Status
+from dinfer.core.step.canvas import Canvas
+from dinfer.core.step.cursors import CURSORS, Status
 from dinfer.core.step.mixins import Feeds
 from dinfer.core.step.state import Entry
 from dinfer.core.step.window import prefilled

@@ -18,7 +18,7 @@ from dinfer.core.engine.runtime import BatchSize, pages_of, room_for
 from dinfer.core.engine.scheduler.scheduler import Scheduler, Step
 from dinfer.core.engine.worker import Worker
 from dinfer.core.memory import Key
-from dinfer.core.step.canvas import Cursors, Phase
+from dinfer.core.step.cursors import Cursors, Phase
 from dinfer.core.step.window import widest
 from dinfer.research.abilities.branches import branches_of
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from dinfer.core.abilities.reports import LEVELS, SURE, TokenLogprob
-from dinfer.core.step.canvas import Phase
+from dinfer.core.step.cursors import Phase
 from dinfer.core.terms.spec import ModelSpec
 
 Deltas = Literal["commit", "block"]

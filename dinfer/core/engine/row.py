@@ -21,7 +21,7 @@ from dinfer.core.engine.request import (
 )
 from dinfer.core.memory import Key
 from dinfer.core.recipe.recipe import Recipe
-from dinfer.core.step.canvas import ACTIVE, Cursors, Phase
+from dinfer.core.step.cursors import ACTIVE, Cursors, Phase
 from dinfer.core.step.mixins import Edits, Slides
 from dinfer.core.step.shape import Extra
 from dinfer.core.terms.spec import ModelSpec

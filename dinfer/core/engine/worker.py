@@ -18,7 +18,7 @@ from dinfer.core.kernels.dispatch import untouched
 from dinfer.core.memory import PoolSize, kv_dtype
 from dinfer.core.provided import provided
 from dinfer.core.recipe.recipe import Recipe
-from dinfer.core.step.canvas import Cursors
+from dinfer.core.step.cursors import Cursors
 from dinfer.core.step.shape import StepShape
 from dinfer.core.step.state import BatchState, Entry
 from dinfer.speed.abilities.candidates import Candidates

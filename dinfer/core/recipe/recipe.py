@@ -10,8 +10,8 @@ from dinfer.core.abilities.registry import ABILITIES
 from dinfer.core.abilities.traits import TEXT_BEHIND
 from dinfer.core.refusals import COMPONENTS, Refusal, Trait, refused
 from dinfer.core.registry import brief, check_types, options_of, unknown
-from dinfer.core.step.canvas import ACTIVE
 from dinfer.core.step.contracts import CachePolicy, Component, Decoder, Iteration, Phase
+from dinfer.core.step.cursors import ACTIVE
 from dinfer.core.step.mixins import (
     Adjusts,
     Aligned,

@@ -12,8 +12,9 @@ from typing import Any, ClassVar, Generic, Self, TypeVar
 from torch import Tensor
 
 from dinfer.core.memory import PagedAttend, Seen
-from dinfer.core.step.canvas import BlockView, Canvas, RowCursors
+from dinfer.core.step.canvas import Canvas
 from dinfer.core.step.contracts import Proposal, State
+from dinfer.core.step.cursors import BlockView, RowCursors
 from dinfer.core.step.model import Parts
 from dinfer.core.step.shape import Extra, StepShape
 from dinfer.core.step.state import Entry

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from dinfer.core.kernels.canvas import moved
 from dinfer.core.kernels.dispatch import triton, use_triton
-from dinfer.core.step.canvas import BlockView, Canvas, Cursors, Phase, RowCursors, Status
+from dinfer.core.step.canvas import Canvas
 from dinfer.core.step.contracts import ModelSpec, Moved, Proposal
+from dinfer.core.step.cursors import BlockView, Cursors, Phase, RowCursors, Status
 from dinfer.core.step.model import Parts
 from dinfer.core.terms.stats import TokenStats
 

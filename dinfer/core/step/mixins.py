@@ -9,8 +9,9 @@ from typing import ClassVar, Literal, NamedTuple
 
 from torch import Tensor
 
-from dinfer.core.step.canvas import BlockView, Canvas, Phase, RowCursors, Status
+from dinfer.core.step.canvas import Canvas
 from dinfer.core.step.contracts import Iteration, ModelSpec, Proposal, State
+from dinfer.core.step.cursors import BlockView, Phase, RowCursors, Status
 from dinfer.core.step.model import Followed, Model
 
 # Decoders.

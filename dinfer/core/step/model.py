@@ -15,8 +15,8 @@ from torch import Tensor
 from dinfer.core.ranks.ranks import ALONE, Ranks
 from dinfer.core.ranks.split import Placement
 from dinfer.core.registry import options_of, values_of
-from dinfer.core.step.canvas import BlockView
 from dinfer.core.step.contracts import CachePolicy, Component, Decoder, Iteration
+from dinfer.core.step.cursors import BlockView
 from dinfer.core.terms.spec import ExpertLayout, ModelSpec
 from dinfer.core.terms.stats import Draw, VocabularySlice
 

@@ -6,8 +6,9 @@ from torch import Tensor
 from dinfer.core.kernels.canvas import rows_of, take
 from dinfer.core.kernels.token_stats import token_stats
 from dinfer.core.step.ability import Decision, Known, Step
-from dinfer.core.step.canvas import CURSORS, BlockView, Canvas, RowCursors, Status
+from dinfer.core.step.canvas import Canvas
 from dinfer.core.step.contracts import ModelSpec, State
+from dinfer.core.step.cursors import CURSORS, BlockView, RowCursors, Status
 from dinfer.core.step.model import Network, OwnLogits
 from dinfer.core.step.shape import Sampled
 from dinfer.core.terms.stats import Draw, TokenStats, VocabularySlice

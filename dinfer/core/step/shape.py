@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self, TypeVar
 
-from dinfer.core.step.canvas import Phase
+from dinfer.core.step.cursors import Phase
 
 E = TypeVar("E", bound="Extra")
 

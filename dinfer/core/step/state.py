@@ -11,8 +11,9 @@ from torch import Tensor
 
 from dinfer.core.kernels.canvas import Rows, host_rows, option_columns, store_rows, uploaded
 from dinfer.core.memory import KVPool, PoolSize
-from dinfer.core.step.canvas import Canvas, Cursors, Phase
+from dinfer.core.step.canvas import Canvas
 from dinfer.core.step.contracts import Large, Moved, State
+from dinfer.core.step.cursors import Cursors, Phase
 from dinfer.core.step.model import Parts
 from dinfer.core.step.shape import Extra, StepShape
 from dinfer.core.step.window import first_phase, prefilled, widest

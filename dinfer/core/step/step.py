@@ -5,27 +5,24 @@ change: no host synchronisation, no data-dependent shape, nothing allocated that
 whole, LM head and commits included, once per `StepShape`. What only some recipes have is in `dinfer.core.abilities`.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from dinfer.core.kernels.attention import attention_interval
-from dinfer.core.kernels.canvas import active_rows, rows_of
+from dinfer.core.kernels.canvas import rows_of
 from dinfer.core.memory import Seen
-from dinfer.core.step.canvas import BlockView, RowCursors, Status
 from dinfer.core.step.commits import blanks, commit, finish
 from dinfer.core.step.contracts import BlockAfter
+from dinfer.core.step.cursors import BlockView, RowCursors
 from dinfer.core.step.model import Parts
 from dinfer.core.step.scores import logits_of, scored
 from dinfer.core.step.shape import StepShape
 from dinfer.core.step.state import BatchState
 from dinfer.core.step.window import window
-from dinfer.core.step.work import Decision, Forward, Known, Step
-
-T = TypeVar("T")
+from dinfer.core.step.work import Decision, Forward, Known, Step, first
 
 
 def denoise_step(recipe: Parts, state: BatchState, shape: StepShape, slot_B: Tensor) -> None:
@@ -53,11 +50,6 @@ def decisions(step: Step) -> Iterator[Known]:
         return own
     run = forward(step)
     return iter([Known(run)] if run.decodes else [])
-
-
-def first(answers: Iterable[T | None]) -> T | None:
-    """The answer of the first ability that has one; None: no ability has, and the step does what it always does."""
-    return next((answer for answer in answers if answer is not None), None)
 
 
 def forward(step: Step) -> Forward:
@@ -146,10 +138,7 @@ def move_on(step: Step, made: Decision) -> None:
 def block_view(step: Step, lanes: RowCursors) -> BlockView:
     """The active blocks of the lanes, as rows of blocks."""
     canvas, blocks = step.state.canvas, step.shape.blocks
-    pos_RL, tokens_RL, masked_RL, given_RL, quota_R = active_rows(
-        canvas.tokens_NS, canvas.status_NS, lanes.slot_B, lanes.start_B, lanes.end_B, lanes.step_BK, lanes.quota_BK,
-        block=step.shape.block, open_status=int(Status.OPEN), given_status=int(Status.GIVEN),
-    )  # fmt: skip
+    pos_RL, tokens_RL, masked_RL, given_RL, quota_R = canvas.active_rows(lanes, step.shape.block)
     view = BlockView(
         pos_RL=pos_RL,
         tokens_RL=tokens_RL,

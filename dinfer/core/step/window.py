@@ -7,12 +7,13 @@ from torch import Tensor
 
 from dinfer.core.kernels.canvas import span, window_positions
 from dinfer.core.kernels.selection import compact
-from dinfer.core.step.canvas import Canvas, Cursors, Phase, RowCursors, Status
+from dinfer.core.step.canvas import Canvas
 from dinfer.core.step.contracts import CachePolicy, ModelSpec, State
+from dinfer.core.step.cursors import Cursors, Phase, RowCursors, Status
 from dinfer.core.step.mixins import CanvasRows, Chooses, KeepsNothing
 from dinfer.core.step.model import Parts
 from dinfer.core.step.shape import KeysOnly, StepShape
-from dinfer.core.terms.plan import AttentionLayout
+from dinfer.core.terms.plan import AttentionLayout, Place
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,29 +35,29 @@ def window(
     """The positions that a step computes; changes the cache's `state` in place."""
     plan, active = cache.plan(shape.phase), shape.blocks * shape.block
     if not plan.chosen:
-        place_B = lanes.region_and_length_B
+        place_B = lanes.place_B
         if plan.front:  # the first open position of the active region; its end, if none is
             pos_BX = span(lanes.start_B, lanes.end_B, active)
             open_BX = (canvas.gather(lanes.slot_B, pos_BX)[1] == int(Status.OPEN)) & (pos_BX >= 0)
-            place_B = (*place_B[:-1], torch.where(open_BX, pos_BX, lanes.end_B[:, None]).amin(-1))
+            place_B = place_B._replace(mask=torch.where(open_BX, pos_BX, lanes.end_B[:, None]).amin(-1))
         pos_BW, fits_B, logits_BX, kept_B, final_until_B = window_positions(
             plan, place_B, spec.attention_layout, width=shape.width, active=active,
             prefill=shape.phase == Phase.PREFILL, keys_only=shape.extra(KeysOnly) is not None,
         )  # fmt: skip
         place_BW, stop_B = pos_BW, None
         if plan.last:
-            stop_B = plan.bounds(lanes.region_and_length_B, spec.attention_layout)[1]
+            stop_B = plan.bounds(lanes.place_B, spec.attention_layout)[1]
             pos_BW = torch.where(place_BW == stop_B[:, None] - 1, lanes.length_B[:, None] - 1, place_BW)
         return Window(pos_BW, place_BW, fits_B, logits_BX.view(-1, shape.block), kept_B, final_until_B, stop_B)
     if not isinstance(cache, Chooses):
         raise TypeError(f"{type(cache).__name__}.plan says `chosen`, so it must derive from Chooses")
     flags_BS = cache.choose(lanes, CanvasRows(canvas, lanes.slot_B), spec, shape.phase, state)
-    first_B, stop_B, _ = plan.bounds(lanes.region_and_length_B, spec.attention_layout)
+    first_B, stop_B, _ = plan.bounds(lanes.place_B, spec.attention_layout)
     pos_S = torch.arange(flags_BS.shape[1], device=flags_BS.device)
     pos_BW, place_BS = compact(flags_BS & (pos_S >= first_B[:, None]) & (pos_S < stop_B[:, None]), shape.width)
     pos_BX = span(lanes.start_B, lanes.end_B, active)
     logits_BX = torch.where(pos_BX >= 0, place_BS.gather(1, (pos_BX - spec.shift).clamp_min(0)), -1)
-    fits_B = plan.width(lanes.region_and_length_B, lanes.forwards_B, spec.attention_layout) <= shape.width
+    fits_B = plan.width(lanes.place_B, lanes.forwards_B, spec.attention_layout) <= shape.width
     return Window(pos_BW, pos_BW, fits_B, logits_BX.clamp_max(shape.width - 1).view(-1, shape.block))
 
 
@@ -93,9 +94,9 @@ def width_of(cache: CachePolicy, spec: ModelSpec, now: Cursors) -> int:
         return 2 * (now.end - now.start)
     plan = cache.plan(Phase(now.phase))
     if now.phase == Phase.PREFILL:
-        first, _, settled = plan.bounds(now.region_and_length, spec.attention_layout)
+        first, _, settled = plan.bounds(now.place, spec.attention_layout)
         return settled - first
-    return plan.width(now.region_and_length, now.forwards, spec.attention_layout)
+    return plan.width(now.place, now.forwards, spec.attention_layout)
 
 
 def narrow_width(cache: CachePolicy, spec: ModelSpec, now: Cursors) -> int | None:
@@ -105,7 +106,7 @@ def narrow_width(cache: CachePolicy, spec: ModelSpec, now: Cursors) -> int | Non
     """
     if not (plan := cache.plan(Phase.WINDOW)).keeps or plan.front:  # rows that stay would be as wide as they were
         return None
-    _, stop, settled = plan.bounds(now.region_and_length, spec.attention_layout)
+    _, stop, settled = plan.bounds(now.place, spec.attention_layout)
     return max(stop - settled, spec.attention_block or 1)
 
 
@@ -114,7 +115,7 @@ def prefilled(cache: CachePolicy, spec: ModelSpec, start: int) -> int:
 
     These keys depend on the tokens before them alone, so requests whose prompts begin alike may share them.
     """
-    plan, place = cache.plan(Phase.PREFILL), (start, start, start, 0, start, 0, start)
+    plan, place = cache.plan(Phase.PREFILL), Place(start, start, start, 0, start, 0, start)
     return plan.bounds(place, spec.attention_layout)[2] if plan.keeps else 0
 
 

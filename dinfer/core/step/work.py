@@ -3,15 +3,16 @@
 Abilities (`dinfer.core.step.ability`) read and replace these fields. Shape suffixes as in `dinfer.core.step.contracts`.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from torch import Tensor
 
 from dinfer.core.memory import PagedAttend, Seen
-from dinfer.core.step.canvas import BlockView, Phase, RowCursors
 from dinfer.core.step.commits import Commits
 from dinfer.core.step.contracts import Moved, Proposal, State
+from dinfer.core.step.cursors import BlockView, Phase, RowCursors
 from dinfer.core.step.mixins import KeepsNothing
 from dinfer.core.step.model import Network, Parts
 from dinfer.core.step.shape import StepShape
@@ -19,6 +20,7 @@ from dinfer.core.step.state import BatchState
 from dinfer.core.step.window import Window
 from dinfer.core.terms.stats import TokenStats
 
+T = TypeVar("T")
 SHAPES = 256  # whose abilities are remembered
 
 
@@ -106,3 +108,8 @@ class Decision:
     proposal: Proposal = field(init=False)
     commits: Commits = field(init=False)
     moved: Moved = field(init=False)
+
+
+def first(answers: Iterable[T | None]) -> T | None:
+    """The answer of the first ability that has one; None: none has, and the step does what it always does."""
+    return next((answer for answer in answers if answer is not None), None)

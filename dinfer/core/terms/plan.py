@@ -8,15 +8,25 @@ Triton kernel compiles the same source. So host and device cannot disagree about
 import math
 from dataclasses import dataclass
 from itertools import product
-from typing import TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
 SHARES = 10**6  # `WindowPlan.share` is in parts of this
 Position = TypeVar("Position", int, Tensor)
 AttentionLayout = tuple[int, int, bool]  # see `ModelSpec.attention_layout`
-# Cursors of a row: start, end, length, kept, prompt, seen. The last is its first open position, for `WindowPlan.front`.
-Place = tuple[Position, Position, Position, Position, Position, Position, Position]
+
+
+class Place(NamedTuple, Generic[Position]):
+    """Where a row is: its cursors, as `dinfer.core.step.cursors.RowCursors` has them. int, or int64 [B]"""
+
+    start: Position
+    end: Position
+    length: Position
+    kept: Position
+    prompt: Position
+    seen: Position
+    mask: Position  # the first open position of the region. The width of a window is the same wherever it is
 
 
 def window_bounds(
@@ -94,8 +104,8 @@ class WindowPlan:
     last: bool = False  # the last of these places stands for the last position of the canvas, with keys of its own
     share: int | None = None  # choose at most so many millionths of the response, beside the region; None: any number
     every: int = 0  # in every n-th forward of a request, choose as many as there are; 0: never
-    # Of the part of a region whose keys have all been computed, compute so many positions: `behind` before the first
-    # open one, and from there on. Near an end of that part they lie at its end, so their number is known. 0: all
+    # Compute at most `front` positions of the region (0: all), starting `behind` positions before its first mask. Only
+    # positions whose keys exist count. Near the end of the region the window slides back, so its width stays the same.
     front: int = 0
     behind: int = 0
 
@@ -149,7 +159,8 @@ class WindowPlan:
             return False
         step = math.gcd(alignment, block)
         for start, size in product(range(block, 2 * block, step), range(step, block + 1, step)):
-            place = start, start + size, 5 * block, start, block if from_prompt else start, start, start
+            prompt = block if from_prompt else start
+            place = Place(start, start + size, 5 * block, start, prompt, start, start)
             first, stop, _ = self.bounds(place, layout)
             _, seen, _ = WindowPlan(None, None).bounds(place, layout)
             if first > start // block * block or stop < seen:

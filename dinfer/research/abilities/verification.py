@@ -18,10 +18,12 @@ from dinfer.core.kernels.canvas import span
 from dinfer.core.memory import Seen
 from dinfer.core.refusals import Refusal, Trait
 from dinfer.core.step.ability import ByPart, Decision, Extra, Known, Parts, Proposal, Step
-from dinfer.core.step.canvas import Phase, Status
+from dinfer.core.step.cursors import Phase, Status
 from dinfer.core.step.mixins import Verifies, scores_of
 
 LOOKS_FURTHER = Trait(lambda iteration: iteration.blocks > 1 or scores_of(iteration) != "none")
+from dinfer.core.step.cursors import Phase, Status
+from dinfer.core.step.mixins import Verifies
 
 
 @ABILITIES.register("verification")

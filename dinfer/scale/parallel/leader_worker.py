@@ -17,7 +17,7 @@ from dinfer.core.engine.runtime import BatchSize, Runtime
 from dinfer.core.engine.worker import Worker
 from dinfer.core.recipe.recipe import Recipe
 from dinfer.core.registry import values_of
-from dinfer.core.step.canvas import Cursors, Phase
+from dinfer.core.step.cursors import Cursors, Phase
 from dinfer.core.step.shape import StepShape
 from dinfer.core.step.state import Entry
 from dinfer.scale.parallel.follower import uninterrupted

@@ -12,7 +12,7 @@ from dinfer.core.abilities.registry import ABILITIES
 from dinfer.core.kernels.canvas import rows_of
 from dinfer.core.kernels.selection import compact
 from dinfer.core.step.ability import Ability, ByExtra, Decision, Extra, Forward, Parts, Step, StepShape, TokenStats
-from dinfer.core.step.canvas import Phase
+from dinfer.core.step.cursors import Phase
 from dinfer.core.step.mixins import Follows, LeavesMasks, scores_of
 from dinfer.core.step.scores import read_logits, statistics
 from dinfer.core.step.shape import KeysOnly

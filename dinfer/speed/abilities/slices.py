@@ -18,7 +18,7 @@ from torch import Tensor
 from dinfer.core.abilities.registry import ABILITIES
 from dinfer.core.memory import PagedAttend
 from dinfer.core.step.ability import ByExtra, Extra, Forward, Parts, Step, StepShape, Window
-from dinfer.core.step.canvas import Phase
+from dinfer.core.step.cursors import Phase
 from dinfer.core.step.mixins import Feeds
 from dinfer.core.step.shape import power_of_2
 from dinfer.core.step.step import seen

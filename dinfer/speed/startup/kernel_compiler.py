@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from dinfer.core.recipe.recipe import Recipe
-from dinfer.core.step.canvas import Cursors, Phase
+from dinfer.core.step.cursors import Cursors, Phase
 from dinfer.core.step.shape import StepShape, power_of_2
 from dinfer.core.step.state import BatchState
 from dinfer.core.step.step import denoise_step

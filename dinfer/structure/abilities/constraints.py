@@ -35,8 +35,8 @@ from dinfer.core.step.ability import (
     Step,
     StepShape,
 )
-from dinfer.core.step.canvas import Status
 from dinfer.core.step.commits import with_progress
+from dinfer.core.step.cursors import Status
 from dinfer.core.step.mixins import Moves
 from dinfer.core.step.shape import Sampled, power_of_2
 from dinfer.research.abilities.branches import Added, branches_of

@@ -16,8 +16,8 @@ from torch import Tensor
 from dinfer.core.memory import PoolSize
 from dinfer.core.recipe.recipe import Recipe
 from dinfer.core.registry import CACHES, DECODERS, SAMPLINGS, values_of
-from dinfer.core.step.canvas import Phase, Status
 from dinfer.core.step.contracts import BlockView, Decoder, Proposal, State, TokenStats
+from dinfer.core.step.cursors import Phase, Status
 from dinfer.core.step.model import Sampling
 from dinfer.core.step.shape import StepShape
 from dinfer.core.step.state import BatchState, Entry

@@ -18,7 +18,7 @@ from dinfer.core.engine.request import Request, Wants
 from dinfer.core.engine.runtime import Runtime
 from dinfer.core.recipe.recipe import compose
 from dinfer.core.sampling.gumbel import StandardSampling
-from dinfer.core.step.canvas import Phase
+from dinfer.core.step.cursors import Phase
 from tests.parity.compare import same
 from tests.parity.golden import Case, Fields, Golden, Skip
 

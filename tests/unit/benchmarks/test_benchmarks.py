@@ -20,7 +20,7 @@ from dinfer.core.layers.linear import quantize
 from dinfer.core.loading.checkpoint import random_network
 from dinfer.core.memory import KVPool, PoolSize
 from dinfer.core.recipe.recipe import Recipe, compose
-from dinfer.core.step.canvas import Phase
+from dinfer.core.step.cursors import Phase
 from dinfer.core.step.shape import StepShape
 
 

@@ -21,7 +21,7 @@ from benchmarks.capacity.steps import Spread, StepTimes, Unmeasured
 from benchmarks.capacity.traffic import Asked, poisson, trace
 from benchmarks.clock import Clock
 from dinfer.core.engine.request import Request, Update
-from dinfer.core.step.canvas import Phase
+from dinfer.core.step.cursors import Phase
 from dinfer.scale.parallel.leader import leader
 
 LANES = (1, 2, 4, 8, 64)

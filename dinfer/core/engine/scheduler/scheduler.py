@@ -17,7 +17,7 @@ from dinfer.core.engine.row import PLACE, Row, StepWidth
 from dinfer.core.engine.runtime import AUTO_CANDIDATES, Runtime
 from dinfer.core.engine.scheduler.grouping import LATE, Group, PrefillBatching, free_positions, grouped, opens
 from dinfer.core.recipe.recipe import Recipe
-from dinfer.core.step.canvas import Cursors, Phase
+from dinfer.core.step.cursors import Cursors, Phase
 from dinfer.core.step.mixins import Verifies
 from dinfer.core.step.shape import Extra, KeysOnly, StepShape, extras_of
 from dinfer.core.step.window import deciding, narrow_width, width_of

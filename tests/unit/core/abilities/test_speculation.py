@@ -27,8 +27,8 @@ from dinfer.core.engine.runtime import Runtime
 from dinfer.core.engine.scheduler.scheduler import CandidateChoice
 from dinfer.core.recipe.recipe import IncompatibleRecipe, Recipe, compose
 from dinfer.core.registry import DECODERS
-from dinfer.core.step.canvas import BlockView, RowCursors
 from dinfer.core.step.commits import Commits
+from dinfer.core.step.cursors import BlockView, RowCursors
 from dinfer.core.step.mixins import Edits, Verifies
 from dinfer.core.step.shape import StepShape
 from dinfer.speed.abilities.candidates import Candidates

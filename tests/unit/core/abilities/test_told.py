@@ -14,7 +14,7 @@ from dinfer.core.abilities.reports import TOP, Reporting
 from dinfer.core.engine.engine import Engine
 from dinfer.core.engine.request import Request, Update, Wants
 from dinfer.core.recipe.recipe import Recipe, compose
-from dinfer.core.step.canvas import Phase
+from dinfer.core.step.cursors import Phase
 
 
 def recipe_of(decoder: Any = "threshold", **more: Any) -> Recipe:

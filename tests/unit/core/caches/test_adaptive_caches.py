@@ -16,7 +16,7 @@ from dinfer.core.engine.request import Request, Update, Wants
 from dinfer.core.kernels.selection import compact
 from dinfer.core.recipe.recipe import IncompatibleRecipe, compose
 from dinfer.core.registry import CACHES, DECODERS
-from dinfer.core.step.canvas import Cursors, Phase
+from dinfer.core.step.cursors import Cursors, Phase
 from dinfer.core.step.mixins import Edits, Grows
 from dinfer.core.step.window import exact, width_of
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from dinfer.core.engine.request import Request, Wants
 from dinfer.core.kernels.attention import attention_received
 from dinfer.core.recipe.recipe import IncompatibleRecipe, compose
-from dinfer.core.step.canvas import Canvas, Cursors, Phase
+from dinfer.core.step.canvas import Canvas
+from dinfer.core.step.cursors import Cursors, Phase
 from dinfer.research.caches.chosen import D2Cache
 
 SWEEP = {"name": "blockwise", "block": 8, "stop": "off"}

@@ -17,7 +17,7 @@ from dinfer.core.engine import async_engine
 from dinfer.core.engine.async_engine import AsyncEngine, EngineHung, EngineThread
 from dinfer.core.engine.request import Completion, Request, Update, Wants
 from dinfer.core.recipe.recipe import Recipe, compose
-from dinfer.core.step.canvas import Phase
+from dinfer.core.step.cursors import Phase
 from dinfer.core.step.shape import StepShape
 
 

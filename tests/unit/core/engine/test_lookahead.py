@@ -33,8 +33,8 @@ from dinfer.core.engine.scheduler import scheduler
 from dinfer.core.engine.scheduler.scheduler import MISS, Lookahead, Scheduler, Step, stays_open
 from dinfer.core.engine.worker import Worker
 from dinfer.core.recipe.recipe import Recipe, compose
-from dinfer.core.step.canvas import Cursors, Phase
 from dinfer.core.step.contracts import CachePolicy, WindowPlan
+from dinfer.core.step.cursors import Cursors, Phase
 from dinfer.core.step.window import width_of
 from dinfer.research.caches.chosen import AdaptiveCache
 
@@ -242,7 +242,7 @@ def test_a_row_is_planned_when_it_has_moved(monkeypatch: pytest.MonkeyPatch) -> 
     recipe, planned = recipe_of(name="fixed", steps=BLOCK), list[tuple[int, ...]]()
 
     def noted(cache: CachePolicy, spec: Any, now: Cursors) -> int:
-        planned.append((now.phase, *now.region_and_length))
+        planned.append((now.phase, *now.place))
         return width_of(cache, spec, now)
 
     monkeypatch.setattr(scheduler, "width_of", noted)

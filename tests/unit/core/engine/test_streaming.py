@@ -25,7 +25,7 @@ from dinfer.core.engine.request import Completion, Counts, Request, Update, Want
 from dinfer.core.engine.runtime import Runtime
 from dinfer.core.pipeline import Pipeline, TextStream
 from dinfer.core.recipe.recipe import Recipe, compose
-from dinfer.core.step.canvas import Status
+from dinfer.core.step.cursors import Status
 from dinfer.core.step.mixins import Edits
 
 BLOCK = 8

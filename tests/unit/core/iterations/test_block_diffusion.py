@@ -15,7 +15,7 @@ from dinfer.core.engine.engine import Engine
 from dinfer.core.engine.request import Completion, NonFiniteLogits, Request
 from dinfer.core.recipe.recipe import IncompatibleRecipe, Recipe, compose
 from dinfer.core.registry import DECODERS, options_of
-from dinfer.core.step.canvas import ACTIVE, CURSORS, Phase
+from dinfer.core.step.cursors import ACTIVE, CURSORS, Phase
 from dinfer.core.step.window import first_phase
 from tests.parity.golden import Fields
 from tests.parity.plans import ALGORITHMS

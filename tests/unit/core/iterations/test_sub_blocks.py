@@ -11,7 +11,7 @@ from support.models import EOS, MASK, tiny_model
 
 from dinfer.core.engine.request import Request
 from dinfer.core.recipe.recipe import IncompatibleRecipe, compose
-from dinfer.core.step.canvas import Phase
+from dinfer.core.step.cursors import Phase
 from tests.parity.references import SglangThreshold
 
 BLOCK, PART = 8, 4

@@ -22,8 +22,9 @@ pytestmark = [pytest.mark.gpu] if CUDA else []
 
 from dinfer.core.kernels import advance, attention, canvas, rotary, selection, token_stats  # noqa: E402
 from dinfer.core.step import commits  # noqa: E402
-from dinfer.core.step.canvas import CURSORS, BlockView, Canvas, Phase, RowCursors, Status  # noqa: E402
+from dinfer.core.step.canvas import Canvas  # noqa: E402
 from dinfer.core.step.contracts import Moved, Proposal, TokenStats  # noqa: E402
+from dinfer.core.step.cursors import CURSORS, BlockView, Phase, RowCursors, Status  # noqa: E402
 from dinfer.core.terms.plan import WindowPlan  # noqa: E402
 from dinfer.core.terms.stats import Quota  # noqa: E402
 from dinfer.kernels.triton import launch  # noqa: E402

@@ -18,7 +18,7 @@ from dinfer.core.layers.transformer import Transformer
 from dinfer.core.loading.checkpoint import save_network
 from dinfer.core.memory import RESERVED, KVPool, PoolSize, Seen
 from dinfer.core.models.llada import Llada
-from dinfer.core.step.canvas import Phase
+from dinfer.core.step.cursors import Phase
 
 Sees = Callable[[int, int], bool]
 IDS = torch.randint(VOCAB, (2, 13), generator=torch.Generator().manual_seed(0))

@@ -24,7 +24,7 @@ from dinfer.core.models.diffusion_gemma import DiffusionGemma
 from dinfer.core.pipeline import Pipeline
 from dinfer.core.recipe.recipe import IncompatibleRecipe, Recipe, compose
 from dinfer.core.registry import CACHES, DECODERS
-from dinfer.core.step.canvas import Phase
+from dinfer.core.step.cursors import Phase
 from dinfer.lab.audit import audit
 from tests.parity.kinds.uniform import Recorded
 

@@ -15,7 +15,7 @@ from benchmarks.shapes import shape
 from dinfer.core.engine.request import Request
 from dinfer.core.recipe.recipe import compose
 from dinfer.core.registry import CACHES, ITERATIONS
-from dinfer.core.step.canvas import Phase
+from dinfer.core.step.cursors import Phase
 from dinfer.core.step.shape import StepShape
 from dinfer.speed.abilities import open_positions
 from dinfer.speed.abilities.open_positions import ReadPositions

@@ -18,8 +18,8 @@ from dinfer.core.decoders.schedule import Fixed
 from dinfer.core.engine.request import Request, StalledRow, Wants
 from dinfer.core.recipe.recipe import Recipe, compose
 from dinfer.core.registry import ITERATIONS
-from dinfer.core.step.canvas import Phase
 from dinfer.core.step.contracts import BlockView, Decoder, Proposal, State, TokenStats
+from dinfer.core.step.cursors import Phase
 from dinfer.core.step.mixins import Edits, Feeds, Watches
 
 PROMPT, NEW, BLOCK = [1, 2, 3, 4, 5], 19, 8

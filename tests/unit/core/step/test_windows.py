@@ -17,8 +17,9 @@ from dinfer.core.kernels import canvas as kernels
 from dinfer.core.pipeline import Pipeline
 from dinfer.core.recipe.recipe import IncompatibleRecipe, compose
 from dinfer.core.registry import CACHES, options_of
-from dinfer.core.step.canvas import Canvas, Cursors, Phase
+from dinfer.core.step.canvas import Canvas
 from dinfer.core.step.contracts import CachePolicy, ModelSpec
+from dinfer.core.step.cursors import Cursors, Phase
 from dinfer.core.step.mixins import LeavesMasks
 from dinfer.core.step.shape import StepShape
 from dinfer.core.step.state import StatePool

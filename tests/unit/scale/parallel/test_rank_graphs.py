@@ -22,7 +22,7 @@ from dinfer.core.engine.runtime import BatchSize, Runtime
 from dinfer.core.engine.worker import Worker
 from dinfer.core.ranks.split import Rank
 from dinfer.core.recipe.recipe import Recipe, compose
-from dinfer.core.step.canvas import Phase
+from dinfer.core.step.cursors import Phase
 from dinfer.core.step.shape import StepShape
 from dinfer.scale.parallel.leader_worker import LeadingWorker, shape_of
 
