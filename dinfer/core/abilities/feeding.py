@@ -14,7 +14,6 @@ from dinfer.core.memory import Seen
 from dinfer.core.refusals import Refusal, Trait
 from dinfer.core.step.ability import Ability, ByPart, Decision, Forward, Parts, Step, StepShape, TokenStats
 from dinfer.core.step.cursors import Phase, RowCursors
-from dinfer.core.step.cursors import RowCursors
 from dinfer.core.step.mixins import Feeds, Follows, Moves, Watches, Weighs
 from dinfer.core.step.scores import scored
 

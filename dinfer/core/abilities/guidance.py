@@ -18,7 +18,6 @@ from dinfer.core.memory import Seen
 from dinfer.core.refusals import Refusal
 from dinfer.core.step.ability import ByExtra, Extra, Forward, Parts, Step
 from dinfer.core.step.cursors import Status
-from dinfer.core.step.cursors import Status
 from dinfer.core.step.mixins import Follows
 from dinfer.core.step.model import Attend, Model, OwnLogits
 

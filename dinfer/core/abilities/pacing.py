@@ -18,8 +18,6 @@ from dinfer.core.step.cursors import CURSORS, BlockView, RowCursors
 from dinfer.core.step.mixins import Adjusts, Edits, Grows, LeavesDecoded, LeavesMasks, Moves, Paces, Verifies
 
 PART_OF_IT = Trait(lambda iteration: iteration.block > 0 or iteration.blocks > 1, "an iteration in blocks")
-from dinfer.core.step.cursors import CURSORS, BlockView, RowCursors
-from dinfer.core.step.mixins import Edits, Grows, LeavesMasks, Paces
 
 
 @ABILITIES.register("editing")

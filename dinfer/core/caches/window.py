@@ -1,19 +1,15 @@
-"""Cache policies that recompute one contiguous window around the active region.
+"""Cache policies whose window is the active block, or the whole canvas.
 
-| name   | window              | refreshed         | keys seen |
-| none   | whole canvas        | every step        | all       |
-| prefix | [start, length)     | on entering block | all, or a suffix window |
-| dual   | [start, end)        | on entering block | all       |
-
-* block: Exact keys and values for block-causal models (block diffusion, arXiv:2503.09573; LLaDA2, SDAR,
-  DiffusionGemma).
+* none: The whole canvas, at every step.
+* dual: The active block alone. All keys are refreshed as a row enters a block (Fast-dLLM, arXiv:2505.22618).
+* block: The same without a refresh, for block-causal models, whose keys of finished blocks are final (block diffusion,
+  arXiv:2503.09573; LLaDA2, SDAR, DiffusionGemma).
 
 A refresh is a pass over the whole canvas, which decodes too. Keys and values outside the window stay as the last
-refresh left them: exact for none and block, an approximation for bidirectional models otherwise.
+refresh left them. This is exact for `none` and `block`, and an approximation for `dual` in bidirectional models.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -37,11 +33,15 @@ class NoCache(CachePolicy, RecomputesEveryKey, RefreshesWithin, KeepsNothing):
         return True
 
 
+@CACHES.register("dual")
 @dataclass(frozen=True, kw_only=True)
-class RefreshedCache(CachePolicy, RecomputesEveryKey, RefreshesWithin):
-    """A window whose surroundings are refreshed on entering a block, and every so many sweeps."""
+class DualCache(CachePolicy, RecomputesEveryKey, RefreshesWithin):
+    """Keeps the keys and values left and right of the active block, and recomputes the block alone.
 
-    ahead: ClassVar[int | None] = 0  # positions recomputed to the right of the active region; None: all
+    A pass over the whole canvas refreshes all keys when a row enters a block, and after `interval` window passes.
+    """
+
+    paper = "Fast-dLLM, arXiv:2505.22618"
 
     interval: int = option(0, "window passes of a request after which keys are refreshed too; 0: never")
 
@@ -50,7 +50,7 @@ class RefreshedCache(CachePolicy, RecomputesEveryKey, RefreshesWithin):
         return self.interval > 0
 
     def plan(self, phase: Phase) -> WindowPlan:
-        return WindowPlan(None, None) if phase == Phase.FULL else WindowPlan(0, self.ahead)
+        return WindowPlan(None, None) if phase == Phase.FULL else WindowPlan(0, 0)
 
     def fresh_state(self, spec: ModelSpec, length: int) -> State:
         return {"sweeps": torch.zeros((), dtype=torch.int64)} if self.interval else {}
@@ -64,48 +64,10 @@ class RefreshedCache(CachePolicy, RecomputesEveryKey, RefreshesWithin):
         return moved.entered_B | (swept_B & (state["sweeps"] % self.interval == 0))
 
 
-@CACHES.register("prefix")
-@dataclass(frozen=True, kw_only=True)
-class PrefixCache(RefreshedCache):
-    """Keeps the keys and values before the active block; recomputes the block and all to its right.
-
-    With `suffix` the model sees so many positions to the right of the block, and the last one of the canvas. That says
-    how long the answer may be (Streaming-dLLM). Refreshes and window passes compute no other masks. So the cost of a
-    step does not depend on max_new_tokens. This is for bidirectional models. The more masks it leaves out, the more the
-    logits change.
-    """
-
-    paper = "Fast-dLLM, arXiv:2505.22618; Streaming-dLLM"
-    ahead: ClassVar[int | None] = None
-
-    suffix: int | None = option(None, "positions right of the block that the model sees, and the last one; null: all")
-
-    def incompatibility(self, spec: ModelSpec) -> str | None:
-        if self.suffix is None or not spec.attention_block:
-            return None
-        return (
-            f"cache.suffix={self.suffix} leaves masks out that a model would see, and this one sees nothing behind its "
-            "own attention block. Use cache.suffix=null."
-        )
-
-    def plan(self, phase: Phase) -> WindowPlan:
-        if self.suffix is None:
-            return super().plan(phase)
-        return WindowPlan(None if phase == Phase.FULL else 0, self.suffix + 1, last=True)
+PLAN = WindowPlan(None, None, keeps=True)  # made once: the host asks for a row's plan several times in each round
 
 
-@CACHES.register("dual")
-@dataclass(frozen=True, kw_only=True)
-class DualCache(RefreshedCache):
-    """Keeps the keys and values left and right of the active block; recomputes the block alone."""
-
-    paper = "Fast-dLLM, arXiv:2505.22618"
-
-
-PLAN = WindowPlan(None, None, keeps=True)  # the host asks for it several times a round and row
-
-
-def not_final(spec: ModelSpec) -> str | None:
+def why_not_final(spec: ModelSpec) -> str | None:
     """Why a cache cannot keep the keys of finished blocks for good; None: it can."""
     if spec.attention_block:
         return None
@@ -131,7 +93,7 @@ class BlockCache(CachePolicy, RecomputesEveryKey, RefreshesWithin):
     paper = "Block Diffusion, arXiv:2503.09573"
 
     def incompatibility(self, spec: ModelSpec) -> str | None:
-        return not_final(spec)
+        return why_not_final(spec)
 
     def plan(self, phase: Phase) -> WindowPlan:
         return PLAN

@@ -24,7 +24,6 @@ from dinfer.core.memory import KVPool, PagedAttend
 from dinfer.core.refusals import Refusal, Trait
 from dinfer.core.step.ability import Ability, Decision, Entry, Extra, Forward, Known, Parts, Step, StepShape, Window
 from dinfer.core.step.canvas import Canvas
-from dinfer.core.step.cursors import BlockView, Phase, RowCursors, Status
 from dinfer.core.step.contracts import Decoder, Iteration, Large
 from dinfer.core.step.cursors import BlockView, Phase, RowCursors, Status
 from dinfer.core.step.mixins import Branches, Edits, LeavesDecoded, Verifies, Watches

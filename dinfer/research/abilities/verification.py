@@ -22,8 +22,6 @@ from dinfer.core.step.cursors import Phase, Status
 from dinfer.core.step.mixins import Verifies, scores_of
 
 LOOKS_FURTHER = Trait(lambda iteration: iteration.blocks > 1 or scores_of(iteration) != "none")
-from dinfer.core.step.cursors import Phase, Status
-from dinfer.core.step.mixins import Verifies
 
 
 @ABILITIES.register("verification")

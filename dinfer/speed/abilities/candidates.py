@@ -25,7 +25,6 @@ from dinfer.core.refusals import Refusal, Trait
 from dinfer.core.step.ability import ByExtra, Decision, Entry, Extra, Forward, Known, Parts, Step, StepShape
 from dinfer.core.step.canvas import Canvas
 from dinfer.core.step.cursors import Phase, RowCursors
-from dinfer.core.step.cursors import Phase, RowCursors
 from dinfer.core.step.mixins import Branches, Feeds, Grows, Verifies
 from dinfer.core.step.scores import read_logits
 from dinfer.core.step.step import forward
