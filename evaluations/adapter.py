@@ -352,12 +352,12 @@ class DinferLM(TemplateLM):
         return [*before, *[self.pipe.model.spec.mask] * gap, *self.tok_encode(document["suffix"], False)]
 
     def _options(self, job: Job, asked: GenKwargs) -> dict[str, Any]:
-        """The job's per-request options. Each repeat of a sampled request has its own seed."""
-        if not (asked.sampled and job.repeat):
+        """The job's per-request options. Each sampled request has a seed of its own, the same in every run."""
+        if not asked.sampled:
             return asked.options
         name = next((key for key in ("seed", "sampling.seed") if key in asked.options), "sampling.seed")
-        usual = self.pipe.recipe.sampling_of([])["seed"]
-        return asked.options | {name: asked.options.get(name, usual) + job.repeat}
+        usual = max(asked.options.get(name, self.pipe.recipe.sampling_of([])["seed"]), 0)
+        return asked.options | {name: usual + (int(job.instance.doc_id or 0) << 16) + job.repeat}
 
     def _on_ranks(self, work: Callable[..., list[Any]], pairs: Sequence[Pair], **settings: Any) -> list[Any]:
         return everywhere(self.pipe.recipe, work, [[[*prompt], [*answer]] for prompt, answer in pairs], **settings)

@@ -15,6 +15,7 @@ import numpy as np
 
 from dinfer.core.engine.request import Counts
 from dinfer.core.pipeline import Pipeline
+from dinfer.core.pipeline.pipeline import seeded
 from dinfer.core.registry import DECODERS, changed, check_range, values_of
 from dinfer.demo.problems import Problem, is_correct
 
@@ -186,8 +187,9 @@ def solve(
     """The figures of all answers together, and for each problem 1.0 if its answer is right, else 0.0."""
     ids = [pipe.encode(problem.question) for problem in problems]
     samples, steps = dict[int, Sample](), 0
+    options = [seeded(pipe.recipe, {}, index) for index in range(len(ids))]
     began = time.perf_counter()
-    for update in pipe.engine.run(pipe.requests(ids, new_tokens, None)):
+    for update in pipe.engine.run(pipe.requests(ids, new_tokens, options)):
         if update.completion is not None:
             right = is_correct(problems[update.index], pipe.decode(update.completion.output))
             samples[update.index] = Sample.of(update.completion.counts, update.completion.stopped, float(right))

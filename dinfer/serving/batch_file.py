@@ -141,7 +141,7 @@ def run(
                 if line.id not in output.ids:
                     if (own := held(ask, form)) is not ask:
                         formed.add(line.id)
-                    yield line.id, own
+                    yield line.id, with_seed(own, setup, line.number)
 
     if len(output.ids) < len(ids):
         answering(left(), keep)
@@ -233,6 +233,15 @@ def held(ask: Ask, form: Mapping[str, Any]) -> Ask:
     if form.get("posterior") and isinstance(mine, dict):
         own["dinfer"] = {"posterior": True} | mine
     return ask.model_copy(update={"body": body | own})
+
+
+def with_seed(ask: Ask, setup: Mapping[str, Any], number: int) -> Ask:
+    """The request with a seed, unless it has one: that of the setup and the line's number, so that a run repeats."""
+    mine = ask.body.get("dinfer")
+    if ask.body.get("seed") is not None or (isinstance(mine, dict) and {"seed", "sampling.seed"} & mine.keys()):
+        return ask
+    first = (setup.get("sampling") or {}).get("seed", -1)
+    return ask.model_copy(update={"body": ask.body | {"seed": max(first, 0) + number}})
 
 
 def renamed(answer: dict[str, Any]) -> dict[str, Any]:

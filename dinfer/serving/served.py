@@ -130,7 +130,7 @@ class Served:
             with at_field(field):
                 self.recipe.resolve({full: value})
             chosen[full], values[full] = field, value
-        if values.get("sampling.temperature", 0) and "sampling.seed" not in chosen:
+        if values.get("sampling.temperature", 0) and values["sampling.seed"] < 0:
             values["sampling.seed"] = secrets.randbelow(SEEDS)
         return values
 
@@ -172,7 +172,7 @@ class Served:
             if language is not None and length < language.shortest:
                 told = f"={length} is too few: the shortest answer that is accepted has {language.shortest} tokens"
                 raise invalid(field, told)
-            seed = options.get("sampling.seed", 0)
+            seed = max(options.get("sampling.seed", 0), 0)
             values = [{**options, **({"sampling.seed": (seed + i) % SEEDS} if i else {})} for i in range(asked.n)]
             try:
                 made = self.pipe.requests([prompt] * asked.n, length, values, language)

@@ -299,3 +299,17 @@ def test_files_that_cannot_be_meant_are_refused(dinfer: CommandLine, args: list[
     said = dinfer("batch", *args)
     assert said.status == 2 and message in said.err
     assert Path("old.jsonl").read_text() == "something of mine\n"
+
+
+def test_lines_differ_and_a_file_of_errors_alone_fails(dinfer: CommandLine) -> None:
+    same = json.loads(line(0, temperature=1.0))
+    write(*(json.dumps(same | {"custom_id": f"q{i}"}) for i in range(2)))
+    said = []
+    for out in ("a.jsonl", "b.jsonl"):
+        dinfer("batch", "in.jsonl", out, *QUICK)
+        found = answers(out)
+        said.append([found[name]["response"]["body"]["choices"][0]["message"]["content"] for name in ("q0", "q1")])
+    assert said[0] == said[1] and said[0][0] != said[0][1], "seeds are those of the lines"
+    write(line(0, top_p=7))
+    failed = dinfer("batch", "in.jsonl", "c.jsonl", *QUICK)
+    assert failed.status == 1 and "every line ended with an error; the first says: top_p=7" in failed.err

@@ -86,6 +86,8 @@ def batch(config: dict[str, Any], *, paths: list[str], line: list[str]) -> None:
                     fail(type(error)(f"{error}. {kept}"), FAILED)
                 raise Interrupted(f"interrupted; {kept}") from None
     say(progress.summary())
+    if progress.errors == progress.answered > 0:
+        fail(ValueError(f"every line ended with an error; the first says: {progress.first}"), FAILED)
 
 
 def answering_of(config: dict[str, Any], others: dict[str, dict[str, Any]], limits: Settings) -> Answering:
@@ -146,25 +148,32 @@ class Progress:
 
     def __init__(self, report: Report) -> None:
         self._report, self._began = report, time.monotonic()
-        self._before = self._done = self._errors = self._tokens = self._forwards = 0
+        self._before = self._done = self.errors = self._tokens = self._forwards = 0
+        self.first = ""  # what the first error says
 
     def __call__(self, done: int, total: int, answer: dict[str, Any] | None) -> None:
         self._done = done
         if answer is None:
             self._before = done
         elif answer["error"] is not None:
-            self._errors += 1
+            self.errors += 1
+            self.first = self.first or answer["error"]["message"]
         else:
             usage = answer["response"]["body"]["usage"]
             self._tokens += usage["completion_tokens"]
             self._forwards += usage["dinfer"]["forwards"]
-        detail = f"{self._errors} with an error" if self._errors else ""
+        detail = f"{self.errors} with an error" if self.errors else ""
         self._report.at("answering", done, total, detail)
+
+    @property
+    def answered(self) -> int:
+        """Lines that this run answered, with an error or without."""
+        return self._done - self._before
 
     def summary(self) -> str:
         tpf = self._tokens / self._forwards if self._forwards else 0.0
         return (
-            f"{several(self._done - self._before, 'answer')}, {several(self._errors, 'error')} among them, and "
+            f"{several(self.answered, 'answer')}, {several(self.errors, 'error')} among them, and "
             f"{self._before} from before; "
             f"{self._tokens} tokens, {self._forwards} forwards, {tpf:.2f} tokens per forward (TPF), "
             f"{time.monotonic() - self._began:.2f} s"

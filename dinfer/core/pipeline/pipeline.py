@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
@@ -443,7 +444,7 @@ class Pipeline:
         if not isinstance(options, Mapping):
             raise ValueError(f"{what}: options must be a mapping of names to values, not {options!r}")
         with named(what):
-            request = replace(request, options=self.recipe.resolve(options))
+            request = replace(request, options=self.recipe.resolve(seeded(self.recipe, options)))
             self.engine.check(request)
         return request
 
@@ -481,6 +482,22 @@ class Pipeline:
         if self.tokenizer is None:
             raise ValueError("the checkpoint has no tokenizer: use generate_ids with token ids")
         return self.tokenizer
+
+
+SEEDS = 2**53
+
+
+def seeded(recipe: Recipe, options: Mapping[str, Any], index: int | None = None) -> Mapping[str, Any]:
+    """A request's options, with a seed if it draws and nobody has chosen one.
+
+    `index`: of a request in a run that can be repeated, whose seeds are the recipe's and those after it.
+    """
+    values = recipe.sampling_of(recipe.resolve(options))
+    if values.get("temperature", 0) == 0 or (index is None and values.get("seed", 0) >= 0):
+        return options
+    kept = {name: value for name, value in options.items() if name not in ("seed", "sampling.seed")}
+    seed = secrets.randbelow(SEEDS) if index is None else (max(int(values.get("seed", 0)), 0) + index) % SEEDS
+    return {**kept, "sampling.seed": seed}
 
 
 def _ids(value: Any, what: str) -> list[int]:

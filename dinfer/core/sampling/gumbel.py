@@ -42,7 +42,9 @@ class StandardSampling(Sampling):
     by_parts = True
 
     temperature: float = option(0.0, "0: take the most likely token; else draw", per_request=True)
-    seed: int = option(0, "seed of the random numbers", most=2**53 - 1, per_request=True)
+    seed: int = option(
+        -1, "of the random numbers; -1: another for each request that draws", least=-1, most=2**53 - 1, per_request=True
+    )
     repetition_penalty: float = option(
         1.0, "divides positive logits of tokens that the canvas holds, and multiplies negative ones",
         least=LEAST, most=MOST, per_request=True,

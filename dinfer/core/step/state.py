@@ -167,7 +167,7 @@ class BatchState:
         if phase == Phase.PREFILL and entry.kept == prefilled(recipe.cache, spec, start):
             phase = Phase.WINDOW
         length = min((kind.first_length(recipe, entry, options) for kind in recipe.abilities), default=length)
-        seed = int(recipe.sampling_of(options).get("seed", 0))
+        seed = max(int(recipe.sampling_of(options).get("seed", 0)), 0)  # nobody chose one
         return Cursors(int(phase), entry.prompt, length, start, end, kept=entry.kept, seed=seed, stops=int(entry.stops))
 
     def block_rows(self, slot_B: Tensor, block_B: Tensor, blocks: int) -> Tensor:

@@ -338,7 +338,7 @@ def test_the_mask_token_takes_part_in_the_draw() -> None:
         ({"temperature": 1e-9}, "between 0.001"),
         ({"temperature": math.nan}, "must be 0"),
         ({"temperature": math.inf}, "must be 0"),
-        ({"seed": -1}, "between 0"),
+        ({"seed": -2}, "between -1"),
         ({"top_p": 0.0}, "above 0"),
         ({"top_p": 1.5}, "at most 1"),
         ({"top_k": -2}, "must be 0 or more"),
