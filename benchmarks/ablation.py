@@ -39,6 +39,7 @@ from dinfer.core.engine.scheduler.scheduler import Lookahead
 from dinfer.core.kernels.dispatch import GROUPS, VARIABLE
 from dinfer.core.recipe.recipe import Recipe
 from dinfer.core.step.contracts import ModelSpec
+from dinfer.speed.abilities import open_positions
 
 BLOCK = 32
 ALL = "all on"
@@ -85,7 +86,7 @@ def applies(name: str, case: Case, spec: ModelSpec) -> bool:
     conditions = {
         "experts": spec.experts is not None, "router": spec.experts is not None, "packed": case.quantize == "int4",
         "draw": bool(case.options), "settle": batches, "gather": batches,
-        "scored": case.rows * BLOCK >= scheduler.MANY,
+        "scored": case.rows * BLOCK >= open_positions.MANY,
     }  # fmt: skip
     return conditions.get(name, True)
 
@@ -101,7 +102,7 @@ def without(name: str) -> Iterator[None]:
         elif name == "lookahead":
             stack.enter_context(patch.object(Lookahead, "pays", PropertyMock(return_value=False)))
         elif name == "scored":
-            stack.enter_context(patch.object(scheduler, "MANY", sys.maxsize))
+            stack.enter_context(patch.object(open_positions, "MANY", sys.maxsize))
         elif name == "settle":
             stack.enter_context(patch.object(scheduler, "narrow_width", lambda *row: None))
         elif name == "gather":

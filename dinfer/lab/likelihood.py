@@ -23,13 +23,13 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from dinfer.core.abilities.reports import TokenLogprob
 from dinfer.core.kernels.attention import attention_interval, interval_mask
 from dinfer.core.kernels.dispatch import on_own_device
 from dinfer.core.kernels.random import uniform
 from dinfer.core.layers.transformer import WholeAttend
 from dinfer.core.step.contracts import ModelSpec
 from dinfer.core.step.model import Model
+from dinfer.core.step.told import TokenLogprob
 
 Pair = tuple[Sequence[int], Sequence[int]]  # prompt and answer
 

@@ -16,9 +16,9 @@ from pydantic_core import to_json
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from dinfer.core.abilities.reports import TokenLogprob
 from dinfer.core.engine.request import Counts
 from dinfer.core.pipeline.tokenizer import Decode
+from dinfer.core.step.told import TokenLogprob
 from dinfer.serving.errors import ApiError
 from dinfer.serving.rows import Event
 from dinfer.structure import Language

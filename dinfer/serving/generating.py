@@ -11,8 +11,8 @@ from typing import Any
 
 from fastapi import Response
 
-from dinfer.core.abilities.reports import TokenLogprob
 from dinfer.core.pipeline.inputs import NoTools
+from dinfer.core.step.told import TokenLogprob
 from dinfer.lab.likelihood import left_to_right
 from dinfer.serving.answers import Answer, CallReader, Choice, Rendering, ThoughtReader
 from dinfer.serving.errors import ApiError, at_field, refused

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dinfer.core.abilities.reports import TokenLogprob
+from dinfer.core.step.told import TokenLogprob
 from dinfer.lab.trace.record import Pieces
 
 # What the log-probabilities of a prompt are.

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from dinfer.core.abilities.reports import FORCED, LEVELS, SURE, TokenLogprob
 from dinfer.core.engine.request import (
     BrokenContract,
     Completion,
@@ -24,6 +23,7 @@ from dinfer.core.engine.request import (
 )
 from dinfer.core.pipeline.tokenizer import Decode, GrowingText
 from dinfer.core.step.mixins import Edits
+from dinfer.core.step.told import FORCED, LEVELS, SURE, TokenLogprob
 from dinfer.lab.trace.record import Pieces
 from dinfer.serving.errors import ApiError
 from dinfer.serving.guard import REQUEST_ID

@@ -31,11 +31,7 @@ FLOORS = (
     "__main__",
 )  # fmt: skip
 EXCEPTIONS: dict[str, set[str]] = {  # nothing is added here: what core still knows of layers
-    "core/abilities/reports": {"research/abilities"},
-    "core/engine/loop": {"research/abilities"},
-    "core/engine/runtime": {"speed/abilities"},
-    "core/engine/scheduler/scheduler": {"research/abilities", "speed/abilities", "speed/settling"},
-    "core/engine/worker": {"speed/abilities"},
+    "core/engine/scheduler/scheduler": {"speed/settling"},
     "structure/abilities": {"research/abilities"},
 }
 # Packages beyond torch and the standard library, and who may import them at all.

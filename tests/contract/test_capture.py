@@ -13,10 +13,10 @@ from support.capture import CaptureRefused, meta_steps
 from support.matrix import LEGAL, SAMPLE, Combination, every_recipe
 from support.models import tiny_model
 
-from dinfer.core.abilities.reports import Level
 from dinfer.core.decoders.threshold import Threshold
 from dinfer.core.recipe.recipe import Recipe
 from dinfer.core.step.contracts import BlockView, Proposal, State, TokenStats
+from dinfer.core.step.told import Level
 
 
 @pytest.mark.one_in(6)

@@ -9,7 +9,7 @@ from support.matrix import may_speculate
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dinfer.core.abilities.guidance import Guided
-from dinfer.core.abilities.reports import Level, Reported, Reporting
+from dinfer.core.abilities.reports import Reported, Reporting
 from dinfer.core.memory import PoolSize
 from dinfer.core.recipe.recipe import Recipe
 from dinfer.core.step.cursors import Cursors
@@ -17,10 +17,11 @@ from dinfer.core.step.mixins import Feeds
 from dinfer.core.step.shape import Extra, KeysOnly, Sampled, StepShape, extras_of
 from dinfer.core.step.state import BatchState
 from dinfer.core.step.step import denoise_step
+from dinfer.core.step.told import Level
 from dinfer.core.step.window import deciding, width_of
 from dinfer.research.abilities.branches import BranchLanes, branches_of
 from dinfer.speed.abilities.candidates import Candidates
-from dinfer.speed.abilities.open_positions import OpenOnly
+from dinfer.speed.abilities.open_positions import OpenOnly, scores_open
 
 COPIES = ("aten::_to_copy", "aten::copy_", "aten::lift_fresh", "aten::_local_scalar_dense")
 LENGTH, PAGE, LANES = 51, 4, 3
@@ -93,7 +94,7 @@ def meta_steps(recipe: Recipe, level: Level = Level.NOTHING) -> None:
             guided = more and not isinstance(iteration, Feeds) and recipe.model.spec.mask_id is not None
             extras: list[Extra] = [Sampled(8), KeysOnly()] if more else []
             extras += [Guided()] * guided + [kind(candidates)] * (candidates > 0) + [Reported(level)] * (level > 0)
-            if recipe.scores_open and not any(extra.whole_logits for extra in extras):
+            if scores_open(recipe) and not any(extra.whole_logits for extra in extras):
                 extras.append(OpenOnly(7))
             shape = StepShape(phase, LANES, width, iteration.blocks, state.block, pages, extras_of(extras))
             with DeviceOnly():

@@ -27,6 +27,8 @@ class Guided(Extra):
     """Some row has a second branch, without the prompt."""
 
     whole_logits = True
+    prefills = True
+    divides = False
 
 
 @dataclass(slots=True)

@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dinfer.core.abilities.reports import Reporting, Reports
 from dinfer.core.engine.row import Row
 from dinfer.core.engine.runtime import BatchSize, block_of, pages_of
 from dinfer.core.engine.worker import Worker
@@ -20,6 +19,7 @@ from dinfer.core.step.canvas import Canvas
 from dinfer.core.step.cursors import CURSORS, Status
 from dinfer.core.step.mixins import Feeds
 from dinfer.core.step.state import Entry
+from dinfer.core.step.told import Reports
 from dinfer.core.step.window import prefilled
 
 
@@ -128,7 +128,7 @@ class Batch:
         """`worker` has opened `room`."""
         self.worker, self.recipe, self.runtime, self.room = worker, worker.recipe, worker.runtime, room
         self.state = worker.runner.state
-        self.reader = CanvasReader(self.state.canvas, self.state.kept[Reporting], self.state.block, worker)
+        self.reader = CanvasReader(self.state.canvas, self.state.held(Reports), self.state.block, worker)
         self.pages = PageAllocator(room.pages)
         self.rows: dict[int, Row] = {}  # by slot, in order of admission
         self._free = [*range(room.slots)]  # slots, a heap

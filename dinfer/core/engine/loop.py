@@ -10,7 +10,6 @@ from itertools import islice
 
 import torch
 
-from dinfer.core.abilities.reports import Reporting
 from dinfer.core.engine.batch import Asked, Batch, Claim
 from dinfer.core.engine.request import StalledRow, Update
 from dinfer.core.engine.row import Row
@@ -19,8 +18,8 @@ from dinfer.core.engine.scheduler.scheduler import Scheduler, Step
 from dinfer.core.engine.worker import Worker
 from dinfer.core.memory import Key
 from dinfer.core.step.cursors import Cursors, Phase
+from dinfer.core.step.told import Reports
 from dinfer.core.step.window import widest
-from dinfer.research.abilities.branches import branches_of
 
 logger = logging.getLogger(__name__)
 CHECK = "DINFER_CHECK_RANKS"  # in the environment: compare all ranks after every round, which is slow
@@ -224,8 +223,7 @@ class Loop:
             self.batch.publish(row)
             if row.wants.canvas:
                 active_X, drafts_X = asked.active_NX[row.slot], asked.drafts_NX[row.slot]
-                behind = branches_of(self.recipe.iteration) > 0
-                row.read_tokens(active_X, drafts_X, behind=behind)
+                row.read_tokens(active_X, drafts_X, behind=self.recipe.facts.opens)
                 if row.wants.deltas is not None:
                     row.settle(self.recipe)
             self._moved.append(row)
@@ -238,7 +236,7 @@ class Loop:
         slots = [row.slot for row in rows for _ in row.fresh if row.slot is not None]
         try:
             with self.worker.aside():
-                heard = iter(self.batch.state.kept[Reporting].logprobs(slots, [at for row in rows for at in row.fresh]))
+                heard = iter(self.batch.state.held(Reports).logprobs(slots, [at for row in rows for at in row.fresh]))
         except Exception as error:
             self._blame(rows, error)
             return

@@ -4,8 +4,8 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from dinfer.core.abilities.reports import LEVELS, SURE, TokenLogprob
 from dinfer.core.step.cursors import Phase
+from dinfer.core.step.told import LEVELS, SURE, TokenLogprob
 from dinfer.core.terms.spec import ModelSpec
 
 Deltas = Literal["commit", "block"]

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor
 
-from dinfer.core.abilities.reports import Level, TokenLogprob
 from dinfer.core.engine.request import (
     BrokenContract,
     Completion,
@@ -24,6 +23,7 @@ from dinfer.core.recipe.recipe import Recipe
 from dinfer.core.step.cursors import ACTIVE, Cursors, Phase
 from dinfer.core.step.mixins import Edits, Slides
 from dinfer.core.step.shape import Extra
+from dinfer.core.step.told import Level, TokenLogprob
 from dinfer.core.terms.spec import ModelSpec
 
 PLACE = Cursors._fields.index("forwards")  # the cursors before this one are a row's place, the others count

@@ -7,11 +7,10 @@ from typing import Literal, NamedTuple, Self, get_args
 from dinfer.core.engine.request import Request
 from dinfer.core.recipe.recipe import Recipe
 from dinfer.core.registry import check_range, check_types
-from dinfer.speed.abilities.candidates import DRAFTED
 
 Kv = Literal["model", "fp8"]
 KV: tuple[str, ...] = get_args(Kv)
-AUTO_CANDIDATES = 7  # the most candidates with `speculate` auto
+AUTO_CANDIDATES, MOST_CANDIDATES = 7, 16  # the most with `speculate` auto, and at all
 MOST_ROWS = 1 << 16  # tables of the canvas alone would fill the memory of a host with more
 CHOOSES = "It chooses among recipes of a measured table that lose no more accuracy than is allowed"
 TUNES = "`dinfer tune table=FILE` with this model and this recipe writes one"
@@ -57,7 +56,7 @@ class Runtime:
         check_range("runtime", self, "rows", least=1, most=MOST_ROWS)
         check_range("runtime", self, "max_accuracy_loss", least=0, most=100)
         if self.speculate != "auto":
-            check_range("runtime", self, "speculate", least=0, most=len(DRAFTED))
+            check_range("runtime", self, "speculate", least=0, most=MOST_CANDIDATES)
         check_range("runtime", self, "page", least=1, most=LONGEST_PAGE)
         if self.expert_parallel and self.tensor_parallel == 1:
             raise ValueError(

@@ -21,7 +21,6 @@ from dinfer.core.recipe.recipe import Recipe
 from dinfer.core.step.cursors import Cursors
 from dinfer.core.step.shape import StepShape
 from dinfer.core.step.state import BatchState, Entry
-from dinfer.speed.abilities.candidates import Candidates
 
 
 def made_of(model: Any) -> tuple[Any, ...]:
@@ -71,7 +70,7 @@ class Worker:
         def alloc(recipe: Recipe, device: torch.device) -> BatchState:
             return BatchState.alloc(
                 recipe, PoolSize(room.slots, room.length, room.pages, self.runtime.page), dtype=self.kv,
-                device=device, block=room.block, extras=(Candidates(self.runtime.candidates),),
+                device=device, block=room.block, extras=recipe.largest(self.runtime.candidates),
             )  # fmt: skip
 
         device = self.recipe.model.device

@@ -18,8 +18,8 @@ from typing import Any, TypedDict, TypeVar
 
 import torch
 
-from dinfer.core.abilities.reports import TokenLogprob
 from dinfer.core.engine.request import Counts
+from dinfer.core.step.told import TokenLogprob
 
 
 def is_conversation(prompt: Any) -> bool:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypedDict, Unpack, overload
 import torch
 
 import dinfer.core.recipe.presets as presets
-from dinfer.core.abilities.reports import TokenLogprob
 from dinfer.core.engine.engine import Engine
 from dinfer.core.engine.request import Completion, Counts, Request, Update, Wants
 from dinfer.core.engine.runtime import Runtime
@@ -46,6 +45,7 @@ from dinfer.core.registry import CACHES, MODELS
 from dinfer.core.step.contracts import CachePolicy
 from dinfer.core.step.mixins import Pads
 from dinfer.core.step.model import ModelFamily
+from dinfer.core.step.told import TokenLogprob
 from dinfer.core.step.window import exact
 
 if TYPE_CHECKING:

@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
-from functools import cached_property
+from functools import cached_property, reduce
+from operator import or_
 from types import MappingProxyType
 from typing import Any
 
@@ -11,12 +12,10 @@ from dinfer.core.abilities.traits import TEXT_BEHIND
 from dinfer.core.refusals import COMPONENTS, Refusal, Trait, refused
 from dinfer.core.registry import brief, check_types, options_of, unknown
 from dinfer.core.step.contracts import CachePolicy, Component, Decoder, Iteration, Phase
-from dinfer.core.step.cursors import ACTIVE
 from dinfer.core.step.mixins import (
     Adjusts,
     Aligned,
     Chooses,
-    Edits,
     Feeds,
     Follows,
     Paces,
@@ -25,10 +24,9 @@ from dinfer.core.step.mixins import (
     Slides,
     Verifies,
     Watches,
-    scores_of,
 )
 from dinfer.core.step.model import Model, Parts, Sampling
-from dinfer.core.step.shape import Extra, Sampled, extras_of
+from dinfer.core.step.shape import Extra, HostFacts, Planned, Sampled, StepShape, extras_of
 
 # What components derive from, to be asked for their methods.
 MIXINS: dict[str, tuple[type, ...]] = {
@@ -124,6 +122,13 @@ class Recipe(Parts):
         asked = (ability.asks(self, options, more) for ability in self.abilities)
         return extras_of([*sampled, *(extra for extra in asked if extra is not None)])
 
+    def largest(self, candidates: int) -> tuple[Extra, ...]:
+        """The extras of the steps that need most memory. `candidates`: the most of a step, see `runtime.speculate`."""
+        shape = StepShape(Phase.WINDOW, 0, 0, self.iteration.blocks, 0, 0)
+        planned = Planned(0, forks=True, candidates=candidates or None)
+        added = (ability.adds(self, shape, planned) for ability in self.abilities)
+        return extras_of(extra for extra in added if extra is not None)
+
     def guided(self, options: Sequence[float]) -> bool:
         """Whether a request with these options has a second branch, without the prompt."""
         return self.sampling_of(options).get("guidance", 0) > 0
@@ -131,7 +136,12 @@ class Recipe(Parts):
     @property
     def phases(self) -> tuple[Phase, ...]:
         """The phases that its steps may have."""
-        return tuple(phase for phase in ACTIVE if phase != Phase.VERIFY or isinstance(self.decoder, Verifies))
+        return Phase.PREFILL, Phase.FULL, Phase.WINDOW, *self.facts.phases
+
+    @cached_property
+    def facts(self) -> HostFacts:
+        """What the host must know of the abilities of its steps."""
+        return reduce(or_, (ability.facts(self) for ability in self.abilities), HostFacts())
 
     @property
     def alignment(self) -> int:
@@ -140,16 +150,6 @@ class Recipe(Parts):
         if self.model.spec.prompt_block:
             return iteration.block
         return iteration.alignment if isinstance(iteration, Aligned) else 1
-
-    @property
-    def scores_open(self) -> bool:
-        """Whether the logits of open positions are all that a step without a draw or guidance needs.
-
-        A row for which there is no room repeats its step. A cache that watches values change must not see that.
-        """
-        decoder = self.decoder
-        reads = isinstance(decoder, Adjusts | Edits) or scores_of(self.iteration) != "none"
-        return not reads and not isinstance(self.cache, Watches) and not isinstance(self.cache, Follows)
 
     def resolve(self, given: Mapping[str, Any], **more: Any) -> list[float]:
         """The value of every per-request option for one request, in the order of `request_options`.

@@ -16,7 +16,7 @@ from dinfer.core.step.canvas import Canvas
 from dinfer.core.step.contracts import Proposal, State
 from dinfer.core.step.cursors import BlockView, RowCursors
 from dinfer.core.step.model import Parts
-from dinfer.core.step.shape import Extra, StepShape
+from dinfer.core.step.shape import Extra, HostFacts, Planned, StepShape
 from dinfer.core.step.state import Entry
 from dinfer.core.step.window import Window
 from dinfer.core.step.work import Decision, Forward, Known, Step
@@ -54,6 +54,19 @@ class Ability:
     @classmethod
     def refusal(cls, recipe: Parts, options: Sequence[float], more: Mapping[str, Any]) -> str | None:
         """Why a request cannot have what it asks of this ability, and what to ask instead; None: it can. Host side."""
+        return None
+
+    @classmethod
+    def facts(cls, recipe: Parts) -> HostFacts:
+        """What the host must know of it. Host side."""
+        return HostFacts()
+
+    @classmethod
+    def adds(cls, recipe: Parts, shape: StepShape, planned: Planned) -> Extra | None:
+        """What it adds to a step that is no prefill, beside what requests ask for. Host side.
+
+        `shape`: the step with what its rows ask for, and what abilities before this one add.
+        """
         return None
 
     # What it keeps for each slot. Host side.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self, TypeVar
 
@@ -20,11 +20,19 @@ class Extra:
 
     narrows: ClassVar[bool] = False  # a step without it does the same, and computes more
     free: ClassVar[bool] = False  # a step with it takes no longer, so its graph may stand in for good
+    prefills: ClassVar[bool] = False  # a step that fills keys alone has it too
+    divides: ClassVar[bool] = True  # a row that asks for it may take several lanes of a step
+    repeats: ClassVar[bool] = True  # a row that stays where it is needs such a step once more
 
     @property
     def whole_logits(self) -> bool:
         """Whether it needs the logits of whole blocks, where others need those of open positions alone."""
         return False
+
+    @property
+    def versions(self) -> int:
+        """Further states of its row that each lane evaluates."""
+        return 0
 
     def joined(self, other: Self) -> Self:
         """What serves rows that ask for this one and rows that ask for the other."""
@@ -59,6 +67,11 @@ class StepShape:
         """The extra of this kind, if the step has one."""
         return next((extra for extra in self.extras if isinstance(extra, kind)), None)
 
+    @property
+    def versions(self) -> int:
+        """Further states of its row that each lane evaluates."""
+        return sum(extra.versions for extra in self.extras)
+
     def adding(self, *extras: Extra) -> StepShape:
         """The same with these extras, in place of those of their kinds."""
         kinds = {type(extra) for extra in extras}
@@ -91,6 +104,33 @@ def extras_of(extras: Iterable[Extra]) -> tuple[Extra, ...]:
 
 
 @dataclass(frozen=True, slots=True)
+class Planned:
+    """What the host knows of a step that it plans, beside its shape and what its rows ask for."""
+
+    rows: int
+    forks: bool = False  # it decides, and its windows are no wider than a version of a row has pages for
+    candidates: int | None = None  # states that may save a forward; None: `runtime.speculate` is 0
+    widest: int = 0  # positions of the widest row, where rows take several lanes
+    open: Callable[[], int] = int  # how many positions its rows most likely have open in their active blocks
+
+
+@dataclass(frozen=True, slots=True)
+class HostFacts:
+    """What the host must know of an ability, or of all abilities of a recipe."""
+
+    phases: tuple[Phase, ...] = ()  # of its own steps: what a row needs next is known only after its last step
+    versions: int = 0  # of each row, which every step that decides evaluates beside its present state
+    opens: bool = False  # a step may open one more block before it decides
+    divides: bool = False  # rows may take several lanes of a step
+
+    def __or__(self, other: HostFacts) -> HostFacts:
+        return HostFacts(
+            self.phases + other.phases, self.versions + other.versions, self.opens or other.opens,
+            self.divides or other.divides,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
 class Sampled(Extra):
     """Some row does not simply take the most likely token."""
 
@@ -107,6 +147,8 @@ class Sampled(Extra):
 @dataclass(frozen=True, slots=True)
 class KeysOnly(Extra):
     """Rows that need more than the step's width have keys computed, and decode nothing."""
+
+    repeats: ClassVar[bool] = False
 
     def holds(self, asked: Self | None, own: StepShape, shape: StepShape) -> bool:
         return asked == self and own.width == shape.width  # the width decides which rows decode

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from dinfer.core.step.cursors import Cursors, Phase
 from dinfer.core.step.model import Parts
 from dinfer.core.step.shape import Extra, StepShape
 from dinfer.core.step.window import first_phase, prefilled, widest
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +128,10 @@ class BatchState:
                 if (kept := kind.alloc(recipe, canvas, block, extras)) is not None
             },
         )
+
+    def held(self, kind: type[T]) -> T:
+        """What an ability keeps, by its type."""
+        return next(kept for kept in self.kept.values() if isinstance(kept, kind))
 
     def admit(self, recipe: Parts, entries: Sequence[Entry]) -> tuple[list[Cursors], Tensor]:
         """Places requests in free slots: canvas, pages, options, fresh state of every component. Host side.

@@ -28,6 +28,7 @@ from dinfer.core.step.contracts import Decoder, Iteration, Large
 from dinfer.core.step.cursors import BlockView, Phase, RowCursors, Status
 from dinfer.core.step.mixins import Branches, Edits, LeavesDecoded, Verifies, Watches
 from dinfer.core.step.scores import proposed_tokens
+from dinfer.core.step.shape import HostFacts, Planned
 from dinfer.core.step.step import block_view, forward, seen
 from dinfer.core.step.window import deciding
 from dinfer.speed.abilities.candidates import States, logits_of_versions
@@ -42,6 +43,10 @@ class BranchLanes(Extra):
     @property
     def whole_logits(self) -> bool:
         return self.count > 0
+
+    @property
+    def versions(self) -> int:
+        return self.count
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +210,16 @@ class Branched(Ability):
             return None
         count = 0 if (extra := shape.extra(BranchLanes)) is None else extra.count
         return cls(iteration, count, not count and shape.phase == deciding(recipe))
+
+    @classmethod
+    def facts(cls, recipe: Parts) -> HostFacts:
+        count = branches_of(recipe.iteration)
+        return HostFacts(versions=count, opens=count > 0)
+
+    @classmethod
+    def adds(cls, recipe: Parts, shape: StepShape, planned: Planned) -> Extra | None:
+        count = branches_of(recipe.iteration)
+        return BranchLanes(count if planned.forks else 0) if count else None
 
     def needs(self, step: Step) -> tuple[str, ...]:
         return (self.iteration.by,)

@@ -20,6 +20,7 @@ from dinfer.core.refusals import Refusal, Trait
 from dinfer.core.step.ability import ByPart, Decision, Extra, Known, Parts, Proposal, Step
 from dinfer.core.step.cursors import Phase, Status
 from dinfer.core.step.mixins import Verifies, scores_of
+from dinfer.core.step.shape import HostFacts
 
 LOOKS_FURTHER = Trait(lambda iteration: iteration.blocks > 1 or scores_of(iteration) != "none")
 
@@ -38,6 +39,10 @@ class Verification(ByPart[Verifies]):
         Refusal("{decoder} needs further lanes for one branch, and guidance takes two.",
                 sampling=GUIDED, decoder=Verifies),
     )  # fmt: skip
+
+    @classmethod
+    def facts(cls, recipe: Parts) -> HostFacts:
+        return HostFacts(phases=(Phase.VERIFY,) if isinstance(recipe.decoder, Verifies) else ())
 
     @classmethod
     def page_sets(cls, recipe: Parts, extras: Sequence[Extra]) -> int:

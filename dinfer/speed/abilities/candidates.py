@@ -27,6 +27,7 @@ from dinfer.core.step.canvas import Canvas
 from dinfer.core.step.cursors import Phase, RowCursors
 from dinfer.core.step.mixins import Branches, Feeds, Grows, Verifies
 from dinfer.core.step.scores import read_logits
+from dinfer.core.step.shape import Planned
 from dinfer.core.step.step import forward
 
 
@@ -39,6 +40,10 @@ class Candidates(Extra):
     @property
     def whole_logits(self) -> bool:
         return self.count > 0
+
+    @property
+    def versions(self) -> int:
+        return self.count
 
     def joined(self, other: Candidates) -> Candidates:
         return Candidates(max(self.count, other.count))
@@ -169,6 +174,12 @@ class Speculation(ByExtra[Candidates]):
     )  # fmt: skip
 
     kind = Candidates
+
+    @classmethod
+    def adds(cls, recipe: Parts, shape: StepShape, planned: Planned) -> Extra | None:
+        if planned.candidates is None:
+            return None
+        return Candidates(planned.candidates if planned.forks else 0)
 
     @classmethod
     def page_sets(cls, recipe: Parts, extras: Sequence[Extra]) -> int:

@@ -13,9 +13,9 @@ from dinfer.core.kernels.canvas import rows_of
 from dinfer.core.kernels.selection import compact
 from dinfer.core.step.ability import Ability, ByExtra, Decision, Extra, Forward, Parts, Step, StepShape, TokenStats
 from dinfer.core.step.cursors import Phase
-from dinfer.core.step.mixins import Follows, LeavesMasks, scores_of
+from dinfer.core.step.mixins import Adjusts, Edits, Follows, LeavesMasks, Watches, scores_of
 from dinfer.core.step.scores import read_logits, statistics
-from dinfer.core.step.shape import KeysOnly
+from dinfer.core.step.shape import KeysOnly, Planned
 from dinfer.speed.abilities.slices import Sliced
 
 FEWEST = 64  # skip unread positions only if there are at least so many, since skipping adds a few kernels
@@ -63,6 +63,7 @@ class OpenOnly(Extra):
 
     count: int
     narrows: ClassVar[bool] = True
+    repeats: ClassVar[bool] = False
 
     def bucket(self, shape: StepShape, vocab: int) -> OpenOnly | None:
         whole = shape.lanes * shape.blocks * shape.block
@@ -78,11 +79,32 @@ class OpenOnly(Extra):
         return most <= self.count
 
 
-@ABILITIES.register("open_positions")
+MANY = 1024  # positions of active blocks from which on the LM head runs on the open ones alone
+
+
+def scores_open(recipe: Parts) -> bool:
+    """Whether the logits of open positions are all that a step without a draw or guidance needs.
+
+    A row for which there is no room repeats its step. A cache that watches values change must not see that.
+    """
+    reads = isinstance(recipe.decoder, Adjusts | Edits) or scores_of(recipe.iteration) != "none"
+    return not reads and not isinstance(recipe.cache, Watches | Follows)
+
+
+@ABILITIES.register("open_positions", after=("branches", "slices", "speculation"))
 class OpenPositions(ByExtra[OpenOnly]):
     """Takes the statistics of open positions. Rows whose open positions do not all fit sit the step out."""
 
     kind = OpenOnly
+
+    @classmethod
+    def adds(cls, recipe: Parts, shape: StepShape, planned: Planned) -> Extra | None:
+        most = planned.rows * shape.blocks * shape.block
+        plain = shape.phase in (Phase.FULL, Phase.WINDOW) and not any(extra.whole_logits for extra in shape.extras)
+        if not (most >= MANY and plain and scores_open(recipe)):
+            return None
+        count = planned.open()
+        return OpenOnly(count) if 0 < count < most else None
 
     def statistics(self, step: Step, made: Decision) -> TokenStats | None:
         run, view, blocks, live_B = made.known.run, made.view, step.shape.blocks, step.lanes.live_B

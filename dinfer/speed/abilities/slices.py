@@ -20,7 +20,7 @@ from dinfer.core.memory import PagedAttend
 from dinfer.core.step.ability import ByExtra, Extra, Forward, Parts, Step, StepShape, Window
 from dinfer.core.step.cursors import Phase
 from dinfer.core.step.mixins import Feeds
-from dinfer.core.step.shape import power_of_2
+from dinfer.core.step.shape import HostFacts, Planned, power_of_2
 from dinfer.core.step.step import seen
 from dinfer.core.step.window import window as window_of
 
@@ -86,6 +86,14 @@ class Slices(ByExtra[Sliced]):
     """Cuts the windows into lanes before the network, and joins what it has said of the active blocks."""
 
     kind = Sliced
+
+    @classmethod
+    def facts(cls, recipe: Parts) -> HostFacts:
+        return HostFacts(divides=sliceable(recipe))
+
+    @classmethod
+    def adds(cls, recipe: Parts, shape: StepShape, planned: Planned) -> Extra | None:
+        return Sliced(planned.widest) if planned.widest else None
 
     def window(self, step: Step, window: Window) -> Window:
         """The whole windows. Rows for which too few lanes are left sit the step out."""

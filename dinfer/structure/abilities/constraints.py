@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from dinfer.core.abilities.registry import ABILITIES
-from dinfer.core.abilities.reports import Forced
 from dinfer.core.kernels.canvas import rows_of, uploaded
 from dinfer.core.kernels.lines import Languages, Line, Settled
 from dinfer.core.refusals import Refusal, Trait
@@ -39,6 +38,7 @@ from dinfer.core.step.commits import with_progress
 from dinfer.core.step.cursors import Status
 from dinfer.core.step.mixins import Moves
 from dinfer.core.step.shape import Sampled, power_of_2
+from dinfer.core.step.told import Forced
 from dinfer.research.abilities.branches import Added, branches_of
 from dinfer.structure.kernels.languages import Sweeps, placed
 from dinfer.structure.language import NOWHERE, Language, as_text, of_text

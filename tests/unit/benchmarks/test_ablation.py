@@ -15,6 +15,7 @@ from dinfer.core.engine.scheduler import scheduler
 from dinfer.core.engine.scheduler.grouping import PrefillBatching
 from dinfer.core.engine.scheduler.scheduler import Lookahead
 from dinfer.core.kernels.dispatch import GROUPS, groups_off
+from dinfer.speed.abilities import open_positions
 
 
 @pytest.mark.matrix  # ten seconds
@@ -37,7 +38,7 @@ def test_one_thing_is_off_at_a_time_and_all_are_on_again(name: str) -> None:
     def state() -> tuple[object, ...]:
         groups = groups_off(os.environ.get("DINFER_KERNELS", "triton"))
         early, holds = os.environ.get("DINFER_EARLY"), PrefillBatching.holds
-        return groups, early, Lookahead().pays, scheduler.MANY, vars(scheduler)["narrow_width"], holds
+        return groups, early, Lookahead().pays, open_positions.MANY, vars(scheduler)["narrow_width"], holds
 
     before = state()
     with ablation.without(name):

@@ -12,19 +12,13 @@ from math import ceil
 from statistics import median
 from typing import NamedTuple
 
-from dinfer.core.abilities.guidance import Guided
 from dinfer.core.engine.row import PLACE, Row, StepWidth
 from dinfer.core.engine.runtime import AUTO_CANDIDATES, Runtime
 from dinfer.core.engine.scheduler.grouping import LATE, Group, PrefillBatching, free_positions, grouped, opens
 from dinfer.core.recipe.recipe import Recipe
 from dinfer.core.step.cursors import Cursors, Phase
-from dinfer.core.step.mixins import Verifies
-from dinfer.core.step.shape import Extra, KeysOnly, StepShape, extras_of
+from dinfer.core.step.shape import KeysOnly, Planned, StepShape, extras_of
 from dinfer.core.step.window import deciding, narrow_width, width_of
-from dinfer.research.abilities.branches import BranchLanes, branches_of
-from dinfer.speed.abilities.candidates import Candidates
-from dinfer.speed.abilities.open_positions import OpenOnly
-from dinfer.speed.abilities.slices import Sliced, sliceable
 from dinfer.speed.settling import Ahead, Settling, Slicing
 
 # Positions of a step that fill the tiles of a matrix product. One more takes as long as many more: with LLaDA-8B on an
@@ -100,7 +94,7 @@ def repeats(steps: Sequence[tuple[StepShape, list[int]]], rows: Collection[Row])
     if len(steps) != 1:
         return False
     shape, slots = steps[0]
-    if shape.phase != Phase.WINDOW or shape.extra(KeysOnly) or shape.extra(OpenOnly) or len(rows) != len(slots):
+    if shape.phase != Phase.WINDOW or len(rows) != len(slots) or not all(extra.repeats for extra in shape.extras):
         return False
     if {row.slot for row in rows} != {*slots}:
         return False
@@ -123,11 +117,9 @@ class Lookahead:
         self.balance = min(self.balance + 1, MISS) if right else self.balance - MISS
 
 
-MANY = 1024  # positions of active blocks from which on the LM head runs on the open ones alone
-
-
-def guided(rows: Iterable[Row]) -> bool:
-    return any(isinstance(extra, Guided) for asks in {row.asks for row in rows} for extra in asks)
+def divide(rows: Iterable[Row]) -> bool:
+    """Whether each of the rows may take several lanes."""
+    return all(extra.divides for asks in {row.asks for row in rows} for extra in asks)
 
 
 class Step(NamedTuple):
@@ -151,13 +143,11 @@ class Scheduler:
         self._free = free_positions(recipe.model.spec)
         self.choice = CandidateChoice(self._free)
         self._prefills = PrefillBatching(self._free, runtime.positions)
-        self._branches = branches_of(recipe.iteration)
-        self._tries = runtime.candidates > 0 or self._branches > 0
+        self._tries = runtime.candidates > 0 or recipe.facts.versions > 0
         self._window = recipe.cache.plan(Phase.WINDOW)
         keeps = self._window.keeps and recipe.iteration.blocks == 1
-        # After a draft comes either its verification or another draft, and no step fits both.
-        simple = keeps and not (self._tries or isinstance(recipe.decoder, Verifies))
-        self._slices = sliceable(recipe)
+        simple = keeps and not (self._tries or recipe.facts.phases)  # else no step fits all that may come next
+        self._slices = recipe.facts.divides
         self._ahead: Ahead | None = None
         if simple and (self._slices or runtime.throughput):
             self._ahead = (Slicing if self._slices else Settling)(recipe, self._free, runtime.positions)
@@ -224,8 +214,7 @@ class Scheduler:
         """Learns where a round has left its rows, and how long steps took, in seconds."""
         for shape, seconds in measured:
             if shape.phase == deciding(self.recipe) and not shape.extra(KeysOnly):
-                extra = shape.extra(Candidates)
-                self.choice.timed(shape.lanes, shape.width, extra.count if extra else 0, seconds)
+                self.choice.timed(shape.lanes, shape.width, shape.versions, seconds)
         for row in rows if self._tries else ():
             if row.tried:
                 self.choice.followed(row.tried, row.cursors.hits - row.before.hits)
@@ -240,7 +229,7 @@ class Scheduler:
         at = now[: self._deciding]
         if row.need_at == at:
             return
-        if self._branches:  # one may open a block that the present state does not
+        if self.recipe.facts.opens:
             most = now.start + self.recipe.iteration.blocks * self.block
             now = now._replace(end=max(min(now.end + self.block, most, now.length), now.end))
         cache, spec = self.recipe.cache, self.recipe.model.spec
@@ -248,8 +237,8 @@ class Scheduler:
         row.need, row.need_at = StepWidth(width_of(cache, spec, now), narrow), at
 
     def _apart(self, phase: Phase, rows: list[Row]) -> list[list[Row]]:
-        """The rows, apart from those that compute more than a branch has pages for. They have no branches yet."""
-        if not self._branches or phase != deciding(self.recipe):
+        """The rows, apart from those that compute more than a version has pages for. They have no versions yet."""
+        if not self.recipe.facts.versions or phase != deciding(self.recipe):
             return [rows]
         return [[row for row in rows if (row.need.width > self.widest) == wide] for wide in (False, True)]
 
@@ -259,7 +248,7 @@ class Scheduler:
         needs = {row.slot: row.need for row in rows if row.slot is not None}
         spec = self.recipe.model.spec
         unit = max(row.need.width for row in rows) if spec.prompt_block else spec.causal_block or 1
-        slices = self._slices and phase == Phase.WINDOW and not guided(rows)
+        slices = self._slices and phase == Phase.WINDOW and divide(rows)
         groups = grouped(phase, needs, free=self._free, limit=self.runtime.positions, unit=unit, slices=slices)
         return self._made(phase, rows, groups, {})
 
@@ -275,30 +264,30 @@ class Scheduler:
         shape = StepShape(phase, group.slices or len(rows), group.width, blocks, self.block, pages)
         asked = extras_of(extra for asks in {row.asks for row in rows} for extra in asks)
         if phase == Phase.PREFILL:  # it draws and scores nothing, so one graph serves whatever the rows draw later
-            prefill = shape.adding(*(extra for extra in asked if isinstance(extra, Guided)))
-            return Step(prefill, group.slots)
-        extras: list[Extra] = [*asked, *([KeysOnly()] if group.keys_only else [])]
-        if group.slices:
-            extras.append(Sliced(group.widest))
-        if self._tries:
-            candidates = self._candidates(phase, group.width, rows)
-            extras.append((BranchLanes if self._branches else Candidates)(candidates))
-            for row in rows:
-                row.tried = candidates
-        positions = len(rows) * blocks * self.block
-        plain = phase != Phase.VERIFY and not any(extra.whole_logits for extra in extras)
-        if positions >= MANY and plain and self.recipe.scores_open:
-            some = (opens(row, self._window) for row in rows)
-            count = ceil(sum(expected.get(slot, own) for slot, own in zip(group.slots, some, strict=True)))
-            extras += [OpenOnly(count)] if 0 < count < positions else []
-        return Step(shape.adding(*extras), group.slots)
+            return Step(shape.adding(*(extra for extra in asked if extra.prefills)), group.slots)
+        shape = shape.adding(*asked, *([KeysOnly()] if group.keys_only else []))
+        planned = self._planned(phase, group, rows, expected)
+        for ability in self.recipe.abilities:
+            if (extra := ability.adds(self.recipe, shape, planned)) is not None:
+                shape = shape.adding(extra)
+        for row in rows if self._tries else ():
+            row.tried = shape.versions
+        return Step(shape, group.slots)
 
-    def _candidates(self, phase: Phase, width: int, rows: Sequence[Row]) -> int:
-        """How many candidates, or branches, of each row a step evaluates."""
-        if phase != deciding(self.recipe) or width > self.widest:
-            return 0
-        if self._branches:
-            return self._branches
+    def _planned(self, phase: Phase, group: Group, rows: Sequence[Row], expected: Mapping[int, float]) -> Planned:
+        forks = self._tries and phase == deciding(self.recipe) and group.width <= self.widest
+        candidates = None
+        if self.runtime.candidates:
+            candidates = self._candidates(group.width, rows) if forks else 0
+
+        def opened() -> int:
+            some = (opens(row, self._window) for row in rows)
+            return ceil(sum(expected.get(slot, own) for slot, own in zip(group.slots, some, strict=True)))
+
+        return Planned(len(rows), forks, candidates, group.widest if group.slices else 0, opened)
+
+    def _candidates(self, width: int, rows: Sequence[Row]) -> int:
+        """How many candidates of each row a step evaluates that has room for them."""
         if not any(row.drafted for row in rows):
             return 0
         return self.choice.pick(len(rows), width) if self.runtime.speculate == "auto" else self.runtime.candidates
@@ -314,7 +303,7 @@ class Scheduler:
 
     def _predicted(self, rows: Collection[Row]) -> list[Step]:
         """The next round, if steps fit its rows wherever the round under way leaves them."""
-        if self._ahead is None or (self._slices and guided(rows)):
+        if self._ahead is None or (self._slices and not divide(rows)):
             return []
         guess = self._ahead.predicted(rows, self._steps, self.block)
         if guess is None:

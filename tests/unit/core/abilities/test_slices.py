@@ -52,7 +52,7 @@ def test_no_token_depends_on_slices(
     requests = requests_for(recipe, draws=many > 1)
     alone = [outcome(done) for done in completions(engine_for(recipe, rows=1), requests)]
     monkeypatch.setattr("dinfer.core.engine.scheduler.grouping.FREE", 1)
-    monkeypatch.setattr("dinfer.core.engine.scheduler.scheduler.MANY", many)
+    monkeypatch.setattr("dinfer.speed.abilities.open_positions.MANY", many)
     engine = engine_for(recipe, rows=6, page=4)
     shapes = observed(engine)
     assert [outcome(done) for done in completions(engine, requests)] == alone
@@ -78,7 +78,7 @@ def test_rounds_are_launched_ahead_where_it_is_known_who_enters(
     requests = [Request(ids, BLOCK * (6 + j % 4), recipe.resolve({})) for j, ids in enumerate(prompts)]
     alone = [outcome(done) for done in completions(engine_for(recipe, rows=1), requests)]
     monkeypatch.setattr("dinfer.core.engine.scheduler.grouping.FREE", 64)
-    monkeypatch.setattr("dinfer.core.engine.scheduler.scheduler.MANY", many)
+    monkeypatch.setattr("dinfer.speed.abilities.open_positions.MANY", many)
     engine = launched_ahead(engine_for(recipe, rows=12, page=4))
     plan, planned, missed = engine.loop.scheduler.plan, list[bool](), list[bool]()
 

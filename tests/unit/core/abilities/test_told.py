@@ -10,11 +10,12 @@ import torch
 from support.matrix import SAMPLE, Combination, completions, engine_for, launched_ahead, outcome, requests_for
 from support.models import tiny_model
 
-from dinfer.core.abilities.reports import TOP, Reporting
+from dinfer.core.abilities.reports import Reporting
 from dinfer.core.engine.engine import Engine
 from dinfer.core.engine.request import Request, Update, Wants
 from dinfer.core.recipe.recipe import Recipe, compose
 from dinfer.core.step.cursors import Phase
+from dinfer.core.step.told import TOP
 
 
 def recipe_of(decoder: Any = "threshold", **more: Any) -> Recipe:

@@ -34,7 +34,7 @@ from dinfer.core.step.contracts import Phase
 from dinfer.core.step.shape import KeysOnly, Sampled, StepShape
 from dinfer.core.step.step import denoise_step
 from dinfer.core.terms.spec import ExpertSpec
-from dinfer.speed.abilities.open_positions import OpenOnly
+from dinfer.speed.abilities.open_positions import OpenOnly, scores_open
 from dinfer.speed.settling import settling
 
 POISON = 37
@@ -120,7 +120,7 @@ def test_large_batches_settle_finished_blocks_in_passes_of_their_own(
 
 
 @pytest.mark.one_in(8)
-@pytest.mark.parametrize("combination", [c for c in SAMPLE if over_shared_model(c).scores_open][::3], ids=str)
+@pytest.mark.parametrize("combination", [c for c in SAMPLE if scores_open(over_shared_model(c))][::3], ids=str)
 @pytest.mark.parametrize("late", [False, True])
 def test_the_head_runs_on_open_positions_alone(
     combination: Combination, late: bool, monkeypatch: pytest.MonkeyPatch
@@ -129,7 +129,7 @@ def test_the_head_runs_on_open_positions_alone(
     recipe = combination.recipe()
     requests = [replace(request, options=[]) for request in requests_for(recipe)]  # steps with a draw need all logits
     want = alone(recipe, requests)
-    monkeypatch.setattr("dinfer.core.engine.scheduler.scheduler.MANY", 1)
+    monkeypatch.setattr("dinfer.speed.abilities.open_positions.MANY", 1)
     shapes: list[StepShape] = []
 
     def short(recipe: Recipe, state: object, shape: StepShape, slot_B: torch.Tensor) -> None:
@@ -192,7 +192,7 @@ def test_prefills_of_equal_work_are_one_shape(monkeypatch: pytest.MonkeyPatch) -
     """However their rows will draw: a prefill draws nothing, so it needs no graph of its own."""
     recipe = block_recipe()
     given = [{}, {"temperature": 0.7}, {"temperature": 0.7, "top_k": 5}, {"temperature": 1.0, "top_p": 0.5}]
-    monkeypatch.setattr("dinfer.core.engine.scheduler.scheduler.MANY", 1)
+    monkeypatch.setattr("dinfer.speed.abilities.open_positions.MANY", 1)
     prefills: list[StepShape] = []
     for options in given:
         engine = engine_for(recipe)

@@ -144,7 +144,7 @@ def test_where_a_row_will_be_is_guessed_of_steps_that_settle(
     want = [settled(completion) for completion in completions(engine_for(recipe), requests)]
     monkeypatch.setattr("dinfer.core.engine.scheduler.grouping.settling_pays", lambda *rows: True)
     monkeypatch.setattr("dinfer.speed.settling.settling_pays", lambda *rows: True)
-    monkeypatch.setattr("dinfer.core.engine.scheduler.scheduler.MANY", 1)
+    monkeypatch.setattr("dinfer.speed.abilities.open_positions.MANY", 1)
     engine = launched_ahead(engine_for(recipe, rows=4, favour="throughput"))
     assert [settled(completion) for completion in completions(engine, requests)] == want
 

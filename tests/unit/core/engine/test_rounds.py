@@ -117,7 +117,7 @@ def test_a_round_in_which_all_enter_a_block_is_launched_before_the_last_one_is_r
 ) -> None:
     """With two steps a block every second round is a wide step. With `many` 1, the LM head runs on open positions."""
     monkeypatch.setattr("dinfer.core.engine.scheduler.grouping.FREE", 8)
-    monkeypatch.setattr("dinfer.core.engine.scheduler.scheduler.MANY", many)
+    monkeypatch.setattr("dinfer.speed.abilities.open_positions.MANY", many)
     recipe = compose(
         tiny_model("block_causal"), iteration={"name": "block_diffusion", "block": BLOCK, "stop": "off"},
         decoder=Four(), cache="block",
@@ -168,7 +168,7 @@ def test_rows_that_enter_a_block_and_others_take_steps_by_turns(
     requests = requests_for(recipe) * 2
     want = completions(engine_for(recipe), requests)
     monkeypatch.setattr("dinfer.speed.settling.alternating_pays", lambda *rows: True)
-    monkeypatch.setattr("dinfer.core.engine.scheduler.scheduler.MANY", 1)
+    monkeypatch.setattr("dinfer.speed.abilities.open_positions.MANY", 1)
     engine = engine_for(recipe, rows=4, favour="throughput")
     shapes = observed(engine)
     got = completions(launched_ahead(engine) if ahead else engine, requests)
@@ -219,7 +219,7 @@ def test_turns_pay_where_blocks_are_short_and_rows_are_many() -> None:
 def test_a_round_launched_ahead_scores_what_many_rows_most_likely_leave_open(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not what was open before the round under way. Where rows commit less than expected, some sit a step out."""
     monkeypatch.setattr("dinfer.core.engine.scheduler.grouping.FREE", 8)
-    monkeypatch.setattr("dinfer.core.engine.scheduler.scheduler.MANY", 1)
+    monkeypatch.setattr("dinfer.speed.abilities.open_positions.MANY", 1)
     recipe = compose(
         tiny_model("block_causal"), iteration={"name": "block_diffusion", "block": BLOCK, "stop": "off"},
         decoder={"name": "fixed", "steps": 4}, cache="block",
@@ -266,8 +266,11 @@ def test_a_row_that_settles_is_not_expected_to_enter_its_block_once_more(monkeyp
 
 def test_a_step_that_computes_a_prompt_is_not_expected_to_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or the next one would have too little room for what the prompts' rows decode, and some would sit it out."""
-    for name, value in (("grouping.FREE", 8), ("settling.MEMORY", 4), ("scheduler.MANY", 1), ("settling.SURE", 1.0)):
-        monkeypatch.setattr(f"dinfer.core.engine.scheduler.{name}", value)
+    for name, value in (
+        ("core.engine.scheduler.grouping.FREE", 8), ("speed.settling.MEMORY", 4), ("speed.settling.SURE", 1.0),
+        ("speed.abilities.open_positions.MANY", 1),
+    ):  # fmt: skip
+        monkeypatch.setattr(f"dinfer.{name}", value)
     recipe, missed = diffusing("fixed", steps=4), set[bool]()
     engine = launched_ahead(engine_for(recipe, rows=7, favour="throughput", max_length=256))
     engine.add(Request([5, 6, 7], 20 * BLOCK, recipe.resolve({})))

@@ -16,7 +16,7 @@ from support.graphs import Device
 from support.models import tiny_model
 from support.thread_ranks import ThreadRanks
 
-from dinfer.core.abilities.reports import Level, Reported
+from dinfer.core.abilities.reports import Reported
 from dinfer.core.engine.runner import WORTH
 from dinfer.core.engine.runtime import BatchSize, Runtime
 from dinfer.core.engine.worker import Worker
@@ -24,6 +24,7 @@ from dinfer.core.ranks.split import Rank
 from dinfer.core.recipe.recipe import Recipe, compose
 from dinfer.core.step.cursors import Phase
 from dinfer.core.step.shape import StepShape
+from dinfer.core.step.told import Level
 from dinfer.scale.parallel.leader_worker import LeadingWorker, shape_of
 
 BLOCK = 8

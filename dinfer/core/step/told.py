@@ -1,0 +1,83 @@
+"""What steps tell of tokens, by slot and position: drafts and log-probabilities. `abilities/reports.py` writes it.
+
+Shape suffixes: N slots, S canvas length, T alternatives, X positions of active blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dinfer.core.kernels.canvas import padded, uploaded
+
+TOP = 20  # alternatives that are reported of a token
+LEVELS = 256  # of confidence, and behind `SURE` one for a token that nothing else could stand for
+SURE, FORCED = LEVELS - 2, LEVELS - 1
+NONE = -1  # no step has reported anything of this position
+
+
+class Level(IntEnum):
+    """How much some row of a step asks for. Each level includes those before."""
+
+    NOTHING = 0
+    DRAFTS = 1
+    LOGPROBS = 2
+
+
+class Forced:
+    """Of the notes of a step: where it writes a token because the language of a row allows no other. bool [R, L]"""
+
+
+class TokenLogprob(NamedTuple):
+    """Natural logarithms of a token's probability, and of the most likely tokens', best first.
+
+    They are those of the model's own distribution at this position, the mask token included, before temperature,
+    penalties and nucleus, in the step that wrote the token, or that proposed it to a branch.
+    """
+
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+@dataclass(slots=True)
+class Reports:
+    """By slot and position. The last column is scratch, where padding is written."""
+
+    draft_NS: Tensor  # int64, token * LEVELS + level of confidence: proposed where the position is open, else written
+    told: tuple[Tensor, Tensor, Tensor] | None = None  # float32 [N, S]; tokens and their float32 [N, S, T]
+
+    def want_logprobs(self) -> None:
+        """Makes room for log-probabilities, if there is none. Host side, before the first step that tells them."""
+        if self.told is None:
+            own_NS = torch.zeros_like(self.draft_NS, dtype=torch.float32)
+            wide_NST = torch.zeros(*self.draft_NS.shape, TOP, device=self.draft_NS.device)
+            self.told = own_NS, wide_NST.long(), wide_NST
+
+    def logprob_tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probabilities of tokens, the most likely tokens, and theirs."""
+        if self.told is None:
+            raise RuntimeError("there is no room for log-probabilities: call want_logprobs first")
+        return self.told
+
+    def active(self, start_N: Tensor, width: int) -> Tensor:
+        """The drafts of every slot from its first active position on. int64 [N, X]"""
+        place_NX = start_N[:, None] + torch.arange(width, device=start_N.device)
+        return self.draft_NS.gather(1, place_NX.clamp_max(self.draft_NS.shape[1] - 1))
+
+    def logprobs(self, slots: Sequence[int], places: Sequence[int]) -> list[TokenLogprob]:
+        """Of the tokens at these positions of these slots, all in one read. Waits for the device."""
+        own_NS, top_NST, logprob_NST = self.logprob_tensors()
+        index = uploaded(torch.tensor([slots, places]), own_NS.device).unbind(0)
+        read = torch.cat([own_NS[index][:, None].double(), top_NST[index].double(), logprob_NST[index].double()], 1)
+        return [
+            TokenLogprob(own, [*zip(map(int, both[:TOP]), both[TOP:], strict=True)]) for own, *both in read.tolist()
+        ]
+
+    def index(self, slot_B: Tensor, pos_BX: Tensor) -> tuple[Tensor, Tensor]:
+        """Where these positions of the slots are written; -1: nowhere."""
+        return slot_B[:, None], padded(pos_BX, self.draft_NS.shape[1] - 1)
