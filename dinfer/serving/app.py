@@ -3,6 +3,7 @@
 import html
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from importlib import resources
 from typing import Any
 
@@ -13,7 +14,6 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
 import dinfer
-from dinfer.lab.trace.record import asset
 from dinfer.serving.apis import chats, completions, infill, read, tokens
 from dinfer.serving.errors import ApiError, invalid, named
 from dinfer.serving.guard import Guard
@@ -22,11 +22,10 @@ from dinfer.serving.server import Server
 APIS = (chats, completions, infill, read, tokens)
 # The page loads its own files and nothing else.
 POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
-    "frame-ancestors 'none'"
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types dompurify"
 )
-KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
-PAGE = ("cells.css", "cells.js", "page.css", "page.js")
+KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 REFUSALS: dict[int | str, dict[str, Any]] = {
     400: {"description": "A field is wrong, or asks for what cannot be honoured: an error as OpenAI's API gives it"},
     404: {"description": "There is no such model, or no such path: likewise"},
@@ -124,9 +123,9 @@ def add_operations(app: FastAPI, server: Server) -> None:
     async def docs() -> Response:
         return reference(app.openapi())
 
-    @app.get("/static/{name}", include_in_schema=False)
+    @app.get("/static/{name:path}", include_in_schema=False)
     async def static(name: str) -> Response:
-        if name not in PAGE:
+        if name not in page_names():
             raise ApiError(404, f"there is no file {name!r:.80}")
         return page_file(name)
 
@@ -141,11 +140,19 @@ def add_operations(app: FastAPI, server: Server) -> None:
         return server.catalogue.find(name).card()
 
 
-def page_file(name: str) -> Response:
-    """A file of the web page: index.html or one of `PAGE`."""
+@cache
+def page_names() -> frozenset[str]:
+    """The files of the web page, as paths in its folder. What else a client asks for is no file."""
     own = resources.files("dinfer.serving") / "page"
-    text = asset(name) if name.startswith("cells.") else (own / name).read_text(encoding="utf-8")
-    return _shown(text, KINDS[name.rsplit(".", 1)[1]])
+    found = [(one.name, one) for one in own.iterdir()]
+    found += [(f"vendor/{one.name}", one) for one in (own / "vendor").iterdir()]
+    return frozenset(name for name, one in found if one.is_file() and name.rpartition(".")[2] in KINDS)
+
+
+def page_file(name: str) -> Response:
+    """A file of the web page."""
+    text = (resources.files("dinfer.serving") / "page" / name).read_text(encoding="utf-8")
+    return _shown(text, KINDS[name.rpartition(".")[2]])
 
 
 def reference(schema: Mapping[str, Any]) -> Response:
@@ -161,8 +168,9 @@ def reference(schema: Mapping[str, Any]) -> Response:
                 parts.append(f"<details><summary>Fields</summary><pre>{html.escape(fields)}</pre></details>")
     text = f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>dinfer: API</title>
-<link rel="stylesheet" href="static/cells.css"><link rel="stylesheet" href="static/page.css"></head>
-<body><h1>API</h1><p>As OpenAPI: <a href="openapi.json">openapi.json</a></p>{"".join(parts)}</body></html>"""
+<link rel="stylesheet" href="static/page.css"></head>
+<body class="document"><h1>API</h1>
+<p>As OpenAPI: <a href="openapi.json">openapi.json</a></p>{"".join(parts)}</body></html>"""
     return _shown(text, KINDS["html"])
 
 

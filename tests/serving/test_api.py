@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +19,7 @@ import dinfer
 from dinfer.serving.apis.chats import ChatRequest
 from dinfer.serving.fields import NOT_SUPPORTED
 from dinfer.serving.settings import Settings
+from tools import vendor
 
 CHAT = "/v1/chat/completions"
 ASK = {"model": "tiny", "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 64}
@@ -313,10 +316,17 @@ def test_recipes_are_models_over_the_same_weights() -> None:
 def test_the_page_loads_nothing_from_elsewhere(client: Client) -> None:
     page = client.ask("/")
     assert "default-src 'none'" in page.headers["content-security-policy"]
-    for name in ("cells.css", "cells.js", "page.css", "page.js"):
-        assert f"static/{name}" in page.text
-        assert client.ask(f"/static/{name}").status_code == 200
-    assert client.ask("/static/app.py").status_code == 404
+    named = re.findall(r'(?:src|href)="([^"#]+\.\w+)"', page.text)
+    assert "static/page.js" in named and all(name.startswith("static/") for name in named)
+    assert {client.ask(f"/{name}").status_code for name in named} == {200}
+    for name in ("app.py", "vendor", "vendor/vendor.json", "vendor/../../app.py", "../app.py"):
+        assert client.ask(f"/static/{name}").status_code == 404
+
+
+def test_the_page_brings_its_libraries_as_they_were_published() -> None:
+    for one in json.loads(vendor.NOTE.read_text()):
+        for path, known in one["files"].items():
+            assert hashlib.sha256(vendor.local(one["package"], path).read_bytes()).hexdigest() == known
 
 
 def test_the_reference_needs_nothing_from_elsewhere(client: Client) -> None:

@@ -39,7 +39,7 @@ from dinfer.core.step.model import Attend
 
 def page(document: dict[str, Any]) -> str:
     """The page of a document as `dinfer.lab.trace.record.document` returns it."""
-    style, script = (asset(f"cells.{kind}") + asset(f"page.{kind}") for kind in ("css", "js"))
+    style, script = asset("page.css"), asset("page.js")
     answers = "".join(
         f"<h2>{html.escape(run['name'])}</h2><p>{html.escape(run['text'])}</p>" for run in document["runs"]
     )
@@ -64,7 +64,7 @@ def embedded(document: dict[str, Any]) -> str:
 
 
 def asset(name: str) -> str:
-    """A file of this package; `cells.css` and `cells.js` draw a canvas on other pages too."""
+    """A file of this package."""
     return (resources.files("dinfer.lab.trace") / name).read_text(encoding="utf-8")
 
 

@@ -1,272 +1,427 @@
-"use strict";
-// Served at /. Talks to the API of the same server, and to nobody else.
+// The page of the server: conversations, the composer, and what is sent.
+import { ask, call, events, roomFor } from "./api.js";
+import { button, byId, icon, make, say } from "./dom.js";
+import { choose, fieldsOf, nameOf } from "./forms.js";
+import { chosen, controls, offered, rival, told, wanted } from "./settings.js";
+import { chats, drop, keep, keepSettings, newChat, settings } from "./store.js";
+import { TurnView } from "./turns.js";
 
-// By the server's number: a guess at a mask, a token that an edit may change, one that stays, one that the schema forced.
-const STATES = [["masked"], ["draft"], ["final"], ["final", "forced"]];
-const FORCED = 3;
-const SAID = ["a guess", "decided, may be edited", "decided"];
-const RANGES = { temperature: [0, 2], guidance: [0, 4], repetition_penalty: [1, 2] }; // of sliders; others go from 0 to 1
+const LEAST = 32; // positions below which an answer is not begun: it would be cut off
 const EXAMPLES = { // the models in the box solve word problems; others chat
   tiny: ["Take the number 71, then add 124, subtract 59 and subtract 87. Which number is it?",
-    "Start with 78: add 114, add 59, then add 96. What is the result?"],
+    "Start with 78: add 114, add 59, then add 96. What is the result?",
+    "Tom has 12 coins and buys 3 books at 2 coins each. How many coins are left?"],
   other: ["Explain how a diffusion language model writes, in three sentences.",
     "Write a Python function that returns the n-th Fibonacci number.", "Name five rivers of Africa as a list."],
 };
 const GAPS = {
-  tiny: "<|user|>Take the number 71, then add 124, subtract 59 and subtract 87. Which number is it?<|assistant|>add 124: 71 + 124 = [MASK:3]\nnow [MASK:3] - 59 = 136",
-  other: "The capital of France is [MASK:2], and the capital of Italy is [MASK:2].",
+  tiny: ["<|user|>What is 12 + 5?<|assistant|>12 + 5 = [MASK:2]",
+    "<|user|>Take the number 71, then add 124, subtract 59 and subtract 87. Which number is it?<|assistant|>add 124: 71 + 124 = [MASK:3]\nnow [MASK:3] - 59 = 136"],
+  other: ["The capital of France is [MASK:2], and the capital of Italy is [MASK:2].",
+    "def double(number):\n    return [MASK:3]"],
 };
-const byId = (id) => document.getElementById(id);
-const sides = [];
+const TITLES = { chat: "Watch an answer appear", fill: "Fill what is missing" };
+const LEADS = {
+  chat: "All places of the answer are open at first. The model writes them in any order, many at a time.",
+  fill: "The model reads both sides of a gap. [MASK:4] is a gap of four tokens.",
+};
+const narrow = matchMedia("(max-width: 60rem)");
+
 let models = [];
-let turns = []; // the conversation: when two recipes are compared, both answer this one, and it goes on with the left answer
+let sides = [{ model: "", values: {} }];
+let prefs = { form: { kind: "text", text: "" }, system: "", theme: "", panes: { chats: true, settings: false } };
+let chat = newChat("chat");
+let views = [];
 let running = null; // the AbortController of the requests under way
+let shownSide = 0; // whose settings are shown
 
-const kind = (model) => (model?.startsWith("tiny") ? "tiny" : "other");
+const card = (side) => models.find(({ id }) => id === side.model);
+const examplesOf = (found) => found[sides[0].model.startsWith("tiny") ? "tiny" : "other"];
 
-function headers() {
-  const key = byId("key").value;
-  return { "Content-Type": "application/json", ...(key ? { Authorization: `Bearer ${key}` } : {}) };
-}
+// --- What is asked
 
-async function call(path, body, signal) {
-  const given = body === undefined ? { headers: headers() } : { method: "POST", headers: headers(), body: JSON.stringify(body) };
-  const response = await fetch(path, { ...given, signal }).catch((error) => {
-    throw error.name === "AbortError" ? error : new Error("The server does not answer. Is it still running?");
+// The messages before a turn. Where several answered, the conversation goes on with the chosen one.
+function conversation(turn) {
+  const said = chat.turns.slice(0, chat.turns.indexOf(turn)).flatMap(({ question, answers, chosen: at }) => {
+    const answer = answers[at ?? 0]?.text ? answers[at ?? 0] : answers.find(({ text }) => text);
+    return answer ? [{ role: "user", content: question }, { role: "assistant", content: answer.text }] : [];
   });
-  if (response.ok) return response;
-  if (response.status === 401) byId("unlock").hidden = false;
-  const told = await response.json().catch(() => ({ error: { message: response.statusText } }));
-  throw new Error(told.error.message);
+  return [...(turn.system ? [{ role: "system", content: turn.system }] : []), ...said, { role: "user", content: turn.question }];
 }
 
-// The JSON messages of a stream of server-sent events.
-async function* messages(response) {
-  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  let rest = "";
-  for (;;) {
-    const { value, done } = await reader.read().catch((error) => {
-      throw error.name === "AbortError" ? error : new Error("The connection ended in the middle of the answer.");
-    });
-    if (done) throw new Error("The server ended the answer before it was complete.");
-    rest += value;
-    for (let end = rest.indexOf("\n\n"); end >= 0; end = rest.indexOf("\n\n")) {
-      const data = rest.slice(0, end).replace(/^data: /, "");
-      rest = rest.slice(end + 2);
-      if (data === "[DONE]") return;
-      yield JSON.parse(data);
-    }
-  }
+async function submit(question) {
+  const mine = (running = new AbortController());
+  const asked = chat.kind === "fill" ? sides.slice(0, 1) : sides;
+  const turn = { question, system: chat.kind === "chat" ? prefs.system.trim() : "", answers: asked.map(blank) };
+  const owner = chat;
+  owner.turns.push(turn);
+  owner.title ||= question.replace(/<\|\w+\|>/g, " ").trim().slice(0, 80);
+  byId("error").textContent = "";
+  append(turn);
+  remembered();
+  stuck = true;
+  busy(true);
+  say("The model answers.");
+  const asking = views.at(-1).views.map((view, i) => answered(view, asked[i], turn, mine.signal));
+  keep(owner); // so that a reload does not lose the question
+  list();
+  await Promise.all(asking);
+  keep(owner);
+  if (running !== mine) return; // another conversation has been opened
+  running = null;
+  busy(false);
+  const [first] = turn.answers;
+  say(first.text ? `Answer: ${first.text}` : first.error ?? "Stopped.");
 }
 
-// The canvas of one answer: it is drawn as it is denoised, and can be replayed afterwards.
-class Replay {
-  constructor() {
-    this.frames = [];
-    this.cells = [];
-    this.canvas = make("ol", { class: "canvas", "aria-label": "Canvas" });
-    this.about = make("p", { class: "about", role: "status" });
-    this.slider = make("input", { type: "range", min: 0, value: 0, "aria-label": "Moment of the denoising" });
-    this.play = make("button", { type: "button" }, "Replay");
-    this.bar = make("div", { class: "replay" }, this.play, this.slider);
-    this.bar.hidden = true;
-    this.legend = make("p", { class: "legend" }, make("span", { class: "cell final forced" }, "{"), " the JSON Schema left no other token");
-    this.legend.hidden = true;
-    this.slider.addEventListener("input", () => this.show(Number(this.slider.value)));
-    this.play.addEventListener("click", () => this.run());
-    for (const event of ["click", "focusin"]) this.canvas.addEventListener(event, (at) => this.explain(at.target));
-    this.canvas.addEventListener("keydown", (event) => this.move(event));
-  }
+const blank = (side) => ({
+  model: side.model, label: sides.length > 1 ? told(card(side), side, sides[1 - sides.indexOf(side)]) : side.model,
+  text: "", frames: [], state: "running", form: prefs.form.kind === "text" ? null : prefs.form.kind,
+});
 
-  take(frame) {
-    this.frames.push(frame);
-    this.apply(frame);
-  }
-
-  apply({ length, region, changes }) {
-    for (let i = this.cells.length; i < (length ?? 0); i++) {
-      const box = make("li", { tabindex: i ? -1 : 0 });
-      this.cells.push(box);
-      this.canvas.append(box);
-      paint(box, MASKED, ["masked"], null);
-    }
-    for (const [position, text, bucket, state] of changes) {
-      const box = this.cells[position];
-      const forced = state === FORCED;
-      paint(box, shown(text) || "■", STATES[state], forced ? null : bucket / 10);
-      const said = forced ? "the JSON Schema left no other token" : `${SAID[state]}, at most ${Math.min(100, 10 * (bucket + 1))}% sure`;
-      box.dataset.about = `Position ${position + 1}: ${said}`;
-      if (forced) this.legend.hidden = false;
-    }
-    this.cells.forEach((box, position) => box.classList.toggle("active", region[0] <= position && position < region[1]));
-  }
-
-  show(moment) {
-    for (const box of this.cells) { paint(box, MASKED, ["masked"], null); delete box.dataset.about; }
-    for (const frame of this.frames.slice(0, moment)) this.apply(frame);
-    this.slider.value = moment;
-  }
-
-  end() {
-    for (const box of this.cells) box.classList.remove("active");
-    this.slider.max = this.frames.length;
-    this.slider.value = this.frames.length;
-    this.bar.hidden = this.frames.length < 2;
-  }
-
-  run() {
-    let moment = 0;
-    clearInterval(this.timer);
-    this.timer = setInterval(() => {
-      this.show(moment);
-      if (moment++ >= this.frames.length) { clearInterval(this.timer); this.end(); }
-    }, Math.max(40, 2500 / this.frames.length));
-  }
-
-  explain(box) {
-    this.about.textContent = box.dataset.about ?? "";
-  }
-
-  move(event) {
-    const at = this.cells.indexOf(event.target) + { ArrowLeft: -1, ArrowRight: 1 }[event.key];
-    if (!this.cells[at]) return;
-    event.preventDefault();
-    event.target.tabIndex = -1;
-    this.cells[at].tabIndex = 0;
-    this.cells[at].focus();
-  }
-}
-
-// One recipe: its settings and its answers.
-class Side {
-  constructor(index) {
-    this.inputs = new Map();
-    this.model = make("select", { id: `model-${index}`, "aria-label": "Model and recipe" });
-    for (const model of models) this.model.append(make("option", { value: model.id }, model.id));
-    if (models[index]) this.model.value = models[index].id;
-    this.settings = make("div", {});
-    this.log = make("div", { class: "log", role: "log", "aria-label": `Answers of ${index ? "the right" : "the left"} recipe` });
-    const folded = make("details", { class: "settings" }, make("summary", {}, "Settings"), this.settings);
-    this.section = make("section", { class: "side" }, make("div", { class: "row" }, this.model), folded, this.log);
-    this.model.addEventListener("change", () => { this.offer(); examples(); });
-    this.offer();
-  }
-
-  // A control for each option that a request may set, as the model's card lists them.
-  offer() {
-    const { options, max_length, max_new_tokens } = models.find((model) => model.id === this.model.value).dinfer;
-    this.inputs.clear();
-    const length = { default: Math.min(max_new_tokens, Math.ceil(max_length / 2)), integer: true, help: "length of the answer, in tokens" };
-    this.settings.replaceChildren(...Object.entries({ max_tokens: length, ...options }).map(([name, option]) => this.control(name, option)));
-  }
-
-  control(name, option) {
-    const [least, most] = RANGES[name] ?? [0, 1];
-    const slides = !option.integer && option.default >= least && option.default <= most;
-    const input = make("input", slides
-      ? { type: "range", min: least, max: most, step: 0.01 }
-      : { type: "number", min: option.integer ? 0 : least, step: option.integer ? 1 : "any" });
-    input.value = option.default;
-    input.dataset.default = option.default;
-    const value = make("output", {}, slides ? String(option.default) : "");
-    input.addEventListener("input", () => { if (slides) value.textContent = input.value; });
-    this.inputs.set(name, input);
-    return make("label", {}, name, value, input, make("small", {}, option.help));
-  }
-
-  request(question) {
-    const chosen = {};
-    for (const [name, input] of this.inputs)
-      if (name !== "max_tokens" && input.value !== input.dataset.default) chosen[name] = Number(input.value);
-    if (chosen.temperature) chosen.seed ??= Math.floor(Math.random() * 2 ** 32); // so that a trace shows the same answer
-    return {
-      model: this.model.value, messages: [...turns, { role: "user", content: question }], stream: true,
-      max_tokens: Number(this.inputs.get("max_tokens").value), stream_options: { include_usage: true },
-      dinfer: { ...chosen, drafts: true }, ...form(),
-    };
-  }
-
-  // Resolves to the answer, or to null if there is none; then the turn offers to try again.
-  async ask(question, signal) {
-    const answer = make("p", { class: "answer", "aria-live": "polite" });
-    const facts = make("p", { class: "facts" });
-    const replay = new Replay();
-    const turn = make("div", { class: "turn" }, make("div", { class: "user" }, question), replay.canvas, replay.legend, replay.bar, replay.about, answer, facts);
-    this.log.append(turn);
-    turn.scrollIntoView?.({ block: "nearest" });
-    const body = this.request(question);
-    const began = performance.now();
-    let text = "";
-    try {
-      for await (const message of messages(await call("v1/chat/completions", body, signal))) {
-        if (message.error) throw new Error(message.error.message);
-        if (message.dinfer?.canvas) replay.take(message.dinfer.canvas);
-        text += message.choices[0]?.delta.content ?? "";
-        answer.textContent = text;
-        if (message.usage) this.tell(facts, message.usage, performance.now() - began, body);
-      }
-      replay.end();
-      return text;
-    } catch (error) {
-      replay.end();
-      if (!replay.frames.length) replay.canvas.hidden = true;
-      const again = make("button", { type: "button", class: "retry" }, "Try again");
-      again.addEventListener("click", () => { if (!running) { turn.remove(); submit(question, [this]); } });
-      facts.replaceChildren(error.name === "AbortError" ? "Stopped. " : `${error.message} `, again);
-      return null;
-    }
-  }
-
-  tell(facts, usage, milliseconds, body) {
-    const { forwards, tpf, positions_per_committed: positions, recipe } = usage.dinfer;
-    const speed = (1000 * usage.completion_tokens) / milliseconds;
-    facts.replaceChildren(`${usage.completion_tokens} tokens in ${forwards} forwards, ${tpf.toFixed(2)} tokens per forward, ` +
-      `${positions.toFixed(1)} positions computed per token, ${speed.toFixed(0)} tokens/s. ${recipe ? `Recipe: ${recipe}. ` : ""}`);
-    const save = make("button", { type: "button" }, "Save the trace");
-    save.addEventListener("click", () => this.save(body).catch(report));
-    facts.append(save);
-  }
-
-  async save({ stream, stream_options, dinfer: { drafts, ...options }, ...body }) {
-    const page = await (await call("v1/trace", { ...body, dinfer: options })).blob();
-    const link = make("a", { href: URL.createObjectURL(page), download: "trace.html" });
-    link.click();
-    setTimeout(() => URL.revokeObjectURL(link.href), 10000);
-  }
-}
-
-// What the answer is held to. Throws an Error for a text that is no JSON.
-function form() {
-  const text = byId("schema").value.trim();
-  if (!text) return {};
+async function answered(view, side, turn, signal) {
+  const { answer } = view;
+  view.begin();
   try {
-    return { response_format: { type: "json_schema", json_schema: { name: "page", schema: JSON.parse(text) } } };
+    await (chat.kind === "fill" ? fill : converse)(view, side, turn, signal);
+    answer.state = "done";
   } catch (error) {
-    throw new Error(`The JSON Schema is not JSON: ${error.message}`);
+    if (error.full) Object.assign(answer, { state: "full", error: error.message, alone: error.alone });
+    else if (error.name === "AbortError") answer.state = "stopped";
+    else Object.assign(answer, { state: "failed", error: error.message });
   }
+  view.end();
+}
+
+async function converse(view, side, turn, signal) {
+  const { answer } = view;
+  const messages = conversation(turn);
+  const { left, used, most } = await roomFor(side.model, messages, signal);
+  const alone = messages.filter(({ role }) => role !== "system").length < 2;
+  const longest = wanted(card(side), side);
+  if (left < Math.min(longest, LEAST)) throw full(used, most, alone);
+  const asked = { model: side.model, max_tokens: Math.min(longest, left), dinfer: chosen(card(side), side), ...fieldsOf(prefs.form) };
+  const body = { ...asked, messages, stream: true, stream_options: { include_usage: true }, dinfer: { ...asked.dinfer, drafts: true } };
+  const began = performance.now();
+  for await (const message of events("v1/chat/completions", body, signal)) {
+    if (message.dinfer?.canvas) view.frame(message.dinfer.canvas);
+    const [choice] = message.choices;
+    answer.text += choice?.delta.content ?? "";
+    if (choice?.finish_reason === "length") Object.assign(answer, { full: left < longest, alone, cut: cut(asked.max_tokens, left < longest) });
+    if (message.usage) finish(answer, message.usage, asked.max_tokens, began);
+  }
+  answer.asked = asked;
+  room(used + (answer.facts?.tokens ?? 0), most);
+}
+
+function full(used, most, alone) {
+  const text = alone
+    ? `The question is too long for this model: with ${used} of ${most} tokens it leaves no room for an answer. Make it shorter.`
+    : `This conversation is full: with this question it has ${used} of ${most} tokens, which leaves no room for an answer.`;
+  return Object.assign(new Error(text), { full: true, alone });
+}
+
+const cut = (tokens, filled) => filled
+  ? `The answer ends here since the conversation is full: ${tokens} tokens were left for it.`
+  : `The answer ends here: it reached the longest length, ${tokens} tokens. “Longest answer” in the settings allows more.`;
+
+function finish(answer, usage, length, began) {
+  const { forwards, recipe } = usage.dinfer;
+  const seconds = (performance.now() - began) / 1000;
+  answer.facts = { tokens: usage.completion_tokens, steps: forwards, seconds, recipe, unused: length - usage.completion_tokens };
+}
+
+async function fill(view, side, turn, signal) {
+  const form = fieldsOf(prefs.form);
+  const body = { model: side.model, text: turn.question, logprobs: true, dinfer: chosen(card(side), side), ...form,
+    ...(Object.keys(form).length ? { scope: "gap" } : {}) };
+  const began = performance.now();
+  const { text, gaps, logprobs, usage } = await ask("v1/infill", body, signal);
+  finish(view.answer, usage, usage.completion_tokens, began);
+  const sure = logprobs?.map((gap) => gap.map(({ logprob }) => Math.exp(logprob)));
+  Object.assign(view.answer, { text, gaps, sure, frames: undefined });
+}
+
+// --- What can be done with a turn
+
+const acts = {
+  busy: () => running !== null,
+  // Asks a question again, or what it was changed to. What came after it goes.
+  again(turn, question = turn.question) {
+    if (running) return;
+    chat.turns.length = chat.turns.indexOf(turn);
+    show();
+    submit(question);
+  },
+  anew(turn) {
+    open(newChat(chat.kind));
+    submit(turn.question);
+  },
+  choose(turn, index) {
+    turn.chosen = index;
+    keep(chat);
+    for (const [i, view] of views[chat.turns.indexOf(turn)].views.entries())
+      view.root.querySelector(".choice")?.setAttribute("aria-pressed", String(i === index));
+  },
+  async trace(turn, { asked }) {
+    try {
+      const page = await (await call("v1/trace", { ...asked, messages: conversation(turn) })).blob();
+      const link = make("a", { href: URL.createObjectURL(page), download: "trace.html" });
+      link.click();
+      setTimeout(() => URL.revokeObjectURL(link.href), 10000);
+    } catch (error) {
+      report(error);
+    }
+  },
+};
+
+// --- The conversation on the screen
+
+let stuck = true; // the newest answer stays in view, unless the reader has scrolled up
+let height = 0;
+
+function follow() {
+  const log = byId("log");
+  const away = log.scrollHeight - log.scrollTop - log.clientHeight;
+  if (away < 48) stuck = true;
+  else if (log.scrollTop < height) stuck = false;
+  height = log.scrollTop;
+  byId("newest").hidden = stuck || away < 48;
+}
+
+function stick() {
+  const log = byId("log");
+  if (stuck) log.scrollTop = log.scrollHeight;
+  follow();
+}
+
+function append(turn) {
+  byId("turns").querySelector(".welcome")?.remove();
+  views.push(new TurnView(turn, acts));
+  byId("turns").append(views.at(-1).root);
+}
+
+function show() {
+  views = [];
+  byId("turns").replaceChildren();
+  for (const turn of chat.turns) append(turn);
+  if (!chat.turns.length) byId("turns").append(welcome());
+  for (const kind of ["chat", "fill"]) {
+    byId(`tab-${kind}`).setAttribute("aria-selected", String(chat.kind === kind));
+    byId(`tab-${kind}`).tabIndex = chat.kind === kind ? 0 : -1;
+  }
+  const gaps = chat.kind === "fill";
+  byId("gap-button").hidden = !gaps;
+  byId("compare").hidden = gaps;
+  if (models.length) versus();
+  byId("question").placeholder = gaps ? "Text with gaps" : "Ask something";
+  byId("room").hidden = true;
+  heading();
+  list();
+}
+
+// Where nothing has been asked yet, examples stand.
+function welcome() {
+  const offers = models.length ? examplesOf(chat.kind === "fill" ? GAPS : EXAMPLES) : [];
+  const cards = offers.map((text) => {
+    const found = make("button", { type: "button", class: "example" }, text.replace(/<\|user\|>|<\|assistant\|>/g, " ").trim());
+    found.addEventListener("click", () => { byId("question").value = text; grow(); byId("question").focus(); });
+    return found;
+  });
+  const art = make("p", { class: "art", "aria-hidden": "true" }, ...TITLES[chat.kind].split(" ").map((word, i) => make("span", { "data-at": i }, word)));
+  return make("div", { class: "welcome" }, art, make("h2", { class: "unseen" }, TITLES[chat.kind]),
+    make("p", { class: "lead" }, LEADS[chat.kind]), make("div", { class: "examples" }, ...cards));
+}
+
+function list() {
+  const found = chats();
+  byId("chat-list").replaceChildren(...found.map((each) => {
+    const name = make("button", { type: "button", class: "name", "aria-current": each.id === chat.id ? "true" : false }, each.title || "Untitled");
+    name.addEventListener("click", () => open(each));
+    const away = button("delete", `Delete “${each.title}”`, () => remove(each, away));
+    away.addEventListener("blur", () => { away.classList.remove("armed"); away.replaceChildren(icon("delete")); });
+    return make("li", {}, name, away);
+  }));
+  if (!found.length) byId("chat-list").append(make("li", { class: "hint" }, "Conversations are kept in this browser."));
+}
+
+// The first press asks, the second deletes.
+function remove(each, pressed) {
+  if (!pressed.classList.contains("armed")) {
+    pressed.classList.add("armed");
+    pressed.replaceChildren("Delete?");
+    return;
+  }
+  drop(each.id);
+  if (each.id === chat.id) open(newChat(chat.kind));
+  else list();
+}
+
+// The address names the conversation, so that a reload shows it again.
+function remembered() {
+  history.replaceState(null, "", chat.turns.length ? `#${chat.id}` : location.pathname);
+}
+
+function open(found) {
+  running?.abort();
+  running = null;
+  chat = found;
+  remembered();
+  stuck = true;
+  busy(false);
+  show();
+  if (byId("sheet").open) byId("sheet").close();
+  byId("question").focus();
+}
+
+function busy(now) {
+  byId("send").hidden = now;
+  byId("halt").hidden = !now;
+  byId("favicon").href = `static/icon${now ? "-busy" : ""}.svg`;
+  heading(now);
+  if (!now) list();
+}
+
+function heading(now = running !== null) {
+  const title = chat.title ? `${chat.title} · dinfer` : "dinfer";
+  document.title = now ? `Answering… ${title}` : title;
+}
+
+function room(used, most) {
+  const ring = byId("room");
+  ring.hidden = false;
+  ring.style.setProperty("--used", Math.min(1, used / most));
+  ring.classList.toggle("little", used > 0.8 * most);
+  ring.title = `${used} of ${most} tokens of this conversation are used`;
+  ring.setAttribute("aria-label", ring.title);
+}
+
+// --- Settings
+
+function panel() {
+  const box = byId("controls");
+  shownSide = Math.min(shownSide, sides.length - 1);
+  const side = sides[shownSide];
+  const system = make("textarea", { id: "system", rows: 3, placeholder: "For example: answer in one sentence." });
+  system.value = prefs.system;
+  system.addEventListener("input", () => { prefs.system = system.value; remember(); });
+  const theme = make("select", { id: "theme" }, ...[["", "As the system"], ["light", "Light"], ["dark", "Dark"]].map(([value, name]) => make("option", { value }, name)));
+  theme.value = prefs.theme;
+  theme.addEventListener("change", () => { prefs.theme = theme.value; remember(); paintTheme(); });
+  const reset = make("button", { type: "button", class: "quiet" }, "Reset these settings");
+  reset.addEventListener("click", () => { side.values = {}; remember(); panel(); });
+  const wipe = make("button", { type: "button", class: "quiet danger" }, "Delete all conversations");
+  wipe.addEventListener("click", () => {
+    if (wipe.dataset.armed) { for (const { id } of chats()) drop(id); open(newChat(chat.kind)); panel(); }
+    else { wipe.dataset.armed = "yes"; wipe.textContent = "Press again to delete all"; }
+  });
+  box.replaceChildren(
+    make("section", { class: "group" }, make("h3", {}, "Instructions"), make("div", { class: "control" },
+      make("label", { for: "system" }, "System prompt"), system,
+      make("p", { class: "hint" }, "How the model should answer, in every conversation. ", make("code", { class: "raw" }, "system")))),
+    ...(sides.length > 1 ? [whose()] : []),
+    ...controls(card(side), side, remember),
+    make("section", { class: "group" }, make("h3", {}, "This page"), make("div", { class: "control" }, make("label", { for: "theme" }, "Colours"), theme),
+      make("div", { class: "line" }, reset, wipe)),
+  );
+}
+
+// Where two answer: the model and the settings of which.
+function whose() {
+  const tabs = sides.map((side, i) => {
+    const found = make("button", { type: "button", "aria-pressed": String(i === shownSide) }, i ? "Right" : "Left");
+    found.addEventListener("click", () => { shownSide = i; panel(); byId("controls").querySelectorAll(".whose .segments button")[i].focus(); });
+    return found;
+  });
+  const pick = make("select", { id: "side-model", "aria-label": "Model and recipe of this side" }, ...models.map(({ id }) => make("option", { value: id }, id)));
+  pick.value = sides[shownSide].model;
+  pick.addEventListener("change", () => { Object.assign(sides[shownSide], { model: pick.value, values: {} }); byId("model").value = sides[0].model; remember(); panel(); });
+  return make("div", { class: "whose" }, make("div", { class: "segments", role: "group", "aria-label": "Settings of" }, ...tabs), pick);
+}
+
+function remember() {
+  keepSettings({ ...prefs, sides });
+  versus();
+}
+
+// Above the composer: what answers side by side.
+function versus() {
+  const line = byId("versus");
+  line.hidden = sides.length < 2 || chat.kind === "fill";
+  if (line.hidden) return;
+  const [left, right] = sides.map((side, i) => told(card(side), side, sides[1 - i]));
+  const change = make("button", { type: "button", class: "quiet" }, "Change");
+  change.addEventListener("click", () => pane("settings", true));
+  line.replaceChildren(make("b", {}, left), " beside ", make("b", {}, right), left === right ? " (the same: change one)" : "", change);
+}
+
+function paintTheme() {
+  document.documentElement.dataset.theme = prefs.theme;
+}
+
+function compare() {
+  if (!models.length) return;
+  sides = sides.length > 1 ? [sides[0]] : [sides[0], rival(models, sides[0])];
+  shownSide = sides.length - 1;
+  comparing();
+  remember();
+  panel();
+  say(sides.length > 1 ? `Compares ${told(card(sides[0]), sides[0], sides[1])} with ${told(card(sides[1]), sides[1], sides[0])}.` : "One answer.");
+}
+
+function comparing() {
+  byId("compare").setAttribute("aria-pressed", String(sides.length > 1));
+  versus();
+}
+
+// --- Panes: beside the conversation where there is room, in a sheet on phones
+
+function pane(name, on) {
+  if (narrow.matches) {
+    if (on) sheet(name);
+    return;
+  }
+  byId(name).hidden = !on;
+  byId(`${name}-button`).setAttribute("aria-expanded", String(on));
+  prefs.panes[name] = on;
+  remember();
+}
+
+function sheet(name) {
+  const found = byId(name), dialog = byId("sheet");
+  const place = document.createComment(name);
+  found.before(place);
+  found.hidden = false;
+  dialog.className = name;
+  dialog.setAttribute("aria-label", found.getAttribute("aria-label"));
+  dialog.append(found);
+  dialog.showModal();
+  byId(`${name}-button`).setAttribute("aria-expanded", "true");
+  dialog.addEventListener("close", () => {
+    place.replaceWith(found);
+    arrange();
+    byId(`${name}-button`).focus();
+  }, { once: true });
+}
+
+function arrange() {
+  for (const name of ["chats", "settings"]) {
+    const on = !narrow.matches && prefs.panes[name];
+    byId(name).hidden = !on;
+    byId(`${name}-button`).setAttribute("aria-expanded", String(on));
+  }
+}
+
+// --- The composer
+
+function grow() {
+  const box = byId("question");
+  box.style.height = "auto";
+  box.style.height = `${Math.min(box.scrollHeight, innerHeight * 0.4)}px`;
 }
 
 function report(error) {
   if (error.name !== "AbortError") byId("error").textContent = error.message;
-}
-
-// Asks these sides, and adds the question and the left answer to the conversation.
-async function submit(question, asked = sides) {
-  const mine = (running = new AbortController());
-  byId("error").textContent = "";
-  busy(true);
-  const answers = await Promise.all([...asked].map((side) => side.ask(question, mine.signal)));
-  if (running !== mine) return; // a new chat has begun
-  if (asked[0] === sides[0] && answers[0] !== null)
-    turns.push({ role: "user", content: question }, { role: "assistant", content: answers[0] });
-  running = null;
-  busy(false);
-}
-
-function busy(now) {
-  byId("send").disabled = now;
-  byId("halt").disabled = !now;
-  examples();
 }
 
 function send(event) {
@@ -274,101 +429,97 @@ function send(event) {
   const question = byId("question").value.trim();
   if (running || !question) return;
   if (!models.length) return begin().then(() => send(event)).catch(report); // the question stays until it can be asked
-  try {
-    form();
-  } catch (error) {
-    return report(error);
-  }
+  if (chat.kind === "fill" && !/\[MASK(:\d+)?\]/.test(question)) return report(new Error("The text has no gap: put one in with “Gap”, such as [MASK:4] for four tokens."));
   byId("question").value = "";
+  grow();
   submit(question);
 }
 
-async function fill(event) {
-  event.preventDefault();
-  byId("error").textContent = "";
-  const text = byId("gaps").value;
-  try {
-    const answer = await (await call("v1/infill", { model: byId("fill-model").value, text })).json();
-    const between = text.split(/\[MASK(?::\d+)?\]/);
-    byId("filled").replaceChildren(...between.flatMap((part, i) =>
-      i < answer.gaps.length ? [part, make("mark", {}, answer.gaps[i])] : [part]));
-  } catch (error) {
-    report(error);
-  }
+function insertGap() {
+  const box = byId("question");
+  box.setRangeText("[MASK:4]", box.selectionStart, box.selectionEnd, "end");
+  const at = box.selectionEnd;
+  box.focus();
+  box.setSelectionRange(at - 2, at - 1); // its length, to be typed over
+  grow();
 }
 
-function choose(name) {
-  for (const each of ["chat", "infill"]) {
-    byId(each).hidden = each !== name;
-    byId(`tab-${each}`).setAttribute("aria-selected", each === name);
-    byId(`tab-${each}`).tabIndex = each === name ? 0 : -1;
-  }
+function turnTo(kind) {
+  if (chat.kind !== kind) open(newChat(kind));
+  byId(`tab-${kind}`).focus();
 }
 
-function arrange(count) {
-  while (sides.length < count) {
-    const side = new Side(sides.length);
-    if (turns.length) side.log.append(make("p", { class: "about" }, "From here on both answer the same conversation."));
-    sides.push(side);
-  }
-  sides.length = count;
-  byId("sides").replaceChildren(...sides.map((side) => side.section));
-  byId("compare").setAttribute("aria-pressed", count > 1);
-}
-
-// Examples stand where nothing has been asked yet.
-function examples() {
-  const offered = turns.length || running ? [] : EXAMPLES[kind(sides[0]?.model.value)];
-  byId("examples").replaceChildren(...offered.map((text) => {
-    const button = make("button", { type: "button" }, text);
-    button.addEventListener("click", () => { byId("question").value = text; byId("question").focus(); });
-    return button;
-  }));
-}
-
-// A new chat ends what is running, and keeps models and settings.
-function fresh() {
-  running?.abort();
-  running = null;
-  turns = [];
-  for (const side of sides) side.log.replaceChildren();
-  busy(false);
-  byId("question").focus();
+function formShown() {
+  byId("form-name").textContent = nameOf(prefs.form);
+  byId("form-button").classList.toggle("on", prefs.form.kind !== "text");
 }
 
 async function begin() {
-  models = (await (await call("v1/models")).json()).data;
+  models = (await ask("v1/models")).data;
   byId("error").textContent = "";
   byId("unlock").hidden = true;
-  byId("fill-model").replaceChildren(...models.map((model) => make("option", { value: model.id }, model.id)));
-  arrange(1);
-  examples();
+  const known = sides.filter(({ model }) => models.some(({ id }) => id === model));
+  sides = known.length ? known : [{ model: models[0].id, values: {} }];
+  for (const side of sides) {
+    const raws = new Set(offered(card(side)).map(({ raw }) => raw));
+    side.values = Object.fromEntries(Object.entries(side.values).filter(([raw]) => raws.has(raw)));
+  }
+  byId("model").replaceChildren(...models.map(({ id }) => make("option", { value: id }, id)));
+  byId("model").value = sides[0].model;
+  comparing();
+  panel();
+  if (!chat.turns.length) show();
 }
 
-byId("ask").addEventListener("submit", send);
-byId("fill").addEventListener("submit", fill);
-byId("fill-example").addEventListener("click", () => { byId("gaps").value = GAPS[kind(byId("fill-model").value)]; });
-byId("halt").addEventListener("click", () => running?.abort());
-byId("compare").addEventListener("click", () => models.length && arrange(sides.length > 1 ? 1 : 2));
-byId("fresh").addEventListener("click", fresh);
-byId("unlock").addEventListener("submit", (event) => { event.preventDefault(); begin().catch(report); });
-byId("help-button").addEventListener("click", (event) => {
-  byId("help").hidden = !byId("help").hidden;
-  event.currentTarget.setAttribute("aria-expanded", !byId("help").hidden);
-});
+function restore() {
+  const { sides: kept, ...found } = settings();
+  prefs = { ...prefs, ...found };
+  if (kept?.length) sides = kept;
+  chat = chats().find(({ id }) => id === location.hash.slice(1)) ?? chat;
+  for (const answer of chat.turns.flatMap(({ answers }) => answers))
+    if (answer.state === "running") answer.state = "stopped"; // by the reload
+  paintTheme();
+  formShown();
+  arrange();
+  show();
+}
+
+for (const [id, kind, heard] of [
+  ["ask", "submit", send],
+  ["question", "input", grow],
+  ["halt", "click", () => running?.abort()],
+  ["fresh", "click", () => open(newChat(chat.kind))],
+  ["fresh-top", "click", () => open(newChat(chat.kind))],
+  ["compare", "click", compare],
+  ["gap-button", "click", insertGap],
+  ["newest", "click", () => { stuck = true; stick(); byId("question").focus(); }],
+  ["help-button", "click", () => byId("help").showModal()],
+  ["form-button", "click", () => choose(prefs.form, (form) => { prefs.form = form; formShown(); remember(); })],
+  ["log", "scroll", follow],
+  ["unlock", "submit", (event) => { event.preventDefault(); begin().catch(report); }],
+  ["chats-button", "click", () => pane("chats", byId("chats").hidden)],
+  ["settings-button", "click", () => pane("settings", byId("settings").hidden)],
+  ["model", "change", () => { Object.assign(sides[0], { model: byId("model").value, values: {} }); remember(); panel(); if (!chat.turns.length) show(); }],
+  ["sheet", "click", (event) => { if (event.target === byId("sheet")) byId("sheet").close(); }],
+]) byId(id).addEventListener(kind, heard);
+byId("settings").querySelector(".close").addEventListener("click", () => (byId("sheet").open ? byId("sheet").close() : pane("settings", false)));
 byId("question").addEventListener("keydown", (event) => {
   // While a word is composed (Chinese, Japanese, Korean), Enter ends the word.
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing && event.keyCode !== 229) send(event);
 });
-byId("schema").addEventListener("input", () => { byId("form-on").hidden = !byId("schema").value.trim(); });
-document.addEventListener("keydown", (event) => { if (event.key === "Escape") running?.abort(); });
-for (const name of ["chat", "infill"]) {
-  byId(`tab-${name}`).addEventListener("click", () => choose(name));
-  byId(`tab-${name}`).addEventListener("keydown", (event) => {
-    if (event.key !== "ArrowLeft" && event.key !== "ArrowRight") return;
-    const other = name === "chat" ? "infill" : "chat";
-    choose(other);
-    byId(`tab-${other}`).focus();
-  });
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Escape" && !document.querySelector("dialog[open]")) running?.abort();
+  if (event.key === "/" && !/^(INPUT|TEXTAREA|SELECT)$/.test(document.activeElement.tagName)) {
+    event.preventDefault();
+    byId("question").focus();
+  }
+});
+for (const [kind, other] of [["chat", "fill"], ["fill", "chat"]]) {
+  byId(`tab-${kind}`).addEventListener("click", () => turnTo(kind));
+  byId(`tab-${kind}`).addEventListener("keydown", (event) => { if (/^Arrow(Left|Right)$/.test(event.key)) turnTo(other); });
 }
+narrow.addEventListener("change", () => { if (byId("sheet").open) byId("sheet").close(); else arrange(); });
+new ResizeObserver(stick).observe(byId("turns"));
+new ResizeObserver(stick).observe(byId("log"));
+restore();
 begin().catch(report);
