@@ -2,7 +2,6 @@
 
 import os
 import time
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,6 +17,7 @@ from tqdm import tqdm
 from dinfer.core.engine.runtime import Runtime
 from dinfer.core.pipeline import Pipeline, load
 from dinfer.core.pipeline.inputs import named
+from dinfer.core.pipeline.tokenizer import cut
 from dinfer.core.recipe.recipe import Recipe
 from dinfer.core.registry import REGISTRIES, check_range, typed, unknown
 from dinfer.lab.likelihood import Bound, Pair, estimator, greedy, log_likelihoods
@@ -85,24 +85,6 @@ def parse(kwargs: Mapping[str, Any], recipe: Recipe, new_tokens: int | None) -> 
         options=options,
         form=form,
     )
-
-
-def cut(tokenizer: Any, ids: list[int], until: list[str]) -> tuple[str, int, bool]:
-    """The text before the first stop string, the number of tokens wholly in it, and whether there was a stop string.
-
-    Stop strings may name special tokens, but the text has none.
-    """
-    raw = tokenizer.decode(ids, skip_special_tokens=False)
-    ends = [raw.find(text) for text in until if text in raw]
-    if not ends:
-        return str(tokenizer.decode(ids, skip_special_tokens=True)), len(ids), False
-    text = raw[: min(ends)]
-    kept = bisect_right(
-        range(len(ids) + 1), len(text), key=lambda n: len(tokenizer.decode(ids[:n], skip_special_tokens=False))
-    )
-    for special in tokenizer.all_special_tokens:
-        text = text.replace(special, "")
-    return text, kept - 1, True
 
 
 Progress = Callable[..., None]  # takes what is being done, how much of it is done, and how much there is

@@ -2,6 +2,7 @@
 
 import argparse
 import ast
+import difflib
 import importlib
 import inspect
 import logging
@@ -92,8 +93,12 @@ def parsed(args: list[str], literal: list[str]) -> argparse.Namespace:
     if first not in (*known, "help"):
         raise unknown("command", first, list(known))
     given, words = parser.parse_known_args([arg for arg in args if arg != "help"] if first == "help" else args)
-    for word in words:
-        if re.fullmatch(r"--?[A-Za-z][\w-]*(=.*)?", word):
-            message = unknown("flag", word.partition("=")[0], known.get(first, parser).flags)
-            raise ValueError(f"{message} Text that begins with a dash goes behind `--`.")
+    for at, word in enumerate(words):
+        if re.fullmatch(r"--?[A-Za-z][\w.-]*(=.*)?", word):
+            (flag, _, value), flags = word.partition("="), known.get(first, parser).flags
+            if flag.startswith("--") and not difflib.get_close_matches(flag, flags, 1, 0.8):
+                value = value or next(iter(words[at + 1 :]), "...")
+                setting = f"{flag[2:].replace('-', '_')}={value}"
+                raise ValueError(f"{flag} is no flag. Settings have no dashes: {setting}. Flags: {', '.join(flags)}.")
+            raise ValueError(f"{unknown('flag', flag, flags)} Text that begins with a dash goes behind `--`.")
     return argparse.Namespace(**vars(given), words=words, literal=literal)

@@ -49,6 +49,8 @@ WRONG = [
     (["generate", "a", "foo=1"], "unknown setting 'foo'"),
     (["generate", "treshold=1"], "unknown setting 'treshold'"),
     (["generate", "a", "runtime.row=1"], "unknown setting of runtime: 'row'. Did you mean 'rows'?"),
+    (["generate", "a", "--model", "tiny"], "--model is no flag. Settings have no dashes: model=tiny."),
+    (["generate", "a", "--max-new-tokens=5"], "Settings have no dashes: max_new_tokens=5."),
     (["generate", "a", "--wach"], "unknown flag '--wach'. Did you mean '--watch'?"),
     (["generate", "a", "--cfg", "jobs"], "--cfg: unknown value 'jobs'. Did you mean 'job'?"),
     (["generate", "a", "--cfg"], "--cfg: expected one argument"),

@@ -5,6 +5,7 @@ marker makes it a part of the text: `\\[MASK:4]`; two stand for one and leave it
 themselves.
 """
 
+import difflib
 import html
 import operator
 import os
@@ -94,6 +95,17 @@ def named(what: str) -> Iterator[None]:
         raise type(error)(f"{what}: {error}") from error
 
 
+@contextmanager
+def unnumbered(what: str) -> Iterator[None]:
+    """Takes the number of the only input from in front of what is wrong with it."""
+    try:
+        yield
+    except ValueError as error:
+        if not str(error).startswith(f"{what} 0: "):
+            raise
+        raise type(error)(str(error).removeprefix(f"{what} 0: ")) from error
+
+
 def as_int(value: Any, what: str) -> int:
     """An integer, also of numpy or torch."""
     try:
@@ -113,6 +125,44 @@ class Held(TypedDict, total=False):
     grammar: str  # Lark or EBNF
     constraint: Any  # of a function of `dinfer.structure`, for its options
     posterior: bool  # an option of every constraint
+
+
+class Asked(Held, total=False):
+    """What `generate` takes by keyword, beside every per-request option of the recipe, such as temperature=0.7."""
+
+    n: int  # answers to each prompt
+    stop: str | Sequence[str]  # texts at the first of which an answer is cut
+    tools: Sequence[Mapping[str, Any]]  # for the chat template, as OpenAI's clients write them
+    progress: bool | None  # a bar on stderr; None: for a list, on a terminal
+
+
+# What users of other libraries write, and what to write here.
+REMEDIES = {
+    "max_tokens": "use max_new_tokens", "max_length": "use max_new_tokens", "max_gen_toks": "use max_new_tokens",
+    "max_completion_tokens": "use max_new_tokens", "num_return_sequences": "use n", "stop_strings": "use stop",
+    "until": "use stop", "do_sample": "leave it out: temperature=0.7 draws, and temperature=0 does not",
+    "sampling_params": "give its fields by name, such as temperature=0.7", "streamer": "use pipe.stream(prompt)",
+    "num_beams": "leave it out: there is no beam search", "torch_dtype": "use dtype", "device_map": "use device",
+    "trust_remote_code": "leave it out: code of a checkpoint is never run", "load_in_8bit": "use quantize='int8'",
+    "load_in_4bit": "use quantize='int4'", "tensor_parallel_size": "use runtime=dinfer.Runtime(tensor_parallel=2)",
+}  # fmt: skip
+
+
+def refuse_names(function: str, given: Collection[str], known: Collection[str]) -> None:
+    """Raises TypeError for a keyword that a function does not take. It says what to write instead."""
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, [*known], 1, 0.6)
+            usual = f"did you mean {near[0]}?" if near else f"it takes {', '.join(sorted(known))}"
+            hint = "only generate does" if name in Asked.__annotations__ else REMEDIES.get(name, usual)
+            raise TypeError(f"{function} takes no {name}: {hint}")
+
+
+def by_name(function: str, given: Mapping[str, Any], options: Collection[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Keywords of `Asked`, and per-request options, which may be keywords too. Raises TypeError for other names."""
+    own = Asked.__annotations__.keys()
+    refuse_names(function, given, [*own, *options])
+    return {k: v for k, v in given.items() if k in own}, {k: v for k, v in given.items() if k not in own}
 
 
 MARKER = re.compile(r"(\\*)\[MASK:([^\]]*)\]")

@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NoReturn, TypedDict, Unpack, overload
+from typing import TYPE_CHECKING, Any, NoReturn, TypedDict, Unpack, cast, overload
 
 import torch
 
@@ -27,6 +29,7 @@ from dinfer.core.pipeline.inputs import (
     Infilled,
     as_html,
     as_int,
+    by_name,
     each,
     encodable,
     figures,
@@ -35,10 +38,12 @@ from dinfer.core.pipeline.inputs import (
     listed,
     named,
     parse,
+    refuse_names,
     short,
+    unnumbered,
     user_errors,
 )
-from dinfer.core.pipeline.tokenizer import ChatTemplate, TextStream, read_tokenizer
+from dinfer.core.pipeline.tokenizer import ChatTemplate, TextStream, cut, read_tokenizer
 from dinfer.core.provided import needed
 from dinfer.core.recipe.recipe import Recipe, compose
 from dinfer.core.registry import CACHES, MODELS
@@ -149,18 +154,6 @@ class Pipeline:
             f"{self.model.device}; {self.recipe.parts}; {runtime.rows} requests at a time)"
         )
 
-    @overload
-    def generate(  # type: ignore[overload-overlap]  # a text is no list of texts here
-        self, prompts: str | Sequence[Message], *, max_new_tokens: int = 128, options: Options = None,
-        chat: bool | None = None, trace: bool = False, **held: Unpack[Held],
-    ) -> Result: ...  # fmt: skip
-
-    @overload
-    def generate(
-        self, prompts: Sequence[str | Sequence[Message]], *, max_new_tokens: int | Sequence[int] = 128,
-        options: Options = None, chat: bool | None = None, trace: bool = False, **held: Unpack[Held],
-    ) -> list[Result]: ...  # fmt: skip
-
     @user_errors
     def generate(
         self,
@@ -170,7 +163,7 @@ class Pipeline:
         options: Options = None,
         chat: bool | None = None,
         trace: bool = False,
-        **held: Unpack[Held],
+        **more: Any,
     ) -> Any:
         """Answers one prompt (returns a Result) or a list of them (returns a list, in order).
 
@@ -178,17 +171,26 @@ class Pipeline:
         tokenizer's chat template; None: if it has one. `options`: per-request options, one mapping for all or one
         for each prompt, such as {"threshold": 0.8}. `max_new_tokens`: one number for all, or one for each.
 
-        `held`: what every answer is held to, whatever the model says: schema=, a pydantic model, a JSON Schema or its
-        text; regex=; choice=, a list of texts; grammar=, Lark or EBNF; or constraint=, of `dinfer.structure`. With
+        `more`: per-request options by name, such as temperature=0.7 and seed=1; n=, answers to each prompt, which
+        gives lists of n; stop=, texts at the first of which an answer is cut; tools=, for the chat template; progress=,
+        a bar, by default for lists on a terminal. Without a seed, answers that are drawn differ. With seed=s they
+        repeat, and of n the i-th has the seed s + i.
+
+        And what every answer is held to, whatever the model says: schema=, a pydantic model, a JSON Schema or its text;
+        regex=; choice=, a list of texts; grammar=, Lark or EBNF; or constraint=, of `dinfer.structure`. With
         posterior=True, tokens are weighed by how probable an accepted answer with them is. The result's `value` is
         then the parsed answer. The model does not see it: say in the prompt what is wanted.
 
         Raises ValueError for bad input, and NonFiniteLogits or StalledRow for a request that fails.
         """
         single = isinstance(prompts, str) or is_conversation(prompts)
-        encode = partial(self.encode, chat=chat)
+        how = {} if (tools := more.pop("tools", None)) is None else {"tools": tools}
+        encode = partial(self.encode, chat=True if how else chat, **how)
+        if not single and (isinstance(prompts, Mapping) or not isinstance(prompts, Iterable)):
+            raise ValueError(f"a prompt is a text, a list of messages, or a list of such prompts, not {prompts!r:.80}")
         ids = [encode(prompts)] if single else self._each(encode, prompts, "prompt")
-        results = self.generate_ids(ids, max_new_tokens=max_new_tokens, options=options, trace=trace, **held)
+        with unnumbered("prompt") if single else nullcontext():
+            results = self.generate_ids(ids, max_new_tokens=max_new_tokens, options=options, trace=trace, **more)
         return results[0] if single else results
 
     @user_errors
@@ -199,19 +201,43 @@ class Pipeline:
         max_new_tokens: int | Sequence[int] = 128,
         options: Options = None,
         trace: bool = False,
-        **held: Unpack[Held],
-    ) -> list[Result]:
+        **more: Any,
+    ) -> list[Any]:
         """Like `generate`, for prompts that are token ids. Texts are decoded if there is a tokenizer."""
-        form = self._form(held)
+        asked, chosen = self._by_name("generate", more)
+        n, until, progress = asked.pop("n", None), texts_of(asked.pop("stop", None)), asked.pop("progress", None)
+        form = self._form(cast(Held, asked))
+        if form is not None and until:
+            form = replace(form, constraint=replace(form.constraint, stop=until))
         language = None if form is None else form.language(self.compiler)
+        options = joined(options, chosen)
         requests = self.requests(prompts, max_new_tokens, options, language)
+        if n is not None:
+            count = as_int(n, "n")
+            if count < 1:
+                raise ValueError(f"n={n} must be at least 1")
+            requests = [one for request in requests for one in self._samples(request, count)]
         read, results = None if form is None else form.read, list[Result]()
-        for request, (done, snapshots, _) in zip(requests, self._run(requests, trace), strict=True):
-            text, counts = "" if self.tokenizer is None else self.decode(done.output), done.counts
-            results.append(
-                Result(text, done.output, request.prompt, done.canvas, done.stopped, counts, snapshots, read)
-            )
-        return results
+        bar = progress if progress is not None else len(requests) > 1 and sys.stderr.isatty()
+        for request, (done, snapshots, _) in zip(requests, self._run(requests, trace, bar=bar), strict=True):
+            text, ids, stopped = "" if self.tokenizer is None else self.decode(done.output), done.output, done.stopped
+            if until:
+                text, kept, found = cut(self._need_tokenizer(), ids, until)
+                ids, stopped = ids[:kept], stopped or found
+            results.append(Result(text, ids, request.prompt, done.canvas, stopped, done.counts, snapshots, read))
+        return results if n is None else [results[i : i + count] for i in range(0, len(results), count)]
+
+    def _by_name(self, function: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        return by_name(function, given, [option.name for option in self.recipe.request_options])
+
+    def _samples(self, request: Request, count: int) -> list[Request]:
+        """A request and others that differ from it by the seed alone."""
+        names = [f"{option.kind}.{option.name}" for option in self.recipe.request_options]
+        if "sampling.seed" not in names:
+            return [request] * count
+        at, first = names.index("sampling.seed"), request.options
+        seeds = [(max(int(first[at]), 0) + i) % SEEDS for i in range(count)]
+        return [replace(request, options=[*first[:at], float(seed), *first[at + 1 :]]) for seed in seeds]
 
     @overload
     def infill(  # type: ignore[overload-overlap]  # a text is no list of texts here
@@ -332,19 +358,27 @@ class Pipeline:
         return Infilled(text, completion.canvas, gaps, texts, completion.counts, trace, scores)
 
     def _run(
-        self, requests: list[Request], trace: bool, logprobs: bool = False
+        self, requests: list[Request], trace: bool, logprobs: bool = False, bar: bool = False
     ) -> list[tuple[Completion, list[list[int]] | None, list[TokenLogprob] | None]]:
         """The completions in order, and what is asked for: the canvas after every step, logprobs of the output."""
         done: dict[int, Completion] = {}
         traces, heard = ([list[Any]() for _ in requests] for _ in range(2))
         wants = Wants(snapshots=trace, deltas="commit" if logprobs else None, logprobs=logprobs)
-        for update in self.engine.run(requests, wants):
-            if update.tokens is not None:
-                traces[update.index].append(update.tokens)
-            heard[update.index] += update.logprobs or []
-            if update.completion is not None:
-                done[update.index] = update.completion
+        with counted(len(requests)) if bar else nullcontext(lambda: None) as count:
+            for update in self.engine.run(requests, wants):
+                if update.tokens is not None:
+                    traces[update.index].append(update.tokens)
+                heard[update.index] += update.logprobs or []
+                if update.completion is not None:
+                    done[update.index] = update.completion
+                    count()
         return [(done[i], traces[i] if trace else None, heard[i] if logprobs else None) for i in range(len(requests))]
+
+    def _one(self, function: str, ids: list[int], new: int, options: Any, more: Mapping[str, Any]) -> list[Request]:
+        """One request whose answer is shown as it grows."""
+        held, chosen = self._by_name(function, more)
+        refuse_names(function, held, [*Held.__annotations__, *chosen])
+        return self.requests([ids], new, joined(options, chosen), self._language(cast(Held, held)))
 
     @user_errors
     def updates(
@@ -354,10 +388,10 @@ class Pipeline:
         max_new_tokens: int = 128,
         options: Mapping[str, Any] | None = None,
         chat: bool | None = None,
-        **held: Unpack[Held],
+        **more: Any,
     ) -> Generator[Update]:
         """The canvas of one prompt after every step. Raises as `generate` does."""
-        requests = self.requests([self.encode(prompt, chat=chat)], max_new_tokens, options, self._language(held))
+        requests = self._one("updates", self.encode(prompt, chat=chat), max_new_tokens, options, more)
         return self.engine.run(requests, Wants(snapshots=True))
 
     @user_errors
@@ -368,14 +402,14 @@ class Pipeline:
         max_new_tokens: int = 128,
         options: Mapping[str, Any] | None = None,
         chat: bool | None = None,
-        **held: Unpack[Held],
+        **more: Any,
     ) -> TextStream:
         """The answer to one prompt as pieces of text, in order, each as soon as no later step can change it.
 
         Joined, they are the text that `generate` returns. A decoder that edits gives the text of finished blocks.
         Raises as `generate` does.
         """
-        requests = self.requests([self.encode(prompt, chat=chat)], max_new_tokens, options, self._language(held))
+        requests = self._one("stream", self.encode(prompt, chat=chat), max_new_tokens, options, more)
         return TextStream(self.engine.run(requests, Wants(deltas="commit")), self.decode)
 
     @user_errors
@@ -485,6 +519,7 @@ class Pipeline:
 
 
 SEEDS = 2**53
+LOADED = ("iteration", "decoder", "cache", "sampling")
 
 
 def seeded(recipe: Recipe, options: Mapping[str, Any], index: int | None = None) -> Mapping[str, Any]:
@@ -513,6 +548,37 @@ class Parts(TypedDict, total=False):
     sampling: Any
 
 
+def texts_of(stop: str | Sequence[str] | None) -> list[str]:
+    """Stop strings. Raises ValueError."""
+    texts = [stop] if isinstance(stop, str) else [] if stop is None else listed(stop, "stop")
+    if not all(isinstance(text, str) and text for text in texts):
+        raise ValueError(f"stop={stop!r:.80} must be a text or a list of texts, none of them empty")
+    return texts
+
+
+def joined(options: Options, chosen: Mapping[str, Any]) -> Options:
+    """Options, and those that were given by keyword, for every prompt. Raises ValueError for what is given twice."""
+    if not chosen:
+        return options
+    if options is not None and not isinstance(options, Mapping):
+        return [joined(one, chosen) for one in listed(options, "options")]  # type: ignore[misc]
+    if twice := (options or {}).keys() & chosen.keys():
+        raise ValueError(f"{min(twice)} is given by keyword and in options: give it once")
+    return {**(options or {}), **chosen}
+
+
+@contextmanager
+def counted(total: int) -> Iterator[Callable[[], None]]:
+    """A bar on stderr of how many answers there are."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+
+    columns = "answers", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("answers", total=total)
+        yield lambda: bar.advance(task)
+
+
 @user_errors
 def load(
     model: Any = None,
@@ -536,6 +602,7 @@ def load(
     above 1, other processes have the other shares of the model (docs/scaling/tensor_parallel.md). Raises ValueError for
     parts or settings that do not fit, and CheckpointError, also one, for a checkpoint that cannot be had or read.
     """
+    refuse_names("load", parts, LOADED)
     if runtime is not None and not isinstance(runtime, Runtime):
         raise ValueError(f"runtime={runtime!r:.80} must be a dinfer.Runtime, such as runtime=dinfer.Runtime(rows=8)")
     where = _device(device)

@@ -9,6 +9,7 @@ import copy
 import itertools
 import json
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import cached_property, partial
@@ -72,6 +73,24 @@ def _from_metadata(files: SmallFiles) -> PreTrainedTokenizerBase | None:
 
     settings = small_object(files, "tokenizer_config.json")
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(whole)), **settings)
+
+
+def cut(tokenizer: Any, ids: list[int], until: Sequence[str]) -> tuple[str, int, bool]:
+    """The text before the first stop string, the number of tokens wholly in it, and whether there was a stop string.
+
+    Stop strings may name special tokens, but the text has none.
+    """
+    raw = tokenizer.decode(ids, skip_special_tokens=False)
+    ends = [raw.find(text) for text in until if text in raw]
+    if not ends:
+        return str(tokenizer.decode(ids, skip_special_tokens=True)), len(ids), False
+    text = raw[: min(ends)]
+    kept = bisect_right(
+        range(len(ids) + 1), len(text), key=lambda n: len(tokenizer.decode(ids[:n], skip_special_tokens=False))
+    )
+    for special in tokenizer.all_special_tokens:
+        text = text.replace(special, "")
+    return text, kept - 1, True
 
 
 class ChatTemplate:
