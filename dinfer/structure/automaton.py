@@ -162,12 +162,12 @@ def copies(node: Node | None, known: dict[int, int]) -> int:
         case Automaton():
             return node.states
         case bytes():
-            return len(node)
+            return max(0, len(node) - 1)
         case Graph():
             if id(node) not in known:
-                known[id(node)] = sum(copies(inner, known) for _, inner, _ in node.edges)
+                known[id(node)] = node.states + sum(copies(inner, known) for _, inner, _ in node.edges)
             return known[id(node)]
-    return 1 if node is not None else 0
+    return 0
 
 
 HELD = 1 << 22  # states in all sets of states of one automaton, 32 bytes each and more
@@ -429,6 +429,45 @@ def _blocks(
                 common.append(signature)
         dirty &= live
     return block
+
+
+def words(texts: Iterable[bytes], budget: Budget | None = None) -> Automaton:
+    """The minimal automaton of a finite set of texts, built along their sorted list.
+
+    Daciuk, Mihov, Watson and Watson, "Incremental construction of minimal acyclic finite-state automata" (2000).
+    """
+    budget = budget or Budget()
+    known: dict[tuple[bool, tuple[tuple[int, int], ...]], int] = {}
+    path: list[tuple[int, list[tuple[int, int]]]] = [(0, [])]  # the byte that leads here, and finished edges from here
+    final, before = [False], b""
+
+    def finish(length: int) -> None:
+        """Finishes the states of `before` behind its first `length` bytes."""
+        while len(path) > length + 1:
+            byte, edges = path.pop()
+            path[-1][1].append((byte, known.setdefault((final.pop(), tuple(edges)), len(known))))
+            budget.check(len(known))
+
+    for text in sorted(set(texts)):
+        shared = next((i for i, (a, b) in enumerate(zip(before, text, strict=False)) if a != b), len(before))
+        finish(shared)
+        path += [(byte, []) for byte in text[shared:]]
+        final += [False] * (len(text) - shared)
+        final[-1], before = True, text
+    finish(0)
+    rows = [*known, (final[0], tuple(path[0][1]))]
+    number, order = {len(known): 0}, [len(known)]
+    found: list[list[Edge]] = []
+    for state in order:
+        row: list[Edge] = []
+        for byte, to in rows[state][1]:
+            if to not in number:
+                number[to] = len(order)
+                order.append(to)
+            joined = row and row[-1][1] == byte - 1 and row[-1][2] == number[to]
+            row[-1:] = [(row[-1][0], byte, number[to])] if joined else [*row[-1:], (byte, byte, number[to])]
+        found.append(row)
+    return Automaton(found, [rows[state][0] for state in order])
 
 
 def both(a: Automaton, b: Automaton, budget: Budget | None = None, *, common: bool = True) -> Automaton:

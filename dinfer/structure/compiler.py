@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from heapq import heappop, heappush
+from itertools import count
 
-from dinfer.structure.automaton import ANYTHING, Automaton, alt, avoiding, build, cat
+from dinfer.structure.automaton import ANYTHING, Automaton, avoiding, build, cat, words
 from dinfer.structure.constraint import Constraint
 from dinfer.structure.grammar import compile_grammar
 from dinfer.structure.json_schema import compile_schema
@@ -18,13 +21,14 @@ from dinfer.structure.limits import Budget, Cancelled, ConstraintError, Limits, 
 from dinfer.structure.regex import parse
 from dinfer.structure.tools import compile_tools
 
-QUICK = 0.5  # seconds after which a constraint makes way for others that wait
+TRIES = 0.1, 0.7  # seconds after which a constraint makes way for others that wait
+SLICE, NAP, NAPS = 0.005, 0.005, 4  # seconds that a long try computes at once, and how long it then lets others compute
 Built = tuple[Automaton, bool, int | None]  # whether it is exact, and how deep recursion was unrolled
 
 
 BUILDERS: dict[str, Callable[[Constraint, Budget], Built]] = {
     "regex": lambda given, budget: (build(parse(given.text), budget), True, None),
-    "choice": lambda given, budget: (build(alt(map(utf8_text, json.loads(given.text))), budget), True, None),
+    "choice": lambda given, budget: (words(map(utf8_text, json.loads(given.text)), budget), True, None),
     "json_schema": compile_schema,
     "grammar": compile_grammar,
     "tools": compile_tools,
@@ -50,84 +54,155 @@ def compile_automaton(constraint: Constraint, budget: Budget | None = None) -> B
     return automaton, exact, depth
 
 
+@dataclass(eq=False, slots=True)
+class _Job:
+    constraint: Constraint
+    cancelled: threading.Event
+    done: Future[Language]
+
+
 class Compiler:
-    """Compiles constraints for one vocabulary and keeps the languages used last. Any thread may call its methods."""
+    """Compiles constraints for one vocabulary and keeps the languages used last. Any thread may call its methods.
+
+    What was refused is kept as well. Each try has a thread of its own: a constraint that takes the first too long goes
+    to the next. While a shorter try has work, the longer ones wait, so memory is that of one constraint a try.
+    """
 
     def __init__(self, vocabulary: Vocabulary, limits: Limits | None = None, kept: int = 64) -> None:
         self.vocabulary, self.limits, self.kept = vocabulary, limits or Limits(), kept
-        self._languages: OrderedDict[Constraint, Language] = OrderedDict()
+        self.tries = [*(seconds for seconds in TRIES if seconds < self.limits.seconds), self.limits.seconds]
+        self._found: OrderedDict[Constraint, Language | ConstraintError] = OrderedDict()
         self._lock = threading.Lock()
-        # Two threads, so that a few constraints that take long do not hold up all others.
-        self._quick, self._slow = (ThreadPoolExecutor(1, f"dinfer-structure-{name}") for name in ("quick", "slow"))
+        self._changed, self._closed, self._count = threading.Condition(), False, count()
+        self._waiting: list[list[tuple[int, int, _Job]]] = [[] for _ in self.tries]  # heaps: the shortest text first
+        self._busy = [False] * len(self.tries)
+        self._threads: list[threading.Thread] = []
 
     def compile(self, constraint: Constraint, cancelled: threading.Event | None = None) -> Language:
         """The language of a constraint, in this thread. Raises ConstraintError, or Cancelled once the event is set."""
-        return self._compile(constraint, cancelled, self.limits)
+        return self._compile(constraint, Budget(self.limits, cancelled))
 
-    def _compile(self, constraint: Constraint, cancelled: threading.Event | None, limits: Limits) -> Language:
+    def _compile(self, constraint: Constraint, budget: Budget) -> Language:
         if (kept := self._kept(constraint)) is not None:
-            return kept
-        if constraint.posterior:
-            plain = self._compile(replace(constraint, posterior=False), cancelled, limits)
-            found = replace(plain, posterior=True)
-        else:
-            budget = Budget(limits, cancelled)
-            automaton, exact, depth = compile_automaton(constraint, budget)
-            found = language(automaton, self.vocabulary, budget, exact=exact, depth=depth)
+            return _told(kept)
+        try:
+            found: Language | ConstraintError
+            if constraint.posterior:
+                found = replace(self._compile(replace(constraint, posterior=False), budget), posterior=True)
+            else:
+                automaton, exact, depth = compile_automaton(constraint, budget)
+                found = language(automaton, self.vocabulary, budget, exact=exact, depth=depth)
+        except ConstraintError as error:
+            if isinstance(error, TooSlow) and budget.limits.seconds < self.limits.seconds:
+                raise
+            found = error
         with self._lock:
-            self._languages[constraint] = found
-            while len(self._languages) > self.kept:
-                self._languages.popitem(last=False)
-        return found
+            self._found[constraint] = found
+            while len(self._found) > self.kept:
+                self._found.popitem(last=False)
+        return _told(found)
 
-    def _kept(self, constraint: Constraint) -> Language | None:
+    def _kept(self, constraint: Constraint) -> Language | ConstraintError | None:
         with self._lock:
-            if constraint in self._languages:
-                self._languages.move_to_end(constraint)
-            return self._languages.get(constraint)
+            if constraint in self._found:
+                self._found.move_to_end(constraint)
+            return self._found.get(constraint)
 
     def submit(self, constraint: Constraint) -> Compilation:
         """Compiles in a worker thread. A language that is there waits for no other."""
-        cancelled, done = threading.Event(), Future[Language]()
-        if (kept := self._kept(constraint)) is None:
-            quick = replace(self.limits, seconds=min(QUICK, self.limits.seconds))
-            self._let(self._quick, quick, constraint, cancelled, done)
+        job = _Job(constraint, threading.Event(), Future())
+        kept = self._kept(constraint)
+        if isinstance(kept, Language):
+            job.done.set_result(kept)
+        elif kept is not None:
+            job.done.set_exception(_again(kept))
         else:
-            done.set_result(kept)
-        return Compilation(done, cancelled)
+            self._put(0, job)
+        return Compilation(job.done, job.cancelled)
 
-    def _let(
-        self, worker: ThreadPoolExecutor, limits: Limits, constraint: Constraint, cancelled: threading.Event,
-        done: Future[Language],
-    ) -> None:  # fmt: skip
-        """Lets a worker compile, and the slow one once more what takes the quick one too long."""
-
-        def work() -> None:
-            if worker is self._quick and not done.set_running_or_notify_cancel():
+    def _put(self, at: int, job: _Job) -> None:
+        with self._changed:
+            if self._closed:
+                job.done.set_exception(Cancelled())
                 return
+            heappush(self._waiting[at], (len(job.constraint.text), next(self._count), job))
+            if not self._threads:
+                self._threads = [
+                    threading.Thread(target=self._work, args=(i,), name=f"dinfer-structure-{i}", daemon=True)
+                    for i in range(len(self.tries))
+                ]
+                for thread in self._threads:
+                    thread.start()
+            self._changed.notify_all()
+
+    def _work(self, at: int) -> None:
+        """Compiles what waits for one of the tries."""
+        limits = replace(self.limits, seconds=self.tries[at])
+        while True:
+            with self._changed:
+                self._busy[at] = False
+                self._changed.notify_all()
+                while not self._waiting[at] and not self._closed:
+                    self._changed.wait()
+                if self._closed:
+                    return
+                job, self._busy[at] = heappop(self._waiting[at])[2], True
+            if at == 0 and not job.done.set_running_or_notify_cancel():
+                continue
             try:
-                done.set_result(self._compile(constraint, cancelled, limits))
+                job.done.set_result(self._compile(job.constraint, Budget(limits, job.cancelled, self._way(at))))
             except TooSlow as error:
-                if limits.seconds < self.limits.seconds:
-                    self._let(self._slow, self.limits, constraint, cancelled, done)
+                if at + 1 < len(self.tries):
+                    self._put(at + 1, job)
                 else:
-                    done.set_exception(error)
+                    job.done.set_exception(error)
             except BaseException as error:
-                done.set_exception(error)
+                job.done.set_exception(error)
 
-        def closed(asked: Future[None]) -> None:
-            if asked.cancelled() and not done.cancel():
-                done.set_exception(Cancelled())
+    def _way(self, at: int) -> Callable[[threading.Event | None], None] | None:
+        """What a budget calls now and then: it makes way for shorter tries, and for what else the process computes."""
+        if at == 0:
+            return None
+        since = time.thread_time()
 
-        try:
-            worker.submit(work).add_done_callback(closed)
-        except RuntimeError:  # the compiler has been closed
-            done.set_exception(Cancelled())
+        def make_way(cancelled: threading.Event | None) -> None:
+            nonlocal since
+            with self._changed:
+                while any(self._busy[i] or self._waiting[i] for i in range(at)) and not self._closed:
+                    if cancelled is not None and cancelled.is_set():
+                        return
+                    self._changed.wait(NAP)
+            if time.thread_time() - since < SLICE:
+                return
+            for _ in range(NAPS):
+                before = time.process_time()
+                time.sleep(NAP)
+                if time.process_time() - before < NAP / 4:  # nobody else computes
+                    break
+            since = time.thread_time()
+
+        return make_way
 
     def close(self) -> None:
         """Ends the worker threads; what waits for them is cancelled."""
-        for worker in (self._quick, self._slow):
-            worker.shutdown(wait=False, cancel_futures=True)
+        with self._changed:
+            self._closed = True
+            waiting = [job for heap in self._waiting for *_, job in heap]
+            self._changed.notify_all()
+        for job in waiting:
+            if job.done.running() or job.done.set_running_or_notify_cancel():
+                job.done.set_exception(Cancelled())
+
+
+def _again(error: ConstraintError) -> ConstraintError:
+    """A refusal to be raised once more: an exception keeps the places through which it went."""
+    return type(error)(error.message, error.path)
+
+
+def _told(found: Language | ConstraintError) -> Language:
+    if isinstance(found, ConstraintError):
+        raise _again(found)
+    return found
 
 
 class Compilation:

@@ -105,12 +105,12 @@ AIM = 4096  # recursion is unrolled further as long as fewer states than this ar
 
 
 def deepest(
-    unrolled: Callable[[int], tuple[Automaton, bool]], asked: int | None, what: str, budget: Budget
+    unrolled: Callable[[int], tuple[Automaton, bool]], asked: int | None, why: Callable[[], str], budget: Budget
 ) -> tuple[Automaton, int | None]:
     """The automaton of the depth asked for, or else of the largest that takes few states, and its depth.
 
     `unrolled(depth)`: the automaton, and whether recursion was cut. The depth is None if it was not.
-    Raises TooLarge if even depth 1 has too many states, ConstraintError if nothing is accepted.
+    Raises TooLarge if even depth 1 has too many states, ConstraintError with `why` if nothing is accepted.
     """
     best: tuple[Automaton, int | None] | None = None
     most = budget.limits.states
@@ -129,5 +129,5 @@ def deepest(
             break
     assert best is not None
     if best[0].empty:
-        raise ConstraintError(what + (f" within depth {best[1]}" if best[1] else ""))
+        raise ConstraintError(why() + (f" within depth {best[1]}" if best[1] else ""))
     return best

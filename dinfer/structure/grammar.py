@@ -194,7 +194,7 @@ class _Reader:
             if set(flags) - {"i", "u"}:
                 self.fail(f"the flag {sorted(set(flags) - {'i', 'u'})[0]} is not supported", at)
             try:
-                return parse(body, ignore_case="i" in flags)
+                return parse(body, whole=False, ignore_case="i" in flags)
             except ConstraintError as error:
                 self.fail(f"{text} at {error.path}: {error.message}", at)
         if text == "(" or (text == "[" and self.lark):
@@ -212,7 +212,9 @@ class _Reader:
         # Escapes are those of patterns; all other characters stand for themselves.
         for part in re.findall(r"\\(?:x..|u....|U.{8}|.)|.", quoted[1:-1]):
             try:
-                characters.append(parse(part if part[0] == "\\" else re.escape(part), ignore_case=ignore_case))
+                characters.append(
+                    parse(part if part[0] == "\\" else re.escape(part), whole=False, ignore_case=ignore_case)
+                )
             except ConstraintError as error:
                 self.fail(f"{text}: {error.message}", at)
         if self.lark and self.take(".."):
@@ -341,5 +343,5 @@ def compile_grammar(constraint: Constraint, budget: Budget) -> tuple[Automaton, 
     """The automaton of a grammar, whether it is exact, and how deep recursion was unrolled."""
     syntax, _, text = constraint.text.partition("\n")
     unroller = _Unroller(_Reader(text, syntax), budget)
-    automaton, depth = deepest(unroller.whole, constraint.depth, "the grammar accepts no text", budget)
+    automaton, depth = deepest(unroller.whole, constraint.depth, lambda: "the grammar accepts no text", budget)
     return automaton, depth is None, depth

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from typing import Any
 
 from dinfer.structure.automaton import (
@@ -27,23 +28,41 @@ from dinfer.structure.automaton import (
     copies,
     repeat,
     without,
-)
+    words,
+)  # fmt: skip
 from dinfer.structure.constraint import Constraint, deepest
-from dinfer.structure.json_shape import MOST_PROPERTIES, Part, Parts, Reader, Shape, at, fail, type_of
+from dinfer.structure.json_reader import Reader
+from dinfer.structure.json_shape import NUMBER as NUMBERS
+from dinfer.structure.json_shape import Part, Parts, Shape, Values, at, fail, gathered, type_of
 from dinfer.structure.json_text import (
+    BEGINNINGS,
     CHARACTER,
     FORMATS,
+    FRACTIONAL,
     INTEGER,
+    MOST_PLACES,
+    MOST_REMAINDERS,
     NUMBER,
+    PLAIN,
+    SHORT,
     STRING,
+    UNSURE,
     escaped,
     literal,
     multiples,
     numbers,
-)
-from dinfer.structure.limits import Budget, ConstraintError, TooLarge, utf8_text
+    plain,
+    scaled,
+    spelled,
+)  # fmt: skip
+from dinfer.structure.limits import Budget, ConstraintError, TooLarge, TooSlow, utf8_text
 from dinfer.structure.regex import parse
 
+MOST_PROPERTIES = 16
+ANY_ORDER = 6  # enumerated items of an array whose items are unique: 2^6 sets of them
+FEW = 16  # numbers that are written of a range so narrow that few doubles are in it
+MOST_COUNTED = 64  # integers of a range that are enumerated where items are unique
+NESTED = 64  # how deep an enumerated value is looked into
 CAPS = None, 1024, 256, 128, 64, 32, 16, 8  # what lengths and counts are lowered to if there are too many states
 
 
@@ -56,16 +75,22 @@ def compile_schema(
     Raises ConstraintError with the path of the keyword that is wrong, not supported or impossible to meet.
     """
     root, caps = json.loads(constraint.text), list(CAPS)
-    nothing = f"no {kind or 'value'} meets the schema"
     while True:
         builder = _Builder(root, constraint, caps.pop(0), budget, kind)
         try:
-            automaton, depth = deepest(builder.whole, constraint.depth, nothing, budget)
-            return automaton, depth is None and not (builder.capped or builder.reader.narrowed), depth
+            automaton, depth = deepest(builder.whole, constraint.depth, builder.nothing, budget)
+            narrowed = builder.capped or builder.narrowed or builder.reader.narrowed or builder.reader.prover.shortened
+            return automaton, depth is None and not narrowed, depth
         except TooLarge:
             caps = [cap for cap in caps if cap is not None and cap < builder.largest]
             if not caps:
                 raise
+
+
+Entry = tuple[bytes, Node, bool]  # a property: its key in quotes, what stands behind that, whether it is required
+
+
+EMPTY = words(())
 
 
 class _Builder:
@@ -77,8 +102,8 @@ class _Builder:
         self.root, self.constraint, self.cap, self.budget = root, constraint, cap, budget
         self.typed: Any = True if kind is None else {"type": kind}
         self.reader = Reader(root, constraint.lenient, self.matches, budget)
+        self.narrowed = False  # whether values are left out for a reason of a place
         self.capped, self.largest = False, 0  # whether a number was lowered to the cap, and the largest there is
-        self.keys: dict[str, Automaton] = {}
         self.sizes: dict[int, int] = {}
         self.kept: list[Node] = []
         self.known: dict[object, tuple[Node | None, bool]] = {}  # and whether recursion was cut in it
@@ -92,6 +117,15 @@ class _Builder:
         node = self.value((Part(self.root, "", depth), Part(self.typed, "", depth)), 0)
         return self.minimal(node if node is not None else alt(())), self.reader.cut
 
+    def nothing(self) -> str:
+        """Why no value is accepted."""
+        kind = self.typed["type"] if isinstance(self.typed, dict) else "value"
+        if self.capped:
+            self.reader.untold["maxLength or maxItems"] = "it was lowered, since there are too many states"
+        for path, reason in self.reader.untold.items():
+            return f"no {kind} is certain to meet the schema: {path}: {reason}"
+        return f"no {kind} meets the schema"
+
     def minimal(self, node: Node) -> Automaton:
         """As `build`; what is much too large is refused before the work."""
         if (states := copies(node, self.sizes)) > 3 * self.budget.limits.states:
@@ -100,16 +134,13 @@ class _Builder:
         return build(node, self.budget)
 
     def matches(self, pattern: str, key: str) -> bool:
-        return self.key_pattern(pattern, "patternProperties").accepts(utf8_text(key))
+        return self.pattern(pattern, "patternProperties").accepts(utf8_text(key))
 
-    def key_pattern(self, pattern: str, path: str) -> Automaton:
-        if pattern not in self.keys:
-            self.keys[pattern] = build(self.parsed(pattern, path), self.budget)
-        return self.keys[pattern]
-
-    def parsed(self, pattern: str, path: str) -> Node:
+    def pattern(self, pattern: str, path: str, wide: bool = False) -> Automaton:
         try:
-            return parse(pattern, ecma=True, search=True)
+            return self.reader.prover.pattern(pattern, wide)
+        except (TooLarge, TooSlow):
+            raise
         except ConstraintError as error:
             fail(f"the pattern {pattern!r} at {error.path}: {error.message}", path)
 
@@ -129,7 +160,9 @@ class _Builder:
                 reader.counted, reader.cut = reader.counted or key is counted, reader.cut or cut
                 return found
         before, reader.counted, reader.cut = (reader.counted, reader.cut), False, False
-        options = [node for shape in reader.shapes(parts) if (node := self.shape(shape, parts, level)) is not None]
+        left = max((part.left for part in parts if part.left is not None), default=0)
+        shapes = gathered(reader.shapes(parts))
+        options = [node for shape in shapes if (node := self.shape(shape, level, left)) is not None]
         node = options[0] if len(options) == 1 else alt(options) if options else None
         self.known[counted if reader.counted else plain] = node, reader.cut
         reader.counted, reader.cut = reader.counted or before[0], reader.cut or before[1]
@@ -140,10 +173,9 @@ class _Builder:
         self.value(parts, level)
         return self.value(parts, level)  # minimised, as it is asked for a second time
 
-    def shape(self, shape: Shape, parts: Parts, level: int) -> Node | None:
+    def shape(self, shape: Shape, level: int, left: int) -> Node | None:
         if shape.enum is not None:
-            return self.enumeration(shape, parts, level)
-        left = max((part.left for part in parts if part.left is not None), default=0)
+            return self.enumeration(shape, level)
         options: list[Node] = []
         for kind in sorted(shape.types):
             match kind:
@@ -157,22 +189,66 @@ class _Builder:
                 case "string":
                     options.append(self.string(shape))
                 case "array" | "object":
-                    node = self.array(shape, left, level) if kind == "array" else self.object(shape, left, level)
+                    node = self.arrays(shape, left, level) if kind == "array" else self.object(shape, left, level)
                     options += [] if node is None else [node]
         return alt(options) if options else None
 
     # --- Scalars -----------------------------------------------------------------------------------------------------
 
     def number(self, shape: Shape) -> Node:
-        whole = shape.multiple is not None or "fraction" not in shape.types
+        if shape.low is None and shape.high is None:
+            return self.numbers(shape)
+        found = self.numbers(shape)
+        if found.empty and "fraction" in shape.types:
+            # No short text is in the range: one may be of as many places as doubles there are told apart by.
+            ends = [float(bound.value) for bound in (shape.low, shape.high) if bound is not None]
+            found = self.numbers(shape, max(0, math.floor(-math.log10(4 * math.ulp(max(map(abs, ends)))))))
+            found = self.doubles(shape) if found.empty else found
+            self.narrowed = True
+        return found
+
+    def numbers(self, shape: Shape, places: int | None = None) -> Automaton:
+        """The numbers of a shape with few places, or with so many."""
+        whole = "fraction" not in shape.types or (shape.multiple is not None and shape.multiple == int(shape.multiple))
+        never = [Decimal(str(value)) for value in shape.never if type_of(value) in NUMBERS]
         found = INTEGER if whole else NUMBER
-        if shape.low is not None or shape.high is not None:
-            found = numbers(shape.low, shape.high, whole, self.budget)
-        return found if shape.multiple is None else both(found, multiples(shape.multiple), self.budget)
+        if shape.low is not None or shape.high is not None or (never and not whole):
+            found = numbers(shape.low, shape.high, whole, self.budget, never, places)
+        if shape.multiple is not None:
+            found = both(found, self.multiples(shape.multiple, shape.path), self.budget)
+        if not whole and places is None and (shape.multiple is not None or shape.never_multiples):
+            found = both(found, SHORT, self.budget)
+        if "integer" not in shape.types:
+            found = both(found, FRACTIONAL if places is None else PLAIN, self.budget)
+            found = without(found, build(cat(INTEGER, repeat(cat(b".", repeat(b"0", 1)), 0, 1))), self.budget)
+        for step in shape.never_multiples:
+            found = without(both(found, PLAIN, self.budget), self.multiples(step, shape.path), self.budget)
+        if never:
+            found = without(found, build(alt(map(spelled, never)), self.budget), self.budget)
+        return found
+
+    def multiples(self, step: Decimal, path: str) -> Automaton:
+        whole, places = scaled(step)
+        if whole > MOST_REMAINDERS or places > MOST_PLACES:
+            fail(f"multiples of {step} need {whole:,} remainders and {places} places; at most {MOST_REMAINDERS:,} and "
+                 f"{MOST_PLACES} are supported", path, "multipleOf")  # fmt: skip
+        return multiples(step, self.budget)
+
+    def doubles(self, shape: Shape) -> Automaton:
+        """The first doubles of a range."""
+        bound, towards = (shape.low, math.inf) if shape.low is not None else (shape.high, -math.inf)
+        assert bound is not None
+        found, number = list[bytes](), float(bound.value)
+        for _ in range(FEW):
+            if math.isfinite(number) and self.reader.prover.fits(shape, number, None):
+                found.append(plain(Decimal(str(number))).encode())
+            number = math.nextafter(number, towards)
+        return words(found)
 
     def string(self, shape: Shape) -> Node:
         most = self.capping(shape.most_length, shape.least_length, at(shape.path, "minLength"))
-        if not (shape.patterns or shape.formats or shape.never or shape.never_matching):
+        never = [value for value in shape.never if isinstance(value, str)]
+        if not (shape.patterns or shape.formats or never or shape.never_matching):
             if not shape.least_length and most is None:
                 return STRING
             if most is not None and most < shape.least_length:
@@ -182,12 +258,28 @@ class _Builder:
 
     def text(self, shape: Shape, most: int | None) -> Automaton:
         """The strings of a shape, not escaped."""
-        found = [build(self.parsed(pattern, path), self.budget) for pattern, path in shape.patterns]
-        for name, path in shape.formats:
-            if name in FORMATS:
-                found.append(build(parse(FORMATS[name]), self.budget))
-            elif not self.constraint.lenient:
-                fail(f"the format {name!r} is none of {', '.join(FORMATS)}", path)
+        formats = [(name, path) for name, path in shape.formats if name in FORMATS]
+        try:
+            found = self.narrow(shape, most, [name for name, _ in formats])
+        except TooLarge:
+            if not (shape.patterns and formats):
+                raise
+            found = EMPTY
+        if found.empty and formats:  # formats are notes, patterns are not
+            self.narrowed = True
+            if shape.patterns:
+                found = self.narrow(shape, most, [])
+            else:
+                name, path = formats[0]
+                self.reader.untold[path] = f"no text that is certain to be of the format {name!r} has the rest"
+        if found.empty and not self.narrow(shape, most, [], wide=True).empty:
+            self.reader.untold[shape.path] = "readers of its patterns differ in what they take"
+        return found
+
+    def narrow(self, shape: Shape, most: int | None, formats: list[str], wide: bool = False) -> Automaton:
+        """The strings that have these formats as well; `wide`: those that one of the readers of patterns takes."""
+        found = [self.pattern(pattern, path, wide) for pattern, path in shape.patterns]
+        found += [build(parse(FORMATS[name]), self.budget) for name in formats]
         if shape.least_length or most is not None or not found:
             too_few = most is not None and most < shape.least_length
             found.append(build(alt(()) if too_few else repeat(ANY_CHARACTER, shape.least_length, most), self.budget))
@@ -195,8 +287,9 @@ class _Builder:
         for other in found[1:]:
             whole = both(whole, other, self.budget)
         for pattern in shape.never_matching:
-            whole = without(whole, build(parse(pattern, ecma=True, search=True, wide=True), self.budget), self.budget)
-        return without(whole, build(alt(map(utf8_text, shape.never))), self.budget) if shape.never else whole
+            whole = without(whole, self.pattern(pattern, shape.path, not wide), self.budget)
+        never = [utf8_text(value) for value in shape.never if isinstance(value, str)]
+        return without(whole, words(never), self.budget) if never else whole
 
     def capping(self, most: int | None, least: int, path: str) -> int | None:
         if least > MOST:
@@ -207,21 +300,18 @@ class _Builder:
         self.capped = True
         return max(self.cap, least)
 
-    def enumeration(self, shape: Shape, parts: Parts, level: int) -> Node | None:
+    def enumeration(self, shape: Shape, level: int) -> Node | None:
         """The values of `enum` that have the shape in all else."""
-        values = [value for value in shape.enum or () if type_of(value) in shape.types]
-        rest = replace(shape, enum=None, types=frozenset(map(type_of, values)))
-        if rest != Shape(path=shape.path, types=rest.types):
-            before, self.reader.cut = self.reader.cut, False
-            node = self.shape(rest, parts, level)
-            accepted = build(node if node is not None else alt(()), self.budget)
-            fits = [not both(build(self.constant(value, level)), accepted, self.budget).empty for value in values]
-            others = [value for value, fit in zip(values, fits, strict=True) if not fit]
-            deeper = self.reader.cut and any(isinstance(value, list | dict) for value in others)
-            self.capped |= bool(others) and not deeper
-            self.reader.cut = before or deeper
-            values = [value for value, fit in zip(values, fits, strict=True) if fit]
-        return alt([self.constant(value, level) for value in values]) if values else None
+        values, rest = shape.enum or [], replace(shape, enum=None)
+        if rest == Shape(path=shape.path, types=shape.types):
+            values = [value for value in values if type_of(value) in shape.types]
+        else:
+            flags = self.reader.counted, self.reader.cut
+            values = [value for value in values if self.reader.prover.fits(rest, value, NESTED)]
+            self.reader.counted, self.reader.cut = flags
+        nodes = [self.constant(value, level) for value in values]
+        single = words(node for node in nodes if isinstance(node, bytes))
+        return alt([single, *(node for node in nodes if not isinstance(node, bytes))]) if nodes else None
 
     def constant(self, value: Any, level: int) -> Node:
         """One JSON value."""
@@ -251,6 +341,27 @@ class _Builder:
         return inner, b"," + inner, inner[:-2]
 
     # --- Arrays and objects ------------------------------------------------------------------------------------------
+
+    def arrays(self, shape: Shape, left: int, level: int) -> Node | None:
+        several = shape.most_items is None or shape.most_items > 1
+        node = (self.unique if shape.unique and several else self.array)(shape, left, level)
+        never = [value for value in shape.never if isinstance(value, list)]
+        if node is None or not never:
+            return node
+        found = without(build(node, self.budget), build(alt(self.alike(value, level) for value in never)), self.budget)
+        if found.empty:
+            self.reader.untold[shape.path] = "arrays cannot always be told from those that are ruled out"
+        return found
+
+    def alike(self, value: Any, level: int) -> Node:
+        """At least all texts that are read as a value."""
+        if isinstance(value, list):
+            return self.sequence([self.alike(item, level + 1) for item in value], level, b"[", b"]")
+        if isinstance(value, dict):
+            return cat(b"{", ANYTHING, b"}")
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return alt([spelled(Decimal(str(value))), UNSURE])
+        return self.constant(value, level)
 
     def array(self, shape: Shape, left: int, level: int) -> Node | None:
         most = shape.most_items
@@ -291,6 +402,86 @@ class _Builder:
             edges.append((0, b"[]", end))
         return Graph(end + 1, tuple(edges))
 
+    # Arrays whose items are unique.
+
+    def unique(self, shape: Shape, left: int, level: int) -> Node | None:
+        """Items of groups that have no value in common, each of a group at most once."""
+        path, parts = shape.unique or "", self.free(shape.items, shape.path, "items", left)
+        if shape.prefix:
+            fail("not supported beside schemas of single items", path)
+        values = self.finite(parts)
+        groups = [self.constant(v, level + 1) for v in values] if values is not None else self.beginnings(parts, path)
+        least, most = shape.least_items, min(len(groups), MOST if shape.most_items is None else shape.most_items)
+        if least > most:
+            if values is None and (shape.most_items is None or least <= shape.most_items):
+                self.reader.untold[path] = f"at most {len(groups)} items are certain to differ, by first characters"
+            return None
+        if not most:
+            return b"[]"
+        any_order = len(groups) <= ANY_ORDER and values is not None
+        self.narrowed = self.narrowed or not any_order
+        first, comma, last = self.breaks(level)
+        number: dict[object, int] = {"start": 0}
+        edges: list[tuple[int, Node | None, int]] = []
+
+        def edge(before: object, node: Node | None, after: object) -> None:
+            edges.append((number.setdefault(before, len(number)), node, number.setdefault(after, len(number))))
+
+        # What is known behind some items: which groups have had theirs, or how many have passed and how many items.
+        top = max(least, most if most < len(groups) else 1)
+        done: set[tuple[int, int]] = set()
+        todo = [(0, 0)]
+        edge("start", cat(b"[", first), ("before", (0, 0)))
+        if not least:
+            edge("start", b"[]", "end")
+        while todo:
+            self.budget.check(len(edges))
+            if (state := todo.pop()) in done:
+                continue
+            done.add(state)
+            passed, count = state
+            if count >= most if most < len(groups) else False:
+                continue
+            for i, group in enumerate(groups):
+                if passed >> i & 1 if any_order else i < passed:
+                    continue
+                after = (passed | 1 << i, count + 1) if any_order else (i + 1, min(count + 1, top))
+                edge(("before", state), group, ("behind", after))
+                todo.append(after)
+        for state in sorted(done - {(0, 0)}):
+            if ("before", state) in number or state[1] < most or most == len(groups):
+                edge(("behind", state), comma, ("before", state))
+            if state[1] >= least:
+                edge(("behind", state), cat(last, b"]"), "end")
+        return _graph(number, edges)
+
+    def finite(self, parts: Parts) -> list[Any] | None:
+        """The values of a schema, each once, if it enumerates them."""
+        found: list[Any] = []
+        for shape in self.reader.shapes(parts):
+            if shape.enum is not None:
+                values: Iterable[Any] = shape.enum
+            elif shape.types <= {"null", "boolean"}:
+                values = [None, True, False]
+            elif shape.types == {"integer"} and shape.low and shape.high:
+                low, high = math.ceil(shape.low.value), math.floor(shape.high.value)
+                if high - low >= MOST_COUNTED:
+                    return None
+                values = range(low, high + 1)
+            else:
+                return None
+            found += [value for value in values if self.reader.prover.fits(shape, value, NESTED)]
+        return Values.each(found)
+
+    def beginnings(self, parts: Parts, path: str) -> list[Node]:
+        """Numbers and texts by their first characters: what they begin with, they are."""
+        if any(shape.enum is None and shape.types & {"array", "object"} for shape in self.reader.shapes(parts)):
+            fail("of arrays and objects it is supported where they are enumerated, or maxItems is 1", path)
+        node = self.built(parts, 0)
+        items = build(node if node is not None else alt(()), self.budget)
+        found = [both(items, beginning, self.budget) for beginning in BEGINNINGS]
+        return [group for group in found if not group.empty]
+
     def free(self, parts: Parts | None, path: str, keyword: str, left: int) -> Parts:
         """Parts, or that there are no conditions, nested as deep as is left."""
         if parts:
@@ -303,7 +494,9 @@ class _Builder:
 
     def object(self, shape: Shape, left: int, level: int) -> Node | None:
         names = self.names(shape)
-        entries: list[tuple[Node, bool]] = []
+        entries: list[Entry] = []
+        if shape.most_properties == 0:
+            return None if shape.required or shape.least_properties else b"{}"
         for key in dict.fromkeys((*shape.properties, *shape.required)):
             required = key in shape.required
             parts = shape.value(key, self.matches)
@@ -313,10 +506,10 @@ class _Builder:
             if node is None and required:
                 return None
             if node is not None:
-                entries.append((cat(literal(key), self.colon, node), required))
+                entries.append((literal(key), cat(self.colon, node), required))
         pairs = list(self.free_pairs(shape, names, left, level))
         least, most = shape.least_properties, shape.most_properties
-        reached = sum(required for _, required in entries)
+        reached = sum(required for *_, required in entries)
         if least > max(1, reached) and pairs:
             reason = "more than the required properties is not supported beside unnamed ones"
             fail(reason, shape.path, "minProperties")
@@ -327,29 +520,53 @@ class _Builder:
         least = least if least > reached else 0
         if least > MOST_PROPERTIES:
             fail(f"at most {MOST_PROPERTIES} is supported", shape.path, "minProperties")
+        if least > len(entries) and not pairs and shape.additional is None:
+            path = at(shape.path, "minProperties")
+            self.reader.untold[path] = "properties that are not named are left out; additionalProperties allows them"
         return self.members(entries, pairs, least, most, level)
 
-    def members(
-        self, entries: list[tuple[Node, bool]], pairs: list[Node], least: int, most: int | None, level: int
-    ) -> Node:
-        """The named properties in order, then free ones. State (i, n): before entry i, n are written, `top` or more."""
+    def members(self, entries: list[Entry], pairs: list[Node], least: int, most: int | None, level: int) -> Node:
+        """The named properties in order, then free ones. State (i, n): before entry i, n are written, `top` or more.
+
+        What may come next is a tree of keys. That before an entry is the one behind it with one path anew, so that many
+        optional properties take no more states than their keys have letters.
+        """
         first, comma, last = self.breaks(level)
-        top = max(1, least, most or 0)
+        top, free = max(1, least, most or 0), len(entries)
         number: dict[object, int] = {"start": 0, (0, 0): 1}
         edges: list[tuple[int, Node | None, int]] = [(0, b"{", 1)]
 
         def edge(before: object, node: Node | None, after: object) -> None:
             edges.append((number.setdefault(before, len(number)), node, number.setdefault(after, len(number))))
 
-        for i, (node, required) in enumerate(entries):
+        bound = max((i + 1 for i, (*_, required) in enumerate(entries) if required), default=0)
+        trees: dict[tuple[int, int], _Tree] = {}
+        for after in range(1, top + 1):
+            tree = _Tree()
+            for i in range(free - 1, -1, -1):
+                key, _, required = entries[i]
+                tree = trees[i, after] = (_Tree() if required else tree).having(key, (i, "key", after))
+        drawn: set[int] = set()
+
+        def draw(tree: _Tree) -> None:
+            todo = [tree]
+            while todo:
+                if id(here := todo.pop()) not in drawn:
+                    drawn.add(id(here))
+                    for byte, to in here.next.items():
+                        edge(here, bytes((byte,)), to)
+                        todo += [to] if isinstance(to, _Tree) else []
+
+        for i, (_, node, _) in enumerate(entries):
+            self.budget.check()
             for n in [n for n in range(top + 1) if (i, n) in number]:
                 if most is None or n < most:
-                    edge((i, n), comma if n else first, (i, "key", min(n + 1, top)))
-                if not required:
-                    edge((i, n), None, (i + 1, n))
+                    edge((i, n), comma if n else first, tree := trees[i, min(n + 1, top)])
+                    draw(tree)
+                if i >= bound:
+                    edge((i, n), None, (free, n))
             for n in [n for n in range(1, top + 1) if (i, "key", n) in number]:
                 edge((i, "key", n), node, (i + 1, n))
-        free = len(entries)
         for n in range(top + 1):
             if pairs and (free, n) in number and (most is None or n < most):
                 after = min(n + 1, top)
@@ -358,11 +575,7 @@ class _Builder:
                 edge((free, n), comma if n else first, ("pair", after))
             if (free, n) in number and n >= least:
                 edge((free, n), cat(last, b"}") if n else b"}", "end")
-        if "end" not in number:
-            return alt(())
-        last_state = len(number) - 1  # the end of a graph is its last state
-        swap = {number["end"]: last_state, last_state: number["end"]}
-        return Graph(len(number), tuple((swap.get(a, a), node, swap.get(b, b)) for a, node, b in edges))
+        return _graph(number, edges)
 
     def names(self, shape: Shape) -> Automaton | None:
         """The keys that `propertyNames` allows, not escaped; None: all."""
@@ -378,23 +591,50 @@ class _Builder:
 
     def free_pairs(self, shape: Shape, names: Automaton | None, left: int, level: int) -> Iterator[Node]:
         """Properties that the schema does not name: those of each pattern, and all others."""
-        named = build(alt(utf8_text(key) for key in dict.fromkeys((*shape.properties, *shape.required))), self.budget)
+        named = words(utf8_text(key) for key in (*shape.properties, *shape.required))
         others = without(names if names is not None else build(ANYTHING), named, self.budget)
         kinds: list[tuple[Automaton, Parts]] = []
         for pattern, parts in shape.by_pattern.items():
             path = at(shape.path, "patternProperties", pattern)
-            keys = both(others, self.key_pattern(pattern, path), self.budget)
+            keys = both(others, self.pattern(pattern, path), self.budget)
             if any(not both(keys, before, self.budget).empty for before, _ in kinds):
                 fail("a key may match two patterns, which is not supported", path)
             kinds.append((keys, parts))
         for keys, _ in kinds:
             others = without(others, keys, self.budget)
         # Properties that are only forbidden, by what depends on them, do not close an object.
-        named_any = any(parts == () or parts[0].schema is not False for parts in shape.properties.values())
-        closed = shape.additional is None and (named_any or shape.by_pattern) and not self.constraint.open
+        said = shape.named or any(parts == () or parts[0].schema is not False for parts in shape.properties.values())
+        closed = shape.additional is None and (said or shape.by_pattern) and not self.constraint.open
+        if closed and shape.least_properties > len({*shape.properties, *shape.required}):
+            closed = False  # properties without a name in the schema are asked for
         if not closed:
             kinds.append((others, self.free(shape.additional, shape.path, "additionalProperties", left)))
         for keys, parts in kinds:
             node = None if keys.empty else self.built(parts, level + 1)
             if node is not None:
                 yield cat(b'"', escaped(keys), b'"', self.colon, node)
+
+
+def _graph(number: dict[object, int], edges: list[tuple[int, Node | None, int]]) -> Node:
+    """The graph from state "start", which is 0, to state "end"."""
+    if "end" not in number:
+        return alt(())
+    last = len(number) - 1  # the end of a graph is its last state
+    swap = {number["end"]: last, last: number["end"]}
+    return Graph(len(number), tuple((swap.get(a, a), node, swap.get(b, b)) for a, node, b in edges))
+
+
+@dataclass(eq=False, slots=True)
+class _Tree:
+    """Texts from here on by their bytes. No text is the beginning of another."""
+
+    next: dict[int, object] = field(default_factory=dict)
+
+    def having(self, text: bytes, end: object) -> _Tree:
+        """A tree with one text more, of which all else is shared."""
+        found = here = _Tree(dict(self.next))
+        for byte in text[:-1]:
+            inner = here.next.get(byte)
+            here.next[byte] = here = _Tree(dict(inner.next) if isinstance(inner, _Tree) else {})
+        here.next[text[-1]] = end
+        return found

@@ -10,8 +10,21 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from decimal import Decimal
+from math import lcm
 
-from dinfer.structure.automaton import ANY_CHARACTER, Automaton, Graph, Node, Span, alt, both, build, cat, repeat
+from dinfer.structure.automaton import (
+    ANY_CHARACTER,
+    Automaton,
+    Graph,
+    Node,
+    Span,
+    alt,
+    both,
+    build,
+    cat,
+    repeat,
+    without,
+)  # fmt: skip
 from dinfer.structure.limits import Budget, utf8_text
 
 ESCAPES = {byte: b"\\u%04x" % byte for byte in range(0x20)} | {
@@ -19,6 +32,7 @@ ESCAPES = {byte: b"\\u%04x" % byte for byte in range(0x20)} | {
 }  # fmt: skip
 FRACTION = 12  # digits behind the point of a number with bounds
 PRECISION = 15  # decimal digits that a double tells apart
+MOST_REMAINDERS, MOST_PLACES = 1000, 12  # of the multiples of a number
 
 
 def escaped(text: Automaton) -> Node:
@@ -48,6 +62,12 @@ def literal(text: str) -> bytes:
     return json.dumps(utf8_text(text).decode(), ensure_ascii=False).encode()
 
 
+_REST = repeat(Span(0x00, 0xFF))
+_FIRST: list[Node] = [b'"', b"\\", *(bytes((byte,)) for byte in b"0123456789")]
+_FIRST += [alt([bytes((byte,)), bytes((byte + 32,))]) for byte in b"ABCDEFGHIJKLMNOPQRSTUVWXYZ"]
+_OTHER = [byte for byte in range(0x100) if not (byte in b'"\\' or (chr(byte).isascii() and chr(byte).isalnum()))]
+
+
 # --- Numbers ---------------------------------------------------------------------------------------------------------
 
 DIGIT, POSITIVE = Span(0x30, 0x39), Span(0x31, 0x39)
@@ -59,6 +79,25 @@ NUMBER = build(
         repeat(cat(alt([b"e", b"E"]), repeat(alt([b"+", b"-"]), 0, 1), repeat(DIGIT, 1, 2)), 0, 1),
     )
 )  # fmt: skip
+PLAIN = build(cat(repeat(b"-", 0, 1), NATURAL, repeat(cat(b".", repeat(DIGIT, 1)), 0, 1)))
+_PLACES = range(1, PRECISION)
+SHORT = build(  # not so long that a reader of doubles takes one for another
+    cat(repeat(b"-", 0, 1), alt([
+        repeat(DIGIT, 1, PRECISION),
+        *(cat(repeat(DIGIT, i, i), b".", repeat(DIGIT, 1, PRECISION - i)) for i in _PLACES),
+    ]))
+)  # fmt: skip
+FRACTIONAL = both(
+    both(PLAIN, SHORT), build(cat(repeat(b"-", 0, 1), repeat(DIGIT), b".", repeat(DIGIT), POSITIVE, repeat(DIGIT)))
+)
+
+
+UNSURE = without(NUMBER, SHORT)  # which a reader of doubles may take for another
+BEGINNINGS = [  # texts and numbers by their first character; none of one has the value of another
+    *(build(cat(b'"', first, _REST)) for first in [*_FIRST, alt(bytes((byte,)) for byte in _OTHER)]),
+    *(both(PLAIN, build(cat(Span(byte, byte), _REST))) for byte in b"0123456789"),
+    both(PLAIN, build(cat(b"-", _REST, POSITIVE, _REST))), *map(build, (b"null", b"true", b"false")),
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,43 +108,81 @@ class Bound:
     exclusive: bool = False
 
 
-def _digits(low: int, high: int) -> Node:
-    return Span(0x30 + low, 0x30 + high) if low <= high else alt(())
-
-
-def _beside(digits: str, *, above: bool, first: int = 0) -> Iterable[Node]:
+def _compared(digits: str, *, above: bool, first: int = 0) -> Node:
     """Numerals of the same length that are larger, or smaller; without leading zeros if `first` is 1."""
-    for i, digit in enumerate(map(int, digits)):
-        other = _digits(digit + 1, 9) if above else _digits(first if i == 0 else 0, digit - 1)
-        rest = len(digits) - i - 1
-        yield cat(digits[:i].encode(), other, repeat(DIGIT, rest, rest))
+    count = len(digits)
+    edges: list[tuple[int, Node | None, int]] = [(count + i, DIGIT, count + i + 1) for i in range(1, count)]
+    for i, digit in enumerate(map(int, digits)):  # state i: as the bound so far; count + i: told apart before
+        low, high = (digit + 1, 9) if above else (first if i == 0 else 0, digit - 1)
+        if low <= high:
+            edges.append((i, Span(0x30 + low, 0x30 + high), count + i + 1))
+        if i + 1 < count:
+            edges.append((i, Span(0x30 + digit, 0x30 + digit), i + 1))
+    return Graph(2 * count + 1, tuple(edges))
 
 
 def _above(digits: str) -> Node:
-    return alt([cat(POSITIVE, repeat(DIGIT, len(digits))), *_beside(digits, above=True)])
+    return alt([cat(POSITIVE, repeat(DIGIT, len(digits))), _compared(digits, above=True)])
 
 
 def _below(digits: str) -> Node:
     if len(digits) == 1:
-        return alt(_beside(digits, above=False))
-    shorter = cat(POSITIVE, repeat(DIGIT, 0, len(digits) - 2))
-    return alt([b"0", shorter, *_beside(digits, above=False, first=1)])
+        return _compared(digits, above=False)
+    return alt([b"0", cat(POSITIVE, repeat(DIGIT, 0, len(digits) - 2)), _compared(digits, above=False, first=1)])
 
 
-def multiples(number: int) -> Automaton:
-    """Integers, of which a state for each remainder remembers what was read."""
-    edges = [(1 + r, Span(0x30 + d, 0x30 + d), 1 + (10 * r + d) % number) for r in range(number) for d in range(10)]
-    start = [(0, Span(0x30 + d, 0x30 + d), 1 + d % number) for d in range(1, 10)]
-    return build(alt([b"0", cat(repeat(b"-", 0, 1), Graph(number + 2, (*start, *edges, (1, None, number + 1))))]))
+def scaled(number: Decimal) -> tuple[int, int]:
+    """The integer and the least number of places of which a positive decimal is made: 0.25 is 25 of 2 places."""
+    _, digits, exponent = number.normalize().as_tuple()
+    whole, places = int("".join(map(str, digits))), -int(exponent)
+    return (whole, places) if places >= 0 else (whole * 10**-places, 0)
 
 
-def numbers(low: Bound | None, high: Bound | None, whole: bool, budget: Budget) -> Automaton:
+def common_multiple(a: Decimal, b: Decimal) -> Decimal:
+    """The least number that is a multiple of both."""
+    (some, first), (other, second) = scaled(a), scaled(b)
+    places = max(first, second)
+    return Decimal(lcm(some * 10 ** (places - first), other * 10 ** (places - second))).scaleb(-places)
+
+
+def multiples(number: Decimal, budget: Budget) -> Automaton:
+    """The multiples of a number: a state for each remainder remembers what was read. Zeros may stand at the end."""
+    whole, places = scaled(number)
+    # State r + whole * p + 1: what was read leaves the remainder r, and p places behind the point were read.
+    end = whole * (places + 1) + 1
+    edges: list[tuple[int, Node | None, int]] = []
+    for place in range(places + 1):
+        for r in range(whole):
+            here, left = 1 + r + whole * place, r * 10 ** (places - place) % whole == 0
+            step = place + 1 if place else 0  # before the point a digit stays at place 0
+            if place == 0 or place < places:
+                for d in range(10):
+                    edges.append((here, Span(0x30 + d, 0x30 + d), 1 + (10 * r + d) % whole + whole * step))
+            if place == 0 and places:  # the point and the first digit behind it
+                for d in range(10):
+                    edges.append((here, bytes((0x2E, 0x30 + d)), 1 + (10 * r + d) % whole + whole))
+            if left:
+                zeros = cat(b"." if place == 0 else b"", repeat(b"0", 1))
+                if place in (0, places):
+                    edges.append((here, zeros, end))
+                edges.append((here, None, end))
+    digits = Graph(end + 1, ((0, None, 1), *edges))
+    return both(build(cat(repeat(b"-", 0, 1), digits), budget), PLAIN, budget)
+
+
+def numbers(
+    low: Bound | None, high: Bound | None, whole: bool, budget: Budget, near: Iterable[Decimal] = (),
+    places: int | None = None,
+) -> Automaton:  # fmt: skip
     """Numbers of a range, without exponent; `whole`: integers alone, else with few digits behind the point.
 
-    So few that a reader who rounds to a double never rounds a number to an exclusive bound.
+    `places`: so many; None: so few that a reader who rounds to a double never rounds a number to an exclusive bound, or
+    to one of `near`.
     """
-    digits = max(len(str(int(b.value.copy_abs()))) for b in (low, high) if b is not None)
-    places = 0 if whole else max(0, min(FRACTION, PRECISION - digits))
+    ends = [*(b.value for b in (low, high) if b is not None), *near]
+    digits = max((len(str(int(value.copy_abs()))) for value in ends), default=1)
+    if places is None:
+        places = 0 if whole else max(0, min(FRACTION, PRECISION - digits))
     form = build(cat(NATURAL, repeat(cat(b".", repeat(DIGIT, 1, places)), 0, 1) if places else b""), budget)
     zero, parts = Bound(Decimal(0)), list[Node]()
     if high is None or high.value >= 0:
@@ -117,6 +194,20 @@ def numbers(low: Bound | None, high: Bound | None, whole: bool, budget: Budget) 
     return build(alt(parts), budget)
 
 
+def spelled(number: Decimal) -> Node:
+    """All texts of a number without exponent."""
+    text = plain(abs(number))
+    zeros = repeat(b"0") if "." in text else repeat(cat(b".", repeat(b"0", 1)), 0, 1)
+    sign = b"-" if number < 0 else b"" if number else repeat(b"-", 0, 1)
+    return cat(sign, text.encode(), zeros)
+
+
+def plain(number: Decimal) -> str:
+    """The shortest text of a number without exponent."""
+    text = format(number, "f")
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
 def _between(low: Bound, high: Bound | None, form: Automaton, budget: Budget) -> Automaton:
     found = both(form, build(_decimal(low, above=True), budget), budget)
     return found if high is None else both(found, build(_decimal(high, above=False), budget), budget)
@@ -124,23 +215,35 @@ def _between(low: Bound, high: Bound | None, form: Automaton, budget: Budget) ->
 
 def _decimal(bound: Bound, above: bool) -> Node:
     """Numbers that are not negative, on one side of a bound that is not negative either."""
-    whole, _, fraction = format(bound.value.copy_abs(), "f").partition(".")
-    fraction, any_digits, equal = fraction.rstrip("0"), repeat(DIGIT), not bound.exclusive
+    whole, _, fraction = plain(bound.value.copy_abs()).partition(".")
     parts = [cat(_above(whole) if above else _below(whole), repeat(cat(b".", repeat(DIGIT, 1)), 0, 1))]
-    for i, digit in enumerate(map(int, fraction)):
-        other = _digits(digit + 1, 9) if above else _digits(0, digit - 1)
-        parts.append(cat(f"{whole}.{fraction[:i]}".encode(), other, any_digits))
-        if not above:  # what ends before the bound does
-            parts.append(f"{whole}.{fraction[:i]}".encode() if i else whole.encode())
-    exact = cat(f"{whole}.{fraction}".encode() if fraction else cat(whole.encode(), b"."))
-    if above:  # the bound itself with any digits behind it, not all of them zero if it is exclusive
-        some: Node = repeat(DIGIT, 0 if fraction else 1)
-        parts.append(cat(exact, some if equal else cat(repeat(b"0"), POSITIVE, any_digits)))
-    elif equal:
-        parts.append(cat(exact, repeat(b"0", 0 if fraction else 1)))
-    if equal and not fraction:
+    if not bound.exclusive and not fraction:
         parts.append(whole.encode())
+    if not above and fraction:
+        parts.append(whole.encode())
+    parts.append(cat(f"{whole}.".encode(), _behind(fraction, above, bound.exclusive)))
     return alt(parts)
+
+
+def _behind(fraction: str, above: bool, exclusive: bool) -> Node:
+    """The digits behind the point where all before it is as in the bound."""
+    count = len(fraction)
+    told, zeros, end = count + 1, count + 2, count + 3
+    edges: list[tuple[int, Node | None, int]] = [(told, DIGIT, told), (told, None, end)]
+    for i, digit in enumerate(map(int, fraction)):
+        low, high = (digit + 1, 9) if above else (0, digit - 1)
+        if low <= high:
+            edges.append((i, Span(0x30 + low, 0x30 + high), told))
+        if not above and i:  # it ends before the bound does
+            edges.append((i, None, end))
+        edges.append((i, Span(0x30 + digit, 0x30 + digit), i + 1))
+    if above:  # more digits behind those of the bound, not all of them zero if it is exclusive
+        edges += [(count, b"0", zeros), (zeros, b"0", zeros), (count, POSITIVE, told), (zeros, POSITIVE, told)]
+    elif not exclusive:
+        edges += [(count, b"0", zeros), (zeros, b"0", zeros)]
+    if not exclusive:
+        edges += [(zeros, None, end), *([(count, None, end)] if fraction else [])]
+    return Graph(end + 1, tuple(edges))
 
 
 _DAY = "(0[1-9]|1[0-9]|2[0-8])"

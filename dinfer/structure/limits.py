@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 
@@ -35,7 +36,7 @@ class Limits:
     """Bounds of one compilation: seconds of its thread, bytes of text, states, and token classes."""
 
     seconds: float = 5.0
-    text: int = 256 * 1024
+    text: int = 1024 * 1024
     states: int = 8192
     classes: int = 16384
 
@@ -44,15 +45,21 @@ class Budget:
     """What is left of the limits while a compilation runs, in one thread.
 
     Seconds are those that the thread computes: what else runs on the machine does not make a constraint too large.
+    `make_way(cancelled)` is called now and then, and returns when the thread may go on.
     """
 
-    def __init__(self, limits: Limits | None = None, cancelled: threading.Event | None = None) -> None:
+    def __init__(
+        self, limits: Limits | None = None, cancelled: threading.Event | None = None,
+        make_way: Callable[[threading.Event | None], None] | None = None,
+    ) -> None:  # fmt: skip
         self.limits = limits or Limits()
-        self.cancelled = cancelled
+        self.cancelled, self.make_way = cancelled, make_way
         self.until: float | None = None
 
     def check(self, states: int = 0) -> None:
         """Raises if time is up, nobody waits, or an automaton under construction has far too many states."""
+        if self.make_way is not None:
+            self.make_way(self.cancelled)
         if self.cancelled is not None and self.cancelled.is_set():
             raise Cancelled
         now = time.thread_time()

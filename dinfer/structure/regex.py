@@ -5,10 +5,30 @@ Classes are ASCII, as with `re.ASCII`. What is not regular or not supported is r
 
 from __future__ import annotations
 
+import unicodedata
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, reduce
 from typing import NoReturn
 
-from dinfer.structure.automaton import ANYTHING, LAST_CHARACTER, MOST, Anchor, Chars, Node, alt, cat, chars, repeat
-from dinfer.structure.limits import ConstraintError
+from dinfer.structure.automaton import (
+    ANY_CHARACTER,
+    ANYTHING,
+    LAST_CHARACTER,
+    MOST,
+    Anchor,
+    Chars,
+    Graph,
+    Node,
+    alt,
+    both,
+    build,
+    cat,
+    chars,
+    repeat,
+    without,
+)  # fmt: skip
+from dinfer.structure.limits import Budget, ConstraintError, TooLarge
 
 Ranges = list[tuple[int, int]]
 
@@ -23,34 +43,104 @@ WIDE_SPACE: Ranges = [
 LINE_ENDS: Ranges = [(0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029)]  # of ECMA-262; of Python the first alone
 CONTROLS = {"n": 0x0A, "r": 0x0D, "t": 0x09, "f": 0x0C, "v": 0x0B, "a": 0x07}
 HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
+# What ECMA-262 calls \\p{...} with the flag u, as far as all versions of Unicode have it.
+PROPERTIES: dict[str, Ranges] = {
+    "Extended_Pictographic": [
+        (0x231A, 0x231B), (0x2600, 0x2604), (0x2648, 0x2653), (0x1F324, 0x1F393), (0x1F400, 0x1F4FD),
+        (0x1F4FF, 0x1F53D), (0x1F550, 0x1F567), (0x1F5FB, 0x1F64F), (0x1F680, 0x1F6C5), (0x1F90C, 0x1F93A),
+        (0x1F93C, 0x1F945), (0x1F947, 0x1F9FF),
+    ],
+    "Emoji_Component": [
+        (0x23, 0x23), (0x2A, 0x2A), (0x30, 0x39), (0x200D, 0x200D), (0x20E3, 0x20E3), (0xFE0F, 0xFE0F),
+        (0x1F1E6, 0x1F1FF), (0x1F3FB, 0x1F3FF), (0x1F9B0, 0x1F9B3), (0xE0020, 0xE007F),
+    ],
+    "Regional_Indicator": [(0x1F1E6, 0x1F1FF)],
+}  # fmt: skip
+CATEGORIES = "L", "Lu", "Ll", "Lt", "Lm", "Lo", "N", "Nd", "P", "S", "Z"  # of characters, beside these
 DEEPEST = 200  # groups in groups
+AHEAD = 8  # repetitions of something in which a lookahead stands
+PRODUCT = 2  # states of a lookahead and of what it looks at together, by the states that are possible
 REFUSED_GROUPS = {
     "?=": "lookahead", "?!": "lookahead", "?<=": "lookbehind", "?<!": "lookbehind", "?>": "an atomic group",
     "?P=": "a backreference", "?(": "a condition", "?#": "a comment",
 }  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """What looks ahead: an expression for itself and all that follows, given what follows up to the text's end."""
+
+    before: Callable[[Node], Node]
+
+
+Part = Node | Ahead
+
+
 def parse(
-    pattern: str, *, ecma: bool = False, search: bool = False, wide: bool = False, ignore_case: bool = False
-) -> Node:
+    pattern: str, *, ecma: bool = False, search: bool = False, wide: bool = False, ignore_case: bool = False,
+    budget: Budget | None = None, whole: bool = True, short: int | None = None,
+) -> Node:  # fmt: skip
     """The texts that a pattern matches from end to end; `search`: texts in which it matches somewhere.
 
     `ecma`: `.`, `\\s` and `\\S` take the characters that both ECMA-262 and Python let them take, and names of groups
     are written `(?<name>...)`, too; `wide`: those that one of the two lets them take. `ignore_case` is about letters of
-    ASCII.
+    ASCII. `whole`: nothing follows that the pattern does not say, so it may look ahead; `short`: at most so many
+    characters stand behind a lookahead.
 
     Raises ConstraintError, whose path is the position in the pattern.
     """
     parser = _Parser(pattern, ecma, wide, ignore_case)
-    node = parser.alternatives()
+    parser.budget, parser.whole, parser.short = budget or parser.budget, whole, short
+    found = parser.alternatives()
     if parser.at < len(pattern):
         parser.fail("unbalanced )")
-    return cat(ANYTHING, node, ANYTHING) if search else node
+    if isinstance(found, Ahead):
+        node = found.before(ANYTHING if search else b"")
+        return cat(ANYTHING, node) if search else node
+    return cat(ANYTHING, found, ANYTHING) if search else found
+
+
+def _then(part: Part, rest: Node) -> Node:
+    return part.before(rest) if isinstance(part, Ahead) else cat(part, rest)
+
+
+def _one_of(parts: Sequence[Part]) -> Part:
+    """Alternatives."""
+    if len(parts) == 1:
+        return parts[0]
+    if any(isinstance(part, Ahead) for part in parts):
+        return Ahead(lambda rest: alt([_then(part, rest) for part in parts]))
+    return alt([part for part in parts if not isinstance(part, Ahead)])
+
+
+def _in_order(parts: Sequence[Part]) -> Part:
+    """One after the other."""
+    if len(parts) == 1:
+        return parts[0]
+    if any(isinstance(part, Ahead) for part in parts):
+        return Ahead(lambda rest: reduce(lambda node, part: _then(part, node), reversed(parts), rest))
+    return cat(*(part for part in parts if not isinstance(part, Ahead)))
+
+
+def _begins(node: Node | None) -> bool:
+    """Whether an anchor of the text's beginning stands in an expression."""
+    if isinstance(node, Graph):
+        return any(_begins(inner) for _, inner, _ in node.edges)
+    return isinstance(node, Anchor) and not node.end
+
+
+@lru_cache
+def _of_category(name: str) -> Ranges:
+    """The characters of a general category of Unicode."""
+    points = (point for point in range(LAST_CHARACTER + 1) if unicodedata.category(chr(point)).startswith(name))
+    return list(chars((point, point) for point in points).ranges)
 
 
 class _Parser:
     def __init__(self, pattern: str, ecma: bool, wide: bool, ignore_case: bool) -> None:
         self.pattern, self.ecma, self.wide, self.ignore_case = pattern, ecma, wide, ignore_case
+        self.budget, self.whole = Budget(), True
+        self.short: int | None = None
         self.at = self.depth = 0
 
     def fail(self, message: str, at: int | None = None) -> NoReturn:
@@ -70,19 +160,34 @@ class _Parser:
         self.at += 1
         return self.pattern[self.at - 1]
 
-    def alternatives(self) -> Node:
+    def alternatives(self) -> Part:
         found = [self.sequence()]
         while self.take("|"):
             found.append(self.sequence())
-        return found[0] if len(found) == 1 else alt(found)
+        return _one_of(found)
 
-    def sequence(self) -> Node:
-        parts: list[Node] = []
+    def sequence(self) -> Part:
+        parts: list[Part] = []
         while self.at < len(self.pattern) and self.pattern[self.at] not in "|)":
             parts.append(self.quantified(self.atom()))
-        return parts[0] if len(parts) == 1 else cat(*parts)
+        return _in_order(parts)
 
-    def quantified(self, node: Node) -> Node:
+    def ahead(self, inner: Part, at: int, negated: bool) -> Ahead:
+        """A lookahead: what follows is, or is not, what stands in it and then anything."""
+
+        def before(rest: Node) -> Node:
+            if _begins(looked := _then(inner, ANYTHING)) or _begins(rest):
+                self.fail("^ in or behind a lookahead is not supported", at)
+            found, wanted = build(rest, self.budget), build(looked, self.budget)
+            if self.short is None and found.states * wanted.states > PRODUCT * self.budget.limits.states:
+                raise TooLarge("looks ahead over too many states")
+            if self.short is not None:
+                found = both(found, build(repeat(ANY_CHARACTER, 0, self.short)), self.budget)
+            return without(found, wanted, self.budget) if negated else both(found, wanted, self.budget)
+
+        return Ahead(before)
+
+    def quantified(self, node: Part) -> Part:
         start = self.at
         signs: dict[str, tuple[int, int | None]] = {"*": (0, None), "+": (1, None), "?": (0, 1)}
         if (sign := self.pattern[start : start + 1]) in signs:
@@ -99,7 +204,11 @@ class _Parser:
             self.fail("possessive quantifiers are not supported")
         if self.at < len(self.pattern) and (self.pattern[self.at] in "*+?" or self.counted() is not None):
             self.fail("two quantifiers in a row")
-        return repeat(node, least, most)
+        if not isinstance(node, Ahead):
+            return repeat(node, least, most)
+        if most is None or most > AHEAD:
+            self.fail(f"lookahead in what may be repeated more than {AHEAD} times is not supported", start)
+        return _in_order([*[node] * least, *[_one_of([b"", node])] * (most - least)])
 
     def counted(self) -> tuple[int, int, int | None] | None:
         """Where `{m,n}` ends, and its bounds; None if no such quantifier stands here: then { is a character."""
@@ -116,7 +225,7 @@ class _Parser:
             self.fail(f"more than {MOST} repetitions")
         return end + 1, int(first or 0), int(last) if last else (None if comma else int(first))
 
-    def atom(self) -> Node:
+    def atom(self) -> Part:
         at, char = self.at, self.next("a pattern")
         match char:
             case ".":
@@ -152,8 +261,10 @@ class _Parser:
         lower = [(max(a, 0x61) - 32, min(b, 0x7A) - 32) for a, b in ranges if a <= 0x7A and b >= 0x61]
         return [*ranges, *upper, *lower]
 
-    def group(self, at: int) -> Node:
-        if self.peek("?"):
+    def group(self, at: int) -> Part:
+        ahead = self.whole and (self.take("?=") or self.take("?!"))
+        negated = self.pattern[self.at - 1] == "!"
+        if self.peek("?") and not ahead:
             for sign, name in REFUSED_GROUPS.items():
                 if self.peek(sign):
                     self.fail(f"{name} is not supported", at)
@@ -171,10 +282,16 @@ class _Parser:
         if not self.take(")"):
             self.fail("this ( is not closed", at)
         self.depth -= 1
-        return node
+        return self.ahead(node, at, negated) if ahead else node
 
     def category(self, char: str, narrow: bool = True) -> Ranges | None:
         """`\\d` and the like; `narrow` False: as wide as any reader takes them."""
+        if char == "p" and self.ecma and not self.wide and self.peek("{"):
+            name = self.pattern[self.at + 1 :].partition("}")[0]
+            if name not in PROPERTIES and name not in CATEGORIES:
+                self.fail(f"\\p{{{name}}} is none of {', '.join((*PROPERTIES, *CATEGORIES))}", self.at - 2)
+            self.at += len(name) + 2
+            return PROPERTIES.get(name) or _of_category(name)
         if char.lower() not in ("d", "w", "s"):
             return None
         ranges = {"d": DIGIT, "w": WORD, "s": SPACE}[char.lower()]

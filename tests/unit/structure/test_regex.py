@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from itertools import product
 
 import pytest
 
@@ -58,7 +59,7 @@ def test_syntax(pattern: str, accepted: list[str], refused: list[str]) -> None:
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [
-        ("a(?=b)", r"position 1: lookahead is not supported"),
+        ("(a(?=b)b)+", r"position 9: lookahead in what may be repeated"),
         (r"(a)\1", r"position 3: backreferences"),
         (r"\bx", r"position 0: \\b is not supported"),
         (r"\p{L}", r"position 0: \\p is not supported"),
@@ -79,6 +80,18 @@ def test_syntax(pattern: str, accepted: list[str], refused: list[str]) -> None:
 def test_what_is_refused(pattern: str, message: str) -> None:
     with pytest.raises(ConstraintError, match=message):
         parse(pattern)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["(?=a)[ab]+", r"^(?=.*1)(?=.*[ab]).{2,}$", "(?!.*bb)[ab]*1?", "^(?!a)(b|a1)$", "(a(?=b)b)?1", "(?:a(?!b)){1,3}b?",
+     "^a(?:(?!.*b)a|b(?=1)1?)$", "a(?=b$)b|^(?=b)b1"],
+)  # fmt: skip
+@pytest.mark.parametrize("search", [False, True])
+def test_lookahead(pattern: str, search: bool) -> None:
+    automaton, match = build(parse(pattern, ecma=True, search=search)), re.search if search else re.fullmatch
+    texts = ["".join(letters) for length in range(6) for letters in product("ab1", repeat=length)]
+    assert [text for text in texts if automaton.accepts(text.encode())] == [t for t in texts if match(pattern, t)]
 
 
 @pytest.mark.parametrize("pattern", ["(a|b)*a(a|b){20}", "((a{100}){100}){100}", "(.{1,90}x){90}"])

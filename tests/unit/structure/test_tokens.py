@@ -117,6 +117,32 @@ def test_the_cache_keeps_what_was_used_last() -> None:
     assert compiler.compile(choice(["b"])) is not second
 
 
+def test_what_was_refused_is_remembered() -> None:
+    compiler, tokens = Compiler(vocabulary(b"a")), regex("(a|")
+    errors = []
+    for _ in range(2):
+        with pytest.raises(ConstraintError, match="position") as raised:
+            compiler.compile(tokens)
+        errors.append(raised.value)
+    kept = compiler.submit(tokens)
+    assert kept.future.done() and isinstance(kept.future.exception(), ConstraintError)
+    assert errors[0] is not errors[1] and str(errors[0]) == str(errors[1]) == str(kept.future.exception())
+    compiler.close()
+
+
+def test_a_small_constraint_overtakes_long_ones_at_each_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight that take long wait in turn; one that takes more than the first try is not behind them either."""
+    monkeypatch.setattr("dinfer.structure.compiler.TRIES", (0.02, 0.4))
+    compiler = Compiler(vocabulary(b"a", b"b"), Limits(seconds=60))
+    slow = [compiler.submit(regex("(a|aa){4000}b" + "b" * i)) for i in range(8)]
+    small = [compiler.submit(regex("ab")), compiler.submit(regex("(a|aa){300}b"))]
+    assert [work.result(60).shortest for work in small] == [2, 301]
+    assert not any(work.future.done() for work in slow)
+    for work in slow:
+        work.cancel()
+    compiler.close()
+
+
 def test_a_compilation_runs_beside_and_can_be_cancelled() -> None:
     compiler = Compiler(vocabulary(*(bytes([byte]) for byte in range(256))), Limits(seconds=60))
     kept = compiler.compile(regex("b+"))
