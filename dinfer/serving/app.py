@@ -2,24 +2,34 @@
 
 import html
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Mapping
 from functools import cache
 from importlib import resources
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
 import dinfer
-from dinfer.serving.apis import chats, completions, infill, read, tokens
-from dinfer.serving.errors import ApiError, invalid, named
+from dinfer.serving.apis import chats, completions, infill, messages, read, responses, tokens
+from dinfer.serving.errors import ApiError, of_validation
 from dinfer.serving.guard import Guard
 from dinfer.serving.server import Server
 
-APIS = (chats, completions, infill, read, tokens)
+APIS = (chats, completions, infill, messages, read, responses, tokens)
+NO_STATE = "is not served: this server keeps no state"
+# Paths of the same APIs, and why this server has none of them.
+ABSENT = {
+    "/v1/apply/completions": "is not served: no model here was trained for it",
+    "/v1/messages/batches.*": "is not served: dinfer batch answers files of requests",
+    "/v1/responses/compact": NO_STATE,
+    "/v1/responses/input_tokens": "is not served: /tokenize counts the tokens of a conversation",
+    "/v1/responses/.+": f"{NO_STATE}, so there is no earlier response",
+    "/v1/(conversations|files|threads)(/.*)?": NO_STATE,
+}
 # The page loads its own files and nothing else.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
@@ -37,22 +47,22 @@ def application(server: Server) -> FastAPI:
     """The ASGI application of a server."""
     app = FastAPI(title="dinfer", version=dinfer.__version__, docs_url=None, redoc_url=None, responses=REFUSALS)
     app.add_middleware(Guard, settings=server.settings, refuse=server.refuse)
-    handle_errors(app, server)
+    handle_errors(app)
     add_operations(app, server)
     for api in APIS:
         api.add(app, server)
     return app
 
 
-def handle_errors(app: FastAPI, server: Server) -> None:
+def handle_errors(app: FastAPI) -> None:
     """Makes FastAPI's errors the API's, which `Guard` answers."""
 
     @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
         raise of_validation(error) from error
 
     @app.exception_handler(HTTPException)
-    async def http_error(request: Request, error: HTTPException) -> JSONResponse:
+    async def http_error(request: Request, error: HTTPException) -> Response:
         if (cause := error.__cause__) is not None:  # FastAPI's for a body that is no JSON, and breaks the parser
             why = {
                 UnicodeDecodeError: "is not UTF-8",
@@ -60,36 +70,12 @@ def handle_errors(app: FastAPI, server: Server) -> None:
                 ValueError: "holds a number with too many digits",
             }.get(type(cause), "is not JSON")
             raise ApiError(400, f"the body {why}", None, "invalid_json")
-        told = ApiError(error.status_code, f"{request.method} {request.url.path:.80}: {error.detail}")
-        server.refuse(told)
-        return told.response(error.headers)  # such as Allow
-
-
-def of_validation(error: RequestValidationError) -> ApiError:
-    """The first error in a body: its field, its value, and what the field must be."""
-    # Of a field with several types, what fits best.
-    first = max(error.errors(), key=lambda one: (len(one["loc"]), not one["type"].endswith("_type")))
-    where = ".".join(_fields(first["loc"][1:], error.body, missing=first["type"] == "missing")) or "body"
-    if first["type"] == "missing":
-        return invalid(where, " is missing", "missing_field")
-    if first["type"] == "json_invalid":
-        return ApiError(400, f"the body is not JSON: {first['ctx']['error']}", None, "invalid_json")
-    if where == "body" and isinstance(first.get("input"), bytes):
-        return ApiError(400, "the header Content-Type must be application/json", "Content-Type", "invalid_value")
-    if first["type"] == "extra_forbidden":  # the value may be a prompt
-        return invalid(where, ": is not a field of this request")
-    what = first["msg"].removeprefix("Value error, ")
-    return ApiError(400, f"{named(where, first.get('input'))}: {what}", where, "invalid_value")
-
-
-def _fields(loc: Sequence[Any], node: Any, *, missing: bool) -> Iterator[str]:
-    """The fields of a place in a body, without pydantic's names of types. `missing`: the last one is null or absent."""
-    for part in loc[:-1] if missing else loc:
-        if (isinstance(node, dict) and part in node) or (isinstance(node, list) and isinstance(part, int)):
-            node = node[part]
-            yield str(part)
-    if missing and loc:
-        yield str(loc[-1])
+        path = request.url.path
+        absent = next((reason for pattern, reason in ABSENT.items() if re.fullmatch(pattern, path)), None)
+        if error.status_code == 404 and absent is not None:
+            raise ApiError(404, f"path={path!r:.80} {absent}", "path", "not_found")
+        told = f"{request.method} {path:.80}: {error.detail}"
+        raise ApiError(error.status_code, told, headers=dict(error.headers or {}))  # such as Allow
 
 
 def add_operations(app: FastAPI, server: Server) -> None:
@@ -132,7 +118,7 @@ def add_operations(app: FastAPI, server: Server) -> None:
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         """The served models, with their recipes and per-request options."""
-        return {"object": "list", "data": [model.card() for model in server.catalogue.values()]}
+        return {"object": "list", "data": server.catalogue.cards}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:

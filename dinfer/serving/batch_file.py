@@ -18,8 +18,8 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import Field, ValidationError
 
 from dinfer.lab.outputs import JsonLines
-from dinfer.serving.app import application, of_validation
-from dinfer.serving.errors import ApiError, refused
+from dinfer.serving.app import application
+from dinfer.serving.errors import ApiError, of_validation, refused
 from dinfer.serving.forms import HeldFields, Strict
 from dinfer.serving.guard import Asked, messages
 from dinfer.serving.run import check

@@ -138,6 +138,7 @@ class Generation(Sampled, HeldFields):
     """Fields of completions and chats."""
 
     source: ClassVar[str]  # the field with what the model reads
+    cap: ClassVar[bool] = False  # the length is the most that is wanted, also if there is room for less
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] = []

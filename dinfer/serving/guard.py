@@ -31,6 +31,7 @@ SAFE_HEADERS = [
     (b"referrer-policy", b"no-referrer"),
     (b"x-frame-options", b"DENY"),
 ]
+ID_HEADERS = (b"x-request-id", b"request-id", b"x-typesafe-request-id")  # of OpenAI's, Anthropic's and System One's
 LEAST_RATE = 16_384  # bytes a second of a body that takes longer than `send_timeout`
 BODIES = 16  # times `max_body` that the bodies of all requests may take
 GONE = 499  # nginx's status for a client that has left; only the log shows it
@@ -141,7 +142,7 @@ class Guard:
                 sending.status = GONE
         except ApiError as error:
             self._refuse(error)
-            await error.response()(scope, receive, sending)
+            await error.response(scope["path"], request_id)(scope, receive, sending)
         except (NotRead, ClientDisconnect) as error:  # uvicorn then closes the connection
             LOG.warning("the answer could not be sent: %r", error)
             sending.status = GONE
@@ -150,7 +151,8 @@ class Guard:
             if sending.status:
                 raise
             message = f"the request {request_id} failed in the server, whose log says why"
-            await ApiError(500, message, code="internal_error").response()(scope, receive, sending)
+            failed = ApiError(500, message, code="internal_error")
+            await failed.response(scope["path"], request_id)(scope, receive, sending)
         finally:
             self._open -= 1
             self._bytes -= sum(map(len, parts))
@@ -182,10 +184,12 @@ class Guard:
             raise ApiError(415, told, "Content-Encoding", "invalid_value")
         if self._keys and scope["path"] not in OPEN and not scope["path"].startswith("/static/"):
             scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+            given = [key.strip() if scheme.lower() == b"bearer" else b"", headers.get(b"x-api-key", b"").strip()]
             # It compares every key, so that the time does not tell which key nearly matched.
-            fits = [hmac.compare_digest(key.strip(), known) for known in self._keys]
-            if scheme.lower() != b"bearer" or not any(fits):
-                raise ApiError(401, "give a key of this server: Authorization: Bearer KEY", code="invalid_api_key")
+            fits = [hmac.compare_digest(one, known) for one in given for known in self._keys]
+            if not any(fits):
+                told = "give a key of this server: Authorization: Bearer KEY, or x-api-key: KEY"
+                raise ApiError(401, told, code="invalid_api_key")
 
     def _check_host(self, host: str) -> None:
         """Raises ApiError if a page of another site may have sent the request.
@@ -276,7 +280,7 @@ class _Sending:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             given = list(message.get("headers", []))
-            own = [*SAFE_HEADERS, (b"x-request-id", self._id)]
+            own = [*SAFE_HEADERS, *((name, self._id) for name in ID_HEADERS)]
             message = {**message, "headers": [*given, *(header for header in own if header not in given)]}
         self._since = time.perf_counter()
         await self._send(message)

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from dinfer.core.engine.async_engine import AsyncEngine, EngineThread
 from dinfer.core.engine.engine import Engine
 from dinfer.core.engine.request import Request, Wants
 from dinfer.core.pipeline import Pipeline
@@ -17,6 +16,7 @@ from dinfer.core.pipeline.inputs import texts_in
 from dinfer.core.recipe.recipe import Recipe
 from dinfer.core.registry import DECODERS, options_of, values_of
 from dinfer.lab.trace.record import Pieces
+from dinfer.core.engine.async_engine import AsyncEngine, EngineThread
 from dinfer.serving.errors import SHOWN, ApiError, at_field, invalid, refused
 from dinfer.serving.fields import SEEDS, Generation, Sampled
 from dinfer.structure import Language
@@ -165,6 +165,8 @@ class Served:
         for prompt in prompts if new_tokens != 0 else ():
             self.check_length(len(prompt) + 1, source)
             room = self.max_length - len(prompt)
+            if asked.cap:
+                new_tokens = min(new_tokens or room, self.max_new_tokens, room)
             if new_tokens is not None and new_tokens > room:
                 what = f"={new_tokens} and {len(prompt)} tokens of {source} are too many: ask for at most {room}"
                 raise self._too_long(field, what)
@@ -212,6 +214,22 @@ class Served:
 class Catalogue(dict[str, Served]):
     """The served models by name."""
 
+    aliases: Mapping[str, str] = {}  # other names of served models
+
+    def call(self, aliases: Mapping[str, str]) -> None:
+        """Gives models other names. Raises ValueError."""
+        for alias, name in aliases.items():
+            if alias in self or name not in self:
+                why = "is served itself" if alias in self else f"stands for {name!r}, which is not served"
+                raise ValueError(f"aliases: {alias!r} {why}. Served: {', '.join(self)}")
+        self.aliases = aliases
+
+    @property
+    def cards(self) -> list[dict[str, Any]]:
+        """The entries in /v1/models."""
+        others = [self[name].card() | {"id": alias} for alias, name in self.aliases.items()]
+        return [*(model.card() for model in self.values()), *others]
+
     @property
     def engines(self) -> dict[str, AsyncEngine]:
         """Each engine once, by the name of its first model."""
@@ -223,6 +241,7 @@ class Catalogue(dict[str, Served]):
 
     def find(self, name: str, decoder: Any = None) -> Served:
         """The model of that name, with `decoder` the recipe of it that has this decoder. Raises ApiError."""
+        name = self.aliases.get(name, name)
         if name not in self:
             raise ApiError(
                 404, f"model={name!r:.80} is not served. Served: {', '.join(self)}", "model", "model_not_found"

@@ -12,10 +12,10 @@ from fastapi import Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from dinfer.core.engine.async_engine import AsyncEngine, EngineThread
 from dinfer.core.engine.request import Request as Row
 from dinfer.core.step.shape import StepShape
 from dinfer.serving.answers import Rendering, Stream
+from dinfer.core.engine.async_engine import AsyncEngine, EngineThread
 from dinfer.serving.errors import ApiError, refused
 from dinfer.serving.fields import Generation, Own
 from dinfer.serving.guard import HELD, REQUEST_ID
@@ -171,6 +171,7 @@ class Server:
     encoding: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, ENCODERS))
 
     def __post_init__(self) -> None:
+        self.catalogue.call(self.settings.aliases or {})
         self.admission = Admission(self.settings.max_requests, self.settings.max_tokens)
         self.metrics = Metrics(self.catalogue.engines, self.admission)
 

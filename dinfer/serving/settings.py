@@ -41,6 +41,7 @@ class Settings:
     round_timeout: float = 300.0  # seconds after which a round of steps counts as hung, and the server ends
     grace: float = 30.0  # seconds that running requests have after SIGTERM
     log_prompts: bool = False
+    aliases: dict[str, str] | None = None  # other names of served models, for clients that choose none
 
     def __post_init__(self) -> None:
         check_range("", self, "max_requests", "max_tokens", "max_body", "max_connections", "max_new_tokens", least=1)

@@ -10,17 +10,19 @@ from functools import partial
 from typing import Annotated, Any, Literal, Self
 
 from fastapi import FastAPI, Response
-from pydantic import AfterValidator, BaseModel, Field, model_validator
+from fastapi.exceptions import RequestValidationError
+from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
 
 from dinfer.core.pipeline.inputs import encodable, texts_in
 from dinfer.lab.trace.record import document, page, record_request
 from dinfer.serving.answers import Part, id_of
 from dinfer.serving.apis.completions import Completion
-from dinfer.serving.errors import ApiError, at_field, invalid, refused
-from dinfer.serving.fields import NO_THOUGHT, SWITCHES, Conversation, Generation, Sampled, Scored
+from dinfer.serving.errors import ApiError, at_field, invalid, of_validation, refused
+from dinfer.serving.fields import NO_THOUGHT, SWITCHES, Conversation, Generation, Sampled, Scored, Stop
 from dinfer.serving.forms import Held, HeldFields, Strict
 from dinfer.serving.generating import encoded, generated
 from dinfer.serving.rows import Event, failure
+from dinfer.serving.served import Served
 from dinfer.serving.server import Server
 from dinfer.structure import functions_of
 from dinfer.structure import tools as calling
@@ -162,6 +164,57 @@ class ChatRequest(Conversation, ToolFields, Scored, Generation):
         if self.max_completion_tokens is None:
             return super().length
         return "max_completion_tokens", self.max_completion_tokens
+
+
+class CappedRequest(ChatRequest):
+    """What other APIs make of their requests. `max_tokens` is the most that the answer may have, not its length."""
+
+    cap = True
+    stop: Annotated[list[Stop], Field(max_length=16)] = []
+
+
+def canonical(body: dict[str, Any]) -> CappedRequest:
+    """The chat of a body whose fields are those of a chat. Raises ApiError."""
+    body = {field: value for field, value in body.items() if value is not None}
+    own = body.pop("dinfer")
+    try:
+        return CappedRequest.model_validate(body).model_copy(update={"dinfer": own})
+    except ValidationError as error:
+        errors = [{**one, "loc": ("body", *one["loc"])} for one in error.errors()]
+        raise of_validation(RequestValidationError(errors, body=body)) from error
+
+
+def placed(served: Served, asked: ChatRequest) -> list[dict[str, Any]]:
+    """The conversation, with system messages where the chat template takes them.
+
+    Clients put them anywhere. A template that refuses one at its place finds its text in the message before it.
+    """
+    told = asked.conversation
+    for turns in (told, _folded(told, 1), _folded(told, 0)):
+        try:
+            served.pipe.written(turns, tools=asked.tools, **asked.ending)
+        except ValueError:
+            continue
+        return turns
+    return told
+
+
+def _folded(turns: Sequence[dict[str, Any]], since: int) -> list[dict[str, Any]]:
+    """The messages with system messages, from number `since` on, as text of the user's before them, or else after."""
+    made, early = list[dict[str, Any]](), list[str]()
+    for i, turn in enumerate(turns):
+        before = next((one for one in reversed(made) if one["role"] == "user"), None)
+        if turn["role"] == "system" and i >= since:
+            if before is None:
+                early.append(turn["content"])
+            else:
+                before["content"] += f"\n\n{turn['content']}"
+            continue
+        turn = dict(turn)
+        if early and turn["role"] == "user":
+            turn["content"], early = "\n\n".join([*early, turn["content"]]), []
+        made.append(turn)
+    return made
 
 
 HINTS = "include_reasoning", "separate_reasoning", "reasoning_effort", "verbosity"

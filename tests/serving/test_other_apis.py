@@ -1,0 +1,194 @@
+"""Messages and responses: streams, thoughts, errors in each API's shape, other names of models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+pytest.importorskip("fastapi")
+
+from support.serving import QUESTION, Client, pieces, served
+
+from dinfer.serving.settings import Settings
+
+CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
+TURNS = [{"role": "user", "content": QUESTION}]
+SCHEMA = {
+    "type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False,
+}  # fmt: skip
+# A request to each API, whole; what it calls a tool that must be called, and a schema that must be met.
+ASKS: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": TURNS, "max_tokens": 96}, MESSAGES: {"messages": TURNS, "max_tokens": 96},
+    RESPONSES: {"input": TURNS, "max_output_tokens": 96},
+}  # fmt: skip
+TOOLS = {
+    MESSAGES: {"tools": [{"name": "f", "input_schema": SCHEMA}], "tool_choice": {"type": "any"}},
+    RESPONSES: {"tools": [{"type": "function", "name": "f", "parameters": SCHEMA}], "tool_choice": "required"},
+}
+FORMS = {
+    CHAT: {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
+    MESSAGES: {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
+    RESPONSES: {"text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}},
+}
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[Client]:
+    with served(Settings(aliases={"claude-x": "tiny"})) as found:
+        yield found
+
+
+def events(response: httpx.Response) -> list[dict[str, Any]]:
+    return [json.loads(one.partition("data: ")[2]) for one in response.text.split("\n\n") if one]
+
+
+def said(path: str, answer: dict[str, Any]) -> tuple[str, str, list[tuple[str, Any]]]:
+    """The thought, the text, and the calls of a whole answer."""
+    if path == CHAT:
+        message = answer["choices"][0]["message"]
+        return message.get("reasoning_content", ""), message["content"], []
+    if path == MESSAGES:
+        blocks = answer["content"]
+        thought = "".join(one["thinking"] for one in blocks if one["type"] == "thinking")
+        text = "".join(one["text"] for one in blocks if one["type"] == "text")
+        return thought, text, [(one["id"], one["input"]) for one in blocks if one["type"] == "tool_use"]
+    items = answer["output"]
+    thought = "".join(part["text"] for one in items if one["type"] == "reasoning" for part in one["content"])
+    text = "".join(part["text"] for one in items if one["type"] == "message" for part in one["content"])
+    calls = [(one["call_id"], json.loads(one["arguments"])) for one in items if one["type"] == "function_call"]
+    return thought, text, calls
+
+
+def streamed(path: str, response: httpx.Response) -> tuple[str, str, list[Any]]:
+    """The same of a stream."""
+    thought, text, calls, blocks = "", "", list[str](), dict[int, str]()
+    for one in pieces(response) if path == CHAT else events(response):
+        if path == CHAT:
+            delta = one["choices"][0]["delta"]
+            thought, text = thought + delta.get("reasoning_content", ""), text + (delta.get("content") or "")
+            continue
+        delta, kind = one.get("delta"), one["type"]
+        if kind == "content_block_delta":
+            thought, text = thought + delta.get("thinking", ""), text + delta.get("text", "")
+            blocks[one["index"]] = blocks.get(one["index"], "") + delta.get("partial_json", "")
+        thought += delta if kind == "response.reasoning_text.delta" else ""
+        text += delta if kind == "response.output_text.delta" else ""
+        if kind == "response.function_call_arguments.done":
+            calls.append(one["arguments"])
+    return thought, text, [json.loads(one) for one in (*calls, *blocks.values()) if one]
+
+
+@pytest.mark.parametrize("path", [MESSAGES, RESPONSES])
+def test_streams_join_to_the_whole_answer(client: Client, path: str) -> None:
+    for more in ({}, TOOLS[path], FORMS[path]):
+        ask = {"model": "tiny"} | ASKS[path] | more
+        whole, told = client.ask(path, ask), client.ask(path, ask | {"stream": True})
+        assert whole.status_code == 200, whole.text
+        thought, text, calls = said(path, whole.json())
+        assert streamed(path, told) == (thought, text, [arguments for _, arguments in calls])
+        assert bool(calls) == (more is TOOLS[path]) and not thought
+        drafts = client.ask(path, ask | {"stream": True, "dinfer": {"drafts": True}})
+        assert streamed(path, drafts) == streamed(path, told) and any("dinfer" in one for one in events(drafts))
+
+
+@pytest.mark.parametrize("path", ASKS)
+def test_a_thought_stands_apart_and_no_mark_is_told(client: Client, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prompt opens the thought; the form is of what stands behind it."""
+    template = client.pipe.tokenizer.chat_template
+    thinks = "{% if add_generation_prompt and enable_thinking is not false %}<think>\n{% endif %}{# </think> #}"
+    monkeypatch.setattr(client.pipe.tokenizer, "chat_template", template + thinks)
+    with served() as own:  # the marks are read once
+        ask = {"model": "tiny"} | ASKS[path] | FORMS[path]
+        answer = own.ask(path, ask)
+        assert answer.status_code == 200, answer.text
+        thought, text, _ = said(path, answer.json())
+        assert thought and SCHEMA["required"] == [*json.loads(text)] and "think>" not in thought + text
+        assert streamed(path, own.ask(path, ask | {"stream": True})) == (thought, text, [])
+        usage = json.dumps(answer.json()["usage"])
+        assert '"reasoning_tokens": ' in usage or '"thinking_tokens": ' in usage
+        switch = {"thinking": {"type": "disabled"}} if path == MESSAGES else {"reasoning": {"effort": "none"}}
+        switch = {"reasoning_effort": "none"} if path == CHAT else switch
+        assert said(path, own.ask(path, ask | switch).json())[0] == ""
+
+
+def test_a_system_message_may_stand_anywhere_and_a_last_one_of_the_assistant_is_continued(client: Client) -> None:
+    late = [*TURNS, {"role": "system", "content": "Be brief."}]
+    joined = [{"role": "user", "content": f"{QUESTION}\n\nBe brief."}]
+    counts = [
+        client.ask(f"{MESSAGES}/count_tokens", {"model": "tiny", "messages": one}).json() for one in (late, joined)
+    ]
+    assert counts[0] == counts[1]
+    begun = [*TURNS, {"role": "assistant", "content": "Tom has"}]
+    continued = client.ask("/tokenize", {"model": "tiny", "messages": begun, "continue_final_message": True}).json()
+    assert client.ask(f"{MESSAGES}/count_tokens", {"model": "tiny", "messages": begun}).json() == {
+        "input_tokens": continued["count"]
+    }
+
+
+def test_a_length_is_a_cap_and_an_alias_stands_for_a_model(client: Client) -> None:
+    many = {"max_tokens": 100_000} | ASKS[MESSAGES] | {"max_tokens": 100_000, "model": "claude-x"}
+    answer = client.ask(MESSAGES, many).json()
+    assert answer["model"] == "tiny" and answer["usage"]["dinfer"]["canvas"] == 64, "max_new_tokens of this server"
+    assert [one["id"] for one in client.ask("/v1/models").json()["data"]] == ["tiny", "claude-x"]
+    assert client.ask("/v1/models/claude-x").json()["root"] == "tiny"
+    with (
+        pytest.raises(ValueError, match="'x' stands for 'y', which is not served"),
+        served(Settings(aliases={"x": "y"})),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "field"),
+    [
+        (MESSAGES, {"thread": {"type": "create"}}, "thread"), (MESSAGES, {"surprise": 1}, "surprise"),
+        (MESSAGES, {"container": "x"}, "container"), (MESSAGES, {"max_tokens": 0}, "max_tokens"),
+        (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking"),
+        (MESSAGES, {"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools.0.type"),
+        (MESSAGES, {"tools": [{"name": "f", "input_schema": {"properties": {"a": {"contains": {}}}}}]}, "tools.f"),
+        (MESSAGES, {"tool_choice": {"type": "any"}}, "tool_choice"),
+        (MESSAGES, TOOLS[MESSAGES] | {"tool_choice": {"type": "tool", "name": "g"}}, "tool_choice.name"),
+        (MESSAGES, {"context_management": {"edits": [{"type": "clear_tool_uses"}]}}, "context_management.edits.0.type"),
+        (MESSAGES, {"stop_sequences": ["a"] * 17}, "stop_sequences"),
+        (MESSAGES, FORMS[MESSAGES] | {"max_tokens": 1}, "max_tokens"),
+        (MESSAGES, {"temperature": 9}, "temperature"),
+        (RESPONSES, {"conversation": "x"}, "conversation"), (RESPONSES, {"tools": [{"type": "mcp"}]}, "tools.0.type"),
+        (RESPONSES, {"input": [{"type": "item_reference", "id": "x"}]}, "input.0.type"),
+        (RESPONSES, {"input": [{"type": "function_call_output", "call_id": "x", "output": ""}]}, "input.0.call_id"),
+        (RESPONSES, {"input": "2 + 3 " * 300}, "input"), (RESPONSES, {"input": []}, "input"),
+        (RESPONSES, TOOLS[RESPONSES] | {"tool_choice": {"type": "function", "name": "g"}}, "tool_choice.name"),
+        (RESPONSES, FORMS[RESPONSES] | {"max_output_tokens": 1}, "max_output_tokens"),
+        (RESPONSES, {"temperature": 9}, "temperature"),
+    ],
+)  # fmt: skip
+def test_a_refusal_names_the_field_as_its_api_does(client: Client, path: str, fields: Any, field: str) -> None:
+    response = client.ask(path, {"model": "tiny"} | ASKS[path] | fields)
+    body = response.json()
+    assert response.status_code == 400, body
+    if path == MESSAGES:
+        assert body["type"] == "error" and body["error"]["type"] == "invalid_request_error" and body["request_id"]
+        assert body["error"]["message"].startswith(field), body
+    else:
+        assert body["error"]["param"].startswith(field), body
+
+
+def test_other_errors_have_the_shape_of_their_api_and_say_what_is_not_served(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert client.ask(MESSAGES).status_code == 405 and client.ask(MESSAGES).json()["type"] == "error"
+    absent = client.ask(f"{MESSAGES}/batches", {})
+    assert absent.status_code == 404 and "dinfer batch" in absent.json()["error"]["message"]
+    assert client.ask(f"{RESPONSES}/resp_1").json()["error"]["param"] == "path"
+    unknown = client.ask(MESSAGES, ASKS[MESSAGES] | {"model": "gpt"})
+    assert unknown.status_code == 404 and unknown.json()["error"]["type"] == "not_found_error"
+    assert unknown.headers["request-id"] == unknown.headers["x-request-id"] == unknown.json()["request_id"]
+    monkeypatch.setenv("OWN_KEY", "a-key-of-ours")
+    with served(Settings(api_key="env:OWN_KEY")) as locked:
+        ask = {"model": "tiny"} | ASKS[MESSAGES] | {"max_tokens": 4}
+        assert locked.ask(MESSAGES, ask, **{"x-api-key": "another"}).json()["error"]["type"] == "authentication_error"
+        for headers in ({"x-api-key": "a-key-of-ours"}, {"authorization": "Bearer a-key-of-ours"}):
+            assert locked.ask(MESSAGES, ask, **headers).status_code == 200
