@@ -48,13 +48,12 @@ class Browser:
             return self.driver.execute_script(script, *given)
         return self.driver.execute_script(script, script_args=list(given), sandbox=None, new_sandbox=False)
 
-    def until(self, expression: str, *given: Any) -> Any:
-        """Waits for an expression that is true, and returns it."""
+    def until(self, expression: str, *given: Any) -> None:
+        """Waits until an expression is true."""
         ends = monotonic() + SECONDS
-        while not (found := self.js(f"return {expression}", *given)):
+        while not self.js(f"return Boolean({expression})", *given):
             assert monotonic() < ends, f"not within {SECONDS} s: {expression}"
             sleep(0.03)
-        return found
 
     def type(self, css: str, text: str) -> None:
         self.driver.find_element("css selector", css).send_keys(text)

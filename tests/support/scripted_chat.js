@@ -1,6 +1,6 @@
 // Answers chats with a text of the test's own, in blocks whose places are written in a fixed scattered order.
 const real = (window.real ??= window.fetch);
-const [text, pause] = arguments;
+const [text, pause, thought] = arguments;
 window.fetch = (path, given) => {
   if (path !== "v1/chat/completions") return real(path, given);
   const { max_tokens: length } = JSON.parse(given.body);
@@ -14,7 +14,7 @@ window.fetch = (path, given) => {
       const changes = order.slice(i, i + 4).map((at) => [at, words[at] ?? "", 9, 2]);
       changes.push(...order.slice(i + 4, i + 12).map((at) => [at, words[at] ? words[at].slice(0, 3) : "", 2 + at % 6, 0]));
       const last = i + 4 >= order.length;
-      said.push(send({ choices: [{ delta: last ? { content: words.slice(block, end).join("") } : {} }],
+      said.push(send({ choices: [{ delta: last ? { content: words.slice(block, end).join(""), reasoning_content: block ? "" : thought } : {} }],
         dinfer: { canvas: { v: 1, region: [block, end], changes, ...(said.length ? {} : { length }) } } }));
     }
   }

@@ -118,7 +118,7 @@ export class Replay {
     this.show(moment);
     this.timer = setInterval(() => {
       this.show(++moment);
-      if (moment >= this.frames.length) this.stop();
+      if (moment >= this.frames.length || !this.root.isConnected) this.stop();
     }, pause);
     this.play.textContent = "Pause";
   }

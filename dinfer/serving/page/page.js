@@ -76,7 +76,7 @@ async function submit(question) {
 
 const blank = (side) => ({
   model: side.model, label: sides.length > 1 ? told(card(side), side, sides[1 - sides.indexOf(side)]) : side.model,
-  text: "", frames: [], state: "running", form: prefs.form.kind === "text" ? null : prefs.form.kind,
+  text: "", thought: "", frames: [], state: "running", form: prefs.form.kind === "text" ? null : prefs.form.kind,
 });
 
 async function answered(view, side, turn, signal) {
@@ -107,6 +107,7 @@ async function converse(view, side, turn, signal) {
     if (message.dinfer?.canvas) view.frame(message.dinfer.canvas);
     const [choice] = message.choices;
     answer.text += choice?.delta.content ?? "";
+    answer.thought += choice?.delta.reasoning_content ?? "";
     if (choice?.finish_reason === "length") Object.assign(answer, { full: left < longest, alone, cut: cut(asked.max_tokens, left < longest) });
     if (message.usage) finish(answer, message.usage, asked.max_tokens, began);
   }

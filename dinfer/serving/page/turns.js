@@ -94,6 +94,12 @@ export class AnswerView {
     else if (!answer.text) body.replaceChildren();
     else if (answer.form === "json") body.replaceChildren(code(answer.text));
     else body.replaceChildren(make("div", { class: "text" }, answer.form ? answer.text : markdown(answer.text)));
+    if (answer.thought) body.prepend(this.thoughts());
+  }
+
+  // What the model thought before it answered, folded away.
+  thoughts() {
+    return make("details", { class: "thought" }, make("summary", {}, "Thoughts"), make("div", { class: "text" }, markdown(this.answer.thought)));
   }
 
   replay() {
