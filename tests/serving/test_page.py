@@ -391,7 +391,16 @@ def test_axe_finds_nothing_serious(page: Browser, axe: str, theme: str) -> None:
     ask(page, QUESTION)
     page.click(".replays")
     page.js("const bar = document.querySelector('.replay input'); bar.value = 6; bar.dispatchEvent(new Event('input'))")
-    found += serious("replay")
+    page.js("""
+        for (const heat of ["canvas", "canvas heat"])
+          for (const kind of ["guess", "decided"])
+            for (let sure = 0; sure <= 10; sure++)
+              document.querySelector(".replay").insertAdjacentElement("beforebegin", Object.assign(document.createElement("p"),
+                { className: heat })).appendChild(Object.assign(document.createElement("span"),
+                { className: `token ${kind}`, textContent: "every" })).dataset.sure = sure;
+    """)
+    found += serious("replay, and every sureness")
+    page.js("for (const one of document.querySelectorAll('.body > p.canvas')) one.remove()")
     shot(page, f"serve_page_{theme}")
     page.js(SCRIPTED, MARKDOWN, 1)
     ask(page, "Write")
