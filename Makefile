@@ -1,6 +1,6 @@
 # make demo      a virtual environment in .venv, then the demo       (ARGS="count=200 cache=none" for more)
 # make test      the same environment with the tools, then the tests (ARGS="-k decoder" for some)
-# make test-all  make test, then make test-rest: the combinations and random examples that it leaves out
+# make test-all  all tests that need no GPU, those marked `rest` too, with Ray and the browser's driver
 # make test-lowest   the tests with the lowest versions that pyproject.toml allows, in .venv-lowest (torch: TORCH)
 # make lint      ruff and mypy
 # make docs      the documentation site, in site/                    (open site/index.html)
@@ -17,33 +17,26 @@ TORCH_INDEX ?=
 # More arguments for every pip install, such as --index-url.
 PIP_ARGS ?=
 ARGS ?=
-# How test-rest draws random examples: `explore` has a fresh seed each time, `fixed` always the same one.
-PROFILE ?= explore
-# What test-rest runs.
-REST ?= matrix or hypothesis
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS)
 # torch is what TORCH says, so its pin must not contradict it.
 PINS := $(VENV)/constraints.txt
 
-.PHONY: demo test test-rest test-all test-lowest lint docs clean
+.PHONY: demo test test-all test-lowest lint docs clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
 	$(BIN)/dinfer demo $(ARGS)
 
 # Tests start many processes, which need not compile the same modules each, whatever the environment says.
-test test-rest test-lowest: export PYTHONDONTWRITEBYTECODE :=
+test test-all test-lowest: export PYTHONDONTWRITEBYTECODE :=
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
 
-test-rest: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n auto --dist worksteal -m '($(REST)) and not gpu' \
-	  --hypothesis-profile=$(PROFILE) $(ARGS)
-
-test-all: test test-rest
+test-all: $(VENV)/.installed-all
+	$(BIN)/python -m pytest -n auto --dist worksteal -m 'not gpu' $(ARGS)
 
 test-lowest: $(LOWEST)/.installed-dev
 	PATH="$(abspath $(LOWEST))/bin:$$PATH" $(LOWEST)/bin/python -m pytest -n auto --dist worksteal $(ARGS)
@@ -84,6 +77,10 @@ $(VENV)/.installed: pyproject.toml $(PINS)
 
 $(VENV)/.installed-dev: pyproject.toml $(PINS) $(VENV)/.installed
 	$(PIP) --quiet --constraint $(PINS) --editable '.[dev]'
+	touch $@
+
+$(VENV)/.installed-all: pyproject.toml $(PINS) $(VENV)/.installed-dev
+	$(PIP) --quiet --constraint $(PINS) --editable '.[all]'
 	touch $@
 
 $(VENV)/.installed-docs: pyproject.toml $(PINS) $(VENV)/.installed

@@ -8,9 +8,7 @@ import random
 import signal
 from collections import defaultdict
 from collections.abc import Generator
-from math import ceil
 from typing import Any
-from zlib import crc32
 
 import pytest
 import torch
@@ -24,7 +22,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as behind a shell's `&`
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 torch.set_num_threads(1)
-# `make test` tries the same examples at each run. `make test-all` draws others (support/examples.py says how many).
+# The same examples at each run. `--hypothesis-profile=explore` draws others from a new seed, which it prints.
 settings.register_profile("fixed", deadline=None, max_examples=50, derandomize=True, print_blob=True)
 settings.register_profile("explore", deadline=None, max_examples=1000, database=None, print_blob=True)
 settings.load_profile("fixed")
@@ -33,10 +31,14 @@ settings.load_profile("fixed")
 SEED = "DINFER_HYPOTHESIS_SEED"  # in the environment, which the workers of pytest-xdist inherit
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--every-recipe", action="store_true", help="all legal recipes, not a part with each pair of parts")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """One seed for all workers of a run that explores; and no thousands of cases that `-m` would leave out."""
-    selection.matrix = "not matrix" not in config.option.markexpr
+    """One seed for all workers of a run that explores."""
+    selection.every_recipe = config.option.every_recipe
     if config.option.hypothesis_profile == "explore" and config.option.hypothesis_seed is None:
         config.option.hypothesis_seed = os.environ.setdefault(SEED, str(random.SystemRandom().getrandbits(32)))
 
@@ -54,20 +56,17 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the cases that `make test` leaves out with `matrix`: all but one in so many, the same at each run.
-
-    Of a test in Triton's interpreter, which is slow, at most one case in five stays. A card runs all of its own.
-    """
+    """`rest(but=n)` is no mark of n of a test's cases, which lie at equal distances in the order of its parameters."""
     cases = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("matrix") is None and item.get_closest_marker("gpu") is None:
+        if any("but" in mark.kwargs for mark in item.iter_markers("rest")):
             cases[item.nodeid.partition("[")[0]].append(item)
-    for test, own in cases.items():
-        mark = own[0].get_closest_marker("one_in")
-        some = max(5 if "/test_triton" in test else 1, mark.args[0] if mark else 1)
-        # By a hash, since neighbours often have the same setting of one kind.
-        for item in sorted(own, key=lambda item: crc32(item.nodeid.encode()))[ceil(len(own) / some) :]:
-            item.add_marker(pytest.mark.matrix)
+    for own in cases.values():
+        free = [item for item in own if not any("but" not in mark.kwargs for mark in item.iter_markers("rest"))]
+        but = next(mark.kwargs["but"] for mark in own[0].iter_markers("rest") if mark.kwargs)
+        for at in range(min(but, len(free))):
+            item = free[at * len(free) // min(but, len(free))]
+            item.own_markers = [mark for mark in item.own_markers if mark.name != "rest"]
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

@@ -248,7 +248,7 @@ def test_slots_are_read(dinfer: CommandLine, checkpoint: str) -> None:
     ]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.rest(but=29)
 @pytest.mark.parametrize(("args", "expected"), WRONG, ids=[" ".join(args)[:60] for args, _ in WRONG])
 def test_a_wrong_input_is_answered_with_one_line_and_status_2(
     args: list[str], expected: str, dinfer: CommandLine, checkpoint: str

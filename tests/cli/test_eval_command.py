@@ -49,7 +49,7 @@ def test_what_is_refused(settings: list[str], message: str, dinfer: CommandLine)
     assert said.status == 2 and message in said.err
 
 
-@pytest.mark.matrix  # a quarter of a minute
+@pytest.mark.rest  # a quarter of a minute
 def test_lm_evals_own_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     from evaluations.harness import main
 

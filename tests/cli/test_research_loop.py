@@ -36,7 +36,7 @@ def test_sweep_resume_plot(
     assert "mini_turns" in said.out and "Pareto front" in (tmp_path / "front.svg").read_text()
 
 
-@pytest.mark.matrix  # ten seconds
+@pytest.mark.rest  # ten seconds
 def test_tuning_on_a_task(
     checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -100,7 +100,7 @@ def test_a_sweep_may_stand_in_a_preset_and_be_launched_a_few_points_at_a_time(
     assert said.err.count("tokens per forward") == 3
 
 
-@pytest.mark.matrix  # seven seconds
+@pytest.mark.rest  # seven seconds
 def test_a_sweep_runs_as_jobs_of_a_cluster(
     checkpoint: str, elsewhere: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -41,8 +41,8 @@ def alone(combination: Combination) -> list[tuple]:
     return [outcome(completions(engine_for(recipe), [request])[0]) for request in requests_for(recipe)]
 
 
-@pytest.mark.one_in(9)
-@every_recipe(SAMPLE[1::2])
+@pytest.mark.rest(but=357)
+@every_recipe()
 def test_rows_notice_neither_each_other_nor_the_schedule(combination: Combination) -> None:
     """What a request gives alone it gives beside others of other lengths and options, and however it is launched."""
     recipe = combination.recipe()
@@ -66,7 +66,7 @@ def test_rows_notice_neither_each_other_nor_the_schedule(combination: Combinatio
     assert host.addresses() == before
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.rest(but=11)
 @pytest.mark.parametrize("combination", SAMPLE[::13], ids=str)
 @pytest.mark.parametrize("page", [1, 3, 64])
 def test_page_size_changes_nothing(combination: Combination, page: int) -> None:
@@ -86,7 +86,7 @@ def test_the_matrix_is_not_trivial() -> None:
     assert len(stopped) // 10 < sum(stopped) < len(stopped)
 
 
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.rest)])
 def test_illegal_recipes_say_why(every: bool, record_property: Callable[[str, object], None]) -> None:
     """A refusal without a remedy is no help. The counts are shown when the tests end (see conftest.py)."""
     reasons = {refusal(c) for c in (ILLEGAL if every else covering(ILLEGAL))}

@@ -186,7 +186,7 @@ def test_the_same_logits_give_the_same_tokens(name: str, data: st.DataObject) ->
     assert seen[0] == seen[1]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.rest(but=20)
 @pytest.mark.parametrize("cache", CACHES.names())
 @pytest.mark.parametrize("bad", ["nan", "inf", "nothing", "only_mask"])
 @examples(10)

@@ -47,7 +47,7 @@ def recipe_for(combination: Combination):
 
 
 @pytest.mark.parametrize("kernels", ["torch", "triton"])
-@every_recipe(SAMPLE)
+@every_recipe()
 def test_graphs_give_the_tokens_of_eager_steps(
     combination: Combination, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -85,7 +85,7 @@ def test_every_fourth_case_passes() -> None:
     assert (len(report.results), report.count("passed")) == (len(ids), len(ids)) and len(ids) > 100
 
 
-@pytest.mark.matrix  # it takes 13 seconds
+@pytest.mark.rest  # it takes 13 seconds
 def test_everything_in_scope_passes() -> None:
     report = check(GOLDENS)
     assert failures(report) == {}
@@ -105,7 +105,7 @@ def test_what_only_the_whole_set_has_passes_too() -> None:
     assert len(find(SHARED)) == sum((PASSING | BEYOND).values())
 
 
-@pytest.mark.matrix  # it takes 20 seconds
+@pytest.mark.rest  # it takes 20 seconds
 @pytest.mark.skipif(not NEXT.is_dir(), reason=f"{NEXT} is not here")
 def test_what_came_later_passes() -> None:
     report = check(NEXT)
@@ -129,7 +129,7 @@ def first_row(name: str) -> Callable[[dict[str, Tensor]], None]:
     return lambda held: held.update({name: held[name][:, :1]})
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.rest(but=2)
 @pytest.mark.parametrize(
     ("path", "change", "case", "difference"),
     [
@@ -168,7 +168,7 @@ def put(value: Any, *path: Any) -> Callable[[Any], None]:
     return change
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.rest(but=4)
 @pytest.mark.parametrize(
     ("path", "change", "case", "difference"),
     [

@@ -68,7 +68,7 @@ def ask(address: str, number: int, stream: bool) -> tuple[int, str, str | None]:
     return 200, "".join(said), error
 
 
-@pytest.mark.matrix  # half a minute for a cluster; test_gateway runs by default
+@pytest.mark.rest  # half a minute for a cluster; test_gateway runs by default
 def test_a_replica_is_killed_under_load(machine: Cluster) -> None:
     """Requests that have streamed nothing are answered by another one; streams that had begun end with an error."""
     connect(machine.address, logs=False)
@@ -99,7 +99,7 @@ def test_a_replica_is_killed_under_load(machine: Cluster) -> None:
     assert 'replica="' in metrics and "dinfer_requests_retried_total" in metrics
 
 
-@pytest.mark.matrix
+@pytest.mark.rest
 def test_a_later_command_takes_over_without_a_gap(machine: Cluster, tmp_path: Path) -> None:
     """A rolling restart: the second `dinfer serve` replaces the first one's replicas, which then ends in peace."""
     command = [sys.executable, "-m", "dinfer", "serve", "replicas=2", f"ray={machine.address}", *SERVE]
@@ -138,7 +138,7 @@ def test_a_later_command_takes_over_without_a_gap(machine: Cluster, tmp_path: Pa
     assert second.wait(60) == 0
 
 
-@pytest.mark.matrix
+@pytest.mark.rest
 def test_a_file_is_answered_in_spite_of_kills(tmp_path: Path) -> None:
     """Of a worker, which the run survives; of the driver and the head, after which the command goes on."""
     with Clusters() as clusters:
@@ -148,7 +148,7 @@ def test_a_file_is_answered_in_spite_of_kills(tmp_path: Path) -> None:
     assert [status == 0 for status in found.statuses] == [False, False, True]
 
 
-@pytest.mark.matrix
+@pytest.mark.rest
 def test_ranks_of_a_cluster_share_the_documents(
     machine: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

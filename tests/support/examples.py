@@ -8,5 +8,5 @@ TIMES = 10 if settings.get_current_profile_name() == "explore" else 1
 
 
 def examples(count: int) -> settings:
-    """`count` examples in `make test`, ten times as many in `make test-all`."""
+    """`count` examples, the same ones at each run; ten times as many with `--hypothesis-profile=explore`."""
     return settings(max_examples=count * TIMES)

@@ -173,15 +173,9 @@ SAMPLE = covering(LEGAL)
 BLOCK_CACHED = [c for c in SAMPLE if dict(c.cache)["name"] == "block" and dict(c.iteration)["name"] != "full"]
 
 
-def every_recipe(quick: Sequence[Combination]) -> pytest.MarkDecorator:
-    """`make test-all` runs every legal combination, `make test` those that are `quick`.
-
-    Two tests divide the pairwise sample between them: `SAMPLE[::2]` and `SAMPLE[1::2]`.
-    """
-    chosen = {*quick}
-    among = LEGAL if selection.matrix else quick
-    params = [pytest.param(c, marks=[] if c in chosen else pytest.mark.matrix) for c in among]
-    return pytest.mark.parametrize("combination", params, ids=str)
+def every_recipe() -> pytest.MarkDecorator:
+    """The pairwise sample of legal recipes; with `--every-recipe` all of them."""
+    return pytest.mark.parametrize("combination", LEGAL if selection.every_recipe else SAMPLE, ids=str)
 
 
 # Prompt and generation lengths: shorter than a block, a block exactly, no multiple of anything, many blocks.

@@ -1,3 +1,3 @@
-"""Which cases this run is to make: what `-m` asks for, as conftest.py finds it before any test is collected."""
+"""What this run is to make, as conftest.py reads it from the command line before any test is collected."""
 
-matrix = True  # whether cases that are marked `matrix` may run
+every_recipe = False  # all legal recipes, not a part of them in which every pair of components occurs

@@ -18,7 +18,7 @@ from dinfer.core.kernels.dispatch import GROUPS, groups_off
 from dinfer.speed.abilities import open_positions
 
 
-@pytest.mark.matrix  # ten seconds
+@pytest.mark.rest  # ten seconds
 def test_a_dry_run_writes_the_ratio_of_every_variant(tmp_path: Path) -> None:
     out = tmp_path / "ablation.json"
     line = f"--cases small,small-llada2 --only canvas,gather,experts,early --new 16 --device cpu --out {out}"

@@ -104,7 +104,7 @@ def test_the_longest_run_of_window_steps_is_profiled() -> None:
     assert longest([prefill, prefill, full]) == (2, 3)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.rest(but=1)
 @pytest.mark.parametrize(
     "options", ["--shape small", "--shape small-llada2 --spread --iteration block_diffusion --cache block"]
 )

@@ -337,7 +337,7 @@ def test_the_requests_of_a_run_are_those_that_were_measured() -> None:
     assert {one.new for one in check.asked(setting | {"stagger": False}, {"in_flight": 18, "requests": 40})} == {32}
 
 
-@pytest.mark.matrix
+@pytest.mark.rest
 def test_a_replica_of_two_ranks_is_measured(tmp_path: Path) -> None:
     out, common = tmp_path / "steps.json", "--shape small-llada2 --device cpu --spread --prompts-of 32 --new 32"
     try:

@@ -142,7 +142,7 @@ def some_request(recipe: Recipe, random: Random) -> tuple[Request, Language]:
 
 
 @pytest.mark.parametrize("name", [name for name in DECODERS.names() if name not in REFUSED])
-@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.matrix) for part in range(1, 4))])
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.rest) for part in range(1, 4))])
 @examples(4)
 @given(st.data())
 def test_every_answer_is_in_its_language(part: int, name: str, data: st.DataObject) -> None:
@@ -276,7 +276,7 @@ def test_a_language_that_no_device_holds_is_refused_with_what_is_too_much() -> N
         engine_for(recipe).check(bound(Request([1], 60), many))
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.rest(but=9)
 @pytest.mark.parametrize("decoder", ["joint_threshold", "joint_threshold_speed", "wino", "remasking", "dmax"])
 @pytest.mark.parametrize("kind", ["random", "wrong", "ties", "ends", "goes_on"])
 def test_editing_ends_where_nothing_changes_any_more(decoder: str, kind: str) -> None:

@@ -40,7 +40,7 @@ def requests_for(recipe: Recipe, *, draws: bool) -> list[Request]:
     return [*plain, Request([3, 1, 4], 40, recipe.resolve({"temperature": 0.8 * draws, "seed": 5}))]
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.rest(but=2)
 @pytest.mark.parametrize("iteration", ITERATIONS, ids=str)
 @pytest.mark.parametrize("window", [{"ahead": 4, "back": 2}, {"ahead": 5, "back": 5}, {"ahead": 3, "back": 0}], ids=str)
 @pytest.mark.parametrize("many", [1, 1024])
@@ -61,11 +61,11 @@ def test_no_token_depends_on_slices(
     assert any(shape.extra(OpenOnly) for shape in cut) == (many == 1)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.rest(but=1)
 @pytest.mark.parametrize(
     "decoder", [{"name": "fixed", "steps": BLOCK}, {"name": "threshold", "threshold": 0.6}], ids=str
 )
-@pytest.mark.parametrize("many", [1, pytest.param(1024, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("many", [1, pytest.param(1024, marks=pytest.mark.rest)])
 def test_rounds_are_launched_ahead_where_it_is_known_who_enters(
     monkeypatch: pytest.MonkeyPatch, decoder: Mapping[str, Any], many: int
 ) -> None:

@@ -47,7 +47,7 @@ def test_a_window_as_long_as_the_block_gives_the_tokens_of_the_plain_cache(varia
     assert [outcome(done) for done in answers(whole)] == [outcome(done) for done in answers(recipe_of(model, cache))]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.rest(but=3)
 @pytest.mark.parametrize(("variant", "cache"), CASES)
 @pytest.mark.parametrize("window", [{"ahead": 4, "back": 2}, {"ahead": 1, "back": 0}, {"ahead": 5, "back": 5}], ids=str)
 def test_neither_rows_nor_rounds_launched_ahead_change_a_token(

@@ -66,7 +66,7 @@ def serve(engine: Engine) -> dict[int, Completion]:
     return done
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.rest(but=7)
 @pytest.mark.parametrize("combination", SAMPLE[::7], ids=str)
 def test_arrivals_at_any_time_change_nothing(combination: Combination) -> None:
     recipe, random = combination.recipe(), Random(len(str(combination)))
@@ -84,7 +84,7 @@ def test_arrivals_at_any_time_change_nothing(combination: Combination) -> None:
     assert {i: outcome(c) for i, c in found.items()} == want
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.rest(but=5)
 @pytest.mark.parametrize("combination", SAMPLE[3::11], ids=str)
 def test_the_same_logits_in_float32_give_the_same_tokens(
     combination: Combination, monkeypatch: pytest.MonkeyPatch
@@ -101,7 +101,7 @@ def test_the_same_logits_in_float32_give_the_same_tokens(
     assert [outcome(completion) for completion in completions(engine_for(recipe, rows=3), requests)] == want
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.rest(but=6)
 @pytest.mark.parametrize("combination", BLOCK_CACHED, ids=str)
 def test_large_batches_settle_finished_blocks_in_passes_of_their_own(
     combination: Combination, monkeypatch: pytest.MonkeyPatch
@@ -119,7 +119,7 @@ def test_large_batches_settle_finished_blocks_in_passes_of_their_own(
     assert sum(c.counts.prefills for c in got) > sum(c.counts.prefills for c in want)
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.rest(but=14)
 @pytest.mark.parametrize("combination", [c for c in SAMPLE if scores_open(over_shared_model(c))][::3], ids=str)
 @pytest.mark.parametrize("late", [False, True])
 def test_the_head_runs_on_open_positions_alone(

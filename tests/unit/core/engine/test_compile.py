@@ -28,7 +28,7 @@ def recipe_of(variant: str = "bidirectional", cache: str = "dual") -> Recipe:
     return compose(model, iteration={"name": "blockwise", "block": 8}, decoder="threshold", cache=cache)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.rest(but=1)
 @pytest.mark.parametrize("mode", ["default", "max-autotune"])
 def test_the_tokens_are_the_same_and_a_second_run_compiles_nothing(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.compiler.reset()

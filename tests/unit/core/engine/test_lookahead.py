@@ -122,7 +122,7 @@ def test_wrong_guesses_change_nothing_and_are_given_up(monkeypatch: pytest.Monke
     assert engine.loop.scheduler.lookahead.balance < MISS and not engine.loop.scheduler.lookahead.pays
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.rest(but=12)
 @pytest.mark.parametrize("combination", sorted(SAMPLE, key=str)[::8], ids=str)
 def test_a_wrong_guess_is_harmless_with_any_recipe(combination: Combination, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = combination.recipe(tiny_model(combination.variant))
@@ -134,7 +134,7 @@ def test_a_wrong_guess_is_harmless_with_any_recipe(combination: Combination, mon
     assert run(engine, requests) == want
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.rest(but=8)
 @pytest.mark.parametrize("combination", BLOCK_CACHED, ids=str)
 def test_where_a_row_will_be_is_guessed_of_steps_that_settle(
     combination: Combination, monkeypatch: pytest.MonkeyPatch

@@ -77,7 +77,7 @@ def test_no_row_is_left_out_where_candidates_are_counted() -> None:
     assert not scheduler.goes_on(rows, rows[:1])
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.rest(but=6)
 @pytest.mark.parametrize("combination", sorted(SAMPLE, key=str)[4::16], ids=str)
 def test_leaving_rows_out_of_a_round_is_harmless_with_any_recipe(
     combination: Combination, monkeypatch: pytest.MonkeyPatch
@@ -157,7 +157,7 @@ def diffusing(decoder: str, **options: Any) -> Recipe:
     return compose(tiny_model("block_causal"), iteration=iteration, decoder={"name": decoder} | options, cache="block")
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.rest(but=8)
 @pytest.mark.parametrize("combination", BLOCK_CACHED, ids=str)
 @pytest.mark.parametrize("ahead", [False, True])
 def test_rows_that_enter_a_block_and_others_take_steps_by_turns(

@@ -36,7 +36,7 @@ def recipe_of(decoder: Any = "threshold") -> Recipe:
     return compose(tiny_model("block_causal"), iteration=iteration, decoder=decoder, cache="block")
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.rest(but=8)
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("combination", sorted(SAMPLE, key=str)[::12], ids=str)
 def test_what_is_told_is_the_output(combination: Combination, ahead: bool) -> None:
@@ -75,7 +75,7 @@ def test_gaps_are_told_in_order() -> None:
     assert [token for update in updates for token in update.new or []] == updates[-1].completion.output
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.rest(but=12)
 @pytest.mark.parametrize("combination", sorted(SAMPLE, key=str)[::8], ids=str)
 def test_snapshots_are_what_the_canvas_holds(combination: Combination) -> None:
     """Noise, drafts and edits included, though no row is read for it."""

@@ -62,7 +62,7 @@ def prefills(recipe: Recipe) -> list[int]:
     return [int(first_phase(recipe.cache, spec, start) == Phase.PREFILL) for start in first]
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.rest(but=13)
 @pytest.mark.parametrize(
     ("name", "model"),
     [
@@ -83,7 +83,7 @@ def test_the_tokens_are_those_without_a_cache(name: str, model: str) -> None:
         assert got.counts.committed == want.counts.committed
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.rest(but=7)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("sweep", [*SWEEPS][1:])
 @pytest.mark.parametrize("name", ["threshold", "joint_threshold"])
@@ -160,7 +160,7 @@ def test_nothing_is_committed_after_an_early_stop() -> None:
         assert got.counts.forwards == want.counts.forwards + prefill
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.rest(but=4)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("name", ["threshold", "joint_threshold"])
 @torch.inference_mode()
@@ -272,7 +272,7 @@ def test_the_goldens_translations_give_the_tokens_of_a_plain_loop(
     assert got.counts.forwards == forwards - blocks
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.rest(but=4)
 @pytest.mark.parametrize("cache", ["none", "prefix", "dual", "vicinity", "block"])
 @pytest.mark.parametrize("sweep", ["block_diffusion", "unaligned"])
 @torch.inference_mode()

@@ -31,6 +31,7 @@ def reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DINFER_KERNELS", "torch")
 
 
+@pytest.mark.rest(but=3)
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
 @pytest.mark.parametrize("width", [64, 96, 1000])
 @pytest.mark.parametrize("add", [True, False])
@@ -45,6 +46,7 @@ def test_add_rms_norm(reference: None, dtype: torch.dtype, width: int, add: bool
         torch.testing.assert_close(got, want, **CLOSE[dtype])
 
 
+@pytest.mark.rest(but=1)
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
 @pytest.mark.parametrize("width", [16, 1500])
 def test_swiglu(reference: None, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, width: int) -> None:
@@ -57,6 +59,7 @@ def test_swiglu(reference: None, monkeypatch: pytest.MonkeyPatch, dtype: torch.d
         assert torch.equal(got.values.float(), want.values.float()) and torch.equal(got.scale, want.scale)
 
 
+@pytest.mark.rest(but=5)
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
 @pytest.mark.parametrize("narrow", [False, True])
 @pytest.mark.parametrize("normed", [False, True])
@@ -92,7 +95,7 @@ def test_rotate_and_store(
     assert mine[1].float().isnan().sum() == (narrow and CUDA)
 
 
-@pytest.mark.one_in(10)
+@pytest.mark.rest(but=5)
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
 @pytest.mark.parametrize("narrow", [False, True])
 @pytest.mark.parametrize("tiles", [None, (16, 32, 1, 4, 2), (32, 16, 4, 4, 2)])
@@ -117,6 +120,7 @@ def test_paged_attention(
     torch.testing.assert_close(got, want, **CLOSE[dtype])
 
 
+@pytest.mark.rest(but=2)
 @pytest.mark.parametrize("splits", [1, 2])
 @pytest.mark.parametrize(("first", "fewest"), [(0, 40), (0, 3), (5, 60)])
 def test_keys_that_all_queries_see_need_no_mask(reference: None, splits: int, first: int, fewest: int) -> None:
@@ -141,6 +145,7 @@ ROUTERS = {
 }
 
 
+@pytest.mark.rest(but=1)
 @pytest.mark.parametrize("name", ROUTERS)
 def test_route(reference: None, name: str) -> None:
     router = {"groups": 1, "groups_chosen": 1} | ROUTERS[name]
@@ -166,6 +171,7 @@ def chosen_by(tokens: int, experts: int, chosen: int, routing: str) -> torch.Ten
 ROUTINGS = ("spread", "half alike", "alike")
 
 
+@pytest.mark.rest(but=8)
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize(("rows", "shared"), [(16, False), (16, True), (128, True)])
 @pytest.mark.parametrize(("tokens", "experts", "chosen"), [(1, 8, 2), (33, 8, 1), (20, 64, 6), (300, 5, 3)])
@@ -186,7 +192,7 @@ def test_every_pair_is_in_one_tile_of_its_expert(
     assert places == list(range(len(want)))
 
 
-@pytest.mark.one_in(10)
+@pytest.mark.rest(but=1)
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
 @pytest.mark.parametrize(("tokens", "experts", "chosen", "hidden", "width", "rows", "routing"), [
     (1, 8, 2, 64, 32, 16, "spread"), (33, 8, 2, 40, 24, 32, "spread"), (20, 64, 6, 130, 48, 16, "half alike"),
@@ -248,6 +254,7 @@ def test_gates_are_rounded_piece_by_piece() -> None:
     assert (pieces - widened(want)).abs().max() < 0.07 * want_PM.abs().max()
 
 
+@pytest.mark.rest(but=1)
 @pytest.mark.parametrize("neighbours", [1, 40])
 def test_a_token_and_its_experts_do_not_notice_the_others(neighbours: int) -> None:
     """Bit for bit, as long as tiles have the same shape."""
@@ -264,6 +271,7 @@ def test_a_token_and_its_experts_do_not_notice_the_others(neighbours: int) -> No
     assert torch.equal(run(neighbours + 1)[0], run(1)[0])
 
 
+@pytest.mark.rest(but=10)
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize(
@@ -292,6 +300,7 @@ def test_linear(
     assert torch.equal(got, triton_linear.linear(x, weight_OK, bias_O, scale_O, config=config))
 
 
+@pytest.mark.rest(but=1)
 @pytest.mark.skipif(not CUDA, reason="Triton's interpreter does not multiply float8")
 @pytest.mark.parametrize("rows", [7, 50, 300])
 def test_float8(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:

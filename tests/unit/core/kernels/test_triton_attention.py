@@ -15,6 +15,7 @@ from dinfer.kernels.triton import attention as triton_attention  # noqa: E402
 from dinfer.kernels.triton import attention as triton_received  # noqa: E402
 
 
+@pytest.mark.rest(but=1)
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
 @pytest.mark.parametrize("splits", [1, 4])
 def test_queries_see_a_key_of_their_own_beside_their_interval(
@@ -39,6 +40,7 @@ def test_queries_see_a_key_of_their_own_beside_their_interval(
     torch.testing.assert_close(want[:, [3, 6]], plain[:, [3, 6]], **CLOSE[dtype])
 
 
+@pytest.mark.rest(but=2)
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
 @pytest.mark.parametrize(
     ("lanes", "width", "heads", "kv_heads", "page", "pages", "narrow"),

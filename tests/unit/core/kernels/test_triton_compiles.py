@@ -67,7 +67,7 @@ def failed(combinations: list[Combination], monkeypatch: pytest.MonkeyPatch, *ke
     return failures(wanted)
 
 
-@pytest.mark.matrix
+@pytest.mark.rest
 def test_a_recipe_with_two_passes_and_the_rules_of_decoders_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     """A loop that gave a name of the kernel of attention another shape passed the interpreter, not the compiler."""
     names = [f"block_causal-block_diffusion-{decoder}-block" for decoder in ("s2d2", "fixed", "joint_threshold")]
@@ -75,7 +75,7 @@ def test_a_recipe_with_two_passes_and_the_rules_of_decoders_compile(monkeypatch:
     assert failed(combinations, monkeypatch, "_attend", "_confident", '"_linear"', "weight_tiles") == []
 
 
-@pytest.mark.matrix
+@pytest.mark.rest
 def test_the_kernels_of_every_recipe_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     assert failed(SAMPLE[::2], monkeypatch) == []
 

@@ -29,6 +29,7 @@ def seeded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DINFER_KERNELS", "torch")
 
 
+@pytest.mark.rest(but=7)
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("parts", [2, 4])
@@ -52,6 +53,7 @@ def test_a_linear_map_in_parts(
     torch.testing.assert_close(close(got), want, **CLOSE[dtype])
 
 
+@pytest.mark.rest(but=1)
 @pytest.mark.parametrize(("outputs", "parts"), [(256, 4), (2048, 2), (3072, 2), (12288, 1)])
 def test_small_maps_come_in_parts_where_asked(outputs: int, parts: int) -> None:
     x, weight_OK = draw(3, 2048, dtype=SHORT), draw(outputs, 2048, dtype=SHORT) / 45
@@ -73,6 +75,7 @@ def test_parts_are_whole_numbers_of_depths(
     assert config.parts == 1 or (split and width % (config.parts * config.depth) == 0)
 
 
+@pytest.mark.rest(but=2)
 @pytest.mark.parametrize(
     ("rows", "outputs", "parts", "kernel_on"),
     [
@@ -93,6 +96,7 @@ def test_which_maps_take_the_kernel(
     assert taken == [parts] * {"any": 2, "hopper": 1, "none": 0}[kernel_on]
 
 
+@pytest.mark.rest(but=1)
 @pytest.mark.parametrize(
     ("outputs", "dtype", "torchs"),
     [(48, torch.float16, False), (40, torch.bfloat16, False), (48, torch.bfloat16, True)],
@@ -131,6 +135,7 @@ def sum_of(kind: str, lanes: int, rows: int, width: int, dtype: torch.dtype) -> 
     return Parts(draw(tokens * 4, width, dtype=dtype), dtype, draw(tokens, 3))  # and a shared expert
 
 
+@pytest.mark.rest(but=4)
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
 @pytest.mark.parametrize("width", [64, 1000])
 @pytest.mark.parametrize("kind", ["parts", "mixture", "shared", "beside"])
@@ -147,6 +152,7 @@ def test_a_norm_adds_up(dtype: torch.dtype, width: int, kind: str) -> None:
         assert torch.equal(got[0], triton_norm.add_rms_norm(x_BWD, whole, weight_D, 1e-5)[0])
 
 
+@pytest.mark.rest(but=1)
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
 @pytest.mark.parametrize("normed", [False, True])
 def test_queries_and_keys_are_added_up(dtype: torch.dtype, normed: bool) -> None:
@@ -163,6 +169,7 @@ def test_queries_and_keys_are_added_up(dtype: torch.dtype, normed: bool) -> None
         torch.testing.assert_close(a, b, **CLOSE[dtype])
 
 
+@pytest.mark.rest(but=1)
 @pytest.mark.parametrize("sigmoid", [False, True])
 @pytest.mark.parametrize("groups", [1, 4])
 def test_a_router_adds_up_and_takes_the_first_of_equals(sigmoid: bool, groups: int) -> None:
@@ -180,6 +187,7 @@ def test_a_router_adds_up_and_takes_the_first_of_equals(sigmoid: bool, groups: i
         torch.testing.assert_close(weights_C, score_X[want] / score_X[want].sum())
 
 
+@pytest.mark.rest(but=1)
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("inputs", ["plain", "both"])
 def test_a_norm_adds_up_the_rows_of_two_cards(parts: int, inputs: InputFormat) -> None:

@@ -26,7 +26,7 @@ def reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DINFER_KERNELS", "torch")
 
 
-@pytest.mark.one_in(10)
+@pytest.mark.rest(but=2)
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
 @pytest.mark.parametrize(("config", "rows", "outputs", "width"), [
     *((config, *sizes) for config in (None, Config(16, 64, 2, 4, 2), Config(32, 32, 1, 4, 2, parts=4))
@@ -90,6 +90,7 @@ def assert_rounded(grouped: Grouped, plain: torch.Tensor, group: int, *, exact: 
         assert torch.equal(grouped.scale_GR[:, :rows].nan_to_num(), want.scale_GR[:, :rows].nan_to_num())
 
 
+@pytest.mark.rest(but=1)
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of the interpreter
 @pytest.mark.parametrize(
     ("rows", "width", "both"), [(3, 96, True), (3, 1184, False), (70, 1280, True), (60, 1280, False)]
@@ -114,6 +115,7 @@ def test_norm_and_gate_leave_rounded_rows(reference: None, rows: int, width: int
     assert isinstance(triton_norm.swiglu(gate_up.expand(1 + GROUPED_ROWS // rows, -1, -1), inputs), torch.Tensor)
 
 
+@pytest.mark.rest(but=1)
 @pytest.mark.parametrize("group", [512, 1024])
 def test_a_scale_for_many_inputs(reference: None, group: int) -> None:
     """Checkpoints have such groups, too, which are larger than the pieces that programs share a row in."""
@@ -124,6 +126,7 @@ def test_a_scale_for_many_inputs(reference: None, group: int) -> None:
     assert_rounded(triton_norm.swiglu(gate_up, InGroups(group)), triton_norm.swiglu(gate_up), group)
 
 
+@pytest.mark.rest(but=1)
 @pytest.mark.parametrize("splits", [1, 4])
 def test_attention_leaves_rounded_rows(splits: int) -> None:
     lanes, width, heads, size, page = 2, 5, 4, 32, 16
@@ -138,6 +141,7 @@ def test_attention_leaves_rounded_rows(splits: int) -> None:
     assert_rounded(grouped, plain, size)
 
 
+@pytest.mark.rest(but=1)
 @pytest.mark.parametrize("tiles", [False, True])
 def test_a_shared_expert_in_4_bits_is_one_more_of_the_experts(
     reference: None, monkeypatch: pytest.MonkeyPatch, tiles: bool
@@ -165,7 +169,7 @@ def test_a_shared_expert_in_4_bits_is_one_more_of_the_experts(
     torch.testing.assert_close(got, triton_moe.combine(mixed_PD, weights_NC, alone_ND), atol=0.02, rtol=0.02)
 
 
-@pytest.mark.one_in(10)
+@pytest.mark.rest(but=1)
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
 @pytest.mark.parametrize(("tokens", "experts", "chosen", "hidden", "width"), [
     (1, 8, 2, 64, 32), (33, 8, 2, 128, 96), (48, 4, 3, 64, 64),

@@ -25,7 +25,7 @@ def reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DINFER_KERNELS", "torch")
 
 
-@pytest.mark.one_in(16)
+@pytest.mark.rest(but=1)
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
 @pytest.mark.parametrize("precision", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("vocab", [7, 5000])
@@ -60,7 +60,7 @@ def test_token_stats(
         torch.testing.assert_close(mine[sure], theirs[sure], **near)
 
 
-@pytest.mark.one_in(12)
+@pytest.mark.rest(but=1)
 @pytest.mark.parametrize("precision", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("mask_id", [3, None])
 @pytest.mark.parametrize("vocab", [7, 2100])
@@ -95,6 +95,7 @@ def test_drawn_tokens(reference: None, precision: torch.dtype, mask_id: int | No
             torch.testing.assert_close(getattr(got, name)[sure], getattr(want, name)[sure], **near)
 
 
+@pytest.mark.rest(but=2)
 @pytest.mark.parametrize("mask_id", [3, None])
 @pytest.mark.parametrize("places", [(20,), (1100, 1900), (0, 2099), (600, 7)])
 def test_the_lowest_float32_is_a_token_where_all_others_are_ruled_out(

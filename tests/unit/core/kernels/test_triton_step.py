@@ -83,6 +83,7 @@ def some_lanes(made: Canvas, length: int, blocks: int = 1) -> RowCursors:
     return replace(lanes, start_B=start_B, end_B=end_B, stops_B=number(2, LANES))
 
 
+@pytest.mark.rest(but=2)
 @pytest.mark.parametrize("blocks", [1, 3])
 @pytest.mark.parametrize("full", [False, True, None])
 def test_lanes_are_gathered_and_finished(monkeypatch: pytest.MonkeyPatch, blocks: int, full: bool | None) -> None:
@@ -110,6 +111,7 @@ def test_lanes_are_gathered_and_finished(monkeypatch: pytest.MonkeyPatch, blocks
     same(*both(monkeypatch, work))
 
 
+@pytest.mark.rest(but=1)
 @pytest.mark.parametrize(("length", "blocks"), [(8, 1), (5, 3), (1, 1)])
 def test_active_rows_and_the_values_of_a_window(monkeypatch: pytest.MonkeyPatch, length: int, blocks: int) -> None:
     made = some_canvas(blocks)
@@ -127,6 +129,7 @@ def test_active_rows_and_the_values_of_a_window(monkeypatch: pytest.MonkeyPatch,
     same(*both(monkeypatch, work))
 
 
+@pytest.mark.rest(but=1)
 @pytest.mark.parametrize("repeat", [1, 3])
 def test_option_columns(monkeypatch: pytest.MonkeyPatch, repeat: int) -> None:
     values_NO = torch.rand(SLOTS, 4, dtype=torch.float64, device=DEVICE) * 9
@@ -134,6 +137,7 @@ def test_option_columns(monkeypatch: pytest.MonkeyPatch, repeat: int) -> None:
     same(*both(monkeypatch, partial(canvas.option_columns, values_NO, slot_B, repeat)))
 
 
+@pytest.mark.rest(but=1)
 @pytest.mark.parametrize(("width", "active", "shift"), [(12, 8, 0), (300, 8, 1), (4, 8, 1), (1, 1, 0)])
 def test_window_positions(monkeypatch: pytest.MonkeyPatch, width: int, active: int, shift: int) -> None:
     start_B, kept_B, prompt_B = number(30, 9), number(20, 9), number(20, 9)
@@ -164,6 +168,7 @@ def test_key_places(monkeypatch: pytest.MonkeyPatch) -> None:
         same(*both(monkeypatch, work))
 
 
+@pytest.mark.rest(but=1)
 @pytest.mark.parametrize("block", [None, 1, 4])
 def test_attention_interval(monkeypatch: pytest.MonkeyPatch, block: int | None) -> None:
     pos_BW, start_B = number(60, LANES, 7, low=-1), number(5, LANES)
@@ -172,6 +177,7 @@ def test_attention_interval(monkeypatch: pytest.MonkeyPatch, block: int | None) 
         same(*both(monkeypatch, partial(attention.attention_interval, pos_BW, start, end_B, block, prompt)))
 
 
+@pytest.mark.rest(but=1)
 @pytest.mark.parametrize(("dim", "pairs"), [(16, None), (24, None), (32, 5)])
 def test_rotary_table(monkeypatch: pytest.MonkeyPatch, dim: int, pairs: int | None) -> None:
     pos_BW = number(4096, 2, 6, low=-1)
@@ -190,6 +196,7 @@ def some_stats(rows: int, length: int, dtype: torch.dtype, *, drawn: bool, broke
     )  # fmt: skip
 
 
+@pytest.mark.rest(but=2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("drawn", [False, True])
 @pytest.mark.parametrize("above", [False, True])
@@ -201,6 +208,7 @@ def test_confident(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, drawn: b
         same(*both(monkeypatch, partial(selection.confident, stats, masked_RL, bar_R1, least=least, above=above)))
 
 
+@pytest.mark.rest(but=1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("drawn", [False, True])
 def test_fill_and_edit(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, drawn: bool) -> None:
@@ -224,7 +232,7 @@ def test_fill_and_edit(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, draw
     assert all(0 < torch.cat(flags).sum() < torch.cat(flags).numel() for flags in zip(*found, strict=True))
 
 
-@pytest.mark.one_in(10)
+@pytest.mark.rest(but=2)
 @pytest.mark.parametrize("blocks", [1, 2])
 @pytest.mark.parametrize("edits", [False, True])
 @pytest.mark.parametrize("masks", [True, False], ids=["masks", "noise"])
@@ -270,6 +278,7 @@ def committed(made: Canvas, *rest: Any) -> list[Tensor]:
     return [*(getattr(done, f.name) for f in fields(done)), *there]
 
 
+@pytest.mark.rest(but=2)
 @pytest.mark.parametrize("stop", ["block", "cut", "off"])
 @pytest.mark.parametrize(("blocks", "length"), [(1, 4), (3, 5), (4, 8)])
 def test_slide_blocks(monkeypatch: pytest.MonkeyPatch, stop: str, blocks: int, length: int) -> None:
@@ -297,6 +306,7 @@ def test_slide_blocks(monkeypatch: pytest.MonkeyPatch, stop: str, blocks: int, l
         same(*both(monkeypatch, partial(advance.forced_blocks, open_BKL, start_B, end_B, **rule)))
 
 
+@pytest.mark.rest(but=2)
 @pytest.mark.parametrize("stop", ["block", "cut", "off"])
 @pytest.mark.parametrize("blocks", [1, 3])
 def test_leave_blocks(monkeypatch: pytest.MonkeyPatch, stop: str, blocks: int) -> None:
@@ -309,6 +319,7 @@ def test_leave_blocks(monkeypatch: pytest.MonkeyPatch, stop: str, blocks: int) -
         same(*both(monkeypatch, work))
 
 
+@pytest.mark.rest(but=1)
 @pytest.mark.parametrize(
     ("grid", "blocks"),
     [
@@ -325,8 +336,8 @@ def test_the_block_of_a_position(grid: advance.Grid, blocks: list[tuple[int, int
 
 
 @pytest.mark.skipif(CUDA, reason="on a GPU, tests/gpu runs whole generations")
-@pytest.mark.one_in(100)  # seconds each in the interpreter, so `make test-rest` runs a quarter of the sample
-@pytest.mark.parametrize("combination", SAMPLE[::4], ids=str)
+@pytest.mark.rest  # many seconds each in the interpreter
+@pytest.mark.parametrize("combination", SAMPLE[::36], ids=str)
 def test_whole_generations_have_the_same_tokens(combination: Combination, monkeypatch: pytest.MonkeyPatch) -> None:
     """With every small kernel of the step, draws among them, and torch's network."""
     recipe = combination.recipe()
@@ -340,6 +351,7 @@ def test_whole_generations_have_the_same_tokens(combination: Combination, monkey
     assert [outcome(c) for c in completions(engine_for(recipe), requests)] == want
 
 
+@pytest.mark.rest(but=1)
 @pytest.mark.parametrize(("card", "depth"), [(232_448, 4), (166_912, 2), (101_376, 1), (49_152, 1)])
 def test_pipelines_fit_the_card(monkeypatch: pytest.MonkeyPatch, card: int, depth: int) -> None:
     """Of 48 KB a stage, on H200, A100, RTX 4090, and what is smaller than one stage."""

@@ -184,7 +184,7 @@ def recipe_of(cache: str = "block", decoder: Any = "renoise", **more: Any) -> Re
     return compose(tiny_gemma(), iteration=SWEEP, decoder=decoder, cache=cache, **more)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.rest(but=5)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(
     "cache", sorted({*CACHES.names()} - {"none", "adaptive", "d2cache", "narrow_block", "narrow_dual"})

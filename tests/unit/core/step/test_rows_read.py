@@ -34,7 +34,7 @@ def one_of_each() -> list[Combination]:
     return [*dict.fromkeys(found.values())]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.rest(but=6)
 @pytest.mark.parametrize("combination", one_of_each(), ids=str)
 def test_tokens_do_not_depend_on_it(combination: Combination, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, found = combination.recipe(), []

@@ -49,7 +49,7 @@ def random_logits(seed: int, vocab: int, digits: int) -> torch.Tensor:
     return torch.randn(2, 3, vocab, generator=generator).mul(3).round(decimals=digits).to(DEVICE)
 
 
-@pytest.mark.parametrize("kernel", [False, pytest.param(True, marks=pytest.mark.matrix)], ids=["torch", "triton"])
+@pytest.mark.parametrize("kernel", [False, pytest.param(True, marks=pytest.mark.rest)], ids=["torch", "triton"])
 @examples(20)
 @given(
     seed=st.integers(0, 9999), vocab=st.integers(3, 40), mask=st.sampled_from([None, 0, 1, 2]),

@@ -174,7 +174,7 @@ def test_a_model_that_one_process_has_is_not_for_two() -> None:
         Pipeline(pipe.recipe, pipe.tokenizer, dinfer.Runtime(tensor_parallel=2))
 
 
-@pytest.mark.matrix
+@pytest.mark.rest
 def test_ranks_end_in_peace_and_others_can_start() -> None:
     results = []
     for _ in range(2):
@@ -213,7 +213,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "llada"
 
 
-@pytest.mark.matrix
+@pytest.mark.rest
 @pytest.mark.parametrize("stage", ["start", "loading", "running"])
 @pytest.mark.parametrize(
     ("victim", "by"),
@@ -230,7 +230,7 @@ def command(*words: str) -> list[str]:
     return [sys.executable, "-m", *words]
 
 
-@pytest.mark.matrix
+@pytest.mark.rest
 @pytest.mark.parametrize(("count", "status", "said"), [(2, 0, "tokens per forward"), (3, 1, "torchrun has started 3")])
 def test_torchrun_starts_the_ranks(count: int, status: int, said: str) -> None:
     torchrun = command("torch.distributed.run", "--nproc-per-node", str(count), "-m", "dinfer")
@@ -240,7 +240,7 @@ def test_torchrun_starts_the_ranks(count: int, status: int, said: str) -> None:
     assert len(done.stdout.splitlines()) == (status == 0)  # rank 0 alone answers
 
 
-@pytest.mark.matrix
+@pytest.mark.rest
 def test_a_server_without_a_rank_says_so_and_ends() -> None:
     serve = command("dinfer", "serve", "model=tiny", "port=0", "runtime.tensor_parallel=2")
     with subprocess.Popen(serve, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:

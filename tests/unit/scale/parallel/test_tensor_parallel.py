@@ -13,7 +13,7 @@ from support.ranks import CASES, ROUNDED, WIDE, Case, decode, run_rank, save, sc
 NAMES = [case.name for case in CASES]
 
 
-pytestmark = pytest.mark.matrix  # half a minute; test_rank_processes and test_divided_statistics run by default
+pytestmark = pytest.mark.rest  # half a minute; test_rank_processes and test_divided_statistics run by default
 
 
 @pytest.fixture(scope="module")
