@@ -32,7 +32,7 @@ SEED = "DINFER_HYPOTHESIS_SEED"  # in the environment, which the workers of pyte
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--every-recipe", action="store_true", help="all legal recipes, not a part with each pair of parts")
+    parser.addoption("--every-recipe", action="store_true", help="all legal recipes, not the pairwise sample")
 
 
 @pytest.hookimpl(tryfirst=True)
