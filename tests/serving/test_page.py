@@ -55,7 +55,7 @@ def address(client: Client) -> Iterator[str]:
         yield found
 
 
-@pytest.fixture(scope="module", params=["chromium", pytest.param("firefox", marks=pytest.mark.matrix)])
+@pytest.fixture(scope="module", params=["chromium", pytest.param("firefox", marks=pytest.mark.rest)])
 def window(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     with opened(request.param, tmp_path_factory.mktemp("profile"), 1280, 800) as found:
         yield found
