@@ -278,6 +278,19 @@ FORMATS = {
     "uri": rf"[A-Za-z][A-Za-z0-9+.-]*:(//{_PCHAR}+(/{_PCHAR}*)*|/({_PCHAR}+(/{_PCHAR}*)*)?|{_PCHAR}+(/{_PCHAR}*)*)"
     rf"(\?({_PCHAR}|[/?])*)?(#({_PCHAR}|[/?])*)?",
 }  # fmt: skip
+# As pydantic 2 and zod 4 name them.
+FORMATS |= {
+    f"uuid{n}": rf"[0-9a-f]{{8}}-[0-9a-f]{{4}}-{n}[0-9a-f]{{3}}-[89ab][0-9a-f]{{3}}-[0-9a-f]{{12}}" for n in range(1, 9)
+}
+_B64, _MASK = "[A-Za-z0-9+/]", "([0-9]|[12][0-9]|3[0-2])"
+FORMATS |= {
+    "base64": f"({_B64}{{4}})*({_B64}[AQgw]==|{_B64}{{2}}[AEIMQUYcgkosw048]=)?",
+    "ipvanyaddress": FORMATS["ipv4"], "ipv4interface": f"{FORMATS['ipv4']}/{_MASK}", "ipv4network": "0\\.0\\.0\\.0/" + _MASK,
+    "ipv6interface": f"({FORMATS['ipv6']})/([0-9]|[1-9][0-9]|1[01][0-9]|12[0-8])",
+    "ipv6network": "::/([0-9]|[1-9][0-9]|1[01][0-9]|12[0-8])", "regex": r"([A-Za-z0-9 _-]|\\[dws.][*+?]?)*",
+}  # fmt: skip
+FORMATS["base64url"] = FORMATS["base64"].replace("+/", "_-")
+FORMATS |= {f"ipvany{kind}": FORMATS[f"ipv4{kind}"] for kind in ("interface", "network")}
 # Of these, the texts that are of a narrower format.
 FORMATS |= dict.fromkeys(("iri", "iri-reference", "uri-reference", "uri-template"), FORMATS["uri"])
 FORMATS |= {"idn-email": FORMATS["email"], "idn-hostname": FORMATS["hostname"]}
