@@ -28,6 +28,7 @@ from dinfer.core.loading.files import (
     GGUF,
     QUANTIZATION,
     CheckpointError,
+    Fields,
     SmallFiles,
     locate,
     refuse,
@@ -95,7 +96,14 @@ def read_spec(family: ModelFamily, config: dict[str, Any], folder: Path | None =
             f"{type(family).__name__}: give model={own}"
         )
     try:
-        return family.spec(config)
+        spec = family.spec(fields := Fields(config))
+        if unread := fields.unread(family.harmless):
+            raise ValueError(
+                f"config.json: {', '.join(f'{name}={value!r:.40}' for name, value in unread.items())}: the family "
+                f"{family_of(config)!r} does not know this and would compute another network. Take the field out if it "
+                "changes nothing"
+            )
+        return spec
     except (KeyError, ValueError) as error:
         said = f"config.json lacks the field {error}" if isinstance(error, KeyError) else str(error)
         if folder is not None and folder.suffix == GGUF:

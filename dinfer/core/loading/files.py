@@ -8,7 +8,7 @@ tokenizer's files, which know tokens by name. If no file names a token, the fami
 import json
 import os
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import resources
@@ -304,3 +304,69 @@ def _content(token: Any) -> str | None:
     """The text of a token, which is a text or an object with its properties."""
     text = token.get("content") if isinstance(token, Mapping) else token
     return text if isinstance(text, str) else None
+
+
+# Fields that change no network: who wrote it, how it was trained, stored and sampled, and what is read elsewhere.
+# `sliding_window` and `max_window_layers` count with `use_sliding_window` alone, which families check.
+HARMLESS = {
+    "_attn_implementation", "_name_or_path", "architectures", "attn_implementation", "auto_map", "bos_token_id",
+    "do_sample", "dtype", "eos_token_id", "finetuning_task", "id2label", "initializer_range", "is_decoder",
+    "label2id", "mask_token_id", "max_length", "max_new_tokens", "max_window_layers", "min_length",
+    "model_type", "name_or_path", "num_beams", "output_attentions", "output_hidden_states", "pad_token_id",
+    "pretraining_tp", "problem_type", "quantization_config", "repetition_penalty", "return_dict",
+    "router_aux_loss_coef", "sep_token_id", "sliding_window", "task_specific_params", "temperature",
+    "tokenizer_class", "top_k", "top_p", "torch_dtype", "torchscript", "transformers_version", "unk_token_id",
+    "unsloth_fixed", "unsloth_version", "use_cache",
+}  # fmt: skip
+DROPS = ("_dropout", "_pdrop")
+
+
+class Fields(dict[str, Any]):
+    """The fields of a config.json. It notes which of them somebody looks at.
+
+    A copy looks at all of them, but `|` and `like` do not.
+    """
+
+    def __init__(self, given: Mapping[str, Any], seen: set[str] | None = None, root: str = "") -> None:
+        super().__init__(given)
+        self.seen, self.root = set[str]() if seen is None else seen, root
+
+    def like(self, given: Mapping[str, Any]) -> "Fields":
+        """Other fields, looks at which count as looks at these."""
+        return Fields(given, self.seen, self.root)
+
+    def __or__(self, other: Mapping[str, Any]) -> "Fields":  # type: ignore[override]
+        return self.like(dict(self.items()) | dict(other))
+
+    def __iter__(self) -> Iterator[str]:  # so that a copy asks for every value
+        return super().__iter__()
+
+    def _looked(self, name: Any, value: Any) -> Any:
+        self.seen.add(f"{self.root}{name}")
+        return Fields(value, self.seen, f"{self.root}{name}.") if type(value) is dict else value
+
+    def __getitem__(self, name: str) -> Any:
+        return self._looked(name, super().__getitem__(name))
+
+    def __contains__(self, name: object) -> bool:
+        self._looked(name, None)
+        return super().__contains__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:  # type: ignore[override]
+        return self._looked(name, super().get(name, default))
+
+    def setdefault(self, name: str, default: Any = None) -> Any:
+        return self._looked(name, super().setdefault(name, default))
+
+    def unread(self, harmless: Collection[str]) -> dict[str, Any]:
+        """Fields that nobody looked at and that may change the network: null, false and 0 switch nothing on."""
+        found = {}
+        for name, value in self.items():
+            path = f"{self.root}{name}"
+            if type(value) is dict and any(seen.startswith(f"{path}.") for seen in self.seen):
+                found |= Fields(value, self.seen, f"{path}.").unread(harmless)
+            elif (
+                value and path not in self.seen and not ({path, name} & {*HARMLESS, *harmless} or name.endswith(DROPS))
+            ):
+                found[path] = value
+        return found

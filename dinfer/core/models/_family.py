@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from dinfer.core.layers.transformer import Transformer
-from dinfer.core.loading.files import PUBLISHED, listed
+from dinfer.core.loading.files import PUBLISHED, Fields, listed
 from dinfer.core.ranks.split import Placement, Section, Split
 from dinfer.core.registry import option
 from dinfer.core.step.model import ModelFamily
@@ -104,11 +104,12 @@ def complete(
     for name, value in named.items():
         if config.get(name) not in (None, value):
             raise ValueError(f"config.json: {name}={config[name]} contradicts rope_parameters.{name}={value}")
-    config = {**config, **named}
+    whole = dict(config.items()) | named
     for name in NUMBERS_OR_NULL:
-        if name in absent and config.get(name, absent[name]) is None:
+        if name in absent and whole.get(name, absent[name]) is None:
             raise ValueError(f"config.json: {name}=None must be a number above 0")
-    return {**absent, **{name: value for name, value in config.items() if value is not None}}
+    given = {**absent, **{name: value for name, value in whole.items() if value is not None}}
+    return config.like(given) if isinstance(config, Fields) else given
 
 
 def expect(config: Mapping[str, Any], fields: Mapping[str, tuple[Any, ...]]) -> None:
@@ -116,8 +117,9 @@ def expect(config: Mapping[str, Any], fields: Mapping[str, tuple[Any, ...]]) -> 
 
     None among the allowed values: absent or null.
     """
-    check_kinds(config)
-    check_fit(config)
+    plain = dict(config.items())  # these look at fields of all families
+    check_kinds(plain)
+    check_fit(plain)
     for name, allowed in fields.items():
         if config.get(name) not in allowed:
             raise ValueError(f"config.json: {name}={config.get(name)!r} is not supported; only {allowed[0]!r} is")

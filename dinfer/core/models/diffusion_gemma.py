@@ -37,6 +37,11 @@ class DiffusionGemma(HubCheckpoint):
     """
 
     paper = "DiffusionGemma, transformers 5.23"
+    harmless = frozenset({
+        "audio_config", "audio_token_id", "boa_token_id", "boi_token_id", "canvas_length", "eoa_token_id",
+        "eoi_token_id", "image_token_id", "tie_word_embeddings", "video_token_id", "vision_config",
+        "vision_soft_tokens_per_image",
+    })  # fmt: skip
     unused: ClassVar[tuple[str, ...]] = ("model.encoder.vision_tower.", "model.encoder.embed_vision.")
     published_stops: ClassVar[tuple[int, ...]] = (1, 106, 50)
 
@@ -88,7 +93,7 @@ class DiffusionGemma(HubCheckpoint):
             mask_id=None,
             encoder=True,
             self_conditioning=True,
-            **self.stops({"eos_token_id": text.get("eos_token_id"), **config}, text["vocab_size"]),
+            **self.stops({"eos_token_id": text.get("eos_token_id")} | dict(config.items()), text["vocab_size"]),
         )
 
     def weights(self, spec: ModelSpec, experts: ExpertLayout = "separate") -> dict[str, Placement]:

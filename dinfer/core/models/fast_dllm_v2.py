@@ -19,6 +19,7 @@ class FastDllmV2(BlockFamily):
     """Fast-dLLM v2 checkpoints: block-causal, with shifted logits."""
 
     paper = "Fast-dLLM v2, arXiv:2509.26328"
+    harmless = frozenset({"bd_size", "block_size"})
     tokenizer: ClassVar[str | None] = "Qwen2Tokenizer"
     published_mask: ClassVar[int] = 151665
     published_stops: ClassVar[tuple[int, ...]] = (151645,)

@@ -37,6 +37,11 @@ class Llada(PromptBlockFamily):
     """Dense LLaDA checkpoints, from the Hugging Face hub or a folder."""
 
     paper = "LLaDA, arXiv:2502.09992"
+    harmless = frozenset({
+        "alibi_bias_max", "attention_layer_norm_with_affine", "block_group_size", "flash_attention",
+        "flash_attn_varlen", "init_cutoff_factor", "init_device", "init_fn", "init_std", "mlp_ratio",
+        "precision", "rope_full_precision", "vocab_size",
+    })  # fmt: skip
     published_mask: ClassVar[int] = 126336
     published_stops: ClassVar[tuple[int, ...]] = (126081,)
 

@@ -30,6 +30,7 @@ class Llada2(BlockFamily):
     """LLaDA2 checkpoints: block-causal, grouped sigmoid router with a bias for the choice alone, shared expert."""
 
     paper = "LLaDA2.0, arXiv:2512.15745"
+    harmless = frozenset({"moe_implementation", "n_group", "router_dtype", "topk_group"})
     published_mask: ClassVar[int] = 156895
     published_stops: ClassVar[tuple[int, ...]] = (156892,)
 

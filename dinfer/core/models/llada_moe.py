@@ -27,6 +27,7 @@ class LladaMoe(HubFamily):
     """LLaDA-MoE checkpoints: softmax router without renormalisation, QK-norm, no bias."""
 
     paper = "LLaDA-MoE, arXiv:2509.24389"
+    harmless = frozenset({"intermediate_size"})  # it has one size for dense layers and one for experts
     published_mask: ClassVar[int] = 156895
     published_stops: ClassVar[tuple[int, ...]] = (156892,)
 

@@ -29,6 +29,7 @@ class Rnd1(HubFamily):
     """RND1 checkpoints: Qwen3-MoE's network with bidirectional attention."""
 
     paper = "RND1, github.com/RadicalNumerics/RND1"
+    harmless = frozenset({"moe_backend", "num_diffusion_steps"})
     tokenizer: ClassVar[str | None] = "Qwen2Tokenizer"
     published_mask: ClassVar[int] = 151669
     published_stops: ClassVar[tuple[int, ...]] = (151645,)
@@ -41,7 +42,7 @@ class Rnd1(HubFamily):
 
     def spec(self, config: dict[str, Any]) -> ModelSpec:
         off = {name: None for name in OFF if config.get(name) is False}
-        config = complete({**config, **off}, EXPECTED, ABSENT)
+        config = complete(config | off, EXPECTED, ABSENT)
         return ModelSpec(
             family="rnd1",
             mlp=config["intermediate_size"],

@@ -27,6 +27,10 @@ class Sdar(BlockFamily):
     """SDAR and TraDo checkpoints, dense or with experts."""
 
     paper = "SDAR, arXiv:2510.06303"
+    harmless = frozenset({
+        "block_size", "debug", "ep_size", "fuse_cross_entropy", "micro_forward", "skip_checkpoint",
+        "use_deepep",
+    })  # fmt: skip
     tokenizer: ClassVar[str | None] = "Qwen2Tokenizer"
     published_mask: ClassVar[int] = 151669
     published_stops: ClassVar[tuple[int, ...]] = (151643, 151645)

@@ -110,6 +110,7 @@ class ModelFamily(Component):
     """What the checkpoints of one family mean. Options say which one; `dinfer.core.loading.checkpoint` loads it."""
 
     kind = "model"
+    harmless: ClassVar[frozenset[str]] = frozenset()  # fields of config.json that it need not read, see `Fields.unread`
     unused: ClassVar[tuple[str, ...]] = ()  # beginnings of the names of tensors that the network has no use for
     adapter: str | None = None  # hub name or folder of a LoRA adapter to merge
     tokenizer: ClassVar[str | None] = None  # transformers class for checkpoints whose own tokenizer is remote code

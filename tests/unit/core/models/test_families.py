@@ -257,3 +257,16 @@ def test_a_fraction_of_rotated_entries_is_read_where_transformers_5_keeps_it() -
         family_for(LLADA2).spec(config | {"rope_theta": 10.0})
     with pytest.raises(ValueError, match="partial_rotary_factor=None"):
         family_for(LLADA2).spec(LLADA2 | {"partial_rotary_factor": None})
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_field_that_the_family_does_not_read_is_refused_by_name(name: str) -> None:
+    """`use_regular_causal` makes an I-DLM of an SDAR: nobody read it, and the answers were wrong."""
+    family, config = family_for(CONFIGS[name]), CONFIGS[name]
+    read_spec(family, config | {"use_thing": False, "thing_dropout": 0.1, "transformers_version": "5.0"})
+    for field, value in (("use_regular_causal", True), ("residual_multiplier", 0.5)):
+        with pytest.raises(ValueError, match=f"{field}={value}: the family .* does not know this"):
+            read_spec(family, config | {field: value})
+    if "text_config" in config:
+        with pytest.raises(ValueError, match=r"text_config\.residual_multiplier=0.5"):
+            read_spec(family, config | {"text_config": config["text_config"] | {"residual_multiplier": 0.5}})
