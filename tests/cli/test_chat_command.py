@@ -78,6 +78,7 @@ def test_a_system_message_opens_it(dinfer: CommandLine, checkpoint: str) -> None
     assert said.status == 0, said.err  # the model in the box leaves it out
 
 
+@pytest.mark.rest(but=7)
 @pytest.mark.parametrize(
     ("lines", "message"),
     [

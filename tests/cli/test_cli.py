@@ -199,6 +199,7 @@ def test_any_question_is_a_text(text: str) -> None:
     assert divided(args, lambda: names, takes_text=True) == (text, ["watch=true", "cache=dual", "decodr=x"])
 
 
+@pytest.mark.rest(but=5)
 @pytest.mark.parametrize("text", ["${oc.env:HOME}", "a=b", " 'spaces' \\\n", *AFTER_DASHES])
 def test_a_text_reaches_the_model_unchanged(
     text: str, dinfer: CommandLine, pipe: Pipeline, monkeypatch: pytest.MonkeyPatch
@@ -248,7 +249,7 @@ def test_slots_are_read(dinfer: CommandLine, checkpoint: str) -> None:
     ]
 
 
-@pytest.mark.rest(but=29)
+@pytest.mark.rest(but=15)
 @pytest.mark.parametrize(("args", "expected"), WRONG, ids=[" ".join(args)[:60] for args, _ in WRONG])
 def test_a_wrong_input_is_answered_with_one_line_and_status_2(
     args: list[str], expected: str, dinfer: CommandLine, checkpoint: str

@@ -58,6 +58,7 @@ def parts() -> dict[str, dict[str, Any]]:
     return found
 
 
+@pytest.mark.rest(but=3)
 @pytest.mark.parametrize("registry", REGISTRIES, ids=[registry.kind for registry in REGISTRIES])
 def test_every_choice_composes_and_builds(registry: Registry, parts: dict[str, dict[str, Any]]) -> None:
     assert {*registry.names()} <= parts[registry.kind].keys()

@@ -30,6 +30,7 @@ def composed(*overrides: str) -> dict[str, Any]:
         return conf.compose("generate", list(overrides))
 
 
+@pytest.mark.rest(but=8)
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_preset_is_a_legal_recipe_for_its_model_and_is_what_the_table_says(preset: str) -> None:
     """Tried on a tiny model of the family, with the attention blocks of the large one."""
@@ -56,6 +57,7 @@ def test_a_preset_is_a_legal_recipe_for_its_model_and_is_what_the_table_says(pre
     assert spec.causal_block is None or exact(recipe.cache, spec.attention_layout, recipe.alignment)
 
 
+@pytest.mark.rest(but=10)
 @pytest.mark.parametrize("preset", presets.presets())
 def test_python_and_the_command_line_take_the_same_model_and_recipe(preset: str) -> None:
     config, own = composed(f"model={preset}"), presets.preset(preset)

@@ -62,6 +62,7 @@ def test_points_without_a_result_are_named_and_do_not_end_the_sweep(
     assert " max_new_tokens=4 decoder.threshold=2 cache=none: decoder.threshold=2.0 must be" in said.err
 
 
+@pytest.mark.rest(but=4)
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

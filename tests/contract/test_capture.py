@@ -19,14 +19,14 @@ from dinfer.core.step.contracts import BlockView, Proposal, State, TokenStats
 from dinfer.core.step.told import Level
 
 
-@pytest.mark.rest(but=535)
+@pytest.mark.rest(but=16)
 @every_recipe()
 @torch.inference_mode()
 def test_step_is_device_work_of_fixed_shapes(combination: Combination) -> None:
     meta_steps(combination.recipe(on_meta(combination.variant)))
 
 
-@pytest.mark.rest(but=11)
+@pytest.mark.rest(but=5)
 @pytest.mark.parametrize("level", [Level.DRAFTS, Level.LOGPROBS])
 @pytest.mark.parametrize("combination", SAMPLE[::24], ids=str)
 @torch.inference_mode()

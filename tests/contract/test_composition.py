@@ -41,7 +41,7 @@ def alone(combination: Combination) -> list[tuple]:
     return [outcome(completions(engine_for(recipe), [request])[0]) for request in requests_for(recipe)]
 
 
-@pytest.mark.rest(but=357)
+@pytest.mark.rest(but=12)
 @every_recipe()
 def test_rows_notice_neither_each_other_nor_the_schedule(combination: Combination) -> None:
     """What a request gives alone it gives beside others of other lengths and options, and however it is launched."""
@@ -66,7 +66,7 @@ def test_rows_notice_neither_each_other_nor_the_schedule(combination: Combinatio
     assert host.addresses() == before
 
 
-@pytest.mark.rest(but=11)
+@pytest.mark.rest(but=5)
 @pytest.mark.parametrize("combination", SAMPLE[::13], ids=str)
 @pytest.mark.parametrize("page", [1, 3, 64])
 def test_page_size_changes_nothing(combination: Combination, page: int) -> None:

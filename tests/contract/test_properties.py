@@ -124,6 +124,7 @@ def run(case: Case) -> dict[int, list[Update]]:
     return updates
 
 
+@pytest.mark.rest(but=6)
 @pytest.mark.parametrize("name", DECODERS.names())
 @examples(30)
 @given(st.data())
@@ -172,6 +173,7 @@ def _check_row(case: Case, request: Request, updates: list[Update], edits: bool)
         assert not any(masked)
 
 
+@pytest.mark.rest(but=6)
 @pytest.mark.parametrize("name", DECODERS.names())
 @examples(15)
 @given(st.data())
@@ -186,7 +188,7 @@ def test_the_same_logits_give_the_same_tokens(name: str, data: st.DataObject) ->
     assert seen[0] == seen[1]
 
 
-@pytest.mark.rest(but=20)
+@pytest.mark.rest(but=10)
 @pytest.mark.parametrize("cache", CACHES.names())
 @pytest.mark.parametrize("bad", ["nan", "inf", "nothing", "only_mask"])
 @examples(10)

@@ -129,7 +129,7 @@ def first_row(name: str) -> Callable[[dict[str, Tensor]], None]:
     return lambda held: held.update({name: held[name][:, :1]})
 
 
-@pytest.mark.rest(but=2)
+@pytest.mark.rest(but=1)
 @pytest.mark.parametrize(
     ("path", "change", "case", "difference"),
     [
@@ -168,7 +168,7 @@ def put(value: Any, *path: Any) -> Callable[[Any], None]:
     return change
 
 
-@pytest.mark.rest(but=4)
+@pytest.mark.rest(but=1)
 @pytest.mark.parametrize(
     ("path", "change", "case", "difference"),
     [
@@ -253,6 +253,7 @@ def test_an_unknown_family_is_skipped(copied: Path) -> None:
     assert check(copied, ["models"]).skips() == [("model family 'novel' is not registered", 5)]
 
 
+@pytest.mark.rest(but=2)
 @pytest.mark.parametrize(
     ("only", "count"),
     [

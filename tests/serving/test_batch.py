@@ -100,6 +100,7 @@ def test_what_is_wrong_with_a_line_is_its_answer(dinfer: CommandLine) -> None:
     assert statuses["q2"] == 400 and statuses["q3"] == 404 and statuses["a"] is None
 
 
+@pytest.mark.rest
 def test_a_kill_loses_and_repeats_nothing(dinfer: CommandLine) -> None:
     write(*(line(i) for i in range(30)))
     process = subprocess.Popen(

@@ -32,7 +32,7 @@ def client() -> Iterator[Client]:
         yield found
 
 
-@pytest.mark.rest(but=8)
+@pytest.mark.rest(but=4)
 @pytest.mark.parametrize("text", HONOURED)
 def test_a_field_that_the_page_names_is_honoured(client: Client, text: str) -> None:
     fields = json.loads(f"{{{text}}}")

@@ -115,6 +115,7 @@ def test_ray_chooses_the_card() -> None:
         cluster.device_of("cuda:1")
 
 
+@pytest.mark.rest(but=5)
 @pytest.mark.parametrize(
     ("setting", "message"),
     [

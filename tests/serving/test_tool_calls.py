@@ -98,6 +98,7 @@ def test_no_tools_change_nothing(client: Client, fields: Any) -> None:
     assert chat(client, **fields, parallel_tool_calls=False) == chat(client)
 
 
+@pytest.mark.rest(but=3)
 @pytest.mark.parametrize(
     "fields",
     [

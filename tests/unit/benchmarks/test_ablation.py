@@ -58,6 +58,7 @@ def test_what_a_case_does_not_run_is_not_turned_off() -> None:
     assert every - names["llada2-mini-64"] == {"packed", "draw"}
 
 
+@pytest.mark.rest
 def test_a_variant_that_fails_is_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def broken(recipe: object, case: object, new: int) -> object:
         if "canvas" in os.environ.get("DINFER_KERNELS", ""):

@@ -104,7 +104,7 @@ def test_the_longest_run_of_window_steps_is_profiled() -> None:
     assert longest([prefill, prefill, full]) == (2, 3)
 
 
-@pytest.mark.rest(but=1)
+@pytest.mark.rest
 @pytest.mark.parametrize(
     "options", ["--shape small", "--shape small-llada2 --spread --iteration block_diffusion --cache block"]
 )
@@ -145,6 +145,7 @@ def test_throughput_with_tokens_that_choose_experts_apart(tmp_path: Path) -> Non
         throughput.main(["--spread", "--model", "tiny"])
 
 
+@pytest.mark.rest
 def test_runs_for_the_goals_are_gone_on_with_and_told_in_tables(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -189,6 +190,7 @@ def test_a_start_is_told_phase_by_phase() -> None:
     assert all(phase["kernels"] == 0 for phase in phases[1:])
 
 
+@pytest.mark.rest
 def test_a_session_on_a_card_goes_on_with_its_file_and_is_compared(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -122,6 +122,7 @@ class Recorded(StepTimes):
         return super().wide(phase, lanes, width)
 
 
+@pytest.mark.rest(but=2)
 @pytest.mark.parametrize(
     ("shape", "many", "ahead", "cache"),
     [

@@ -197,6 +197,7 @@ def test_what_is_written(
     assert "fatal" not in capfd.readouterr().err, "the folder is no git repository, and nobody asked"
 
 
+@pytest.mark.rest
 def test_a_killed_run_goes_on(pipe: Pipeline, tmp_path: Path) -> None:
     """A real kill, in the middle of the answers; then the rest, and the figures of a run that was not killed."""
     add, added = Ledger.add, 0
@@ -346,6 +347,7 @@ def test_ranks_share_the_documents(pipe: Pipeline, tmp_path: Path) -> None:
     assert [len(lines) for lines in parts] == [3, 2]
 
 
+@pytest.mark.rest
 def test_ranks_of_a_launcher() -> None:
     """As torchrun and accelerate start them: by environment variables."""
     code = """

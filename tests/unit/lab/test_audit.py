@@ -26,6 +26,7 @@ def audited(variant: str, cache: Any, iteration: str = "blockwise", **decoder: A
     return audit(Pipeline(recipe, None, Runtime()), PROMPTS, max_new_tokens=[24, 12])
 
 
+@pytest.mark.rest(but=8)
 @pytest.mark.parametrize("variant", ["bidirectional", "shifted", "block_causal", "causal"])
 @pytest.mark.parametrize("cache", ["none", "prefix", "dual", "delayed", "adaptive"])
 def test_nothing_drifts_exactly_where_a_cache_says_that_it_is_exact(variant: str, cache: str) -> None:

@@ -146,6 +146,7 @@ def test_the_bound_is_the_mean_over_all_orders() -> None:
     assert abs(found.value - expected) < 4 * found.error < 0.5
 
 
+@pytest.mark.rest
 def test_bounds_of_all_texts_sum_to_one_at_most() -> None:
     model = tiny_model()
     total = sum(math.exp(enumerated(model, [1], list(pair))) for pair in product(range(39), repeat=2))

@@ -170,6 +170,7 @@ def test_a_space_that_makes_no_sense_is_refused(space: Any, message: str) -> Non
             list(tune(Scripted(), SPACE, REFERENCE, **{name: -1}))
 
 
+@pytest.mark.rest
 def test_from_the_command_line_to_the_next_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -27,6 +27,7 @@ def random_pattern(rng: random.Random, depth: int) -> str:
     return f"(?:{inner}){rng.choice(['*', '+', '?', '{2}', '{1,2}', '{,2}', '{2,}', '*?'])}"
 
 
+@pytest.mark.rest(but=100)
 @pytest.mark.parametrize("seed", range(300))
 def test_random_patterns_match_as_in_python(seed: int) -> None:
     rng = random.Random(seed)
@@ -94,6 +95,7 @@ def test_lookahead(pattern: str, search: bool) -> None:
     assert [text for text in texts if automaton.accepts(text.encode())] == [t for t in texts if match(pattern, t)]
 
 
+@pytest.mark.rest(but=1)
 @pytest.mark.parametrize("pattern", ["(a|b)*a(a|b){20}", "((a{100}){100}){100}", "(.{1,90}x){90}"])
 def test_a_catastrophic_pattern_ends_soon(pattern: str) -> None:
     with pytest.raises(ConstraintError, match=r"states|longer than"):

@@ -61,6 +61,7 @@ def test_a_round_trip_changes_nothing(name: str, tmp_path: Path) -> None:
         assert all(map(torch.equal, networks[0].parameters(), other.parameters()))
 
 
+@pytest.mark.rest(but=4)
 @pytest.mark.parametrize("quantize", ["fp8", "int8"])
 @pytest.mark.parametrize("name", EXPERTS)
 def test_weights_in_8_bits_are_those_that_loading_rounds(name: str, quantize: str, tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def runs(gaps: list[bool], canvas: list[int]) -> list[list[int]]:
     return found
 
 
-@pytest.mark.rest(but=1)
+@pytest.mark.rest(but=2)
 @pytest.mark.parametrize("name", [name for name in DECODERS.names() if name not in NO_GAPS])
 @examples(8)
 @given(st.data())

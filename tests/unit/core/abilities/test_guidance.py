@@ -53,6 +53,7 @@ def test_it_is_the_published_formula(scale: float) -> None:
     assert want != official(recipe, 0.0, 3, 4)
 
 
+@pytest.mark.rest(but=3)
 @pytest.mark.parametrize(
     ("variant", "cache"),
     [("bidirectional", "none"), ("bidirectional", "prefix"), ("shifted", "dual"), ("bidirectional", "vicinity"),

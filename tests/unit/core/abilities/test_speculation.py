@@ -62,7 +62,7 @@ def said(completion: Completion) -> dict[str, Any]:
     return left | {"canvas": completion.canvas, "output": completion.output, "steps": steps}
 
 
-@pytest.mark.rest(but=8)
+@pytest.mark.rest(but=4)
 @pytest.mark.parametrize("combination", ALLOWED[::3], ids=str)
 def test_candidates_change_nothing_but_forwards(combination: Combination) -> None:
     """In batches, on pages of any size, with rounds that are launched before the last one is looked at."""

@@ -23,7 +23,7 @@ def recipe_of(decoder: Any = "threshold", **more: Any) -> Recipe:
     return compose(tiny_model("block_causal"), iteration=iteration, decoder=decoder, cache="block", **more)
 
 
-@pytest.mark.rest(but=12)
+@pytest.mark.rest(but=5)
 @pytest.mark.parametrize("combination", sorted(SAMPLE, key=str)[3::16], ids=str)
 def test_who_is_told_gets_the_same_tokens(combination: Combination) -> None:
     recipe = combination.recipe()

@@ -128,6 +128,7 @@ def test_delayed_greedy_computes_the_block_and_the_neighbourhood(around: int) ->
         before = masked
 
 
+@pytest.mark.rest(but=4)
 @pytest.mark.parametrize("variant", ["bidirectional", "shifted", "block_causal"])
 @pytest.mark.parametrize("prompts,responses,ratio", [(100, 7, 0.25), (5, 3, 0.5), (0, 0, 0.3), (4, 0, 0.0)])
 def test_adaptive_computes_what_drifted_most(variant: str, prompts: int, responses: int, ratio: float) -> None:

@@ -66,7 +66,7 @@ def serve(engine: Engine) -> dict[int, Completion]:
     return done
 
 
-@pytest.mark.rest(but=7)
+@pytest.mark.rest(but=3)
 @pytest.mark.parametrize("combination", SAMPLE[::7], ids=str)
 def test_arrivals_at_any_time_change_nothing(combination: Combination) -> None:
     recipe, random = combination.recipe(), Random(len(str(combination)))
@@ -101,7 +101,7 @@ def test_the_same_logits_in_float32_give_the_same_tokens(
     assert [outcome(completion) for completion in completions(engine_for(recipe, rows=3), requests)] == want
 
 
-@pytest.mark.rest(but=6)
+@pytest.mark.rest(but=3)
 @pytest.mark.parametrize("combination", BLOCK_CACHED, ids=str)
 def test_large_batches_settle_finished_blocks_in_passes_of_their_own(
     combination: Combination, monkeypatch: pytest.MonkeyPatch
@@ -119,7 +119,7 @@ def test_large_batches_settle_finished_blocks_in_passes_of_their_own(
     assert sum(c.counts.prefills for c in got) > sum(c.counts.prefills for c in want)
 
 
-@pytest.mark.rest(but=14)
+@pytest.mark.rest(but=6)
 @pytest.mark.parametrize("combination", [c for c in SAMPLE if scores_open(over_shared_model(c))][::3], ids=str)
 @pytest.mark.parametrize("late", [False, True])
 def test_the_head_runs_on_open_positions_alone(
@@ -162,6 +162,7 @@ def test_models_whose_logits_predict_the_next_token_need_both_blocks(
     assert [outcome(c) for c in got] == [outcome(c) for c in want]
 
 
+@pytest.mark.rest(but=4)
 @pytest.mark.parametrize("positions", [1, 5, 9, 16])
 @pytest.mark.parametrize("combination", [BLOCK_CACHED[0], SAMPLE[3]], ids=str)
 def test_steps_are_cut_to_so_many_positions(
@@ -211,6 +212,7 @@ def test_requests_wait_for_pages(pages: int) -> None:
     assert engine.occupancy()["pages_free"] == pages
 
 
+@pytest.mark.rest(but=4)
 @pytest.mark.parametrize("after", range(8))
 def test_cancelled_requests_leave_slots_and_pages(after: int) -> None:
     """Whether they wait, are prefilled or decode; those beside them and behind them in the queue do not notice."""

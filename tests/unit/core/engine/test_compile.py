@@ -49,6 +49,7 @@ def test_the_tokens_are_the_same_and_a_second_run_compiles_nothing(mode: str, mo
     assert [outcome(c) for c in completions(engine_for(recipe), requests)] == want  # the recipe's own is as it was
 
 
+@pytest.mark.rest
 def test_what_experts_leave_to_the_reader_is_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """As it comes on a GPU. Dynamo would else trace what precedes attention for each kind of sum, till its limit."""
     torch.compiler.reset()

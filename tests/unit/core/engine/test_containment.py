@@ -92,6 +92,7 @@ PLACES: dict[str, tuple[Any, str, Callable[..., bool]]] = {
 }
 
 
+@pytest.mark.rest(but=7)
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("place", PLACES)
 def test_an_error_of_one_request_ends_it_alone(place: str, ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,6 +127,7 @@ def failing(model: Any, at: int, patch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+@pytest.mark.rest(but=3)
 @pytest.mark.parametrize("at", [1, 2, 4])
 @pytest.mark.parametrize("ahead", [False, True])
 def test_an_error_of_a_step_ends_its_rows_and_those_that_wait_go_on(

@@ -122,7 +122,7 @@ def test_wrong_guesses_change_nothing_and_are_given_up(monkeypatch: pytest.Monke
     assert engine.loop.scheduler.lookahead.balance < MISS and not engine.loop.scheduler.lookahead.pays
 
 
-@pytest.mark.rest(but=12)
+@pytest.mark.rest(but=5)
 @pytest.mark.parametrize("combination", sorted(SAMPLE, key=str)[::8], ids=str)
 def test_a_wrong_guess_is_harmless_with_any_recipe(combination: Combination, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = combination.recipe(tiny_model(combination.variant))
@@ -134,7 +134,7 @@ def test_a_wrong_guess_is_harmless_with_any_recipe(combination: Combination, mon
     assert run(engine, requests) == want
 
 
-@pytest.mark.rest(but=8)
+@pytest.mark.rest(but=4)
 @pytest.mark.parametrize("combination", BLOCK_CACHED, ids=str)
 def test_where_a_row_will_be_is_guessed_of_steps_that_settle(
     combination: Combination, monkeypatch: pytest.MonkeyPatch
@@ -309,6 +309,7 @@ def interrupted_at(waits: range, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Worker, "event", lambda worker: Interrupted())
 
 
+@pytest.mark.rest(but=3)
 @pytest.mark.parametrize("wait", [1, 2, 3, 4, 6, 9])
 def test_after_an_interrupt_an_engine_is_as_good_as_new(wait: int, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = recipe_of(name="fixed", steps=BLOCK)

@@ -157,7 +157,7 @@ def diffusing(decoder: str, **options: Any) -> Recipe:
     return compose(tiny_model("block_causal"), iteration=iteration, decoder={"name": decoder} | options, cache="block")
 
 
-@pytest.mark.rest(but=8)
+@pytest.mark.rest(but=4)
 @pytest.mark.parametrize("combination", BLOCK_CACHED, ids=str)
 @pytest.mark.parametrize("ahead", [False, True])
 def test_rows_that_enter_a_block_and_others_take_steps_by_turns(

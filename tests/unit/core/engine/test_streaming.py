@@ -36,7 +36,7 @@ def recipe_of(decoder: Any = "threshold") -> Recipe:
     return compose(tiny_model("block_causal"), iteration=iteration, decoder=decoder, cache="block")
 
 
-@pytest.mark.rest(but=8)
+@pytest.mark.rest(but=4)
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("combination", sorted(SAMPLE, key=str)[::12], ids=str)
 def test_what_is_told_is_the_output(combination: Combination, ahead: bool) -> None:

@@ -62,7 +62,7 @@ def prefills(recipe: Recipe) -> list[int]:
     return [int(first_phase(recipe.cache, spec, start) == Phase.PREFILL) for start in first]
 
 
-@pytest.mark.rest(but=13)
+@pytest.mark.rest(but=6)
 @pytest.mark.parametrize(
     ("name", "model"),
     [

@@ -32,6 +32,7 @@ def test_one_block_at_once_is_blockwise(decoder: str, cache: str) -> None:
     assert got == want
 
 
+@pytest.mark.rest(but=5)
 @pytest.mark.parametrize("blocks", [2, 3])
 @pytest.mark.parametrize("decoder", ["threshold", "credit", "joint_threshold"])
 @pytest.mark.parametrize("cache", ["dual", "block"])

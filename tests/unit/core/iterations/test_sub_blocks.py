@@ -56,6 +56,7 @@ def published(model: Any, prompt: list[int], new: int, bar: float) -> tuple[list
     return tokens.tolist(), forwards
 
 
+@pytest.mark.rest(but=12)
 @pytest.mark.parametrize("prompt,new", [(3, 21), (8, 16), (16, 24), (21, 11), (13, 35)])
 @pytest.mark.parametrize("bar", [0.2, 0.5, 1.0])
 @pytest.mark.parametrize("cache", ["none", "block"])

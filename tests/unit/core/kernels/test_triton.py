@@ -95,7 +95,7 @@ def test_rotate_and_store(
     assert mine[1].float().isnan().sum() == (narrow and CUDA)
 
 
-@pytest.mark.rest(but=5)
+@pytest.mark.rest(but=3)
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
 @pytest.mark.parametrize("narrow", [False, True])
 @pytest.mark.parametrize("tiles", [None, (16, 32, 1, 4, 2), (32, 16, 4, 4, 2)])
@@ -171,7 +171,7 @@ def chosen_by(tokens: int, experts: int, chosen: int, routing: str) -> torch.Ten
 ROUTINGS = ("spread", "half alike", "alike")
 
 
-@pytest.mark.rest(but=8)
+@pytest.mark.rest(but=3)
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize(("rows", "shared"), [(16, False), (16, True), (128, True)])
 @pytest.mark.parametrize(("tokens", "experts", "chosen"), [(1, 8, 2), (33, 8, 1), (20, 64, 6), (300, 5, 3)])

@@ -80,6 +80,7 @@ def test_the_kernels_of_every_recipe_compile(monkeypatch: pytest.MonkeyPatch) ->
     assert failed(SAMPLE[::2], monkeypatch) == []
 
 
+@pytest.mark.rest
 @torch.inference_mode()
 def test_products_with_weights_in_4_bits_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter does not run their PTX. Groups of 128 and 32, dense and of experts."""
@@ -105,6 +106,7 @@ def test_products_with_weights_in_4_bits_compile(monkeypatch: pytest.MonkeyPatch
     assert failures(wanted) == []
 
 
+@pytest.mark.rest
 @torch.inference_mode()
 def test_attention_of_many_queries_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter does not run Gluon. Grouped heads of 128; and heads of 64, of few rows whose keys are split."""
@@ -123,6 +125,7 @@ def test_attention_of_many_queries_compiles(monkeypatch: pytest.MonkeyPatch) -> 
     assert failures(launches) == []
 
 
+@pytest.mark.rest
 @torch.inference_mode()
 def test_weights_in_4_bits_are_multiplied_before_ampere_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton compiles no products of integers there, so weights are unpacked."""
@@ -144,6 +147,7 @@ def test_weights_in_4_bits_are_multiplied_before_ampere_too(monkeypatch: pytest.
     assert failures(launches, 75) == []
 
 
+@pytest.mark.rest
 @torch.inference_mode()
 def test_sets_of_states_compile(monkeypatch: pytest.MonkeyPatch) -> None:
 

@@ -26,7 +26,7 @@ def reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DINFER_KERNELS", "torch")
 
 
-@pytest.mark.rest(but=2)
+@pytest.mark.rest(but=1)
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
 @pytest.mark.parametrize(("config", "rows", "outputs", "width"), [
     *((config, *sizes) for config in (None, Config(16, 64, 2, 4, 2), Config(32, 32, 1, 4, 2, parts=4))

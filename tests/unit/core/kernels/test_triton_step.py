@@ -232,7 +232,7 @@ def test_fill_and_edit(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, draw
     assert all(0 < torch.cat(flags).sum() < torch.cat(flags).numel() for flags in zip(*found, strict=True))
 
 
-@pytest.mark.rest(but=2)
+@pytest.mark.rest(but=1)
 @pytest.mark.parametrize("blocks", [1, 2])
 @pytest.mark.parametrize("edits", [False, True])
 @pytest.mark.parametrize("masks", [True, False], ids=["masks", "noise"])

@@ -56,6 +56,7 @@ for rank, quantize in ((WHOLE, "int4"), (WHOLE, "int8"), (Rank(1, 2), None), (WH
 """
 
 
+@pytest.mark.rest
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="the peak is read from Linux's /proc")
 def test_the_peak_is_hardly_more_than_the_model(tmp_path: Path) -> None:
     family = Llada()

@@ -73,7 +73,7 @@ def test_every_config_is_tried() -> None:
     assert {str(path.relative_to(REAL)) for path in REAL.glob("*/config*.json")} == set(FACTS)
 
 
-@pytest.mark.rest(but=5)
+@pytest.mark.rest(but=2)
 @pytest.mark.parametrize("file", FACTS)
 def test_a_published_checkpoint_loads_and_generates(file: str, tmp_path: Path) -> None:
     folder = checkpoint(file, tmp_path)

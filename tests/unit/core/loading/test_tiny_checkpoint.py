@@ -113,6 +113,7 @@ def test_the_block_cache_is_exact_on_it(second: dinfer.Pipeline) -> None:
     ]
 
 
+@pytest.mark.rest
 def test_editing_pays_on_it(second: dinfer.Pipeline) -> None:
     """It repairs what parallel decoding breaks; the first model in the box loses by the same decoder."""
     problems = generate("heldout", 16, seed=0)
@@ -139,6 +140,7 @@ def test_its_mixtures_use_all_their_experts(second: dinfer.Pipeline) -> None:
     assert min(load_X.min() for load_X in loads) > 0.05
 
 
+@pytest.mark.rest(but=1)
 @pytest.mark.parametrize(
     ("preset", "least"), [("tiny-d2f", 9.0), ("tiny-llada2-multi-block", 9.0), ("tiny-llada2-insert-delete", 4.0)]
 )

@@ -41,7 +41,7 @@ def outcomes(recipe: Recipe, **runtime: Any) -> list[tuple[Any, ...]]:
     return [outcome(c) for c in completions(engine_for(recipe, **runtime), requests_for(recipe))]
 
 
-@pytest.mark.rest(but=6)
+@pytest.mark.rest(but=3)
 @pytest.mark.parametrize("point", KINDS.values(), ids=str)
 def test_tokens_are_those_of_rounded_keys(point: Combination, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = point.recipe(dtype=torch.float32)

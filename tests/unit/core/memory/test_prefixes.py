@@ -49,7 +49,7 @@ def test_tokens_are_the_same_and_prefills_fewer(iteration: str, block: int, page
     assert sum(c.counts.prefills for c in got) < sum(c.counts.prefills for c in alone)
 
 
-@pytest.mark.rest(but=6)
+@pytest.mark.rest(but=3)
 @pytest.mark.parametrize("page", [2, 4, 6])
 @pytest.mark.parametrize("block", [4, 8])
 @pytest.mark.parametrize("iteration", ["block_diffusion", "smooth"])

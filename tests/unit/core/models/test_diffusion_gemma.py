@@ -184,7 +184,7 @@ def recipe_of(cache: str = "block", decoder: Any = "renoise", **more: Any) -> Re
     return compose(tiny_gemma(), iteration=SWEEP, decoder=decoder, cache=cache, **more)
 
 
-@pytest.mark.rest(but=5)
+@pytest.mark.rest(but=3)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(
     "cache", sorted({*CACHES.names()} - {"none", "adaptive", "d2cache", "narrow_block", "narrow_dual"})
@@ -247,6 +247,7 @@ def test_a_last_canvas_that_has_no_room_is_shorter() -> None:
     pipe.engine.check(request)
 
 
+@pytest.mark.rest(but=5)
 @pytest.mark.parametrize("name", sorted({*DECODERS.names()} - {"renoise", "insert_delete", "daedal", "s2d2"}))
 def test_other_decoders_commit_over_noise(name: str) -> None:
     """Masked is a status: whatever decides over masks decides over noise, and what it leaves open is noise anew."""

@@ -82,7 +82,7 @@ PLAIN = ("blockwise", "full", "multi_block")  # fed as tokens and masks
 FOLLOW = ("adaptive", "d2cache", "delayed")  # one version of the blocks, and lopa runs several
 
 
-@pytest.mark.rest(but=14)
+@pytest.mark.rest(but=6)
 @pytest.mark.parametrize(
     ("iteration", "cache"),
     [

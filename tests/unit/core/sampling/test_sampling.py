@@ -246,6 +246,7 @@ def test_no_stop_token_comes_before_min_tokens() -> None:
         assert len(done.output) == least
 
 
+@pytest.mark.rest(but=6)
 @pytest.mark.parametrize("decoder", ["joint_threshold", "remasking", "wino", "dmax"])
 @pytest.mark.parametrize(
     "options",

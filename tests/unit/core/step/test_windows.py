@@ -104,7 +104,7 @@ def test_the_host_knows_the_width_of_the_window_of_the_device(
     check()
 
 
-@pytest.mark.rest(but=2)
+@pytest.mark.rest(but=1)
 @pytest.mark.parametrize("triton", [False, True])
 @pytest.mark.parametrize("model", ["block_causal", "shifted_block_causal", "causal", "encoder"])
 def test_a_prefill_ends_where_the_host_says(model: str, triton: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +133,7 @@ def test_a_prefill_ends_where_the_host_says(model: str, triton: bool, monkeypatc
     check()
 
 
-@pytest.mark.rest(but=13)
+@pytest.mark.rest(but=6)
 @pytest.mark.parametrize("cache", ["prefix", "dual", "vicinity", "block", {"name": "vicinity", "back": 2, "warmup": 0}])
 @pytest.mark.parametrize("shift", [0, 1])
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_what_a_cache_calls_exact_is(cache: Any, shift: int, iteration: dict[str
         assert not found.exact and found.overall["kl_worst"] > 1e-3
 
 
-@pytest.mark.rest(but=6)
+@pytest.mark.rest(but=3)
 @pytest.mark.parametrize("cache", ["prefix", "dual", "block"])
 @pytest.mark.parametrize("shift", [0, 1])
 @pytest.mark.parametrize("iteration", ["blockwise", "multi_block", "full"])

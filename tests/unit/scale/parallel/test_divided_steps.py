@@ -44,6 +44,7 @@ def case(name: str) -> Case:
     return next(case for case in CASES if case.name == name)
 
 
+@pytest.mark.rest(but=4)
 @pytest.mark.parametrize(("name", "ranks"), [*zip([*BY_PARTS, "a nucleus of many"], cycle([2, 3]), strict=False)])
 def test_ranks_draw_and_guide_by_their_own_logits(name: str, ranks: int, folder: Path) -> None:
     own = case(f"llada, {name}")

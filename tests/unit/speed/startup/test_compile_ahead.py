@@ -22,6 +22,7 @@ from dinfer.speed.startup.kernel_compiler import KernelCompiler
 pytest.importorskip("triton")
 
 
+@pytest.mark.rest
 def test_all_kernels_of_a_step_and_of_those_that_follow_are_compiled_in_threads(tmp_path: Path) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": path(), "TRITON_CACHE_DIR": str(tmp_path)}

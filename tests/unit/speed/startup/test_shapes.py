@@ -15,7 +15,7 @@ from torch.nn import functional
 from dinfer.speed.startup.kernel_compiler import META, Shapes
 
 
-@pytest.mark.rest(but=6)
+@pytest.mark.rest(but=3)
 @pytest.mark.parametrize("combination", sorted(SAMPLE, key=str)[::16], ids=str)
 @torch.inference_mode()
 def test_steps_launch_the_same_kernels(combination: Combination, monkeypatch: pytest.MonkeyPatch) -> None:
