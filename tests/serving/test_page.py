@@ -392,12 +392,16 @@ def test_axe_finds_nothing_serious(page: Browser, axe: str, theme: str) -> None:
     page.click(".replays")
     page.js("const bar = document.querySelector('.replay input'); bar.value = 6; bar.dispatchEvent(new Event('input'))")
     page.js("""
-        for (const heat of ["canvas", "canvas heat"])
+        for (const line of ["canvas", "canvas heat"])
           for (const kind of ["guess", "decided"])
-            for (let sure = 0; sure <= 10; sure++)
-              document.querySelector(".replay").insertAdjacentElement("beforebegin", Object.assign(document.createElement("p"),
-                { className: heat })).appendChild(Object.assign(document.createElement("span"),
-                { className: `token ${kind}`, textContent: "every" })).dataset.sure = sure;
+            for (let sure = 0; sure <= 10; sure++) {
+              const word = document.createElement("span");
+              Object.assign(word, { className: `token ${kind}`, textContent: "word" });
+              const found = Object.assign(document.createElement("p"), { className: line });
+              word.dataset.sure = sure;
+              found.append(word);
+              document.querySelector(".replay").before(found);
+            }
     """)
     found += serious("replay, and every sureness")
     page.js("for (const one of document.querySelectorAll('.body > p.canvas')) one.remove()")
