@@ -8,21 +8,36 @@ releases find the entry point.
 
 import sys
 from importlib.util import find_spec
+from typing import Any
+
+
+def register() -> Any:
+    """Adds dinfer to lm-eval's models, for `lm_eval.simple_evaluate(model="dinfer", ...)`.
+
+    Returns what to give it as `task_manager`, which knows our tasks beside its own. May be called again.
+    """
+    import lm_eval.models  # noqa: F401  (first, since lm-eval loads its own models only while none is registered)
+    from lm_eval.api.registry import MODEL_REGISTRY, register_model
+    from lm_eval.tasks import TaskManager
+
+    from evaluations.adapter import DinferLM
+    from evaluations.run import TASKS
+
+    if "dinfer" not in MODEL_REGISTRY:
+        register_model("dinfer")(DinferLM)
+    return TaskManager(include_path=str(TASKS))
 
 
 def main() -> None:
     """Runs lm-eval's command line. Generated code, if allowed, runs in the sandbox."""
     if find_spec("lm_eval") is None:
         sys.exit("dinfer-lm-eval needs lm-eval: pip install 'dinfer[eval]'")
-    import lm_eval.models  # noqa: F401  (first, since lm-eval loads its own models only while none is registered)
     from lm_eval.__main__ import cli_evaluate
-    from lm_eval.api.registry import register_model
 
-    from evaluations.adapter import DinferLM
     from evaluations.run import TASKS
     from evaluations.sandbox import Limits, in_sandbox
 
-    register_model("dinfer")(DinferLM)
+    register()
     runs = len(sys.argv) > 1 and sys.argv[1] not in ("ls", "validate", "-h", "--help")
     if runs and not any(arg.partition("=")[0] == "--include_path" for arg in sys.argv):
         sys.argv += ["--include_path", str(TASKS)]
