@@ -41,7 +41,7 @@ def test_the_lead_is_paired(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     ("args", "message"),
     [
         (["a.json"], "give two evaluations"),
-        (["a.json", "none.json"], "none.json"),
+        (["a.json", "none.json"], "none.json is not there: name a report"),
         (["a.json", "b.json", "task=maxi"], "unknown task 'maxi'"),
         (["a.json", "other.json"], "no task is in both"),
         (["a.json", "long.json"], "A has 2 documents and B 3"),

@@ -45,6 +45,8 @@ def report_in(path: Path) -> Path:
     """The report that a path means. Raises ValueError."""
     if path.is_file():
         return path
+    if not path.exists():
+        raise ValueError(f"{path} is not there: name a report of `dinfer eval`, or the folder that holds it")
     found = [file for file in sorted(path.glob("*.json")) if file.with_suffix(".samples.jsonl").is_file()]
     if len(found) != 1:
         names = "".join(f"\n  {file}" for file in found)
