@@ -32,7 +32,6 @@ FLOORS = (
 )  # fmt: skip
 EXCEPTIONS: dict[str, set[str]] = {  # nothing is added here: what core still knows of layers
     "core/engine/scheduler/scheduler": {"speed/settling"},
-    "structure/abilities": {"research/abilities"},
 }
 # Packages beyond torch and the standard library, and who may import them at all.
 OUTSIDE: dict[str, set[str]] = {

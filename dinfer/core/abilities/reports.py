@@ -15,6 +15,7 @@ from torch import Tensor
 from dinfer.core.abilities.registry import ABILITIES
 from dinfer.core.kernels.canvas import rows_of
 from dinfer.core.step.ability import ByExtra, Canvas, Decision, Entry, Extra, Parts, Step, StepShape
+from dinfer.core.step.record import Raw
 from dinfer.core.step.told import FORCED, LEVELS, NONE, SURE, TOP, Forced, Level, Reports
 
 ROWS = 8  # whose log-probabilities are computed at a time: they take the memory of the logits in float32
@@ -48,6 +49,8 @@ class Reporting(ByExtra[Reported]):
     def whole_logits(self) -> bool:
         return self.extra.whole_logits
 
+    keeps_logits = whole_logits
+
     @classmethod
     def asks(cls, recipe: Parts, options: Sequence[float], more: Mapping[str, Any]) -> Extra | None:
         return Reported(level) if (level := more.get("reports", Level.NOTHING)) else None
@@ -64,10 +67,6 @@ class Reporting(ByExtra[Reported]):
         if level >= Level.LOGPROBS:
             kept.want_logprobs()
 
-    def read(self, step: Step, made: Decision, logits_RLV: Tensor) -> None:
-        if self.whole_logits:
-            step.notes[Reporting] = logits_RLV.clone()  # adjusting may be in place
-
     def written(self, step: Step, made: Decision) -> None:
         """Keeps what is written, and drafts where a position stays open: a branch may write them without a step."""
         reports, view, stats, commits = step.kept(Reporting), made.view, made.stats, made.commits
@@ -82,7 +81,7 @@ class Reporting(ByExtra[Reported]):
         index = reports.index(slot_B, pos_RL.view(len(slot_B), -1))
         reports.draft_NS.index_put_(index, (token_RL * LEVELS + level_RL).view(len(slot_B), -1))
         if self.whole_logits:
-            record_logprobs(reports, index, token_RL, step.notes[Reporting])
+            record_logprobs(reports, index, token_RL, step.notes[Raw].logits_RLV)
 
 
 def record_logprobs(reports: Reports, index: tuple[Tensor, Tensor], token_RL: Tensor, logits_RLV: Tensor) -> None:

@@ -16,6 +16,7 @@ from dinfer.core.step.canvas import Canvas
 from dinfer.core.step.contracts import Proposal, State
 from dinfer.core.step.cursors import BlockView, RowCursors
 from dinfer.core.step.model import Parts
+from dinfer.core.step.record import Written
 from dinfer.core.step.shape import Extra, HostFacts, Planned, StepShape
 from dinfer.core.step.state import Entry
 from dinfer.core.step.window import Window
@@ -34,6 +35,16 @@ class Ability:
     @property
     def whole_logits(self) -> bool:
         """Whether it reads logits, so that every rank needs those of the whole vocabulary."""
+        return self.keeps_logits
+
+    @property
+    def keeps_logits(self) -> bool:
+        """Whether it reads the model's own logits after a decision, `step.notes[Raw]`."""
+        return self.records
+
+    @property
+    def records(self) -> bool:
+        """Whether it reads what is written to the canvas, see `recorded`."""
         return False
 
     @classmethod
@@ -152,6 +163,16 @@ class Ability:
     def proposed(self, step: Step, made: Decision) -> None:
         """Before anything is written: it may change `made.proposal`, also by commits that the decoder did not ask for,
         or take rows out of the step."""
+
+    def recorded(self, step: Step, record: Written) -> None:
+        """After each write to the canvas: by a decision, or as a row adopts a branch, before the decision after it."""
+
+    def fits(self, step: Step, made: Decision) -> Tensor | None:
+        """Which of the proposed tokens may stand at open positions of the next forward, as branches hold them.
+
+        bool [R, L]; None: all. Asked after the tokens were written.
+        """
+        return None
 
     def written(self, step: Step, made: Decision) -> None:
         """After the tokens were written; `made.commits` says which. Not yet moved on."""

@@ -10,6 +10,7 @@ from dinfer.core.step.canvas import Canvas
 from dinfer.core.step.contracts import ModelSpec, State
 from dinfer.core.step.cursors import CURSORS, BlockView, RowCursors, Status
 from dinfer.core.step.model import Network, OwnLogits
+from dinfer.core.step.record import Raw
 from dinfer.core.step.shape import Sampled
 from dinfer.core.terms.stats import Draw, TokenStats, VocabularySlice
 
@@ -45,16 +46,22 @@ def scored(step: Step, made: Decision, logits_RLV: Tensor) -> TokenStats:
     """The statistics of the logits of the active blocks."""
     for ability in step.abilities:
         ability.read(step, made, logits_RLV)
-    stats, made.adjusted_RLV = proposed_tokens(step, step.lanes, made.view, logits_RLV, made.decoder_state)
+    raw_RLV = logits_RLV
+    if keeps := any(ability.keeps_logits for ability in step.abilities):
+        logits_RLV = logits_RLV.clone()  # which may be changed in place
+    found = proposed_tokens(step, step.lanes, made.view, logits_RLV, made.decoder_state)
+    stats, made.adjusted_RLV, draw = found
+    if keeps:
+        step.notes[Raw] = Raw(raw_RLV, draw)
     return stats
 
 
 def proposed_tokens(
     step: Step, lanes: RowCursors, view: BlockView, logits_RLV: Tensor, decoder_state: State
-) -> tuple[TokenStats, Tensor]:
+) -> tuple[TokenStats, Tensor, Draw | None]:
     """A token for each position of the blocks, drawn if some row asks for it, and what its probability is.
 
-    And the logits, as they were adjusted. The given ones may be changed.
+    And the logits, as they were adjusted, and the draw. The given logits may be changed.
     """
     recipe, shape, columns = step.recipe, step.shape, needed_vocabulary(step)
     sampling, spec, sampled = recipe.sampling, recipe.model.spec, shape.extra(Sampled)
@@ -70,7 +77,7 @@ def proposed_tokens(
         count_BV = columns.part(token_counts(step.state.canvas, lanes.slot_B, spec))
         draw = sampling.draw(logits_RLV, rows_of(count_BV, shape.blocks), view, options, spec, sampled.top, columns)
     wanted_RL, drawn_RL = (~view.given_RL, view.masked_RL) if view.edits else (view.masked_RL, None)
-    return statistics(step, logits_RLV, wanted_RL, draw, drawn_RL), logits_RLV
+    return statistics(step, logits_RLV, wanted_RL, draw, drawn_RL), logits_RLV, draw
 
 
 def token_counts(canvas: Canvas, slot_B: Tensor, spec: ModelSpec) -> Tensor:

@@ -18,6 +18,7 @@ from dinfer.core.step.commits import blanks, commit, finish
 from dinfer.core.step.contracts import BlockAfter
 from dinfer.core.step.cursors import BlockView, RowCursors
 from dinfer.core.step.model import Parts
+from dinfer.core.step.record import record
 from dinfer.core.step.scores import logits_of, scored
 from dinfer.core.step.shape import StepShape
 from dinfer.core.step.state import BatchState
@@ -109,6 +110,7 @@ def write(step: Step, made: Decision) -> None:
     blank_RL = blanks(step.recipe, made.view, made.proposal)
     spec = step.recipe.model.spec
     made.commits = commit(step.state.canvas, step.lanes, made.view, made.stats, made.proposal, spec, blank_RL)
+    record(step, made)
     for ability in step.abilities:
         ability.written(step, made)
 

@@ -27,6 +27,7 @@ from dinfer.core.step.canvas import Canvas
 from dinfer.core.step.contracts import Decoder, Iteration, Large
 from dinfer.core.step.cursors import BlockView, Phase, RowCursors, Status
 from dinfer.core.step.mixins import Branches, Edits, LeavesDecoded, Verifies, Watches
+from dinfer.core.step.record import Raw, Said, Written, records, said_of, tell
 from dinfer.core.step.scores import proposed_tokens
 from dinfer.core.step.shape import HostFacts, Planned
 from dinfer.core.step.step import block_view, forward, seen
@@ -56,21 +57,24 @@ class Added:
     pos_NJ: Tensor  # int64, -1: there is no such branch
     token_NJ: Tensor  # int64
     value_NJ: Tensor  # float64
+    said_NJ: Said  # in rows whose steps record
     end_N: Tensor  # int64, end of the active region before a block opened behind it
 
     @classmethod
     def alloc(cls, slots: int, branches: int, device) -> Self:
         none_NJ = torch.full((slots, branches), -1, dtype=torch.int64, device=device)
         token_NJ, value_NJ = (torch.zeros_like(none_NJ, dtype=dtype) for dtype in (torch.int64, torch.float64))
-        return cls(none_NJ, token_NJ, value_NJ, none_NJ[:, 0].clone())
+        said_NJ = Said(*(torch.full_like(value_NJ, float("nan"), dtype=torch.float32) for _ in range(3)))
+        return cls(none_NJ, token_NJ, value_NJ, said_NJ, none_NJ[:, 0].clone())
 
     def there(self, slot_B: Tensor) -> Tensor:
         """Which slots have branches beside the present state. bool [B]"""
         return (self.pos_NJ.index_select(0, slot_B) >= 0).any(-1)
 
-    def keep(self, lanes: RowCursors, made: Decision, value_RL: Tensor) -> None:
+    def keep(self, step: Step, made: Decision, value_RL: Tensor) -> None:
         """Takes the surest tokens that a step has left open in live rows."""
-        by_lane, view, stats = (lanes.slot_B.shape[0], -1), made.view, made.stats
+        lanes, view, stats = step.lanes, made.view, made.stats
+        by_lane = (lanes.slot_B.shape[0], -1)
         value_BX = value_RL.double().masked_fill(~made.commits.open_RL, float("-inf")).view(by_lane)
         value_BJ, place_BJ = value_BX.sort(dim=-1, descending=True, stable=True)
         count = self.pos_NJ.shape[1]
@@ -79,6 +83,10 @@ class Added:
         new = pos_BJ, stats.token_RL.view(by_lane).gather(1, place_BJ), value_BJ, made.lanes.end_B
         for held, of_lanes in zip((self.pos_NJ, self.token_NJ, self.value_NJ, self.end_N), new, strict=True):
             store_rows(held, lanes.slot_B, lanes.live_B, of_lanes)
+        if Raw in step.notes:
+            said, kept = said_of(step, stats.token_RL), self.said_NJ
+            for held, told_RL in ((kept.logit, said.logit), (kept.log_sum, said.log_sum), (kept.drawn, said.drawn)):
+                store_rows(held, lanes.slot_B, lanes.live_B, told_RL.view(by_lane).gather(1, place_BJ))
 
 
 def fitted(x_BX: Tensor, count: int) -> Tensor:
@@ -153,6 +161,20 @@ class Versions:
         """The branch that goes on: the most worth, of equal ones the first added, the present state last. int64 [B]"""
         worth_BC = worth_BC.masked_fill(~self.there_BC, float("-inf")).roll(-1, 1)
         return ((descending_rank(worth_BC) == 0).to(torch.int64).argmax(1) + 1) % self.count
+
+    def adopted(self, step: Step, added: Added, choice_B: Tensor) -> Written:
+        """What the chosen branches write, before they do. X = 1."""
+        lanes, at_B1 = step.lanes, choice_B[:, None]
+        pos_B1, new_B1 = self.pos_BC.gather(1, at_B1), self.token_BC.gather(1, at_B1)
+        pos_B1 = pos_B1.masked_fill(~lanes.live_B[:, None], -1)
+        old_B1, _ = step.state.canvas.gather(lanes.slot_B, pos_B1)
+        adds_B1 = pos_B1 >= 0
+
+        def said() -> Said:
+            held = added.said_NJ.logit, added.said_NJ.log_sum, added.said_NJ.drawn
+            return Said(*(x.index_select(0, lanes.slot_B).gather(1, (at_B1 - 1).clamp_min(0)) for x in held))
+
+        return Written(lanes.slot_B, lanes.steps_B, pos_B1, old_B1, new_B1, adds_B1, torch.zeros_like(adds_B1), said)
 
     def follow(
         self, choice_B: Tensor, canvas: Canvas, lanes: RowCursors, kv: KVPool, place_BW: Tensor, block: int
@@ -271,18 +293,22 @@ class Branched(Ability):
             own = versions.region(lanes, branch)
             view = versions.view(branch, block_view(step, own))
             decoder_state = state.decoder.lanes(state.block_rows(lanes.slot_B, lanes.block_B, step.shape.blocks))
-            stats, _ = proposed_tokens(step, own, view, logits_RLV.clone(), decoder_state)
+            stats, *_ = proposed_tokens(step, own, view, logits_RLV.clone(), decoder_state)
             value_BX, masked_BX = stats.surest(self.iteration.by).view(by_lane), view.masked_RL.view(by_lane)
             worth.append(self.iteration.worth(value_BX, masked_BX, versions.value_BC[:, branch]))
         choice_B = versions.best(torch.stack(worth, 1))
+        record = versions.adopted(step, step.kept(Branched), choice_B) if records(step) else None
         step.lanes, gained_B, opened_BK = versions.follow(
             choice_B, step.state.canvas, step.lanes, step.state.kv, run.place_BW, step.shape.block
         )
+        if record is not None:
+            tell(step, record)
         logits_RLV = logits_CRLV[rows_of(choice_B, step.shape.blocks), row_R]
         yield Known(logits_RLV=logits_RLV, gained_B=gained_B, opened_BK=opened_BK)
 
     def moved(self, step: Step, made: Decision) -> None:
         value_RL = made.stats.surest(self.iteration.by)
-        if (fits_RL := step.notes.get(Added)) is not None:  # of rows that are held to a form, see `Constraints.written`
-            value_RL = value_RL.masked_fill(~fits_RL, float("-inf"))
-        step.kept(Branched).keep(step.lanes, made, value_RL)
+        for ability in step.abilities:
+            if (fits_RL := ability.fits(step, made)) is not None:
+                value_RL = value_RL.masked_fill(~fits_RL, float("-inf"))
+        step.kept(Branched).keep(step, made, value_RL)

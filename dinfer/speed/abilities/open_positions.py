@@ -109,7 +109,7 @@ class OpenPositions(ByExtra[OpenOnly]):
     def statistics(self, step: Step, made: Decision) -> TokenStats | None:
         run, view, blocks, live_B = made.known.run, made.view, step.shape.blocks, step.lanes.live_B
         count = self.extra.count
-        if run is None:
+        if run is None or any(ability.whole_logits for ability in step.abilities):  # one that no extra stands for
             return None
         (rows, length), width = view.masked_RL.shape, run.h_BWD.shape[1]
         flags_RL = view.masked_RL & (run.logits_RL >= 0) & rows_of(live_B, blocks)[:, None]

@@ -39,7 +39,6 @@ from dinfer.core.step.cursors import Status
 from dinfer.core.step.mixins import Moves
 from dinfer.core.step.shape import Sampled, power_of_2
 from dinfer.core.step.told import Forced
-from dinfer.research.abilities.branches import Added, branches_of
 from dinfer.structure.kernels.languages import Sweeps, placed
 from dinfer.structure.language import NOWHERE, Language, as_text, of_text
 
@@ -273,7 +272,7 @@ def tensor(values: np.ndarray, like: Tensor) -> Tensor:
 IN_LANGUAGE = Trait(lambda request: request.more.get("language"), "a constraint", instead="no constraint")
 
 
-@ABILITIES.register("constraints", after=("offering", "bias", "reading", "verification"))
+@ABILITIES.register("constraints", after=("branches", "offering", "bias", "reading", "verification"))
 class Constraints(ByExtra[Constrained]):
     """Steps in which some row is in a language. Rows without one come out as they would without this ability."""
 
@@ -430,15 +429,13 @@ class Constraints(ByExtra[Constrained]):
         counts_B = live_B & (taken_BX.any(-1) | idle_B)
         step.kept(type(self)).row_N6[:, 5].index_add_(0, made.lanes.slot_B, counts_B.to(torch.int64))
 
-    def written(self, step: Step, made: Decision) -> None:
-        """Says which proposed tokens a branch may add: those that some answer has beside what is written now."""
-        if not branches_of(step.recipe.iteration):
-            return
+    def fits(self, step: Step, made: Decision) -> Tensor:
+        """Those that some answer has beside what is written now."""
         view = replace(made.view, tokens_RL=made.commits.tokens_RL, masked_RL=made.commits.open_RL)
         (sweeps, line, _), layout = self.line(step, view), self.layout(step, view)
         class_BX1 = sweeps.classes_of(layout.by_lane(made.stats.token_RL))[..., None]
         fits_BX = sweeps.allowed(line).gather(2, class_BX1)[..., 0] | line.outside_BX
-        step.notes[Added] = layout.by_row(fits_BX, behind=1)
+        return layout.by_row(fits_BX, behind=1)
 
     def moved(self, step: Step, made: Decision) -> None:
         """The state moves on over the positions that the active region has left."""

@@ -19,12 +19,11 @@ import torch
 from torch import Tensor
 
 from dinfer.core.abilities.registry import ABILITIES
-from dinfer.core.kernels.canvas import rows_of, store_rows, uploaded
+from dinfer.core.kernels.canvas import rows_of, uploaded
 from dinfer.core.refusals import Refusal, Trait
 from dinfer.core.step.ability import ByExtra, Canvas, Decision, Entry, Extra, Parts, Step, StepShape
 from dinfer.core.step.mixins import LeavesMasks
 from dinfer.core.step.shape import power_of_2
-from dinfer.research.abilities.branches import Branched, branches_of
 
 POSITIONS, BLANKS, TOKENS = 256, 64, 512  # the most of a request: open positions, blanks, and tokens of a position
 STEPS = 64  # the most of a block
@@ -242,13 +241,10 @@ class Reading(ByExtra[Reads]):
         must_R = torch.ones_like(read_R) if view.must_progress_R is None else view.must_progress_R
         made.view = replace(view, must_progress_R=must_R & ~read_R)
 
-    def moved(self, step: Step, made: Decision) -> None:
-        """Rows that are read have no other versions."""
-        if branches_of(step.recipe.iteration):
-            lanes, pos_NJ = step.lanes, step.kept(Branched).pos_NJ
-            read_B = step.kept(Reading).notes.steps_N.index_select(0, lanes.slot_B) > 0
-            none_BJ = pos_NJ.new_full((len(read_B), pos_NJ.shape[1]), -1)
-            store_rows(pos_NJ, lanes.slot_B, lanes.live_B & read_B, none_BJ)
+    def fits(self, step: Step, made: Decision) -> Tensor:
+        """None in rows that are read, which so have no other versions."""
+        steps_B = step.kept(Reading).notes.steps_N.index_select(0, step.lanes.slot_B)
+        return (rows_of(steps_B, step.shape.blocks) == 0)[:, None]
 
     def _due(self, step: Step, made: Decision) -> tuple[Tensor, Tensor]:
         """Which open positions are filled by this step, and their best fillings. bool and int64 [R, L]"""

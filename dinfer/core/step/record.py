@@ -1,0 +1,112 @@
+"""What is written to the canvas, as one record for each decision, and for each branch that a row adopts.
+
+Nothing is computed unless an ability `records`. Shape suffixes: B lanes, X = K * L positions of the active blocks; a
+branch adds one position.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dinfer.core.kernels.canvas import rows_of
+from dinfer.core.step.work import Decision, Step
+from dinfer.core.terms.stats import Draw
+
+ROWS = 8  # whose logits are widened at a time: they take the memory of the logits in float32
+
+
+class Raw(NamedTuple):
+    """Of the notes of a step, where an ability `keeps_logits`: what the last decision went by."""
+
+    logits_RLV: Tensor  # the model's own, before anything changed them
+    draw: Draw | None  # how tokens were drawn; None: none was
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What a model said of some tokens, before anything changed its logits. float32"""
+
+    logit: Tensor
+    log_sum: Tensor  # log-sum-exp over the vocabulary, the mask token included
+    drawn: Tensor  # log-probability under the distribution that tokens were drawn from; NaN where none was
+
+    def viewed(self, shape: tuple[int, int]) -> "Said":
+        return Said(self.logit.view(shape), self.log_sum.view(shape), self.drawn.view(shape))
+
+    @property
+    def logprob(self) -> Tensor:
+        """The natural logarithm of the probability."""
+        return self.logit - self.log_sum
+
+
+@dataclass(frozen=True)
+class Written:
+    """What one write changes in the lanes of a step."""
+
+    slot_B: Tensor
+    step_B: Tensor  # int64, denoise steps of the request before the one that writes
+    pos_BX: Tensor  # int64; -1: nothing changes there
+    old_BX: Tensor  # int64, the token before
+    new_BX: Tensor  # int64, the token from now on
+    masked_BX: Tensor  # bool: the position was open
+    open_BX: Tensor  # bool: it is open from now on, so a token was masked again
+    tells: Callable[[], Said]
+
+    @cached_property
+    def said_BX(self) -> Said:
+        """What the model said of the new tokens: in the step that writes them, or that proposed them to a branch."""
+        return self.tells()
+
+
+def said_of(step: Step, token_RL: Tensor) -> Said:
+    """What the model said of these tokens by the logits of the last decision. [R, L]"""
+    logits_RLV, draw = step.notes[Raw]
+    sums = [logits.float().logsumexp(-1) for logits in logits_RLV.split(ROWS)]
+    index_RL1 = token_RL.clamp(0, logits_RLV.shape[-1] - 1)[..., None]
+    logit_RL = logits_RLV.gather(-1, index_RL1)[..., 0].float()
+    if draw is None:
+        return Said(logit_RL, torch.cat(sums), torch.full_like(logit_RL, float("nan")))
+    scale_R1 = draw.scale_R1.float()
+    even_R1 = torch.where(scale_R1 > 0, scale_R1, 1)
+    drawn = [
+        logits.float().div(scale[..., None]).log_softmax(-1).gather(-1, index)[..., 0]
+        for logits, scale, index in zip(
+            draw.logits_RLV.split(ROWS), even_R1.split(ROWS), index_RL1.split(ROWS), strict=True
+        )
+    ]
+    drawn_RL = torch.cat(drawn).masked_fill(scale_R1 <= 0, float("nan"))
+    return Said(logit_RL, torch.cat(sums), drawn_RL)
+
+
+def decided(step: Step, made: Decision) -> Written:
+    """What a decision has written."""
+    lanes, view, commits = step.lanes, made.view, made.commits
+    live_R1 = rows_of(lanes.live_B & ~commits.broken_B, step.shape.blocks)[:, None]
+    other_RL = ~commits.open_RL & (commits.tokens_RL != view.tokens_RL)
+    pos_RL = torch.where(live_R1 & (other_RL | (view.masked_RL != commits.open_RL)), view.pos_RL, -1)
+    by_lane = (len(lanes.slot_B), -1)
+    values = pos_RL, view.tokens_RL, commits.tokens_RL, view.masked_RL, commits.open_RL
+    columns = (x_RL.reshape(by_lane) for x_RL in values)
+    return Written(lanes.slot_B, made.lanes.steps_B, *columns, lambda: said_of(step, commits.tokens_RL).viewed(by_lane))
+
+
+def records(step: Step) -> bool:
+    """Whether some ability reads what is written."""
+    return any(ability.records for ability in step.abilities)
+
+
+def record(step: Step, made: Decision) -> None:
+    """Tells the abilities that record what a decision has written."""
+    if records(step):
+        tell(step, decided(step, made))
+
+
+def tell(step: Step, record: Written) -> None:
+    """Hands a record to the abilities that record."""
+    for ability in step.abilities:
+        if ability.records:
+            ability.recorded(step, record)
