@@ -352,7 +352,7 @@ class Fields(dict[str, Any]):
         self._looked(name, None)
         return super().__contains__(name)
 
-    def get(self, name: str, default: Any = None) -> Any:  # type: ignore[override]
+    def get(self, name: str, default: Any = None) -> Any:
         return self._looked(name, super().get(name, default))
 
     def setdefault(self, name: str, default: Any = None) -> Any:
@@ -360,7 +360,7 @@ class Fields(dict[str, Any]):
 
     def unread(self, harmless: Collection[str]) -> dict[str, Any]:
         """Fields that nobody looked at and that may change the network: null, false and 0 switch nothing on."""
-        found = {}
+        found: dict[str, Any] = {}
         for name, value in self.items():
             path = f"{self.root}{name}"
             if type(value) is dict and any(seen.startswith(f"{path}.") for seen in self.seen):

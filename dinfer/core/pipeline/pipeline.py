@@ -184,7 +184,7 @@ class Pipeline:
         Raises ValueError for bad input, and NonFiniteLogits or StalledRow for a request that fails.
         """
         single = isinstance(prompts, str) or is_conversation(prompts)
-        how = {} if (tools := more.pop("tools", None)) is None else {"tools": tools}
+        how: dict[str, Any] = {} if (tools := more.pop("tools", None)) is None else {"tools": tools}
         encode = partial(self.encode, chat=True if how else chat, **how)
         if not single and (isinstance(prompts, Mapping) or not isinstance(prompts, Iterable)):
             raise ValueError(f"a prompt is a text, a list of messages, or a list of such prompts, not {prompts!r:.80}")
