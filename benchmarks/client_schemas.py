@@ -4,7 +4,7 @@
     python -m benchmarks.client_schemas --zod /tmp/zod --out benchmarks/results/client-schemas.json
 
 Each schema is what the client writes, and each answer is judged by the client's own validation. `--model tiny` writes
-answers with a model at temperature 1.5, in which the form has the say; without it texts of the language are drawn at random.
+answers with a model at temperature 1.5, in which the form has the say; without it texts of the language are drawn.
 `--record FILE` keeps the schemas, so that tests need no client.
 """
 
@@ -23,7 +23,8 @@ import subprocess
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Annotated, Any, Literal, NamedTuple, Optional, Union
+from functools import partial
+from typing import Annotated, Any, Literal, NamedTuple, Optional
 
 import pydantic
 import torch
@@ -93,32 +94,44 @@ class Movie(TypedDict, total=False):
 
 def pydantic_types() -> dict[str, Any]:
     """The types of the standard library that pydantic takes, and its own."""
-    names = """StrictStr StrictInt StrictFloat StrictBool StrictBytes PositiveInt NegativeInt NonNegativeInt NonPositiveInt
-    PositiveFloat NegativeFloat NonNegativeFloat NonPositiveFloat FiniteFloat UUID1 UUID3 UUID4 UUID5 UUID6 UUID7 UUID8
-    FilePath DirectoryPath NewPath SocketPath SecretStr SecretBytes ByteSize PastDate FutureDate PastDatetime FutureDatetime
-    AwareDatetime NaiveDatetime Base64Bytes Base64Str Base64UrlBytes Base64UrlStr JsonValue ImportString AnyUrl AnyHttpUrl
-    FileUrl FtpUrl HttpUrl WebsocketUrl AnyWebsocketUrl EmailStr NameEmail IPvAnyAddress IPvAnyInterface IPvAnyNetwork
-    PostgresDsn CockroachDsn AmqpDsn RedisDsn MongoDsn KafkaDsn NatsDsn MySQLDsn MariaDBDsn ClickHouseDsn SnowflakeDsn"""
+    names = """
+    StrictStr StrictInt StrictFloat StrictBool StrictBytes PositiveInt NegativeInt NonNegativeInt NonPositiveInt
+    PositiveFloat NegativeFloat NonNegativeFloat NonPositiveFloat FiniteFloat UUID1 UUID3 UUID4 UUID5 UUID6 UUID7
+    UUID8 FilePath DirectoryPath NewPath SocketPath SecretStr SecretBytes ByteSize PastDate FutureDate PastDatetime
+    FutureDatetime AwareDatetime NaiveDatetime Base64Bytes Base64Str Base64UrlBytes Base64UrlStr JsonValue
+    ImportString AnyUrl AnyHttpUrl FileUrl FtpUrl HttpUrl WebsocketUrl AnyWebsocketUrl EmailStr NameEmail
+    IPvAnyAddress IPvAnyInterface IPvAnyNetwork PostgresDsn CockroachDsn AmqpDsn RedisDsn MongoDsn KafkaDsn NatsDsn
+    MySQLDsn MariaDBDsn ClickHouseDsn SnowflakeDsn
+    """
     own = {name: getattr(pydantic, name) for name in names.split() if hasattr(pydantic, name)}
     plain = [
-        str, int, float, bool, bytes, decimal.Decimal, dt.date, dt.datetime, dt.time, dt.timedelta, uuid.UUID, pathlib.Path,
+        str, int, float, bool, bytes, decimal.Decimal, dt.date, dt.datetime, dt.time, dt.timedelta, uuid.UUID,
+        pathlib.Path,
         re.Pattern, ipaddress.IPv4Address, ipaddress.IPv6Address, ipaddress.IPv4Interface, ipaddress.IPv6Interface,
         ipaddress.IPv4Network, ipaddress.IPv6Network, Colour, Level, Empty, Person, Strict, Open, Tree, Point, Movie,
     ]  # fmt: skip
     made: dict[str, Any] = {
         "None": type(None), "Any": Any, "Literal": Literal["a", 1, None, True], "Optional[int]": Optional[int],  # noqa: UP045
-        "Union[int, str]": Union[int, str], "list[int]": list[int], "list": list, "tuple[int, str]": tuple[int, str],  # noqa: UP007
-        "tuple[int, ...]": tuple[int, ...], "set[int]": set[int], "set[str]": set[str], "set[Literal]": set[Literal["a", "b"]],
+        "Union[int, str]": int | str, "list[int]": list[int], "list": list,
+        "tuple[int, str]": tuple[int, str],
+        "tuple[int, ...]": tuple[int, ...], "set[int]": set[int], "set[str]": set[str],
+        "set[Literal]": set[Literal["a", "b"]],
         "frozenset[Colour]": frozenset[Colour], "deque[int]": deque[int], "Sequence[int]": Sequence[int],
         "Iterable[int]": Iterable[int], "dict[str, int]": dict[str, int], "dict[Colour, int]": dict[Colour, int],
         "dict[int, str]": dict[int, str], "Mapping[str, bool]": Mapping[str, bool], "dict": dict,
-        "conint(multiple_of=5)": Annotated[int, Field(multiple_of=5)], "multiple_of=0.5": Annotated[float, Field(multiple_of=0.5)],
-        "multiple_of=0.01": Annotated[float, Field(multiple_of=0.01)], "gt, lt": Annotated[float, Field(gt=0.1, lt=0.3)],
-        "condecimal": pydantic.condecimal(max_digits=5, decimal_places=2), "constr": Annotated[str, Field(min_length=2, max_length=4)],
-        "pattern": Annotated[str, Field(pattern=r"^[a-c]+\d?$")], "conlist": Annotated[list[int], Field(min_length=1, max_length=3)],
-        "conset": Annotated[set[int], Field(min_length=2, max_length=3)], "discriminated": Annotated[Cat | Dog, Field(discriminator="kind")],
+        "conint(multiple_of=5)": Annotated[int, Field(multiple_of=5)],
+        "multiple_of=0.5": Annotated[float, Field(multiple_of=0.5)],
+        "multiple_of=0.01": Annotated[float, Field(multiple_of=0.01)],
+        "gt, lt": Annotated[float, Field(gt=0.1, lt=0.3)],
+        "condecimal": pydantic.condecimal(max_digits=5, decimal_places=2),
+        "constr": Annotated[str, Field(min_length=2, max_length=4)],
+        "pattern": Annotated[str, Field(pattern=r"^[a-c]+\d?$")],
+        "conlist": Annotated[list[int], Field(min_length=1, max_length=3)],
+        "conset": Annotated[set[int], Field(min_length=2, max_length=3)],
+        "discriminated": Annotated[Cat | Dog, Field(discriminator="kind")],
         "Json": pydantic.Json, "Json[int]": pydantic.Json[int], "Secret[int]": pydantic.Secret[int],
-        "PaymentCardNumber": getattr(pydantic.types, "PaymentCardNumber", None), "list[Person]": Annotated[list[Person], Field(max_length=2)],
+        "PaymentCardNumber": getattr(pydantic.types, "PaymentCardNumber", None),
+        "list[Person]": Annotated[list[Person], Field(max_length=2)],
         "described": Annotated[int, Field(title="X", examples=[1])],
     }  # fmt: skip
     return {**{each.__name__: each for each in plain}, **made, **own}
@@ -134,7 +147,7 @@ def of_pydantic() -> tuple[dict[str, Any], dict[str, Callable[[str], bool]]]:
         try:
             adapter: TypeAdapter[Any] = TypeAdapter(kind)
             schemas[name] = adapter.json_schema()
-            judges[name] = lambda text, adapter=adapter: _takes(adapter, text)
+            judges[name] = partial(_takes, adapter)
         except Exception as error:  # pydantic itself refuses
             schemas[name] = str(error).splitlines()[0]
     return schemas, judges
@@ -212,10 +225,10 @@ def main() -> None:
         versions["zod"] = json.loads(package.read_text())["version"]
         more = rows("zod", recorded["zod"], answers)
         sent = {row["type"]: row["answers"] for row in more if "answers" in row}
-        judged = _node("validate", args.zod, json.dumps(sent))
+        verdicts = _node("validate", args.zod, json.dumps(sent))
         for row in more:
             if "answers" in row:
-                row["valid"] = judged[row["type"]]
+                row["valid"] = verdicts[row["type"]]
         found += more
     result = {**provenance(torch.device("cpu")), "clients": versions, "rows": found}
     args.out.write_text(json.dumps(result, indent=1) + "\n")
@@ -225,9 +238,8 @@ def main() -> None:
         own = [row for row in found if row["client"] == client and "no_schema" not in row]
         compiled = [row for row in own if "answers" in row]
         valid = sum(sum(row["valid"]) for row in compiled)
-        print(
-            f"{client}: {len(compiled)} of {len(own)} compile; {valid} of {sum(len(r['valid']) for r in compiled)} valid"
-        )
+        judged = sum(len(row["valid"]) for row in compiled)
+        print(f"{client}: {len(compiled)} of {len(own)} compile; {valid} of {judged} answers are valid")
 
 
 if __name__ == "__main__":

@@ -105,15 +105,17 @@ AIM = 4096  # recursion is unrolled further as long as fewer states than this ar
 
 
 def deepest(
-    unrolled: Callable[[int], tuple[Automaton, bool]], asked: int | None, why: Callable[[], str], budget: Budget
-) -> tuple[Automaton, int | None]:
+    unrolled: Callable[[int], tuple[Automaton, bool]], asked: int | None, why: Callable[[], str], budget: Budget,
+    room: int | None = None,
+) -> tuple[Automaton, int | None]:  # fmt: skip
     """The automaton of the depth asked for, or else of the largest that takes few states, and its depth.
 
-    `unrolled(depth)`: the automaton, and whether recursion was cut. The depth is None if it was not.
+    `unrolled(depth)`: the automaton, and whether recursion was cut. The depth is None if it was not. `room`: the states
+    that it may have; None: as many as a language.
     Raises TooLarge if even depth 1 has too many states, ConstraintError with `why` if nothing is accepted.
     """
     best: tuple[Automaton, int | None] | None = None
-    most = budget.limits.states
+    most, aim = (budget.limits.states, AIM) if room is None else (room + 1, room)
     for depth in [asked] if asked else range(1, DEEPEST + 1):
         try:
             automaton, cut = unrolled(depth)
@@ -125,7 +127,7 @@ def deepest(
             break
         growth = automaton.states / best[0].states if best else 1.0
         best = automaton, depth if cut else None
-        if not cut or automaton.states * growth > AIM:
+        if not cut or automaton.states * growth > aim:
             break
     assert best is not None
     if best[0].empty:

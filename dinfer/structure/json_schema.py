@@ -67,18 +67,18 @@ CAPS = None, 1024, 256, 128, 64, 32, 16, 8  # what lengths and counts are lowere
 
 
 def compile_schema(
-    constraint: Constraint, budget: Budget, kind: str | None = None
+    constraint: Constraint, budget: Budget, kind: str | None = None, room: int | None = None
 ) -> tuple[Automaton, bool, int | None]:
     """The automaton of a schema, whether it is exact, and how deep recursion was unrolled.
 
-    `kind`: the type that values must have, whatever the schema says; None: any.
+    `kind`: the type that values must have, whatever the schema says; None: any. `room`: the states that it may have.
     Raises ConstraintError with the path of the keyword that is wrong, not supported or impossible to meet.
     """
     root, caps = json.loads(constraint.text), list(CAPS)
     while True:
-        builder = _Builder(root, constraint, caps.pop(0), budget, kind)
+        builder = _Builder(root, constraint, caps.pop(0), budget, kind, room)
         try:
-            automaton, depth = deepest(builder.whole, constraint.depth, builder.nothing, budget)
+            automaton, depth = deepest(builder.whole, constraint.depth, builder.nothing, budget, room)
             narrowed = builder.capped or builder.narrowed or builder.reader.narrowed or builder.reader.prover.shortened
             return automaton, depth is None and not narrowed, depth
         except TooLarge:
@@ -97,8 +97,10 @@ class _Builder:
     """One way to build a schema. An expression is None where no value is possible."""
 
     def __init__(
-        self, root: Any, constraint: Constraint, cap: int | None, budget: Budget, kind: str | None = None
-    ) -> None:
+        self, root: Any, constraint: Constraint, cap: int | None, budget: Budget, kind: str | None = None,
+        room: int | None = None,
+    ) -> None:  # fmt: skip
+        self.room = budget.limits.states - 1 if room is None else room
         self.root, self.constraint, self.cap, self.budget = root, constraint, cap, budget
         self.typed: Any = True if kind is None else {"type": kind}
         self.reader = Reader(root, constraint.lenient, self.matches, budget)
@@ -128,8 +130,8 @@ class _Builder:
 
     def minimal(self, node: Node) -> Automaton:
         """As `build`; what is much too large is refused before the work."""
-        if (states := copies(node, self.sizes)) > 3 * self.budget.limits.states:
-            raise TooLarge(f"has about {states:,} states; at most {self.budget.limits.states - 1:,} are possible")
+        if (states := copies(node, self.sizes)) > 3 * (self.room + 1):
+            raise TooLarge(f"has about {states:,} states; at most {self.room:,} are possible")
         self.kept.append(node)  # its identity stands for its size
         return build(node, self.budget)
 

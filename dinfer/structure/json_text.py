@@ -285,7 +285,8 @@ FORMATS |= {
 _B64, _MASK = "[A-Za-z0-9+/]", "([0-9]|[12][0-9]|3[0-2])"
 FORMATS |= {
     "base64": f"({_B64}{{4}})*({_B64}[AQgw]==|{_B64}{{2}}[AEIMQUYcgkosw048]=)?",
-    "ipvanyaddress": FORMATS["ipv4"], "ipv4interface": f"{FORMATS['ipv4']}/{_MASK}", "ipv4network": "0\\.0\\.0\\.0/" + _MASK,
+    "ipvanyaddress": FORMATS["ipv4"], "ipv4interface": f"{FORMATS['ipv4']}/{_MASK}",
+    "ipv4network": "0\\.0\\.0\\.0/" + _MASK,
     "ipv6interface": f"({FORMATS['ipv6']})/([0-9]|[1-9][0-9]|1[01][0-9]|12[0-8])",
     "ipv6network": "::/([0-9]|[1-9][0-9]|1[01][0-9]|12[0-8])", "regex": r"([A-Za-z0-9 _-]|\\[dws.][*+?]?)*",
 }  # fmt: skip

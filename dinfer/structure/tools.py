@@ -11,15 +11,32 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dinfer.structure.automaton import ANYTHING, Automaton, Node, alt, avoiding, build, cat, containing, repeat, without
+from dinfer.structure.automaton import (
+    ANYTHING,
+    Automaton,
+    Graph,
+    Node,
+    alt,
+    avoiding,
+    build,
+    cat,
+    containing,
+    repeat,
+    without,
+    words,
+)  # fmt: skip
 from dinfer.structure.constraint import Constraint, json_schema, json_text
 from dinfer.structure.json_schema import compile_schema
 from dinfer.structure.json_shape import at
 from dinfer.structure.json_text import literal
-from dinfer.structure.limits import Budget, ConstraintError
+from dinfer.structure.limits import Budget, ConstraintError, TooLarge
 
+AROUND, AROUND_EACH = 64, len(', "arguments": ')  # states around all calls, and around each beside its name
+SLACK, MANY, STEP = (1.4, 1.0), 8, 64
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+
+Built = tuple[Automaton, bool, int | None]  # whether it is exact, and how deep recursion was unrolled
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,38 +79,101 @@ def head(name: str) -> str:
     return f'{OPEN}\n{{"name": {literal(name).decode()}, "arguments": '
 
 
-def compile_tools(constraint: Constraint, budget: Budget) -> tuple[Automaton, bool, int | None]:
-    """The automaton of an answer, whether it is exact, and how deep recursion was unrolled."""
-    told = json.loads(constraint.text)
-    functions, choice = told["functions"], told["choice"]
-    built: list[tuple[Automaton, bool, int | None]] = []
+def compile_tools(constraint: Constraint, budget: Budget) -> Built:
+    """The automaton of an answer, whether it is exact, and how deep recursion was unrolled.
 
-    def automaton(schema: dict[str, Any], path: str, kind: str | None = None) -> Automaton:
-        try:
-            own = replace(constraint, kind="json_schema", text=json_schema(schema).text, stop=(), after="")
-            built.append(compile_schema(own, budget, kind))
-        except ConstraintError as error:
-            raise type(error)(error.message, at(path, *([error.path] if error.path else []))) from error
-        return built[-1][0]
+    Where all arguments are too many states together, the largest nest less deep and have shorter texts and lists, and
+    then no space is optional. Such an answer is marked inexact.
+    """
+    known: dict[tuple[str, str, int | None], Built] = {}
+    forms = [constraint, *([replace(constraint, whitespace="compact")] if constraint.whitespace == "default" else [])]
+    for form in forms:
+        for slack in SLACK:  # arguments have states in common, how many is seen at the end
+            try:
+                found, exact, depth = _Calls(form, budget, known, slack).answer()
+                if found.states < budget.limits.states:
+                    return found, exact and form is constraint, depth
+                reason = TooLarge(f"has {found.states:,} states; at most {budget.limits.states - 1:,} are possible")
+            except TooLarge as error:
+                reason = error
+    raise reason
 
-    calls = []
-    for name in [choice] if choice in functions else functions:
-        parameters = NO_PARAMETERS if functions[name] is None else functions[name]
-        arguments = automaton(parameters, f"{name}.parameters", "object")
-        calls.append(cat(head(name).encode(), arguments, f"}}\n{CLOSE}".encode()))
-    one = build(alt(calls), budget)
-    several: Node = cat(one, repeat(cat(b"\n", one))) if told["parallel"] and choice not in functions else one
-    if told["ends"]:
-        several = avoiding(several, told["ends"], "call", budget)
-    if choice != "auto":
-        answer: Node = several
-    elif told["content"] is None:
-        answer = cat(avoiding(ANYTHING, [OPEN], "text", budget), repeat(several, 0, 1))
-    else:  # a value of the schema or calls, told apart by the trigger
-        value = automaton(told["content"], "content")
-        answer = alt([without(value, build(containing([OPEN])), budget), several])
-    depth = max((depth or 0 for _, _, depth in built), default=0)
-    return build(answer, budget), all(exact for _, exact, _ in built), depth or None
+
+class _Calls:
+    """The answers with calls, built once. `known`: arguments by schema, whitespace and room."""
+
+    def __init__(
+        self, constraint: Constraint, budget: Budget, known: dict[tuple[str, str, int | None], Built], slack: float
+    ) -> None:
+        self.constraint, self.budget, self.known, self.slack = constraint, budget, known, slack
+        self.told = json.loads(constraint.text)
+
+    def answer(self) -> Built:
+        told, choice = self.told, self.told["choice"]
+        functions = told["functions"]
+        built = self.arguments({name: functions[name] for name in ([choice] if choice in functions else functions)})
+        calls = (
+            cat(head(name).encode(), arguments, f"}}\n{CLOSE}".encode()) for name, (arguments, *_) in built.items()
+        )
+        one = build(alt(calls), self.budget)
+        again = ((1, b"\n", 0),) if told["parallel"] and choice not in functions else ()
+        several: Node = Graph(3, ((0, one, 1), *again, (1, None, 2)))
+        parts = list(built.values())
+        if told["ends"]:
+            several = avoiding(several, told["ends"], "call", self.budget)
+        if choice != "auto":
+            answer: Node = several
+        elif told["content"] is None:
+            answer = cat(avoiding(ANYTHING, [OPEN], "text", self.budget), repeat(several, 0, 1))
+        else:  # a value of the schema or calls, told apart by the trigger
+            parts.append(self.schema(told["content"], "content"))
+            answer = alt([without(parts[-1][0], build(containing([OPEN])), self.budget), several])
+        depth = max((depth or 0 for _, _, depth in parts), default=0)
+        return build(answer, self.budget), all(exact for _, exact, _ in parts), depth or None
+
+    def schema(self, schema: dict[str, Any], path: str, kind: str | None = None, room: int | None = None) -> Built:
+        text = json_schema(schema).text
+        key = (text, f"{self.constraint.whitespace} {kind}", room)
+        if key not in self.known:
+            own = replace(self.constraint, kind="json_schema", text=text, stop=(), after="")
+            try:
+                self.known[key] = compile_schema(own, self.budget, kind, room)
+            except ConstraintError as error:
+                raise type(error)(error.message, at(path, *([error.path] if error.path else []))) from error
+        return self.known[key]
+
+    def arguments(self, functions: dict[str, dict[str, Any] | None]) -> dict[str, Built]:
+        """The arguments of each function. Where they need too many states, the large ones share what is left."""
+
+        def compiled(name: str, room: int | None = None) -> Built:
+            parameters = NO_PARAMETERS if functions[name] is None else functions[name]
+            return self.schema(parameters or {}, f"{name}.parameters", "object", room)
+
+        around = words(map(literal, functions)).states + AROUND_EACH * len(functions) + AROUND
+        left = self.budget.limits.states - around
+        most = max(1, left // MANY) if len(functions) > MANY else None  # so that the largest is not built in vain
+        found: dict[str, Built] = {}
+        for name in functions:
+            try:
+                found[name] = compiled(name, most)
+            except TooLarge:
+                found[name] = compiled(name)
+        whole = f"the {len(functions)} functions together need more than {self.budget.limits.states:,} states"
+        if sum(own[0].states for own in found.values()) <= self.slack * left:
+            return found
+        if self.slack > 1:
+            raise TooLarge(whole)
+        order = sorted(functions, key=lambda name: found[name][0].states)
+        for i, name in enumerate(order):
+            share = left // (len(order) - i) // STEP * STEP
+            if found[name][0].states > share:
+                try:
+                    found[name] = compiled(name, share)
+                except TooLarge:  # it cannot be smaller, and the others share what it leaves
+                    if found[name][0].states > left:
+                        raise TooLarge(f"{whole}; offer fewer, or simpler ones") from None
+            left -= found[name][0].states
+        return found
 
 
 def calls_in(answer: str) -> tuple[str, list[Call]]:

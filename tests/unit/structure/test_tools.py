@@ -80,6 +80,32 @@ def test_every_accepted_answer_is_read_back() -> None:
     assert called >= 20
 
 
+def test_many_tools_share_the_states() -> None:
+    """Each compiles alone; together those with any objects and long lists once had too many states."""
+    loose = {"type": "object", "properties": {"meta": {"type": "object"}, "id": {"type": "string", "maxLength": 200}}}
+    lines = {"type": "array", "maxItems": 32, "items": WEATHER}
+    functions = {f"tool_{i}": WEATHER if i % 3 else {**loose, "title": f"{i}"} for i in range(24)}
+    functions["listing"] = {"type": "object", "properties": {"lines": lines}, "required": ["lines"]}
+    automaton, exact, _ = compile_automaton(tools(functions))
+    assert not exact and automaton.states < 8192
+    assert automaton.accepts(written(Call("tool_1", '{"city": "x"}'), Call("tool_3", '{"meta": {"a": 1}, "id": "y"}')))
+    assert automaton.accepts(written(Call("listing", '{"lines": [{"city": "x"}, {"city": "y"}]}')))
+    small = {f"f{i}": {"type": "object", "properties": {f"path{i}": {"type": "string"}}} for i in range(128)}
+    automaton, exact, _ = compile_automaton(tools(small, "required"))
+    assert exact and automaton.accepts(written(Call("f127", '{"path127": ""}'), Call("f0", "{}")))
+    assert not automaton.accepts(written(Call("f127", '{"path0": ""}')))
+
+
+def test_definitions_of_tools_are_their_own() -> None:
+    def refers(kind: str) -> dict[str, Any]:
+        return {"properties": {"a": {"$ref": "#/$defs/A"}}, "required": ["a"], "$defs": {"A": {"type": kind}}}
+
+    automaton = compile_automaton(tools({"f": refers("integer"), "g": refers("string")}, "required"))[0]
+    accepted = [(name, text) for name in "fg" for text in ('{"a": 1}', '{"a": "1"}')
+                if automaton.accepts(written(Call(name, text)))]  # fmt: skip
+    assert accepted == [("f", '{"a": 1}'), ("g", '{"a": "1"}')]
+
+
 def test_what_is_refused() -> None:
     with pytest.raises(ConstraintError, match=r"f\.parameters\.properties\.a\.contains: "):
         compile_automaton(tools({"f": {"properties": {"a": {"contains": {}}}}}))
