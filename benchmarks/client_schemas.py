@@ -177,11 +177,13 @@ def writer(model: str | None, samples: int) -> Callable[[Any], list[str]]:
         return walked
     import dinfer
 
-    pipe = dinfer.load(model, overrides=[f"max_new_tokens={STEPS}", "sampling.temperature=1.5"])
+    pipe = dinfer.load(model)
 
     def written(schema: Any) -> list[str]:
-        answers = [pipe.generate("Write something.", schema=schema, seed=seed) for seed in range(samples)]
-        return [answer.text for answer in answers]
+        return [
+            pipe.generate("Write something.", schema=schema, seed=seed, temperature=1.5, max_new_tokens=STEPS).text
+            for seed in range(samples)
+        ]
 
     return written
 
