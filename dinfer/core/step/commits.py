@@ -38,7 +38,7 @@ def commit(
 
     `blank_RL`: what open positions hold from now on.
     """
-    edits = view.edits
+    edits, view = view.edits, excused(view, proposal)
     if use_triton(canvas.tokens_NS, "commit"):
         kernel = triton("advance").commit
 
@@ -50,7 +50,7 @@ def commit(
                 stats.token_RL, stats.confidence_RL, stats.mask_confidence_RL, stats.mask_drawn_RL,
                 proposal.commit_RL, proposal.token_RL, proposal.remask_RL if edits else None, proposal.retry_R,
                 proposal.source_RL if edits else None, blank_RL,
-                vocab=spec.vocab, mask_id=spec.mask_id, edits=edits, drafts=proposal.draft_RL is not None,
+                vocab=spec.vocab, mask_id=spec.mask_id, edits=edits,
                 open_status=int(Status.OPEN), done_status=int(Status.DONE),
             )
         )  # fmt: skip
@@ -86,9 +86,17 @@ def commit(
     )
 
 
+def excused(view: BlockView, proposal: Proposal) -> BlockView:
+    """The view without the duty to commit in rows whose decoder waits."""
+    if (waits_R := proposal.waits_R) is None:
+        return view
+    must_R = view.must_progress_R
+    return replace(view, must_progress_R=~waits_R if must_R is None else must_R & ~waits_R)
+
+
 def allowed_commits(proposal: Proposal, stats: TokenStats, view: BlockView, spec: ModelSpec) -> tuple[Tensor, Tensor]:
     """Which positions to write and what: the proposal without what may not be written, and with one commit where a
-    row must progress but chose none. A decoder that drafts or moves may choose none.
+    row must progress but chose none. A decoder that moves tokens may choose none.
 
     That commit is at the most confident masked position, if possible one where the model prefers a token to the mask.
     So no decoder can hang the loop, whatever the logits. The mask, and numbers outside the vocabulary, are not written.
@@ -101,7 +109,7 @@ def allowed_commits(proposal: Proposal, stats: TokenStats, view: BlockView, spec
         if spec.mask_id is not None:
             valid_RL = valid_RL & (wanted_RL != spec.mask_id)
         commit_RL, token_RL = commit_RL & valid_RL, torch.where(valid_RL, wanted_RL, token_RL)
-    if proposal.draft_RL is not None or (proposal.source_RL is not None and view.edits):
+    if proposal.source_RL is not None and view.edits:
         return commit_RL, token_RL
     return with_progress(commit_RL, stats, view), token_RL
 

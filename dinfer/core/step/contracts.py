@@ -42,8 +42,8 @@ class Proposal:
     busy_R: Tensor | None = None  # rows that want another step although no mask is left (editing)
     remask_RL: Tensor | None = None  # bool, decoded positions to mask again; a row that would not gain keeps them
     retry_R: Tensor | None = None  # rows that need not gain by it, since the decoder counts how often they do this
-    # What open positions hold until the next step; -1: fresh noise. Only for models without a mask token. A decoder
-    # that drafts or moves need not commit at every step, and sees to it itself that the block comes to an end.
+    waits_R: Tensor | None = None  # bool, rows that need not commit at this step; the decoder counts how often
+    # What open positions hold until the next step; -1: fresh noise. Only for models without a mask token.
     draft_RL: Tensor | None = None
     # int64, from where in the block a token and its status come, -1: a new mask; other fields name places after that.
     source_RL: Tensor | None = None

@@ -489,7 +489,7 @@ def commit(
     pos_RL: Tensor, tokens_RL: Tensor, masked_RL: Tensor, given_RL: Tensor, must_R: Tensor | None,
     token_RL: Tensor, confidence_RL: Tensor, mask_confidence_RL: Tensor, drawn_RL: Tensor | None,
     commit_RL: Tensor, wanted_RL: Tensor | None, remask_RL: Tensor | None, retry_R: Tensor | None,
-    source_RL: Tensor | None, blank_RL: Tensor | int, *, vocab: int, mask_id: int | None, edits: bool, drafts: bool,
+    source_RL: Tensor | None, blank_RL: Tensor | int, *, vocab: int, mask_id: int | None, edits: bool,
     open_status: int, done_status: int,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """See `dinfer.core.step.commits.commit`; returns the fields of `dinfer.core.step.commits.Commits`."""
@@ -509,7 +509,7 @@ def commit(
         *(after_RL if t is None else t.contiguous() for t in read),
         after_RL, left_RL, stop_RL, finished_R, gained_B, broken_B, behind_B,
         tokens_NS.shape[1], vocab, -1 if mask_id is None else mask_id, stop_X.shape[0], blocks, length,
-        EDITS=edits, FORCED=not drafts and source_RL is None, DRAWN=drawn_RL is not None, WANTED=wanted_RL is not None,
+        EDITS=edits, FORCED=source_RL is None, DRAWN=drawn_RL is not None, WANTED=wanted_RL is not None,
         REMASK=remask_RL is not None, MOVES=source_RL is not None, RETRY=retry_R is not None, MUST=must_R is not None,
         BLANK=isinstance(blank_RL, Tensor), MASK=mask_id is not None, OPEN=open_status, DONE=done_status,
         K=triton.next_power_of_2(blocks), L=triton.next_power_of_2(length),

@@ -71,4 +71,9 @@ class Renoise(Decoder, Adjusts):
             done_R1 = done_R1 & same_RL.all(-1, keepdim=True)
             state["best"].copy_(torch.cat((state["best"][:, 1:], best_RL[:, None]), 1))
         done_R1 = done_R1 | (view.step_R[:, None] + 1 >= view.options["steps"])
-        return Proposal(view.masked_RL & done_R1, best_RL, draft_RL=torch.where(draft_RL, stats.token_RL, -1))
+        return Proposal(
+            view.masked_RL & done_R1,
+            best_RL,
+            waits_R=~done_R1[:, 0],
+            draft_RL=torch.where(draft_RL, stats.token_RL, -1),
+        )

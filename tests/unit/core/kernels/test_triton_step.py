@@ -259,6 +259,7 @@ def test_commit(monkeypatch: pytest.MonkeyPatch, blocks: int, edits: bool, masks
             token_RL=number(VOCAB + 2, *shape, low=-1) if trial % 2 else None,
             remask_RL=chance(*shape, p=0.3) if trial // 6 % 2 else None,
             retry_R=chance(rows) if trial % 4 == 1 else None,
+            waits_R=chance(rows, p=0.4) if trial % 5 < 2 else None,
             draft_RL=number(VOCAB, *shape) if not masks and trial % 2 else None,
             source_RL=number(length + 1, *shape, low=-2) if trial // 2 % 2 else None,
         )

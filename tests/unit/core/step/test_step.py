@@ -99,6 +99,17 @@ def test_forced_progress_takes_the_best_position_that_is_not_declined() -> None:
     assert [row[5:] for row in seen] == [[MASK, MASK, 12], [MASK, 11, 12], [10, 11, 12]]
 
 
+def test_a_decoder_that_waits_need_not_commit() -> None:
+    """Without a draft, which only models without a mask token have. It may wait in some rows and not in others."""
+
+    def propose(stats: TokenStats, view: BlockView) -> Proposal:
+        return Proposal(every(view, False), waits_R=view.step_R % 3 < 2)
+
+    recipe = scripted_recipe(Proposing(propose=propose))
+    counts = [update.committed for update in engine_for(recipe).run([Request(PROMPT, 3)], Wants(snapshots=True))]
+    assert counts == [0, 0, 1, 1, 1, 2, 2, 2, 3]
+
+
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_decoder_that_is_busy_for_ever_is_stopped(ahead: bool) -> None:
     def propose(stats: TokenStats, view: BlockView) -> Proposal:
