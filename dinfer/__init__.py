@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dinfer.core.abilities.registry import ABILITIES
-    from dinfer.core.engine.async_engine import AsyncEngine
     from dinfer.core.engine.request import Counts, NonFiniteLogits, Wants
     from dinfer.core.engine.runtime import Runtime
     from dinfer.core.pipeline import Pipeline, Result, load
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from dinfer.core.recipe.presets import presets
     from dinfer.core.recipe.recipe import IncompatibleRecipe, Recipe, compose
     from dinfer.core.registry import CACHES, DECODERS, ITERATIONS, MODELS, SAMPLINGS, UnknownName
+    from dinfer.serving.async_engine import AsyncEngine
 
 # Before torch is loaded: OpenMP threads that spin while they wait make small models several times slower as soon as
 # anything else wants the cores.
@@ -38,7 +38,7 @@ _MODULES = {
     "core.registry": ("CACHES", "DECODERS", "ITERATIONS", "MODELS", "SAMPLINGS", "UnknownName"),
     "core.recipe.presets": ("presets",),
     "core.recipe.recipe": ("IncompatibleRecipe", "Recipe", "compose"),
-    "core.engine.async_engine": ("AsyncEngine",),
+    "serving.async_engine": ("AsyncEngine",),
     "core.engine.request": ("Counts", "NonFiniteLogits", "Wants"),
     "core.engine.runtime": ("Runtime",),
     "core.pipeline": ("Pipeline", "Result", "load"),
@@ -58,7 +58,7 @@ _ADDRESSES = {
     )},
     "caches.chosen": "research.caches.chosen", "decoders.renoise": "research.decoders.renoise",
     "decoders.s2d2": "research.decoders.s2d2", "loading.inspect": "lab.inspect", "analysis": "lab",
-    "parallel": "scale.parallel", "startup": "speed.startup",
+    "parallel": "scale.parallel", "engine.async_engine": "serving.async_engine", "startup": "speed.startup",
 }  # fmt: skip
 
 

@@ -16,12 +16,12 @@ import simpy
 from benchmarks.capacity.denoising import Denoising
 from benchmarks.capacity.steps import StepTimes, Unmeasured
 from benchmarks.capacity.traffic import Asked
-from dinfer.core.engine.async_engine import PAUSE
 from dinfer.core.engine.row import StepWidth
 from dinfer.core.engine.runner import bucket
 from dinfer.core.engine.scheduler.grouping import Group, PrefillBatching, free_positions, grouped
 from dinfer.core.step.cursors import Phase
 from dinfer.core.step.shape import StepShape
+from dinfer.serving.async_engine import PAUSE
 from dinfer.speed.settling import settling
 
 

@@ -16,7 +16,7 @@ from dinfer.core.pipeline.inputs import texts_in
 from dinfer.core.recipe.recipe import Recipe
 from dinfer.core.registry import DECODERS, options_of, values_of
 from dinfer.lab.trace.record import Pieces
-from dinfer.core.engine.async_engine import AsyncEngine, EngineThread
+from dinfer.serving.async_engine import AsyncEngine, EngineThread
 from dinfer.serving.errors import SHOWN, ApiError, at_field, invalid, refused
 from dinfer.serving.fields import SEEDS, Generation, Sampled
 from dinfer.structure import Language

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from dinfer.core.engine.request import Request as Row
 from dinfer.core.step.shape import StepShape
 from dinfer.serving.answers import Rendering, Stream
-from dinfer.core.engine.async_engine import AsyncEngine, EngineThread
+from dinfer.serving.async_engine import AsyncEngine, EngineThread
 from dinfer.serving.errors import ApiError, refused
 from dinfer.serving.fields import Generation, Own
 from dinfer.serving.guard import HELD, REQUEST_ID

@@ -34,3 +34,10 @@ def load_loops(levels: Any, loops: Any) -> Any:
     from dinfer.speed.adaptive import Loops
 
     return Loops(levels, loops)
+
+
+def guessed_rounds(recipe: Recipe, free: int, limit: int, slices: bool) -> Any:
+    """Guesses the steps of a round before the last one has ended, see `Ahead`."""
+    from dinfer.speed.settling import Settling, Slicing
+
+    return (Slicing if slices else Settling)(recipe, free, limit)

@@ -9,12 +9,10 @@ import torch
 from torch import Tensor
 
 from dinfer.core.abilities.registry import ABILITIES
-from dinfer.core.caches.widths import VicinityCache
-from dinfer.core.decoders.confidence import Credit, Factor
-from dinfer.core.decoders.editing import DMax, JointThreshold
+from dinfer.core.decoders.confidence import Factor
+from dinfer.core.decoders.editing import JointThreshold
 from dinfer.core.decoders.threshold import Threshold
-from dinfer.core.iterations.feeding import Smooth
-from dinfer.core.iterations.multi_block import DMaxSweep, MultiBlock
+from dinfer.core.iterations.multi_block import MultiBlock
 from dinfer.core.iterations.sweep import BlockSweep, Blockwise
 from dinfer.core.kernels.attention import attention_interval
 from dinfer.core.kernels.selection import confident, descending_rank
@@ -35,6 +33,11 @@ from dinfer.core.step.cursors import BlockView, Phase, RowCursors
 from dinfer.core.step.mixins import Adjusts, CanvasRows, Chooses
 from dinfer.core.step.model import Parts
 from dinfer.core.step.shape import StepShape
+from dinfer.research.caches.widths import VicinityCache
+from dinfer.research.decoders.editing import DMax
+from dinfer.research.decoders.history import Credit
+from dinfer.research.iterations.multi_block import DMaxSweep
+from dinfer.research.iterations.smooth import Smooth
 
 
 class DinferRule:
@@ -140,7 +143,7 @@ class EndsSight(Ability):
         return cls() if isinstance(recipe.cache, LopaCache) else None
 
     def seen(self, step: Step, lanes: RowCursors, place_BW: Tensor) -> Seen:
-        return attention_interval(place_BW, None, lanes.end_B, step.recipe.model.spec.causal_block, None), None, None
+        return Seen(attention_interval(place_BW, None, lanes.end_B, step.recipe.model.spec.causal_block, None))
 
 
 class ReferenceRecipe(Recipe):

@@ -69,8 +69,8 @@ class Encoder(Ability):
         local = step.recipe.model.spec.local
         context_BW, interval_BW = encoder_intervals(place_BW, lanes.start_B, lanes.end_B)
         if local is None:
-            return interval_BW, None, context_BW
-        return interval_BW, local_interval(interval_BW, place_BW, lanes.start_B, local.window), context_BW
+            return Seen(interval_BW, None, context_BW)
+        return Seen(interval_BW, local_interval(interval_BW, place_BW, lanes.start_B, local.window), context_BW)
 
 
 @ABILITIES.register("following")

@@ -24,15 +24,15 @@ from dinfer.core.memory import KVPool, PagedAttend
 from dinfer.core.refusals import Refusal, Trait
 from dinfer.core.step.ability import Ability, Decision, Entry, Extra, Forward, Known, Parts, Step, StepShape, Window
 from dinfer.core.step.canvas import Canvas
-from dinfer.core.step.contracts import Decoder, Iteration, Large
+from dinfer.core.step.contracts import Decoder, Large
 from dinfer.core.step.cursors import BlockView, Phase, RowCursors, Status
-from dinfer.core.step.mixins import Branches, Edits, LeavesDecoded, Verifies, Watches
+from dinfer.core.step.mixins import Branches, Edits, LeavesDecoded, Verifies, Watches, branches_of
 from dinfer.core.step.record import Raw, Said, Written, records, said_of, tell
 from dinfer.core.step.scores import proposed_tokens
 from dinfer.core.step.shape import HostFacts, Planned
 from dinfer.core.step.step import block_view, forward, seen
+from dinfer.core.step.versions import States, logits_of_versions
 from dinfer.core.step.window import deciding
-from dinfer.speed.abilities.candidates import States, logits_of_versions
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,11 +194,6 @@ class Versions:
         lanes = replace(lanes, end_B=end_B1[:, 0], step_BK=lanes.step_BK.masked_fill(opened_BK, 0))
         canvas.store(lanes)
         return lanes, adds_B1[:, 0].to(torch.int64), opened_BK
-
-
-def branches_of(iteration: Iteration) -> int:
-    """How many versions run beside the active blocks."""
-    return iteration.branches if isinstance(iteration, Branches) else 0
 
 
 LARGE = Trait(

@@ -11,7 +11,7 @@ present state among them, G = C * B lanes of the forward.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -19,16 +19,16 @@ from torch import Tensor
 
 from dinfer.core.abilities.registry import ABILITIES
 from dinfer.core.abilities.traits import GUIDED, KEEPS_KEYS, NO_MASK
-from dinfer.core.kernels.canvas import rows_of, span, store_rows, take
-from dinfer.core.memory import KVPool, PagedAttend, Seen
+from dinfer.core.kernels.canvas import rows_of, span, store_rows
+from dinfer.core.memory import PagedAttend
 from dinfer.core.refusals import Refusal, Trait
 from dinfer.core.step.ability import ByExtra, Decision, Entry, Extra, Forward, Known, Parts, Step, StepShape
 from dinfer.core.step.canvas import Canvas
-from dinfer.core.step.cursors import Phase, RowCursors
+from dinfer.core.step.cursors import RowCursors
 from dinfer.core.step.mixins import Branches, Feeds, Grows, Verifies
-from dinfer.core.step.scores import read_logits
 from dinfer.core.step.shape import Planned
 from dinfer.core.step.step import forward
+from dinfer.core.step.versions import States, logits_of_versions
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,60 +90,11 @@ class Guesses:
         return torch.where(filled_CBX, self.token_NX.index_select(0, slot_B), tokens_BX)
 
 
-@dataclass(slots=True)
-class States:
-    """The states that one forward evaluates, and where the rows are among them."""
-
-    slot_B: Tensor
-    live_B: Tensor  # bool: the row has followed the candidates so far
-    start_B: Tensor  # the active region that the candidates are of
-    end_B: Tensor
-    length_B: Tensor
-    pos_BX: Tensor
-    states_CBX: Tensor  # int64, tokens of the active region
-
-    @classmethod
-    def of(cls, guesses: Guesses, canvas: Canvas, lanes: RowCursors, shape: StepShape, count: int) -> Self:
-        """The present state of each lane, and `count` others."""
-        pos_BX = span(lanes.start_B, lanes.end_B, shape.blocks * shape.block)
-        states_CBX = guesses.states(lanes.slot_B, canvas.gather(lanes.slot_B, pos_BX)[0], count)
-        return cls(lanes.slot_B, lanes.live_B, lanes.start_B, lanes.end_B, lanes.length_B, pos_BX, states_CBX)
-
-    def windows(self, pos_BW: Tensor, tokens_BW: Tensor) -> Tensor:
-        """What the window of each lane of the forward holds. int64 [G, W]"""
-        inside_BW = (pos_BW >= self.start_B[:, None]) & (pos_BW < self.end_B[:, None])
-        count, place_BW = self.states_CBX.shape[0], torch.where(inside_BW, pos_BW - self.start_B[:, None], 0)
-        states_CBW = self.states_CBX.gather(2, place_BW.expand(count, -1, -1))
-        return torch.where(inside_BW, states_CBW, tokens_BW).flatten(0, 1)
-
-    def attend(
-        self, kv: KVPool, pos_BW: Tensor, place_BW: Tensor, intervals: list[tuple[Tensor, Tensor]], pages: int
-    ) -> PagedAttend:
-        """Attention of all lanes of the forward. Each candidate writes its keys to pages of its own.
-
-        `intervals`: what the positions see, for the present state and for each candidate. [B, W] each
-        """
-        count = self.states_CBX.shape[0]
-        table_GP = kv.forked(self.slot_B, place_BW, count - 1)
-        pos_GW, place_GW = (t_BW.repeat(count, 1) for t_BW in (pos_BW, place_BW))
-        start_GW, end_GW = (torch.cat(bounds) for bounds in zip(*intervals, strict=True))
-        lane_G = torch.arange(table_GP.shape[0], device=table_GP.device)
-        return kv.attend(lane_G, pos_GW, Seen((start_GW, end_GW)), pages, place_BW=place_GW, table_NP=table_GP)
-
-    def reached(self, canvas: Canvas, phase: Phase) -> tuple[RowCursors, Tensor]:
-        """The lanes after a step, live where the state is a candidate, and which one it is. int64 [B]"""
-        lanes = canvas.lanes(self.slot_B, phase)
-        tokens_BX = canvas.gather(self.slot_B, self.pos_BX)[0]
-        same_CB = ((tokens_BX == self.states_CBX) | (self.pos_BX < 0)).all(-1)
-        stays_B = (lanes.start_B == self.start_B) & (lanes.end_B == self.end_B) & (lanes.length_B == self.length_B)
-        self.live_B = self.live_B & lanes.live_B & stays_B & same_CB.any(0)
-        return replace(lanes, live_B=self.live_B), same_CB.long().argmax(0)
-
-
-def logits_of_versions(step: Step, run: Forward, count: int) -> Tensor:
-    """The logits of the active blocks in each of `count` versions of the lanes. [C, R, L, V]"""
-    lanes_GWD = take(run.h_BWD, run.logits_RL.repeat(count, 1))
-    return read_logits(step, run.model, lanes_GWD).unflatten(0, (count, -1))
+def states_of(guesses: Guesses, canvas: Canvas, lanes: RowCursors, shape: StepShape, count: int) -> States:
+    """The present state of each lane, and `count` others."""
+    pos_BX = span(lanes.start_B, lanes.end_B, shape.blocks * shape.block)
+    states_CBX = guesses.states(lanes.slot_B, canvas.gather(lanes.slot_B, pos_BX)[0], count)
+    return States(lanes.slot_B, lanes.live_B, lanes.start_B, lanes.end_B, lanes.length_B, pos_BX, states_CBX)
 
 
 SPECULATES = Trait(lambda runtime: runtime.speculate != 0, "`runtime.speculate`", instead="runtime.speculate=0")
@@ -199,7 +150,7 @@ class Speculation(ByExtra[Candidates]):
     def prepare(self, step: Step, run: Forward) -> PagedAttend | None:
         if not (count := self.extra.count):
             return None
-        states = States.of(step.kept(Speculation), step.state.canvas, step.lanes, step.shape, count)
+        states = states_of(step.kept(Speculation), step.state.canvas, step.lanes, step.shape, count)
         run.tokens_BW = states.windows(run.pos_BW, run.tokens_BW)
         step.notes[Speculation] = states
         return states.attend(step.state.kv, run.pos_BW, run.place_BW, [run.seen[0]] * (count + 1), step.shape.pages)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dinfer.core.abilities.registry import ABILITIES
-from dinfer.core.memory import PagedAttend
+from dinfer.core.memory import PagedAttend, Seen
 from dinfer.core.step.ability import ByExtra, Extra, Forward, Parts, Step, StepShape, Window
 from dinfer.core.step.cursors import Phase
 from dinfer.core.step.mixins import Feeds
@@ -110,7 +110,7 @@ class Slices(ByExtra[Sliced]):
         pos_BG, place_BG = places.cut(run.pos_BW), places.cut(run.place_BW)
         rows = step.state.canvas.lanes(slot_B, step.shape.phase)
         interval_BG, local_BG, _ = seen(step, rows, place_BG, None if stop_B is None else stop_B[places.row_B])
-        sees = interval_BG, local_BG, None
+        sees = Seen(interval_BG, local_BG)
         attend = step.state.kv.attend(slot_B, pos_BG, sees, step.shape.pages, place_BW=place_BG)
         run.x_BWD = run.model.embed(places.cut(run.tokens_BW).clamp_min(0))
         return attend

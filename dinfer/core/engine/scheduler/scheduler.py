@@ -10,16 +10,16 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dinfer.core.engine.row import PLACE, Row, StepWidth
 from dinfer.core.engine.runtime import AUTO_CANDIDATES, Runtime
 from dinfer.core.engine.scheduler.grouping import LATE, Group, PrefillBatching, free_positions, grouped, opens
+from dinfer.core.provided import provided
 from dinfer.core.recipe.recipe import Recipe
 from dinfer.core.step.cursors import Cursors, Phase
 from dinfer.core.step.shape import KeysOnly, Planned, StepShape, extras_of
 from dinfer.core.step.window import deciding, narrow_width, width_of
-from dinfer.speed.settling import Ahead, Settling, Slicing
 
 # Positions of a step that fill the tiles of a matrix product. One more takes as long as many more: with LLaDA-8B on an
 # H200 a product of 128 rows takes 13.9 us, of 160 rows 19.3 us, and of 256 rows 16.8 us.
@@ -148,9 +148,10 @@ class Scheduler:
         keeps = self._window.keeps and recipe.iteration.blocks == 1
         simple = keeps and not (self._tries or recipe.facts.phases)  # else no step fits all that may come next
         self._slices = recipe.facts.divides
-        self._ahead: Ahead | None = None
+        self._ahead: Any | None = None  # of a layer: guesses the next round while one is under way
         if simple and (self._slices or runtime.throughput):
-            self._ahead = (Slicing if self._slices else Settling)(recipe, self._free, runtime.positions)
+            guesses = provided("guessed_rounds")
+            self._ahead = guesses and guesses(recipe, self._free, runtime.positions, self._slices)
         self._arrived = 0  # prefills since the last plan
         self._steps: list[Step] = []  # of the last round
         self._repeatable = False  # the last call of `plan` expected the steps to be needed once more

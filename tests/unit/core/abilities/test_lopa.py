@@ -8,9 +8,9 @@ from support.matrix import completions, engine_for, outcome, requests_for
 from support.models import MASK, tiny_model
 
 from dinfer.core.engine.runtime import Runtime
-from dinfer.core.iterations.multi_block import Lopa
 from dinfer.core.pipeline.pipeline import Pipeline
 from dinfer.core.recipe.recipe import IncompatibleRecipe, Recipe, compose
+from dinfer.research.iterations.multi_block import Lopa
 
 RULE = {"name": "threshold", "threshold": 0.6}
 BLOCKS = {"blocks": 2, "block": 4, "add_at": 0.5}

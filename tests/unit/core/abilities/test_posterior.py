@@ -8,7 +8,7 @@ import torch
 from support.languages import sweeps_of
 
 from dinfer.core.kernels.lines import Line
-from dinfer.research.abilities.posterior import class_weights, others
+from dinfer.structure.abilities.posterior import class_weights, others
 from dinfer.structure.compiler import compile_automaton
 from dinfer.structure.constraint import regex
 from dinfer.structure.language import Vocabulary, language

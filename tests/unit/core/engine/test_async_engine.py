@@ -13,12 +13,12 @@ import pytest
 from support.matrix import completions, engine_for, outcome
 from support.models import tiny_model
 
-from dinfer.core.engine import async_engine
-from dinfer.core.engine.async_engine import AsyncEngine, EngineHung, EngineThread
 from dinfer.core.engine.request import Completion, Request, Update, Wants
 from dinfer.core.recipe.recipe import Recipe, compose
 from dinfer.core.step.cursors import Phase
 from dinfer.core.step.shape import StepShape
+from dinfer.serving import async_engine
+from dinfer.serving.async_engine import AsyncEngine, EngineHung, EngineThread
 
 
 def recipe_of() -> Recipe:
@@ -184,7 +184,7 @@ def test_the_example_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> Non
 def test_a_process_ends_after_the_piece_of_work_that_runs() -> None:
     program = """
 import asyncio, threading, time
-from dinfer.core.engine.async_engine import EngineThread
+from dinfer.serving.async_engine import EngineThread
 
 started = threading.Event()
 

@@ -19,7 +19,6 @@ from support.matrix import (
 )
 from support.models import tiny_model
 
-from dinfer.core.engine.async_engine import AsyncEngine
 from dinfer.core.engine.batch import Asked, CanvasReader
 from dinfer.core.engine.request import Completion, Counts, Request, Update, Wants
 from dinfer.core.engine.runtime import Runtime
@@ -27,6 +26,7 @@ from dinfer.core.pipeline import Pipeline, TextStream
 from dinfer.core.recipe.recipe import Recipe, compose
 from dinfer.core.step.cursors import Status
 from dinfer.core.step.mixins import Edits
+from dinfer.serving.async_engine import AsyncEngine
 
 BLOCK = 8
 
