@@ -36,7 +36,7 @@ OUTSIDE: dict[str, set[str]] = {
     "hydra": {"cli"},
     "omegaconf": {"cli"},
     "yaml": {"core/recipe/presets"},
-    "rich": {"cli"},
+    "rich": {"cli", "core/pipeline/pipeline"},
     "matplotlib": {"lab/audit", "lab/plots"},
     "optuna": {"lab/tuning"},
     "fastapi": {"serving"},
