@@ -215,8 +215,3 @@ class Branches(ABC):
     @abstractmethod
     def present(self, alone_B: Tensor) -> Tensor:
         """Whether the present state takes part. `alone_B`: the row has no other branch. bool [B]"""
-
-
-def branches_of(iteration: Iteration) -> int:
-    """How many versions run beside the active blocks."""
-    return iteration.branches if isinstance(iteration, Branches) else 0

@@ -24,9 +24,9 @@ from dinfer.core.memory import KVPool, PagedAttend
 from dinfer.core.refusals import Refusal, Trait
 from dinfer.core.step.ability import Ability, Decision, Entry, Extra, Forward, Known, Parts, Step, StepShape, Window
 from dinfer.core.step.canvas import Canvas
-from dinfer.core.step.contracts import Decoder, Large
+from dinfer.core.step.contracts import Decoder, Iteration, Large
 from dinfer.core.step.cursors import BlockView, Phase, RowCursors, Status
-from dinfer.core.step.mixins import Branches, Edits, LeavesDecoded, Verifies, Watches, branches_of
+from dinfer.core.step.mixins import Branches, Edits, LeavesDecoded, Verifies, Watches
 from dinfer.core.step.record import Raw, Said, Written, records, said_of, tell
 from dinfer.core.step.scores import proposed_tokens
 from dinfer.core.step.shape import HostFacts, Planned
@@ -201,6 +201,11 @@ LARGE = Trait(
     "a decoder that keeps large state, as over the vocabulary",
 )
 ALONE = "{iteration} runs versions of the active blocks side by side, and {%s} can follow one alone."
+
+
+def branches_of(iteration: Iteration) -> int:
+    """How many versions run beside the active blocks."""
+    return iteration.branches if isinstance(iteration, Branches) else 0
 
 
 @ABILITIES.register("branches")
