@@ -11,11 +11,11 @@ from torch import Tensor
 from dinfer.core.abilities.registry import ABILITIES
 from dinfer.core.decoders.confidence import Factor
 from dinfer.core.decoders.editing import JointThreshold
-from dinfer.core.decoders.threshold import Threshold
+from dinfer.core.decoders.threshold import Threshold, confident
 from dinfer.core.iterations.multi_block import MultiBlock
 from dinfer.core.iterations.sweep import BlockSweep, Blockwise
 from dinfer.core.kernels.attention import attention_interval
-from dinfer.core.kernels.selection import confident, descending_rank
+from dinfer.core.kernels.selection import descending_rank
 from dinfer.core.recipe.recipe import Recipe
 from dinfer.core.registry import SAMPLINGS, Registry
 from dinfer.core.step.ability import Ability, Seen, Step

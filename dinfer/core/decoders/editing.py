@@ -6,14 +6,57 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dinfer.core.kernels.selection import Decoded, fill_and_edit
+from dinfer.core.decoders.threshold import confident
+from dinfer.core.kernels.selection import commit_kernel
 from dinfer.core.registry import DECODERS, option
 from dinfer.core.step.contracts import BlockView, Decoder, ModelSpec, Proposal, State, TokenStats
 from dinfer.core.step.mixins import Adjusts, Edits
+
+
+class Decoded(NamedTuple):
+    """What a rule that edits reads beside the masks."""
+
+    tokens_RL: Tensor
+    given_RL: Tensor  # bool
+    bar_R1: Tensor  # above this probability, another token may replace a decoded one
+    steps_R: Tensor  # int64, steps that began without a mask; the rule counts them in place
+    budget_R1: Tensor  # int64, how many of these steps may change tokens
+
+
+class Changes(NamedTuple):
+    """Positions to commit and to mask again, rows that want another step, and rows without masks. bool"""
+
+    commit_RL: Tensor
+    remask_RL: Tensor
+    busy_R: Tensor
+    full_R: Tensor
+
+
+def fill_and_edit(
+    stats: TokenStats, masked_RL: Tensor, bar_R1: Tensor, decoded: Decoded, *, least: Tensor | int
+) -> Changes:
+    """Commits masks that are `confident` above the bar. Rewrites doubtful decoded tokens, or masks them again.
+
+    A row without masks changes tokens in at most `budget_R1` steps. A row that changed tokens is busy if its budget
+    allows another step.
+    """
+    if (kernel := commit_kernel(masked_RL)) is not None:  # the lines below in one launch
+        return Changes(*kernel.confident(stats, masked_RL, bar_R1, least, above=True, decoded=decoded))
+    full_R, budget_R = ~masked_RL.any(-1), decoded.budget_R1[:, 0]
+    decoded.steps_R.add_(full_R)
+    spent_R = full_R & (decoded.steps_R > budget_R)  # an iteration may keep a row in a finished block
+    fill_RL = confident(stats, masked_RL, bar_R1, least=least, above=True)
+    above_RL = stats.top_RL > decoded.bar_R1.to(stats.confidence_RL.dtype)
+    doubt_RL = ~masked_RL & ~decoded.given_RL & above_RL & ~spent_R[:, None]
+    edit_RL = doubt_RL & (stats.token_RL != decoded.tokens_RL) & ~stats.declined_RL
+    remask_RL = doubt_RL & stats.declined_RL
+    busy_R = (fill_RL | edit_RL | remask_RL).any(-1) & (decoded.steps_R < budget_R)
+    return Changes(fill_RL | edit_RL, remask_RL, busy_R, full_R)
 
 
 @DECODERS.register("joint_threshold")

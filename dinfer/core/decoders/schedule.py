@@ -10,8 +10,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from dinfer.core.decoders.threshold import confident
 from dinfer.core.kernels.random import uniform
-from dinfer.core.kernels.selection import confident, descending_rank
+from dinfer.core.kernels.selection import descending_rank
 from dinfer.core.registry import DECODERS, option
 from dinfer.core.step.contracts import BlockView, Decoder, ModelSpec, Proposal, State, TokenStats
 from dinfer.core.terms.stats import Quota

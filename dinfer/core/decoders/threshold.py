@@ -4,9 +4,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from dinfer.core.kernels.selection import confident
+from dinfer.core.kernels.selection import commit_kernel, descending_rank
 from dinfer.core.registry import DECODERS, option
 from dinfer.core.step.contracts import BlockView, Decoder, Proposal, State, TokenStats
+from dinfer.core.terms.stats import Quota
 
 
 @DECODERS.register("threshold")
@@ -39,3 +40,18 @@ class Threshold(Decoder):
         behind_R1 = view.length_R[:, None] - view.pos_RL[:, :1] - size_R1
         ahead_R1 = behind_R1.clamp_max(self.horizon)
         return (view.masked_RL.sum(-1, keepdim=True) + ahead_R1).double() / (size_R1 + ahead_R1)
+
+
+def confident(
+    stats: TokenStats, masked_RL: Tensor, bar_R1: Tensor, *, least: Tensor | Quota | int, above: bool = False
+) -> Tensor:
+    """Masks whose probability reaches the bar (`above`: exceeds it), and the `least` most probable ones. bool [R, L]
+
+    A mask stays where the mask token is the most likely.
+    """
+    if (kernel := commit_kernel(masked_RL)) is not None:  # the lines below in one launch
+        return kernel.confident(stats, masked_RL, bar_R1, least, above=above)[0]
+    count_R1 = least.tokens() if isinstance(least, Quota) else least
+    score_RL, bar_R1 = stats.top_RL.masked_fill(~masked_RL, -1.0), bar_R1.to(stats.confidence_RL.dtype)
+    sure_RL = score_RL > bar_R1 if above else score_RL >= bar_R1
+    return (sure_RL | (descending_rank(score_RL) < count_R1)) & masked_RL & ~stats.declined_RL

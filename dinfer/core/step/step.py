@@ -142,18 +142,11 @@ def block_view(step: Step, lanes: RowCursors) -> BlockView:
     canvas, blocks = step.state.canvas, step.shape.blocks
     pos_RL, tokens_RL, masked_RL, given_RL, quota_R = canvas.active_rows(lanes, step.shape.block)
     view = BlockView(
-        pos_RL=pos_RL,
-        tokens_RL=tokens_RL,
-        masked_RL=masked_RL,
-        given_RL=given_RL,
-        step_R=lanes.step_BK.flatten(),
-        quota_R=quota_R,
-        forward_R=rows_of(lanes.steps_B, blocks),
-        seed_R=rows_of(lanes.seed_B, blocks),
-        prompt_R=rows_of(lanes.prompt_B, blocks),
-        length_R=rows_of(lanes.length_B, blocks),
+        pos_RL, tokens_RL, masked_RL, given_RL, step_R=lanes.step_BK.flatten(), quota_R=quota_R,
+        forward_R=rows_of(lanes.steps_B, blocks), seed_R=rows_of(lanes.seed_B, blocks),
+        prompt_R=rows_of(lanes.prompt_B, blocks), length_R=rows_of(lanes.length_B, blocks),
         options=step.state.options(step.recipe, lanes.slot_B, "decoder", blocks),
-    )
+    )  # fmt: skip
     for ability in step.abilities:
         view = ability.view(step, lanes, view)
     return view

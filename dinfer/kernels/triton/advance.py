@@ -323,7 +323,7 @@ def confident(
     stats: TokenStats, masked_RL: Tensor, bar_R1: Tensor, least: Tensor | Quota | int, *, above: bool,
     decoded: tuple[Tensor, ...] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The fields of `dinfer.core.kernels.selection.Changes`. Without `decoded` only the first is valid."""
+    """The fields of `dinfer.core.decoders.editing.Changes`. Without `decoded` only the first is valid."""
     rows, length = masked_RL.shape
     out_RL = torch.empty_like(masked_RL, memory_format=torch.contiguous_format)
     remask_RL, busy_R, full_R = out_RL, out_RL, out_RL

@@ -14,7 +14,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dinfer.core.kernels.selection import confident, density, descending_rank
+from dinfer.core.decoders.threshold import confident
+from dinfer.core.kernels.selection import density, descending_rank
 from dinfer.core.registry import DECODERS, option
 from dinfer.core.step.contracts import BlockView, Decoder, Large, ModelSpec, Proposal, State, TokenStats
 from dinfer.core.step.mixins import Adjusts, Weighs

@@ -20,6 +20,8 @@ triton = pytest.importorskip("triton")
 pytestmark = [pytest.mark.gpu] if CUDA else []
 
 
+from dinfer.core.decoders.editing import Decoded, fill_and_edit  # noqa: E402
+from dinfer.core.decoders.threshold import confident  # noqa: E402
 from dinfer.core.kernels import advance, attention, canvas, rotary, selection, token_stats  # noqa: E402
 from dinfer.core.step import commits  # noqa: E402
 from dinfer.core.step.canvas import Canvas  # noqa: E402
@@ -205,7 +207,7 @@ def test_confident(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, drawn: b
     for length, least in itertools.product((1, 8, 13), (1, 3, number(4, 6, 1), share)):
         stats, masked_RL = some_stats(6, length, dtype, drawn=drawn, broken=0.05), chance(6, length)
         bar_R1 = torch.tensor([0.9, 0.5, 1 / 6, 0.0, 1.0, 2 / 6], dtype=torch.float64, device=DEVICE)[:, None]
-        same(*both(monkeypatch, partial(selection.confident, stats, masked_RL, bar_R1, least=least, above=above)))
+        same(*both(monkeypatch, partial(confident, stats, masked_RL, bar_R1, least=least, above=above)))
 
 
 @pytest.mark.rest(but=1)
@@ -223,8 +225,8 @@ def test_fill_and_edit(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, draw
         def work(seen=(stats, masked_RL, bar_R1), held=(tokens_RL, given_RL, edit_R1), least=least,
                  counts=(steps_R, budget_R1)) -> list[Any]:  # fmt: skip
             steps_R = counts[0].clone()
-            decoded = selection.Decoded(*held, steps_R, counts[1])
-            return [*selection.fill_and_edit(*seen, decoded, least=least), steps_R]
+            decoded = Decoded(*held, steps_R, counts[1])
+            return [*fill_and_edit(*seen, decoded, least=least), steps_R]
 
         got, want = both(monkeypatch, work)
         same(got, want)
