@@ -22,6 +22,7 @@ from dinfer.core.step.ability import Ability, Seen, Step
 from dinfer.core.step.contracts import (
     BlockAfter,
     CachePolicy,
+    Edit,
     ModelSpec,
     Moved,
     Proposal,
@@ -173,8 +174,8 @@ class SglangJointThreshold(JointThreshold):
 
     def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
         found = super().select(stats, view, state)
-        assert found.remask_RL is not None
-        return replace(found, busy_R=(found.commit_RL | found.remask_RL).any(-1))
+        assert found.edit.remask_RL is not None
+        return replace(found, busy_R=(found.commit_RL | found.edit.remask_RL).any(-1))
 
 
 class DiffulexJointThreshold(JointThreshold):
@@ -193,7 +194,7 @@ class DiffulexJointThreshold(JointThreshold):
         spent_R1 = (full_R & (state["post_edits"] > budget_R) & ~late_R)[:, None]
         chosen_RL, remask_RL = (fill_RL | edit_RL) & ~spent_R1, remask_RL & ~spent_R1
         busy_R = (chosen_RL | remask_RL).any(-1) & ~late_R
-        return Proposal(chosen_RL, busy_R=busy_R, remask_RL=remask_RL, retry_R=torch.ones_like(full_R))
+        return Proposal(chosen_RL, busy_R=busy_R, edit=Edit(remask_RL=remask_RL, retry_R=torch.ones_like(full_R)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,7 +232,7 @@ class DiffulexDMax(DMax):
 
     def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
         found = super().select(stats, replace(view, must_progress_R=None), state)
-        return replace(found, retry_R=torch.ones_like(view.masked_RL[:, 0]))
+        return replace(found, edit=replace(found.edit, retry_R=torch.ones_like(view.masked_RL[:, 0])))
 
     def judged(self, view: BlockView) -> Tensor:
         return super().judged(view) if self.fast else ~view.masked_RL & (view.pos_RL >= 0)

@@ -48,7 +48,7 @@ class Editing(ByPart[Edits]):
         return replace(view, edits=True)
 
     def moved(self, step: Step, made: Decision) -> None:
-        if (length_B := made.proposal.length_R) is None:
+        if (length_B := made.proposal.edit.length_R) is None:
             return
         length_B = torch.where(step.lanes.live_B, length_B, step.lanes.length_B)
         step.lanes = replace(step.lanes, length_B=length_B)

@@ -14,7 +14,7 @@ from torch import Tensor
 from dinfer.core.decoders.threshold import confident
 from dinfer.core.kernels.selection import commit_kernel
 from dinfer.core.registry import DECODERS, option
-from dinfer.core.step.contracts import BlockView, Decoder, ModelSpec, Proposal, State, TokenStats
+from dinfer.core.step.contracts import BlockView, Decoder, Edit, ModelSpec, Proposal, State, TokenStats
 from dinfer.core.step.mixins import Adjusts, Edits
 
 
@@ -97,4 +97,5 @@ class JointThreshold(Decoder, Edits, Adjusts):
             view.tokens_RL, view.given_RL, options["edit_threshold"], state["post_edits"], options["post_edits"]
         )
         changes = fill_and_edit(stats, view.masked_RL, bar_R1, decoded, least=view.at_least(options["least"]))
-        return Proposal(changes.commit_RL, busy_R=changes.busy_R, remask_RL=changes.remask_RL, retry_R=changes.full_R)
+        edit = Edit(remask_RL=changes.remask_RL, retry_R=changes.full_R)
+        return Proposal(changes.commit_RL, busy_R=changes.busy_R, edit=edit)

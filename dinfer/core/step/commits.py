@@ -11,7 +11,7 @@ from torch import Tensor
 from dinfer.core.kernels.canvas import moved
 from dinfer.core.kernels.dispatch import triton, use_triton
 from dinfer.core.step.canvas import Canvas
-from dinfer.core.step.contracts import ModelSpec, Moved, Proposal
+from dinfer.core.step.contracts import Edit, ModelSpec, Moved, Proposal
 from dinfer.core.step.cursors import BlockView, Cursors, Phase, RowCursors, Status
 from dinfer.core.step.model import Parts
 from dinfer.core.terms.stats import TokenStats
@@ -39,6 +39,7 @@ def commit(
     `blank_RL`: what open positions hold from now on.
     """
     edits, view = view.edits, excused(view, proposal)
+    edit = proposal.edit if edits else Edit()
     if use_triton(canvas.tokens_NS, "commit"):
         kernel = triton("advance").commit
 
@@ -48,8 +49,7 @@ def commit(
                 lanes.slot_B, lanes.live_B, lanes.stops_B, lanes.end_B,
                 view.pos_RL, view.tokens_RL, view.masked_RL, view.given_RL, view.must_progress_R,
                 stats.token_RL, stats.confidence_RL, stats.mask_confidence_RL, stats.mask_drawn_RL,
-                proposal.commit_RL, proposal.token_RL, proposal.remask_RL if edits else None, proposal.retry_R,
-                proposal.source_RL if edits else None, blank_RL,
+                proposal.commit_RL, proposal.token_RL, edit.remask_RL, edit.retry_R, edit.source_RL, blank_RL,
                 vocab=spec.vocab, mask_id=spec.mask_id, edits=edits,
                 open_status=int(Status.OPEN), done_status=int(Status.DONE),
             )
@@ -60,13 +60,13 @@ def commit(
     broken_B = (written_RL & ~stats.finite_RL).view(lane_count, -1).any(-1) & lanes.live_B
     able_R1 = (lanes.live_B & ~broken_B).repeat_interleave(blocks)[:, None]
     masks_B, moved_RL = view.masked_RL.view(lane_count, -1).sum(-1), torch.zeros_like(view.masked_RL)
-    if proposal.source_RL is not None and edits:
-        source_RL, moved_RL = allowed_moves(proposal.source_RL, view)
+    if edit.source_RL is not None:
+        source_RL, moved_RL = allowed_moves(edit.source_RL, view)
         moved_RL, tokens_RL = moved_RL & able_R1, moved(view.tokens_RL, source_RL, blank_RL)
         view = replace(view, tokens_RL=tokens_RL, masked_RL=moved(view.masked_RL, source_RL, True))
     commit_RL, token_RL = allowed_commits(proposal, stats, view, spec)
     commit_RL = commit_RL & able_R1
-    remask_RL = allowed_remasks(proposal, commit_RL, view) & able_R1
+    remask_RL = allowed_remasks(edit, commit_RL, view) & able_R1
     left_RL = (view.masked_RL & ~commit_RL) | remask_RL
     token_RL = torch.where(left_RL, blank_RL, token_RL)
     token_RL = torch.where(commit_RL | left_RL, token_RL, view.tokens_RL)
@@ -109,7 +109,7 @@ def allowed_commits(proposal: Proposal, stats: TokenStats, view: BlockView, spec
         if spec.mask_id is not None:
             valid_RL = valid_RL & (wanted_RL != spec.mask_id)
         commit_RL, token_RL = commit_RL & valid_RL, torch.where(valid_RL, wanted_RL, token_RL)
-    if proposal.source_RL is not None and view.edits:
+    if proposal.edit.source_RL is not None and view.edits:
         return commit_RL, token_RL
     return with_progress(commit_RL, stats, view), token_RL
 
@@ -126,19 +126,19 @@ def with_progress(commit_RL: Tensor, stats: TokenStats, view: BlockView) -> Tens
     return commit_RL | (best_RL & stuck_R[:, None])
 
 
-def allowed_remasks(proposal: Proposal, commit_RL: Tensor, view: BlockView) -> Tensor:
+def allowed_remasks(edit: Edit, commit_RL: Tensor, view: BlockView) -> Tensor:
     """Decoded positions to mask again; none in a row that would not end up with fewer masks.
 
     So a decoder that takes tokens back cannot hang the loop, unless it counts these steps itself (`retry_R`) or moves.
     """
-    if proposal.remask_RL is None or not view.edits:
+    if edit.remask_RL is None:
         return torch.zeros_like(commit_RL)
-    remask_RL = proposal.remask_RL & ~view.masked_RL & ~view.given_RL & ~commit_RL
-    if proposal.source_RL is not None:
+    remask_RL = edit.remask_RL & ~view.masked_RL & ~view.given_RL & ~commit_RL
+    if edit.source_RL is not None:
         return remask_RL
     free_R = (commit_RL & view.masked_RL).sum(-1) > remask_RL.sum(-1)
-    if proposal.retry_R is not None:
-        free_R = free_R | proposal.retry_R
+    if edit.retry_R is not None:
+        free_R = free_R | edit.retry_R
     return remask_RL & free_R[:, None]
 
 

@@ -34,22 +34,29 @@ class Large(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class Edit:
+    """What a decoder that `Edits` asks for beside commits."""
+
+    remask_RL: Tensor | None = None  # bool, decoded positions to mask again; not in a row that would gain no token
+    retry_R: Tensor | None = None  # bool, rows that may gain none. The decoder limits how often this happens
+    # int64. For each position, the position in the block from which its token moves here (-1: a new mask). All other
+    # fields of a proposal use positions after the move.
+    source_RL: Tensor | None = None
+    length_R: Tensor | None = None  # int64, the length of the row from now on; only of decoders that grow
+
+
+@dataclass(frozen=True, slots=True)
 class Proposal:
     """What a decoder asks for. The step, not the decoder, writes it."""
 
-    commit_RL: Tensor  # bool; positions that may not be written are masked out by the step
-    token_RL: Tensor | None = None  # None: the proposed tokens of the statistics
-    busy_R: Tensor | None = None  # rows that want another step although no mask is left (editing)
-    remask_RL: Tensor | None = None  # bool, decoded positions to mask again; a row that would not gain keeps them
-    retry_R: Tensor | None = None  # rows that need not gain by it, since the decoder counts how often they do this
-    waits_R: Tensor | None = None  # bool, rows that need not commit at this step; the decoder counts how often
-    # What open positions hold until the next step; -1: fresh noise. Only for models without a mask token.
+    commit_RL: Tensor  # bool; the step leaves out positions that may not be written
+    token_RL: Tensor | None = None  # int64, what to write there; None: the tokens of the statistics
+    busy_R: Tensor | None = None  # bool, rows that want another step although no mask is left
+    edit: Edit = Edit()
+    waits_R: Tensor | None = None  # bool, rows that need not commit in this step. The decoder limits how often
+    verify_R: Tensor | None = None  # bool, rows whose draft a second pass checks before anything is committed
+    # int64, what open positions hold until the next step; -1: fresh noise. Only for models without a mask token.
     draft_RL: Tensor | None = None
-    # int64, from where in the block a token and its status come, -1: a new mask; other fields name places after that.
-    source_RL: Tensor | None = None
-    length_R: Tensor | None = None  # int64, the length of the row from now on; only of decoders that grow
-    # bool, rows whose draft a second pass is to verify before anything is committed; only of decoders that verify
-    verify_R: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,11 +41,11 @@ class Edits:
 
 
 class Moves(Edits):
-    """A decoder that always gives `Proposal.source_RL`, and counts its steps itself."""
+    """A decoder that always gives `Edit.source_RL`, and counts its steps itself."""
 
 
 class Grows(Moves):
-    """A decoder that begins with a canvas of its option `initial`, and always gives `Proposal.length_R`."""
+    """A decoder that begins with a canvas of its option `initial`, and always gives `Edit.length_R`."""
 
 
 class Verifies(ABC):

@@ -17,7 +17,7 @@ from torch import Tensor
 from dinfer.core.kernels.canvas import moved
 from dinfer.core.kernels.selection import descending_rank, run_leaders
 from dinfer.core.registry import DECODERS, option
-from dinfer.core.step.contracts import BlockView, Decoder, ModelSpec, Proposal, State, TokenStats
+from dinfer.core.step.contracts import BlockView, Decoder, Edit, ModelSpec, Proposal, State, TokenStats
 from dinfer.core.step.mixins import Adjusts, Edits, Grows, Moves
 
 
@@ -48,7 +48,7 @@ class Remasking(Decoder, Edits):
         rest_RL = score_RL.masked_fill(chosen_RL, -1.0)
         chosen_RL |= (descending_rank(rest_RL) < missing_R1) & open_RL
         chosen_RL &= ~stats.declined_RL
-        return Proposal(chosen_RL, remask_RL=doubtful_RL & ~chosen_RL)
+        return Proposal(chosen_RL, edit=Edit(remask_RL=doubtful_RL & ~chosen_RL))
 
 
 # Published: threshold 0.6 to let tokens in, 0.9 for them to stay; of n masks at most min(max(int(0.7 n), 5), 20) enter
@@ -98,7 +98,7 @@ class Wino(Decoder, Edits, Adjusts):
         doubtful_RL = (state["own"] < view.options["keep_threshold"]) & ~view.masked_RL & ~view.given_RL
         worst_RL = (-state["own"]).masked_fill(~doubtful_RL, float("-inf"))
         leave_RL = doubtful_RL & (descending_rank(worst_RL) < enter_RL.sum(-1, keepdim=True) - 1)
-        return Proposal(enter_RL, remask_RL=leave_RL)
+        return Proposal(enter_RL, edit=Edit(remask_RL=leave_RL))
 
 
 @DECODERS.register("dmax")
@@ -124,7 +124,7 @@ class DMax(Decoder, Edits):
         decoded_RL = ~view.masked_RL & ~view.given_RL
         write_RL = (fill_RL | (changed_RL & decoded_RL)) & ~stats.declined_RL
         busy_R = (fill_RL | changed_RL).any(-1) & ~(self.confidence(stats, view) >= self.finish_at).all(-1)
-        return Proposal(write_RL, busy_R=busy_R, remask_RL=decoded_RL & stats.declined_RL)
+        return Proposal(write_RL, busy_R=busy_R, edit=Edit(remask_RL=decoded_RL & stats.declined_RL))
 
     def judged(self, view: BlockView) -> Tensor:
         """Decoded positions at which a change of the token keeps the block from being finished. bool [R, L]"""
@@ -227,8 +227,7 @@ class InsertDelete(Decoder, Moves, Adjusts):
             moved(written_RL & ~blank_RL, source_RL, False),
             moved(token_RL, source_RL, -1),
             busy_R=~state["over"],
-            remask_RL=moved(written_RL & blank_RL & ~masked_RL, source_RL, False),
-            source_RL=source_RL,
+            edit=Edit(moved(written_RL & blank_RL & ~masked_RL, source_RL, False), source_RL=source_RL),
         )
 
     def fills(self, score_RL: Tensor, original_RL: Tensor, view: BlockView) -> Tensor:
@@ -361,8 +360,7 @@ class Daedal(Decoder, Grows):
         return Proposal(
             torch.where(fixed_R1, commit_RL, behind_RL),
             torch.where(fixed_R1, moved(stats.token_RL, source_RL, -1), eos_R1),
-            source_RL=source_RL,
-            length_R=(start_R1 + size_R1)[:, 0],
+            edit=Edit(source_RL=source_RL, length_R=(start_R1 + size_R1)[:, 0]),
         )
 
     def end_in_sight(self, stats: TokenStats, there_RL: Tensor, eos_R1: Tensor, view: BlockView) -> Tensor:

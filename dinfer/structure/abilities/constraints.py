@@ -412,14 +412,14 @@ class Constraints(ByExtra[Constrained]):
 
     def _take_back(self, made: Decision, taken_RL: Tensor, fixed_RL: Tensor, bound_R: Tensor) -> None:
         """Masks again what contradicts an edit. A row that changes nothing is not busy: it would be refused again."""
-        proposal, view = made.proposal, made.view
-        remask_RL = taken_RL if proposal.remask_RL is None else (proposal.remask_RL & ~fixed_RL) | taken_RL
-        retry_R = taken_RL.any(-1) if proposal.retry_R is None else proposal.retry_R | taken_RL.any(-1)
+        proposal, view, edit = made.proposal, made.view, made.proposal.edit
+        remask_RL = taken_RL if edit.remask_RL is None else (edit.remask_RL & ~fixed_RL) | taken_RL
+        retry_R = taken_RL.any(-1) if edit.retry_R is None else edit.retry_R | taken_RL.any(-1)
         busy_R = proposal.busy_R
         if busy_R is not None:
             changes_RL = proposal.commit_RL & (view.masked_RL | (proposal.token_RL != view.tokens_RL))
             busy_R = busy_R & ((changes_RL | remask_RL).any(-1) | ~bound_R)
-        made.proposal = replace(proposal, remask_RL=remask_RL, retry_R=retry_R, busy_R=busy_R)
+        made.proposal = replace(proposal, edit=replace(edit, remask_RL=remask_RL, retry_R=retry_R), busy_R=busy_R)
 
     def _count(self, step: Step, made: Decision, live_B: Tensor, taken_BX: Tensor) -> None:
         """Counts the steps that take something back or fill no mask, since edits may go round in circles for ever."""

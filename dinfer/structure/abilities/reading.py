@@ -226,17 +226,20 @@ class Reading(ByExtra[Reads]):
             return None if flags is None else flags & ~read_R.view(-1, *(1,) * (flags.dim() - 1))
 
         others_RL = made.stats.token_RL if proposal.token_RL is None else proposal.token_RL
-        draft_RL, source_RL = proposal.draft_RL, proposal.source_RL
+        draft_RL, source_RL = proposal.draft_RL, proposal.edit.source_RL
         place_L = torch.arange(due_RL.shape[1], device=due_RL.device)
         made.proposal = replace(
             proposal,
             commit_RL=torch.where(read_R[:, None], due_RL, proposal.commit_RL),
             token_RL=torch.where(read_R[:, None], token_RL, others_RL),
             busy_R=other(proposal.busy_R),
-            remask_RL=other(proposal.remask_RL),
             verify_R=other(proposal.verify_R),
             draft_RL=None if draft_RL is None else draft_RL.masked_fill(read_R[:, None], -1),
-            source_RL=None if source_RL is None else torch.where(read_R[:, None], place_L, source_RL),
+            edit=replace(
+                proposal.edit,
+                remask_RL=other(proposal.edit.remask_RL),
+                source_RL=None if source_RL is None else torch.where(read_R[:, None], place_L, source_RL),
+            ),
         )
         must_R = torch.ones_like(read_R) if view.must_progress_R is None else view.must_progress_R
         made.view = replace(view, must_progress_R=must_R & ~read_R)

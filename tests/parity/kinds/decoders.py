@@ -234,7 +234,7 @@ def unforced(decoder: Any) -> Decoder:
     class Unforced(type(decoder)):  # type: ignore[misc]
         def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
             found = super().select(stats, replace(view, must_progress_R=None), state)
-            return replace(found, retry_R=torch.ones_like(view.masked_RL[:, 0]))
+            return replace(found, edit=replace(found.edit, retry_R=torch.ones_like(view.masked_RL[:, 0])))
 
     return Unforced(**values_of(decoder))
 

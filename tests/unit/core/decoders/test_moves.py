@@ -12,7 +12,7 @@ from support.scripted import Scripted
 
 from dinfer.core.engine.request import Request
 from dinfer.core.recipe.recipe import Recipe, compose
-from dinfer.core.step.contracts import BlockView, Decoder, Proposal, State, TokenStats
+from dinfer.core.step.contracts import BlockView, Decoder, Edit, Proposal, State, TokenStats
 from dinfer.core.step.mixins import Moves
 
 STEPS = 6  # of moving about; then all that is left is committed
@@ -53,7 +53,7 @@ class Shuffling(Decoder, Moves):
                     after[place] = (MASK, True)
             self.want[here] = (step, after)
         busy_R = view.step_R < STEPS
-        return Proposal(commit_RL, token_RL, busy_R=busy_R, remask_RL=remask_RL, source_RL=source_RL)
+        return Proposal(commit_RL, token_RL, busy_R=busy_R, edit=Edit(remask_RL=remask_RL, source_RL=source_RL))
 
 
 def recipe(decoder: Decoder, **iteration: Any) -> Recipe:

@@ -25,7 +25,7 @@ from dinfer.core.decoders.threshold import confident  # noqa: E402
 from dinfer.core.kernels import advance, attention, canvas, rotary, selection, token_stats  # noqa: E402
 from dinfer.core.step import commits  # noqa: E402
 from dinfer.core.step.canvas import Canvas  # noqa: E402
-from dinfer.core.step.contracts import Moved, Proposal, TokenStats  # noqa: E402
+from dinfer.core.step.contracts import Edit, Moved, Proposal, TokenStats  # noqa: E402
 from dinfer.core.step.cursors import CURSORS, BlockView, Phase, RowCursors, Status  # noqa: E402
 from dinfer.core.terms.plan import WindowPlan  # noqa: E402
 from dinfer.core.terms.stats import Quota  # noqa: E402
@@ -259,11 +259,13 @@ def test_commit(monkeypatch: pytest.MonkeyPatch, blocks: int, edits: bool, masks
         proposal = Proposal(
             chance(*shape, p=0.3),
             token_RL=number(VOCAB + 2, *shape, low=-1) if trial % 2 else None,
-            remask_RL=chance(*shape, p=0.3) if trial // 6 % 2 else None,
-            retry_R=chance(rows) if trial % 4 == 1 else None,
+            edit=Edit(
+                remask_RL=chance(*shape, p=0.3) if trial // 6 % 2 else None,
+                retry_R=chance(rows) if trial % 4 == 1 else None,
+                source_RL=number(length + 1, *shape, low=-2) if trial // 2 % 2 else None,
+            ),
             waits_R=chance(rows, p=0.4) if trial % 5 < 2 else None,
             draft_RL=number(VOCAB, *shape) if not masks and trial % 2 else None,
-            source_RL=number(length + 1, *shape, low=-2) if trial // 2 % 2 else None,
         )
         spec = scripted_spec(mask_id=MASK if masks else None)
         blank_RL = MASK if masks else number(VOCAB, *shape)

@@ -18,7 +18,7 @@ from dinfer.core.decoders.schedule import Fixed
 from dinfer.core.engine.request import Request, StalledRow, Wants
 from dinfer.core.recipe.recipe import Recipe, compose
 from dinfer.core.registry import ITERATIONS
-from dinfer.core.step.contracts import BlockView, Decoder, Proposal, State, TokenStats
+from dinfer.core.step.contracts import BlockView, Decoder, Edit, Proposal, State, TokenStats
 from dinfer.core.step.cursors import Phase
 from dinfer.core.step.mixins import Edits, Feeds, Watches
 
@@ -69,9 +69,9 @@ NONSENSE: dict[str, Callable[[TokenStats, BlockView], Proposal]] = {
     "the mask nowhere": lambda stats, view: Proposal(every(view, False), tokens(view, MASK)),
     "no such token": lambda stats, view: Proposal(every(view), tokens(view, VOCAB)),
     "a negative token": lambda stats, view: Proposal(every(view), tokens(view, -1)),
-    "take all back": lambda stats, view: Proposal(every(view, False), remask_RL=every(view)),
-    "take the prompt back": lambda stats, view: Proposal(every(view), remask_RL=view.given_RL),
-    "give one, take all": lambda stats, view: Proposal(view.pos_RL % 8 == 5, remask_RL=every(view)),
+    "take all back": lambda stats, view: Proposal(every(view, False), edit=Edit(remask_RL=every(view))),
+    "take the prompt back": lambda stats, view: Proposal(every(view), edit=Edit(remask_RL=view.given_RL)),
+    "give one, take all": lambda stats, view: Proposal(view.pos_RL % 8 == 5, edit=Edit(remask_RL=every(view))),
     "every other": lambda stats, view: Proposal(every(view), torch.where(view.pos_RL % 2 == 0, 7, MASK)),
 }
 
