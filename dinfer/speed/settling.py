@@ -17,7 +17,7 @@ from dinfer.core.engine.scheduler.grouping import LATE, Group, cut, opens, settl
 from dinfer.core.recipe.recipe import Recipe
 from dinfer.core.step.cursors import ACTIVE, Phase
 from dinfer.core.step.shape import KeysOnly, StepShape
-from dinfer.core.step.window import narrow_width, width_of
+from dinfer.core.step.window import narrow_width, place, width_of
 
 MEMORY = 256  # steps with as many open positions after which older ones count half
 RECENT = 32  # blocks that ended, over which rows that end with them are averaged
@@ -235,7 +235,7 @@ class Slicing(Ahead):
         now = row.cursors
         if now.phase != Phase.PREFILL:
             return row.need.width
-        _, _, settled = self._plan.bounds(now.place, self._spec.attention_layout)
+        _, _, settled = self._plan.bounds(place(now), self._spec.attention_layout)
         return width_of(self._cache, self._spec, now._replace(phase=Phase.WINDOW, kept=settled))
 
     def _guess(self, row: Row, step: StepShape | None, enters: float, block: int) -> tuple[float, float] | None:

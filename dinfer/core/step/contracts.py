@@ -2,9 +2,7 @@
 
 Nothing here computes. Components depend on this module and on no other component: each returns a small piece of
 data (which positions, what to feed, what to commit), and `dinfer.core.step.step.denoise_step` puts the pieces together.
-
-Shape suffixes, one letter a dimension, in order: N slots, B lanes (the rows of one step), K active blocks of a row, R =
-B * K rows of blocks, L block length, S canvas length, W query positions of one forward, D hidden size, V vocabulary.
+Shape suffixes as in `dinfer.core.step.cursors`.
 """
 
 from abc import ABC, abstractmethod
@@ -20,15 +18,18 @@ from dinfer.core.terms.spec import ModelSpec
 from dinfer.core.terms.stats import TokenStats
 
 State = dict[str, Any]
-"""Mutable state of a component: named tensors, one row a lane (decoder: a row of blocks), to be changed in place.
+"""What a component remembers from step to step: named tensors with a row for each lane, which it changes in place.
 
-The step gathers the rows of its lanes and writes live ones back, so no component minds slots, padding or phases. What a
-decoder's `fresh_state` wraps in `Large` is `dinfer.core.kernels.canvas.Rows` instead.
+For decoders, a row is one active block. The step copies the rows of its lanes, and writes those of live lanes back. So
+no component handles slots, padding or phases.
 """
 
 
 class Large(NamedTuple):
-    """Large state of a decoder: read and written in place, and not reset when a block begins."""
+    """State of a decoder that is too large to be copied (say, an entry for each token of the vocabulary).
+
+    The step passes it as `dinfer.core.kernels.canvas.Rows`, and does not reset it when a block begins.
+    """
 
     fresh: Tensor
 
@@ -65,10 +66,10 @@ class BlockAfter:
 
     view: BlockView  # the blocks before the commits
     stats: TokenStats  # what was proposed
-    stop_BKL: Tensor  # bool: the token is one that ends an answer
-    open_BKL: Tensor  # bool: still to be decoded
-    finished_BK: Tensor  # bool: nothing is left to decode
-    next_B: Tensor  # first position behind the active blocks that is to be decoded; the row's length if there is none
+    stop_BKL: Tensor  # bool, the token ends an answer
+    open_BKL: Tensor  # bool, still to be decoded
+    finished_BK: Tensor  # bool, nothing is left to decode in the block
+    next_B: Tensor  # the first open position behind the active blocks; the row's length if there is none
 
     @property
     def given_BKL(self) -> Tensor:
@@ -80,21 +81,21 @@ class BlockAfter:
 class Moved:
     """Where an iteration moves its rows: cursors as `RowCursors` has them.
 
-    With K > 1 block k begins at `start + k * L`; those from `end` on are not open yet. Blocks leave at the beginning,
-    counted in `block_B`, and enter behind the others. `start_B` moves only as blocks leave, unless the iteration is one
-    that `Slides`: where a block is entered, caches refresh keys and decoders begin anew.
+    With K > 1, block k begins at `start + k * L`. Blocks from `end` on are not open yet. The first blocks leave, which
+    `block_B` counts, and new ones enter behind the others. As a row enters a block, caches refresh its keys and its
+    decoder begins anew. So `start_B` moves only as blocks leave, unless the iteration `Slides`.
     """
 
     start_B: Tensor
     end_B: Tensor
     block_B: Tensor
-    entered_BK: Tensor  # bool, the active block, as it is counted now, is a new one
-    done_B: Tensor  # bool, has nothing more to decode
-    left_B: Tensor | None = None  # int64, how many of the first blocks left; None, for K = 1: one where one entered
+    entered_BK: Tensor  # bool, block k of the row, counted after the move, is a new one
+    done_B: Tensor  # bool, the row has nothing more to decode
+    left_B: Tensor | None = None  # int64, how many blocks left. May be None if K = 1: then one left where one entered
 
     @property
     def entered_B(self) -> Tensor:
-        """Rows whose active blocks are others now. bool [B]"""
+        """Rows that have other active blocks than before. bool [B]"""
         if self.left_B is None:
             return self.entered_BK[:, 0]
         return self.entered_BK.any(-1) | (self.left_B > 0)
@@ -111,13 +112,14 @@ class Component(ABC):
         check_options(self.kind, self)
 
     def fitted(self, spec: ModelSpec) -> Self:
-        """The same for one model: options that it leaves open are filled in. Called before anything else."""
+        """The same component for one model, with options filled in that were left open. Called before all else."""
         return self
 
     def incompatibility(self, spec: ModelSpec) -> str | None:
         """Why it cannot be used with a model; None: it can. Called before any work.
 
-        An option's fix belongs to it ("Use cache.suffix=null."). Without one, the message offers other components.
+        If another value of an option mends it, the answer ends with that ("Use cache.suffix=null."). Otherwise the
+        message offers other components.
         """
         return None
 
@@ -126,30 +128,30 @@ class Decoder(Component):
     """Decides which positions of the active blocks to commit, and to what."""
 
     kind = "decoder"
-    score: str = "low_confidence"  # what it orders positions by, see `TokenStats.surest`
-    precision: ClassVar[str] = "float32"  # of the softmax behind the statistics, as published; see `Sampling.precision`
+    score: str = "low_confidence"  # by what it orders positions, see `TokenStats.surest`
+    precision: ClassVar[str] = "float32"  # of the softmax that gives the statistics, as it was published
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Which further statistics `select` reads: "entropy", "margin" and "best" are computed if they are named."""
+        """Which of the statistics "entropy", "margin" and "best" `select` reads. Others are not computed."""
         return (self.score,)
 
     def fresh_state(self, spec: ModelSpec, block: int) -> State:
-        """State of a row that enters a block; tensors without the leading R."""
+        """The state of a block when a row enters it. Its tensors have no dimension R."""
         return {}
 
     @property
     def refuses(self) -> tuple[str, ...]:
-        """Options of the sampling that this decoder cannot honour; a request that sets one is refused."""
+        """Options of the sampling that this decoder cannot honour. A request that sets one is refused."""
         # `eos_last` takes the confidence of stop tokens as 0, so the score must be the confidence.
         return () if self.score == "low_confidence" else ("eos_last",)
 
     @abstractmethod
     def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
-        """The positions to commit at this step; changes `state` in place.
+        """The positions to commit at this step. Changes `state` in place.
 
-        Statistics are 0 where the decoder may not write: where nothing is masked, or, if it edits, at given tokens.
-        Tokens are drawn at masks alone. At decoded positions the proposed token is the model's most likely one.
+        `stats` are 0 where the decoder may not write: at all positions without a mask, or, if it edits, at given ones.
+        With sampling, tokens are drawn at masks alone. At decoded positions the model's most likely token is proposed.
         """
 
 
@@ -159,30 +161,30 @@ class CachePolicy(Component):
     kind = "cache"
 
     def fresh_state(self, spec: ModelSpec, length: int) -> State:
-        """State of a row that enters, for canvases of at most `length` positions; tensors without the leading B."""
+        """The state of a new request. Its tensors have no dimension B. A canvas has at most `length` positions."""
         return {}
 
     @abstractmethod
     def plan(self, phase: Phase) -> WindowPlan:
-        """Which positions a step of `phase` computes, as data: host and device read the same integers."""
+        """Which positions a step of `phase` computes. The host and the device read the same integers."""
 
     @abstractmethod
     def needs_full_pass(self, lanes: RowCursors, moved: Moved, phase: Phase, state: State) -> Tensor | bool:
-        """Which rows, if they are not done, need a FULL pass after a step of `phase`, and not a WINDOW pass.
+        """Which unfinished rows must run a FULL pass next. The others run a WINDOW pass. bool [B], or one for all
 
-        bool [B], or one for all. `lanes` counts this step not yet.
+        `phase`: of this step. `lanes`: where `moved` has put the rows; their counts do not have this step yet.
         """
 
 
 class Iteration(Component):
-    """Decides how the canvas is swept and what the model is fed at positions that are still masked."""
+    """Decides which part of the canvas is decoded when, and what the model is fed at masks."""
 
     kind = "iteration"
     blocks: int = 1  # K
     block: int = 0  # L; 0: as long as the generation
 
     def fresh_state(self, spec: ModelSpec, length: int) -> State:
-        """State of a row that enters, for canvases of at most `length` positions; tensors without the leading B."""
+        """The state of a new request. Its tensors have no dimension B. A canvas has at most `length` positions."""
         return {}
 
     @abstractmethod

@@ -3,8 +3,8 @@
 A request lives in a *slot*. A step works on *lanes*, and each lane names a slot. So rows enter and leave between steps,
 and rows in another phase cost nothing.
 
-Shape suffixes: N slots, B lanes, K blocks of the active region, R = B * K rows of blocks, L block length,
-S canvas length, W query positions of one forward.
+Shape suffixes, one letter a dimension, in order: N slots, B lanes (the rows of one step), K active blocks of a row, R =
+B * K rows of blocks, L block length, S canvas length, W query positions of one forward, D hidden size, V vocabulary.
 """
 
 from dataclasses import dataclass
@@ -13,8 +13,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-from dinfer.core.terms.plan import Place
 
 
 class Phase(IntEnum):
@@ -58,11 +56,6 @@ class Cursors(NamedTuple):
     seed: int = 0
     stops: int = 0
 
-    @property
-    def place(self) -> Place[int]:
-        """What the width of the row's window depends on."""
-        return Place(self.start, self.end, self.length, self.kept, self.prompt, self.seen, self.start)
-
 
 CURSORS = tuple(f"{name}_B" for name in Cursors._fields)
 
@@ -94,11 +87,6 @@ class RowCursors:
     stops_B: Tensor  # 1: a generated stop token ends the request; 0: it is a token like others
     step_BK: Tensor  # steps taken in each active block
     quota_BK: Tensor  # masks each active block began with
-
-    @property
-    def place_B(self) -> Place[Tensor]:
-        """What the width of each row's window depends on."""
-        return Place(self.start_B, self.end_B, self.length_B, self.kept_B, self.prompt_B, self.seen_B, self.start_B)
 
 
 @dataclass(frozen=True, slots=True)

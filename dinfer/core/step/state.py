@@ -20,6 +20,8 @@ from dinfer.core.step.window import first_phase, prefilled, widest
 
 T = TypeVar("T")
 
+SHAPES = 256  # whose abilities are remembered
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:
@@ -175,6 +177,15 @@ class BatchState:
         length = min((kind.first_length(recipe, entry, options) for kind in recipe.abilities), default=length)
         seed = max(int(recipe.sampling_of(options).get("seed", 0)), 0)  # nobody chose one
         return Cursors(int(phase), entry.prompt, length, start, end, kept=entry.kept, seed=seed, stops=int(entry.stops))
+
+    def abilities(self, recipe: Parts, shape: StepShape) -> tuple[Any, ...]:
+        """The abilities that take part in steps of this shape, in the order of their hooks."""
+        if (known := self.resolved.get(shape)) is None:
+            if len(self.resolved) == SHAPES:  # without graphs, shapes are as many as mixtures of requests
+                self.resolved.clear()
+            found = (kind.of(recipe, shape) for kind in recipe.abilities)
+            known = self.resolved[shape] = tuple(ability for ability in found if ability is not None)
+        return known
 
     def block_rows(self, slot_B: Tensor, block_B: Tensor, blocks: int) -> Tensor:
         """Where the decoder's state of each active block is. int64 [R]

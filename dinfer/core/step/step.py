@@ -155,11 +155,8 @@ def block_view(step: Step, lanes: RowCursors) -> BlockView:
 def block_after(step: Step, made: Decision) -> BlockAfter:
     """The active blocks after the commits, by lane."""
     by_block, commits, busy_R = (step.shape.lanes, step.shape.blocks), made.commits, made.proposal.busy_R
+    finished_R = commits.finished_R if busy_R is None else commits.finished_R & ~busy_R
     return BlockAfter(
-        view=made.view,
-        stats=made.stats,
-        stop_BKL=commits.stop_RL.view(*by_block, -1),
-        open_BKL=commits.open_RL.view(*by_block, -1),
-        finished_BK=(commits.finished_R if busy_R is None else commits.finished_R & ~busy_R).view(by_block),
-        next_B=commits.next_B,
-    )
+        made.view, made.stats, stop_BKL=commits.stop_RL.view(*by_block, -1),
+        open_BKL=commits.open_RL.view(*by_block, -1), finished_BK=finished_R.view(by_block), next_B=commits.next_B,
+    )  # fmt: skip

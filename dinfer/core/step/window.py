@@ -29,13 +29,24 @@ class Window:
     stop_B: Tensor | None = None  # int64, the first place that nobody sees; None: as the cache says
 
 
+def place(now: Cursors) -> Place[int]:
+    """What the width of a row's window depends on. Host side."""
+    return Place(now.start, now.end, now.length, now.kept, now.prompt, now.seen, now.start)
+
+
+def places(lanes: RowCursors) -> Place[Tensor]:
+    """What the width of each row's window depends on."""
+    start_B = lanes.start_B
+    return Place(start_B, lanes.end_B, lanes.length_B, lanes.kept_B, lanes.prompt_B, lanes.seen_B, start_B)
+
+
 def window(
     cache: CachePolicy, lanes: RowCursors, canvas: Canvas, spec: ModelSpec, shape: StepShape, state: State
 ) -> Window:
     """The positions that a step computes; changes the cache's `state` in place."""
     plan, active = cache.plan(shape.phase), shape.blocks * shape.block
     if not plan.chosen:
-        place_B = lanes.place_B
+        place_B = places(lanes)
         if plan.front:  # the first open position of the active region; its end, if none is
             pos_BX = span(lanes.start_B, lanes.end_B, active)
             open_BX = (canvas.gather(lanes.slot_B, pos_BX)[1] == int(Status.OPEN)) & (pos_BX >= 0)
@@ -46,18 +57,18 @@ def window(
         )  # fmt: skip
         place_BW, stop_B = pos_BW, None
         if plan.last:
-            stop_B = plan.bounds(lanes.place_B, spec.attention_layout)[1]
+            stop_B = plan.bounds(places(lanes), spec.attention_layout)[1]
             pos_BW = torch.where(place_BW == stop_B[:, None] - 1, lanes.length_B[:, None] - 1, place_BW)
         return Window(pos_BW, place_BW, fits_B, logits_BX.view(-1, shape.block), kept_B, final_until_B, stop_B)
     if not isinstance(cache, Chooses):
         raise TypeError(f"{type(cache).__name__}.plan says `chosen`, so it must derive from Chooses")
     flags_BS = cache.choose(lanes, CanvasRows(canvas, lanes.slot_B), spec, shape.phase, state)
-    first_B, stop_B, _ = plan.bounds(lanes.place_B, spec.attention_layout)
+    first_B, stop_B, _ = plan.bounds(places(lanes), spec.attention_layout)
     pos_S = torch.arange(flags_BS.shape[1], device=flags_BS.device)
     pos_BW, place_BS = compact(flags_BS & (pos_S >= first_B[:, None]) & (pos_S < stop_B[:, None]), shape.width)
     pos_BX = span(lanes.start_B, lanes.end_B, active)
     logits_BX = torch.where(pos_BX >= 0, place_BS.gather(1, (pos_BX - spec.shift).clamp_min(0)), -1)
-    fits_B = plan.width(lanes.place_B, lanes.forwards_B, spec.attention_layout) <= shape.width
+    fits_B = plan.width(places(lanes), lanes.forwards_B, spec.attention_layout) <= shape.width
     return Window(pos_BW, pos_BW, fits_B, logits_BX.clamp_max(shape.width - 1).view(-1, shape.block))
 
 
@@ -94,9 +105,9 @@ def width_of(cache: CachePolicy, spec: ModelSpec, now: Cursors) -> int:
         return 2 * (now.end - now.start)
     plan = cache.plan(Phase(now.phase))
     if now.phase == Phase.PREFILL:
-        first, _, settled = plan.bounds(now.place, spec.attention_layout)
+        first, _, settled = plan.bounds(place(now), spec.attention_layout)
         return settled - first
-    return plan.width(now.place, now.forwards, spec.attention_layout)
+    return plan.width(place(now), now.forwards, spec.attention_layout)
 
 
 def narrow_width(cache: CachePolicy, spec: ModelSpec, now: Cursors) -> int | None:
@@ -106,7 +117,7 @@ def narrow_width(cache: CachePolicy, spec: ModelSpec, now: Cursors) -> int | Non
     """
     if not (plan := cache.plan(Phase.WINDOW)).keeps or plan.front:  # rows that stay would be as wide as they were
         return None
-    _, stop, settled = plan.bounds(now.place, spec.attention_layout)
+    _, stop, settled = plan.bounds(place(now), spec.attention_layout)
     return max(stop - settled, spec.attention_block or 1)
 
 
@@ -115,8 +126,8 @@ def prefilled(cache: CachePolicy, spec: ModelSpec, start: int) -> int:
 
     These keys depend on the tokens before them alone, so requests whose prompts begin alike may share them.
     """
-    plan, place = cache.plan(Phase.PREFILL), Place(start, start, start, 0, start, 0, start)
-    return plan.bounds(place, spec.attention_layout)[2] if plan.keeps else 0
+    plan, at_start = cache.plan(Phase.PREFILL), Place(start, start, start, 0, start, 0, start)
+    return plan.bounds(at_start, spec.attention_layout)[2] if plan.keeps else 0
 
 
 def first_phase(cache: CachePolicy, spec: ModelSpec, start: int) -> Phase:

@@ -1,6 +1,6 @@
 """What passes through one step: the step itself, its forward, what it decides by, and the decision.
 
-Abilities (`dinfer.core.step.ability`) read and replace these fields. Shape suffixes as in `dinfer.core.step.contracts`.
+Abilities (`dinfer.core.step.ability`) read and replace these fields. Shape suffixes as in `dinfer.core.step.cursors`.
 """
 
 from collections.abc import Iterable
@@ -21,7 +21,6 @@ from dinfer.core.step.window import Window
 from dinfer.core.terms.stats import TokenStats
 
 T = TypeVar("T")
-SHAPES = 256  # whose abilities are remembered
 
 
 @dataclass(slots=True)
@@ -40,14 +39,9 @@ class Step:
 
     @classmethod
     def of(cls, recipe: Parts, state: BatchState, shape: StepShape, slot_B: Tensor) -> Self:
-        if (abilities := state.resolved.get(shape)) is None:
-            found = (kind.of(recipe, shape) for kind in recipe.abilities)
-            if len(state.resolved) == SHAPES:  # without graphs, shapes are as many as mixtures of requests
-                state.resolved.clear()
-            abilities = state.resolved[shape] = tuple(ability for ability in found if ability is not None)
         lanes = state.canvas.lanes(slot_B, shape.phase)
         states = state.iteration.lanes(slot_B), state.cache.lanes(slot_B)
-        return cls(recipe, state, shape, abilities, lanes, lanes, *states)
+        return cls(recipe, state, shape, state.abilities(recipe, shape), lanes, lanes, *states)
 
     def kept(self, kind: type[Any]) -> Any:
         """What an ability keeps for all slots, see `Ability.alloc`."""
@@ -55,7 +49,7 @@ class Step:
 
     @property
     def refreshes(self) -> bool:
-        """It is a full pass whose keys are kept."""
+        """Whether it is a full pass whose keys are kept."""
         return self.shape.phase == Phase.FULL and not isinstance(self.recipe.cache, KeepsNothing)
 
     def narrow(self, live_B: Tensor) -> None:
@@ -67,44 +61,44 @@ class Step:
 class Forward:
     """One pass of the network: what it computes, and what it leaves."""
 
-    model: Network  # of this step
+    model: Network  # that runs in this step
     window: Window
-    pos_BW: Tensor
-    place_BW: Tensor
+    pos_BW: Tensor  # int64, the positions of the live rows; -1: padding
+    place_BW: Tensor  # int64, where the row keeps their keys
     tokens_BW: Tensor
     status_BW: Tensor
     seen: Seen
-    logits_RL: Tensor  # where in W the hidden states are that decode the active blocks
-    attend: PagedAttend = field(init=False)  # of the lanes
-    fed: PagedAttend | None = None  # what the model is given, if not `attend`
-    x_BWD: Tensor | None = None  # what it is fed; None: the embedded tokens
-    needed_BX: Tensor | None = None  # which of the hidden states are read; None: all
-    decodes: bool = True  # False: it computes keys, and there is nothing to decide
-    h_BWD: Tensor = field(init=False)
+    logits_RL: Tensor  # int64, for each position of the active blocks, which of the W hidden states decodes it
+    attend: PagedAttend = field(init=False)  # attention of the window
+    fed: PagedAttend | None = None  # another attention, which the network is given in its place
+    x_BWD: Tensor | None = None  # what the network is fed; None: the embedded tokens
+    needed_BX: Tensor | None = None  # which of the W hidden states are read; None: all
+    decodes: bool = True  # False: it only computes keys, and there is nothing to decide
+    h_BWD: Tensor = field(init=False)  # what the network returns
 
 
 @dataclass(slots=True)
 class Known:
-    """What a decision goes by: a forward, or the logits of the active blocks."""
+    """What a decision is made from: a forward, or logits of the active blocks that an ability has at hand."""
 
     run: Forward | None = None
     logits_RLV: Tensor | None = None
     hit: bool = False  # no forward is counted for it
-    gained_B: Tensor | None = None  # int64, tokens committed on the way to it
-    opened_BK: Tensor | None = None  # bool, active blocks that are new since the last decision
+    gained_B: Tensor | None = None  # int64, tokens that were committed between the last decision and this one
+    opened_BK: Tensor | None = None  # bool, active blocks that were entered between them
 
 
 @dataclass(slots=True)
 class Decision:
-    """What is decided in the lanes of a step, as far as it has come."""
+    """What a step decides. The fields without a value are set one after the other."""
 
     known: Known
-    lanes: RowCursors  # as they are before the decision
+    lanes: RowCursors  # the rows before the decision
     view: BlockView
-    row_R: Tensor  # where the decoder's state of each block is
+    row_R: Tensor  # int64, where the decoder keeps the state of each block
     decoder_state: State
     stats: TokenStats = field(init=False)
-    adjusted_RLV: Tensor = field(init=False)  # logits that the statistics were taken of
+    adjusted_RLV: Tensor = field(init=False)  # the logits that `stats` describe
     proposal: Proposal = field(init=False)
     commits: Commits = field(init=False)
     moved: Moved = field(init=False)

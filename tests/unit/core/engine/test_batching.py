@@ -463,7 +463,7 @@ def test_occupancy_may_be_asked_while_a_round_closes_the_batch(monkeypatch: pyte
 
 
 def test_what_is_remembered_of_shapes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dinfer.core.step.ability.SHAPES", 3)
+    monkeypatch.setattr("dinfer.core.step.state.SHAPES", 3)
     engine = engine_for(block_recipe())
     shapes = observed(engine)
     completions(engine, [Request([1] * (3 + 7 * i), 8 * (1 + i % 3)) for i in range(8)])

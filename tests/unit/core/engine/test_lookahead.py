@@ -35,7 +35,7 @@ from dinfer.core.engine.worker import Worker
 from dinfer.core.recipe.recipe import Recipe, compose
 from dinfer.core.step.contracts import CachePolicy, WindowPlan
 from dinfer.core.step.cursors import Cursors, Phase
-from dinfer.core.step.window import width_of
+from dinfer.core.step.window import place, width_of
 from dinfer.research.caches.chosen import AdaptiveCache
 
 BLOCK = 8
@@ -242,7 +242,7 @@ def test_a_row_is_planned_when_it_has_moved(monkeypatch: pytest.MonkeyPatch) -> 
     recipe, planned = recipe_of(name="fixed", steps=BLOCK), list[tuple[int, ...]]()
 
     def noted(cache: CachePolicy, spec: Any, now: Cursors) -> int:
-        planned.append((now.phase, *now.place))
+        planned.append((now.phase, *place(now)))
         return width_of(cache, spec, now)
 
     monkeypatch.setattr(scheduler, "width_of", noted)
