@@ -85,6 +85,8 @@ class StreamOptions(Strict):
 class Neutral(Strict):
     """A request in which a field that is null, or asks for nothing, counts as absent."""
 
+    aliases: ClassVar[Mapping[str, str]] = {}  # other names of fields
+
     model: str
 
     @model_validator(mode="before")
@@ -94,7 +96,11 @@ class Neutral(Strict):
         if not isinstance(data, dict):
             return data
         kept = {}
-        for field, value in data.items():
+        for alias, field in cls.aliases.items():
+            if data.get(alias) is not None and data.get(field) not in (None, data[alias]):
+                raise invalid(alias, f" and {field} contradict each other: give one")
+        given = {cls.aliases.get(field, field): value for field, value in data.items() if value is not None}
+        for field, value in given.items():
             if value is None or (field == "tools" and data.get("tool_choice") == "none"):
                 continue
             neutral, reason = NOT_SUPPORTED.get(field, ((), ""))

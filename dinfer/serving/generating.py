@@ -11,6 +11,7 @@ from typing import Any
 
 from fastapi import Response
 
+from dinfer.core.engine.request import Request
 from dinfer.core.pipeline.inputs import NoTools
 from dinfer.core.step.told import TokenLogprob
 from dinfer.lab.likelihood import left_to_right
@@ -65,13 +66,17 @@ async def scored(server: Server, served: Served, ids: list[int], top: int, field
 async def generated(
     server: Server, served: Served, asked: Generation, prompts: list[list[int]],
     rendering: Callable[[Answer, Any, Shown], Rendering], top: int | None, echoes: Sequence[Event] = (),
+    rows: Sequence[Request] | None = None,
 ) -> Response:  # fmt: skip
-    """Runs the rows of a request, and answers. `top`: alternatives of each token; None: no log-probabilities."""
+    """Runs the rows of a request, and answers. `top`: alternatives of each token; None: no log-probabilities.
+
+    `rows`: None: those that continue the prompts.
+    """
     prompts = [served.truncated(prompt, asked) for prompt in prompts]
     if server.settings.log_prompts:
         for prompt in prompts:
             LOG.info("prompt", extra={"model": served.name, "prompt": served.pipe.decode(prompt)})
-    rows = await served.rows(prompts, asked)
+    rows = await served.rows(prompts, asked) if rows is None else rows
     scores: list[list[Any]] = []
     if (best := asked.prompt_logprobs) is not None:
         told = [await scored(server, served, prompt, best, "prompt_logprobs") for prompt in prompts]

@@ -1,5 +1,6 @@
 """The models that a server offers by name, and how a client's request becomes rows, and their warm-up."""
 
+import asyncio
 import logging
 import random
 import secrets
@@ -12,7 +13,7 @@ from typing import Any
 from dinfer.core.engine.engine import Engine
 from dinfer.core.engine.request import Request, Wants
 from dinfer.core.pipeline import Pipeline
-from dinfer.core.pipeline.inputs import texts_in
+from dinfer.core.pipeline.inputs import escaped, texts_in
 from dinfer.core.recipe.recipe import Recipe
 from dinfer.core.registry import DECODERS, options_of, values_of
 from dinfer.lab.trace.record import Pieces
@@ -29,6 +30,7 @@ THOUGHTS = (
     ("<|channel>thought", "<channel|>"),
 )  # fmt: skip
 TAIL = 16  # tokens at the end of a prompt that may open a thought
+GAP = 64  # positions between a prompt and a suffix, if the request does not say how many
 PAUSES = 2.0, 10.0  # rounds of steps that a client waits on average before it asks again
 
 
@@ -183,6 +185,32 @@ class Served:
                 raise invalid(source, f": {what}") from error
             rows += (replace(row, more=row.more | more, stops=not asked.ignore_eos) for row in made)
         return rows
+
+    async def gap_rows(self, before: str, behind: str, asked: Generation, gap: int | None) -> list[Request]:
+        """One row for each choice of what stands between two texts. `gap`: its positions; None: as many as may be.
+
+        Raises ApiError.
+        """
+        if self.pipe.model.spec.attention_block:
+            why = "is not supported by this model: it would fill the gap without having seen the text behind it"
+            raise ApiError(400, f"suffix {why}", "suffix", "unsupported_value")
+        options, languages = self.options(asked), await self.languages(asked)
+        bias, most = self._bias(asked), asked.length[1] or GAP
+        self.check_size([{"content": before}, {"content": behind}], "prompt")
+
+        def made(positions: int, number: int = 0, held: Sequence[Language] = ()) -> Request:
+            text = f"{escaped(before)}[MASK:{positions}]{escaped(behind)}"
+            seed = (max(options.get("sampling.seed", 0), 0) + number) % SEEDS
+            own = options | ({"sampling.seed": seed} if number else {})
+            return self.pipe.infill_request(text, own, held, "gap")
+
+        with at_field("suffix"):
+            given = (await asyncio.to_thread(made, 1)).length - 1
+            self.check_length(given + (gap or 1), "prompt")
+            size = gap or min(most, self.max_length - given)
+            rows = [await asyncio.to_thread(made, size, number, languages) for number in range(asked.n)]
+        more = {"bias": bias} if bias else {}
+        return [replace(row, more=row.more | more, stops=not asked.ignore_eos) for row in rows]
 
     def card(self) -> dict[str, Any]:
         """The entry in /v1/models."""

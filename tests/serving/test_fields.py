@@ -156,6 +156,33 @@ def test_tokens_are_ruled_out_or_preferred(client: Client) -> None:
         assert chat(client, **fields).json()["error"]["param"] == name
 
 
+def test_a_gap_before_a_suffix_is_filled(client: Client) -> None:
+    before, behind = "Tom has 12 coins and buys 3", " at 2 coins each. So he pays 6 coins."
+    ask = {"model": "tiny", "prompt": before, "suffix": behind, "max_tokens": 4}
+    whole = client.ask("/v1/fim/completions", ask).json()
+    filled = client.ask("/v1/infill", {"model": "tiny", "text": f"{before}[MASK:4]{behind}"}).json()
+    (text,) = filled["gaps"]
+    (choice,) = whole["choices"]
+    assert text.startswith(choice["text"]) and whole["usage"]["prompt_tokens"] == filled["usage"]["prompt_tokens"]
+    told = [piece["choices"][0] for piece in pieces(client.ask(TEXT, ask | {"stream": True}))]
+    assert "".join(one["text"] for one in told) == choice["text"]
+    assert told[-1]["finish_reason"] == choice["finish_reason"]
+    none, plain = (client.ask(TEXT, ask | {"suffix": text}).json()["choices"] for text in ("<|endoftext|>", ""))
+    assert none == plain != whole["choices"]
+    long = client.ask(TEXT, ask | {"max_tokens": 4000, "n": 2, "temperature": 1.0, "random_seed": 3, "prompt": ""})
+    assert len(long.json()["choices"]) == 2 and long.json()["usage"]["completion_tokens"] <= 2 * 256
+    held = client.ask(TEXT, ask | {"regex": " (coin|book)s"}).json()["choices"][0]
+    assert held["text"] in (" coins", " books") and held["finish_reason"] == "stop"
+    for fields, name in (
+        ({"echo": True}, "echo"), ({"prompt": [1]}, "suffix"), ({"dinfer": {"gap": 300}}, "prompt"),
+        ({"suffix": "", "dinfer": {"gap": 3}}, "dinfer.gap"), ({"random_seed": 1, "seed": 2}, "random_seed"),
+    ):  # fmt: skip
+        assert client.ask(TEXT, ask | fields).json()["error"]["param"] == name
+    with served(pipe=dinfer.load("tiny-llada2", device="cpu", runtime=dinfer.Runtime(rows=2))) as causal:
+        refused = causal.ask(TEXT, ask).json()["error"]
+        assert refused["param"] == "suffix" and "without having seen" in refused["message"]
+
+
 def test_token_ids_come_with_answers_and_streams(client: Client) -> None:
     whole = client.ask(TEXT, {"model": "tiny", "prompt": QUESTION, "max_tokens": 16, "return_token_ids": True}).json()
     (choice,) = whole["choices"]
@@ -314,7 +341,7 @@ def test_no_message_holds_a_prompt_or_more_than_80_characters_of_a_name(client: 
         (CHAT, {"messages": asked, "stream_options": {}}), (CHAT, {"messages": asked, "top_logprobs": 1}),
         (CHAT, {"messages": SECRET}), (CHAT, {"messages": [{"role": "user", "content": {"text": SECRET}}]}),
         (CHAT, {"messages": asked, "promt": SECRET}), (TEXT, {"prompt": {"text": SECRET}}),
-        (TEXT, {"prompt": [SECRET, 5]}), (TEXT, {"prompt": SECRET, "suffix": SECRET}), (TEXT, [SECRET]),
+        (TEXT, {"prompt": [SECRET, 5]}), (TEXT, {"prompt": [SECRET], "suffix": SECRET}), (TEXT, [SECRET]),
         (CHAT, {"messages": asked, "prediction": {"content": SECRET}}),
         (CHAT, {"messages": asked, long: 1}), (CHAT, {"messages": asked, "dinfer": {long: 1}}),
         (CHAT, {"messages": asked, "dinfer": {"threshold": long}}), (CHAT, {"messages": asked, "tool_choice": long}),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Sequence
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from fastapi import FastAPI, Response
 from pydantic import Field, model_validator
@@ -13,25 +13,50 @@ from pydantic import Field, model_validator
 from dinfer.core.engine.request import Counts
 from dinfer.serving.answers import Answer, Part, Rendering
 from dinfer.serving.errors import ApiError, invalid, refused
-from dinfer.serving.fields import Generation, StreamOptions, Text
+from dinfer.serving.fields import Generation, Own, Stop, StreamOptions, Text
 from dinfer.serving.generating import Shown, encoded, generated, scored
 from dinfer.serving.logprobs import OF_PROMPT
 from dinfer.serving.rows import Event
 from dinfer.serving.served import Served
 from dinfer.serving.server import Server
 
+NO_SUFFIX = "<|endoftext|>"  # what an editor sends for none
+
+
+class GapOwn(Own):
+    gap: Annotated[int, Field(ge=1)] | None = None  # positions between prompt and suffix; null: as many as may be
+
 
 class CompletionRequest(Generation):
     source = "prompt"
+    aliases: ClassVar = {"random_seed": "seed", "max_completion_tokens": "max_tokens"}
 
     prompt: Text | Annotated[list[Text], Field(min_length=1)] | list[int] | list[list[int]]
+    suffix: Text | None = None  # the text behind the answer
     max_tokens: Annotated[int, Field(ge=0)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=16)] = []  # editors add their own to the user's
+    dinfer: GapOwn = GapOwn()
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
 
     @model_validator(mode="after")
     def _something(self) -> Self:
         if self.max_tokens == 0 and not self.echo:
             raise invalid("max_tokens", "=0 needs echo=true, which scores the prompt")
+        return self
+
+    @model_validator(mode="after")
+    def _one_gap(self) -> Self:
+        if self.suffix == NO_SUFFIX:
+            self.suffix = None
+        if self.suffix is None and self.dinfer.gap is not None:
+            raise refused("dinfer.gap", self.dinfer.gap, "is the length of the answer before a suffix: give one")
+        if self.suffix is not None and not isinstance(self.prompt, str):
+            raise invalid("suffix", " needs a prompt that is one text")
+        for field in ("echo", "prompt_logprobs", "truncate_prompt_tokens") if self.suffix is not None else ():
+            if value := getattr(self, field):
+                raise refused(field, value, "is not supported beside a suffix")
+        if self.suffix is not None and self.dinfer.drafts:
+            raise refused("dinfer.drafts", True, "is not supported beside a suffix")
         return self
 
     @property
@@ -138,9 +163,14 @@ class Completion(Rendering):
 
 def add(app: FastAPI, server: Server) -> None:
     @app.post("/v1/completions")
+    @app.post("/v1/fim/completions")
     async def completions(body: CompletionRequest) -> Response:
-        """Continues texts or token ids, whole or as server-sent events, like OpenAI's API."""
+        """Continues texts or token ids, or fills in before a suffix, whole or as server-sent events, as OpenAI does."""
         served = server.catalogue.find(body.model, body.dinfer.decoder)
+        if body.suffix is not None:
+            rows = await served.gap_rows(str(body.prompt), body.suffix, body, body.dinfer.gap)
+            given = [token for token, gap in zip(rows[0].prompt, rows[0].masked, strict=True) if not gap]
+            return await generated(server, served, body, [given], Completion, body.logprobs, rows=rows)
         server.admission.check(len(body.prompts) * body.n)  # before any of them is encoded
         prompts = [await encoded(server, served, p, "prompt") if isinstance(p, str) else p for p in body.prompts]
         echoes = await echoed(server, served, body, prompts) if body.echo else []
