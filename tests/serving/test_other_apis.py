@@ -176,6 +176,57 @@ def test_a_refusal_names_the_field_as_its_api_does(client: Client, path: str, fi
         assert body["error"]["param"].startswith(field), body
 
 
+def test_decisions_are_reads(client: Client) -> None:
+    asked = "Who answers?\nA) billing: invoices\nB) support\nReply with one letter."
+    turns = [{"role": "user", "content": f"{QUESTION}\n\n{asked}"}]
+    read = client.ask("/v1/read", {"model": "tiny", "messages": turns, "choice": ["A", "B"]}).json()["slots"]["choice"]
+    choices = [{"value": "billing", "description": "invoices"}, {"value": True, "description": None}]
+    questions = [
+        {"type": "choice", "instructions": "Who answers?", "choices": [choices[0], {"value": "support"}]},
+        {
+            "type": "score",
+            "name": "s",
+            "instructions": "How angry?",
+            "levels": [{"label": x} for x in ("calm", "cross")],
+        },
+        {"type": "predicate", "instructions": [{"type": "input_json", "data": {"a": 1}}]},
+    ]
+    ask = {"model": "tiny", "input": QUESTION, "questions": questions}
+    answer = client.ask("/v1/decisions", ask).json()
+    choice, score, predicate = answer["answers"]
+    shares = [one["probability"] for one in choice["probabilities"]]
+    assert shares == pytest.approx([*read["probabilities"].values()], abs=1e-5)
+    assert choice["confidence"] == pytest.approx(2 * max(shares) - 1) and choice["name"] is None
+    assert (
+        score["score"] == pytest.approx(score["probabilities"][1]["probability"]) and 0 < predicate["probability"] < 1
+    )
+    assert answer["usage"]["dinfer"]["mass"][0] == pytest.approx(read["mass"], rel=1e-4)
+    flat = client.ask("/v1/decisions", ask | {"dinfer": {"temperature": 1e9}}).json()["answers"][0]
+    assert [one["probability"] for one in flat["probabilities"]] == pytest.approx([0.5, 0.5], abs=1e-6)
+    criteria = {"billing": "invoices", "support": None}
+    own = {"c": {"type": "choice", "instructions": "Who answers?", "criteria": criteria},
+           "one": {"type": "choice", "criteria": {"x": None}}}  # fmt: skip
+    told = client.ask("/v1/systemone", {"model": "tiny", "state": QUESTION, "questions": own}).json()["answers"]
+    assert [*told["c"]["probabilities"].values()] == pytest.approx(shares) and told["one"]["confidence"] == 1
+    many = [{"value": f"v{i}"} for i in range(30)]
+    more = [{"type": "choice", "instructions": "?", "choices": many}]
+    assert (
+        len(client.ask("/v1/decisions", ask | {"input": "a", "questions": more}).json()["answers"][0]["probabilities"])
+        == 30
+    )
+    for path, fields, status, param in (
+        ("/v1/decisions", {"state": "x"}, 400, "state"),
+        ("/v1/decisions", {"stream": True}, 400, "stream"),
+        ("/v1/decisions", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, 400, "input.type"),
+        ("/v1/decisions", {"questions": [questions[0] | {"choices": [choices[1]] * 2}]}, 400, "questions.0.choices"),
+        ("/v1/systemone", {"questions": own}, 422, "state"),
+        ("/v1/systemone", {"state": "x", "images": [1]}, 400, "images"),
+    ):
+        refused = client.ask(path, (ask if path == "/v1/decisions" else {"model": "tiny"}) | fields)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (status, param), refused.text
+    assert client.ask("/v1/systemone", {"model": "tiny"}).json()["detail"][0]["loc"] == ["body", "state"]
+
+
 def test_other_errors_have_the_shape_of_their_api_and_say_what_is_not_served(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,403 @@
+"""/v1/decisions (OpenAI) and /v1/systemone: how probable the answers to questions are, read and not written.
+
+Each question is one structured read: the conversation, the question with a label before each option, and a slot for
+the label. The two APIs differ in their words alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from string import ascii_uppercase
+from typing import Annotated, Any, Literal, Self
+
+from fastapi import FastAPI
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from dinfer.core.engine.request import Counts
+from dinfer.serving.answers import cost
+from dinfer.serving.errors import at_field, invalid, refused
+from dinfer.serving.fields import MAX_CHOICES, SEEDS, SWITCHES, Own, Text
+from dinfer.serving.forms import Strict
+from dinfer.serving.generating import encoded
+from dinfer.serving.rows import Wanted
+from dinfer.serving.served import Served
+from dinfer.serving.server import Server
+from dinfer.structure.abilities.reading import STEPS
+
+PROMPT = 1  # the version of the wording of questions, on which thresholds depend
+IGNORED = {"prompt_cache_key", "prompt_cache_options", "safety_identifier"}
+Kind = Literal["predicate", "choice", "score"]
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A question, whichever API asks it."""
+
+    where: str  # its field
+    kind: Kind
+    text: str
+    options: Sequence[tuple[str, str]]  # the text and the description of each
+    values: bool = False  # the model is asked for an option itself, not for its label
+
+    @property
+    def labels(self) -> list[str]:
+        """What may stand in the slot."""
+        if self.values:
+            return [text for text, _ in self.options]
+        if self.kind == "predicate":
+            return ["yes", "no"]
+        if self.kind == "score":
+            return [str(i) for i in range(len(self.options))]
+        letters = [*ascii_uppercase] if len(self.options) <= 26 else [*map("".join, product(ascii_uppercase, repeat=2))]
+        return letters[: len(self.options)]
+
+    @property
+    def written(self) -> str:
+        """What the model is asked."""
+        lines = [self.text] if self.text else []
+        for label, (text, about) in zip(self.labels, self.options, strict=True):
+            said = [one for one in ("" if self.values or self.kind == "predicate" else text, about) if one]
+            if said or self.values:
+                lines.append(f"{label}) {': '.join(said)}".removesuffix(") "))
+        asked = {"predicate": "yes or no", "score": "one number"}.get(self.kind, "one letter")
+        asked = "the letters of one" if len(self.options) > 26 else asked
+        return "\n".join([*lines, f"Reply with {'one of these' if self.values else asked}."])
+
+
+class Reads(Own):
+    """Our fields, under `dinfer`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    steps: Annotated[int, Field(ge=1, le=STEPS)] = 1
+    seeds: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
+    seed: Annotated[int, Field(ge=0, lt=SEEDS - MAX_CHOICES)] = 0
+    temperature: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0  # of a calibration
+    labels: Literal["letters", "values"] = "letters"  # what the model is asked for
+
+    @model_validator(mode="after")
+    def _nothing_written(self) -> Self:
+        for field in ("drafts", "posterior"):
+            if getattr(self, field):
+                raise refused(f"dinfer.{field}", True, "has no effect here: nothing is written")
+        return self
+
+
+class TextPart(Strict):
+    type: Literal["input_text", "output_text", "text"]
+    text: Text
+    prompt_cache_breakpoint: Any = None
+
+
+class JsonPart(Strict):
+    type: Literal["input_json"]
+    data: dict[str, Any] | list[dict[str, Any]]
+    prompt_cache_breakpoint: Any = None
+
+
+Content = Text | list[Annotated[TextPart | JsonPart, Field(discriminator="type")]]
+
+
+class Turn(Strict):
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Content
+    phase: Any = None
+
+
+class Asked(Strict):
+    instructions: Content
+    name: Text | None = None
+
+
+class Predicate(Asked):
+    type: Literal["predicate"]
+
+
+class Option(Strict):
+    value: Text | bool
+    description: Text | None = None
+
+
+class Choice(Asked):
+    type: Literal["choice"]
+    choices: Annotated[list[Option], Field(min_length=2, max_length=255)]
+
+
+class Level(Strict):
+    label: Text
+    description: Text | None = None
+
+
+class Score(Asked):
+    type: Literal["score"]
+    levels: Annotated[list[Level], Field(min_length=2, max_length=255)]
+
+
+class DecisionRequest(Strict):
+    model: str
+    input: Text | list[Turn]
+    questions: Annotated[
+        list[Annotated[Predicate | Choice | Score, Field(discriminator="type")]], Field(min_length=1, max_length=400)
+    ]
+    dinfer: Reads = Reads()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        if "state" in data:
+            raise invalid("state", " is System One's: send this to /v1/systemone", "unsupported_value")
+        asked = data.get("questions") if isinstance(data.get("questions"), list) else []
+        places = [("input", data.get("input")), *((f"questions.{i}", one) for i, one in enumerate(asked or ()))]
+        for where, part in ((where, part) for where, one in places for part in _parts(one)):
+            if part.get("type") in ("input_image", "input_file", "input_audio"):
+                raise refused(f"{where}.type", part["type"], "is not supported: the model reads text alone")
+        return {field: value for field, value in data.items() if value is not None and field not in IGNORED}
+
+    @model_validator(mode="after")
+    def _options(self) -> Self:
+        for i, one in enumerate(self.questions):
+            if isinstance(one, Choice):
+                values = [(type(option.value), option.value) for option in one.choices]
+                if repeated := next((value for value in values if values.count(value) > 1), None):
+                    raise invalid(f"questions.{i}.choices", f": {repeated[1]!r:.80} is given twice")
+        return self
+
+    @property
+    def conversation(self) -> list[dict[str, Any]]:
+        if isinstance(self.input, str):
+            return [{"role": "user", "content": self.input}]
+        roles = {"developer": "system"}
+        return [{"role": roles.get(turn.role, turn.role), "content": _text(turn.content)} for turn in self.input]
+
+    @property
+    def asked(self) -> list[Question]:
+        made, values = [], self.dinfer.labels == "values"
+        for i, one in enumerate(self.questions):
+            told: list[tuple[str, str]] = [("yes", ""), ("no", "")]
+            if isinstance(one, Choice):
+                told = [(_plain(option.value), option.description or "") for option in one.choices]
+            if isinstance(one, Score):
+                told = [(level.label, level.description or "") for level in one.levels]
+            made.append(Question(f"questions.{i}", one.type, _text(one.instructions), told, values))
+        return made
+
+
+def _parts(value: Any) -> list[dict[str, Any]]:
+    """All objects in a value that have a type."""
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    own = [value] if isinstance(value, dict) and isinstance(value.get("type"), str) else []
+    return own + [part for one in inside for part in _parts(one)]
+
+
+def _text(content: str | list[Any]) -> str:
+    if isinstance(content, str):
+        return content
+    return "".join(one.text if isinstance(one, TextPart) else _plain(one.data) for one in content)
+
+
+def _plain(value: Any) -> str:
+    """A text as it is, other values as compact JSON."""
+    if value is None or isinstance(value, str):
+        return value or ""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+class Noul(Strict):
+    """Whether a statement holds."""
+
+    type: Literal["noul"]
+    instructions: Any = None
+    criteria: Any = None
+
+    @model_validator(mode="after")
+    def _something(self) -> Self:
+        if self.instructions is None and self.criteria is None:
+            raise ValueError("needs instructions or criteria: say what is asked")
+        return self
+
+
+class SystemChoice(Strict):
+    type: Literal["choice"]
+    instructions: Any = None
+    criteria: Annotated[dict[Text, Any], Field(min_length=1, max_length=255)]
+
+
+class SystemScore(Strict):
+    type: Literal["score"]
+    instructions: Any = None
+    criteria: Annotated[list[Any], Field(min_length=1, max_length=10)]
+
+
+class SystemOneRequest(BaseModel):
+    """As other servers do, it ignores fields that it does not know."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    model: str
+    state: Text | dict[str, Any] | list[Any]
+    questions: Annotated[
+        dict[Text, Annotated[Noul | SystemChoice | SystemScore, Field(discriminator="type")]], Field(min_length=1)
+    ]
+    instructions: Text | None = None
+    dinfer: Reads = Reads()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _ours(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        for field in ("assets", "images"):
+            if data.get(field):
+                raise invalid(field, " is not supported: the model reads text alone", "unsupported_value")
+        own = {name: data[name] for name in ("seed", "temperature") if data.get(name) is not None}
+        if own and isinstance(data.get("dinfer") or {}, dict):
+            data = data | {"dinfer": own | (data.get("dinfer") or {})}
+        return {field: value for field, value in data.items() if value is not None}
+
+    @property
+    def conversation(self) -> list[dict[str, Any]]:
+        before = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        return [*before, {"role": "user", "content": _plain(self.state)}]
+
+    @property
+    def asked(self) -> list[Question]:
+        made, values = [], self.dinfer.labels == "values"
+        for name, one in self.questions.items():
+            kind: Kind = "predicate" if isinstance(one, Noul) else one.type
+            text, criteria = _plain(one.instructions), one.criteria
+            if isinstance(one, SystemChoice):
+                told = [(option, _plain(about)) for option, about in one.criteria.items()]
+            elif isinstance(one, SystemScore):
+                told = [(_plain(level), "") for level in one.criteria]
+            else:
+                sides = criteria if isinstance(criteria, dict) else {}
+                text = text if isinstance(criteria, dict | None) else "\n".join(filter(None, [text, _plain(criteria)]))
+                told = [("yes", _plain(sides.get("true"))), ("no", _plain(sides.get("false")))]
+            made.append(Question(f"questions.{name:.60}", kind, text, told, values))
+        return made
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """What is known of one question."""
+
+    probabilities: list[float]  # of its options, in the order asked
+    mass: float  # what the model gave the labels together
+
+    @property
+    def best(self) -> int:
+        return max(range(len(self.probabilities)), key=self.probabilities.__getitem__)
+
+    @property
+    def score(self) -> float:
+        """The mean index."""
+        return sum(i * p for i, p in enumerate(self.probabilities))
+
+    def confidence(self, kind: Kind) -> float:
+        """0 for options that are alike, 1 for certainty; of a score, how near the others are to the best level."""
+        n = len(self.probabilities)
+        if n == 1:
+            return 1.0
+        if kind != "score":
+            return (self.probabilities[self.best] - 1 / n) / (1 - 1 / n)
+        spread = sum(p * abs(i - self.best) for i, p in enumerate(self.probabilities))
+        return max(0.0, 1 - spread / (sum(abs(i - (n - 1) / 2) for i in range(n)) / n))
+
+
+async def decided(
+    server: Server, served: Served, turns: list[dict[str, Any]], questions: Sequence[Question], own: Reads
+) -> tuple[list[Decided], dict[str, Any], int]:
+    """The answers in order, what usage tells under `dinfer`, and the tokens of the prompts. Raises ApiError."""
+    read = [one for one in questions if len(one.options) > 1]
+    server.admission.check(len(read) * own.seeds)  # before any of them is encoded
+    prompts, layouts, rows = [], [], []
+    for one in read:
+        *before, last = turns if turns and turns[-1]["role"] == "user" else [*turns, {"role": "user", "content": ""}]
+        asked = {"role": "user", "content": "\n\n".join(filter(None, [last["content"], one.written]))}
+        off: dict[str, Any] = dict.fromkeys(SWITCHES, False)
+        prompt = await encoded(server, served, [*before, asked], one.where, variables=off)
+        if served.thinks(prompt):
+            raise refused("model", served.name, "begins with a thought that its template cannot leave out")
+        with at_field(one.where):
+            layout = await asyncio.to_thread(served.pipe.layout, None, None, one.labels)
+            rows += layout.requests(served.pipe.engine, prompt, own.steps, own.seeds, own.seed)
+        prompts.append(prompt)
+        layouts.append(layout)
+    tokens = sum(map(len, prompts))
+    async with server.running(served, rows, own, Wanted(), tokens) as events:
+        done = {event.row: event.completion async for event in events if event.completion is not None}
+    found, counts = list[Decided](), list[Counts]()
+    for i, one in enumerate(read):
+        with at_field(one.where):
+            reading = layouts[i].reading(prompts[i], [done[i * own.seeds + k] for k in range(own.seeds)])
+        slot = next(iter(reading.slots.values()))
+        weights = [slot.probabilities[label] ** (1 / own.temperature) for label in one.labels]
+        found.append(Decided([weight / sum(weights) for weight in weights], slot.mass))
+        counts += reading.counts
+    each = iter(found)
+    answers = [next(each) if len(one.options) > 1 else Decided([1.0], 1.0) for one in questions]
+    told = {"mass": [one.mass for one in answers], "temperature": own.temperature, "prompt_version": PROMPT}
+    return answers, cost(0, counts) | told, tokens
+
+
+def add(app: FastAPI, server: Server) -> None:
+    @app.post("/v1/decisions")
+    async def decisions(body: DecisionRequest) -> dict[str, Any]:
+        """How probable the answers to questions are, like OpenAI's API."""
+        served = server.catalogue.find(body.model, body.dinfer.decoder)
+        answers, told, tokens = await decided(server, served, body.conversation, body.asked, body.dinfer)
+        shown = [_openai(one, found) for one, found in zip(body.questions, answers, strict=True)]
+        details = {"input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0}}
+        return {
+            "model": served.name, "answers": shown,
+            "usage": {
+                "input_tokens": tokens, **details, "output_tokens": 0,
+                "output_tokens_details": {"reasoning_tokens": 0}, "total_tokens": tokens, "dinfer": told,
+            },
+        }  # fmt: skip
+
+    @app.post("/v1/systemone")
+    async def systemone(body: SystemOneRequest) -> dict[str, Any]:
+        """How probable the answers to questions about a state are, as System One's protocol has it."""
+        served = server.catalogue.find(body.model, body.dinfer.decoder)
+        answers, told, tokens = await decided(server, served, body.conversation, body.asked, body.dinfer)
+        pairs = zip(body.questions.items(), answers, strict=True)
+        return {
+            "model": served.name, "answers": {name: _systemone(one, found) for (name, one), found in pairs},
+            "usage": {"input_tokens": tokens, "output_tokens": 0, "dinfer": told},
+            "diagnostics": {name: {"label_mass": one.mass} for name, one in zip(body.questions, answers, strict=True)},
+        }  # fmt: skip
+
+
+def _openai(question: Predicate | Choice | Score, found: Decided) -> dict[str, Any]:
+    head: dict[str, Any] = {"type": question.type, "name": question.name}
+    shares = found.probabilities
+    if isinstance(question, Predicate):
+        return head | {"probability": shares[0]}
+    head |= {"confidence": found.confidence(question.type)}
+    if isinstance(question, Choice):
+        told = [{"value": one.value, "probability": p} for one, p in zip(question.choices, shares, strict=True)]
+        return head | {"choice": question.choices[found.best].value, "probabilities": told}
+    levels = enumerate(zip(question.levels, shares, strict=True))
+    told = [{"value": i, "label": level.label, "probability": p} for i, (level, p) in levels]
+    return head | {"score": found.score, "probabilities": told}
+
+
+def _systemone(question: Noul | SystemChoice | SystemScore, found: Decided) -> dict[str, Any]:
+    shares = found.probabilities
+    if isinstance(question, Noul):
+        return {"type": "noul", "noul": shares[0]}
+    head: dict[str, Any] = {"type": question.type, "confidence": found.confidence(question.type)}
+    if isinstance(question, SystemChoice):
+        options = [*question.criteria]
+        return head | {"choice": options[found.best], "probabilities": dict(zip(options, shares, strict=True))}
+    legend = {str(i): level for i, level in enumerate(question.criteria)}
+    told = {str(i): p for i, p in enumerate(shares)}
+    return head | {"score": found.score, "probabilities": told, "legend": legend}
