@@ -190,13 +190,14 @@ def placed(served: Served, asked: ChatRequest) -> list[dict[str, Any]]:
     Clients put them anywhere. A template that refuses one at its place finds its text in the message before it.
     """
     told = asked.conversation
-    for turns in (told, _folded(told, 1), _folded(told, 0)):
+
+    def taken(turns: list[dict[str, Any]]) -> bool:
         try:
-            served.pipe.written(turns, tools=asked.tools, **asked.ending)
+            return bool(served.pipe.written(turns, tools=asked.tools, **asked.ending))
         except ValueError:
-            continue
-        return turns
-    return told
+            return False
+
+    return next(filter(taken, (told, _folded(told, 1), _folded(told, 0))), told)
 
 
 def _folded(turns: Sequence[dict[str, Any]], since: int) -> list[dict[str, Any]]:

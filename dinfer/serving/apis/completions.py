@@ -52,9 +52,9 @@ class CompletionRequest(Generation):
             raise refused("dinfer.gap", self.dinfer.gap, "is the length of the answer before a suffix: give one")
         if self.suffix is not None and not isinstance(self.prompt, str):
             raise invalid("suffix", " needs a prompt that is one text")
-        for field in ("echo", "prompt_logprobs", "truncate_prompt_tokens") if self.suffix is not None else ():
-            if value := getattr(self, field):
-                raise refused(field, value, "is not supported beside a suffix")
+        others = self.model_dump(include={"echo", "prompt_logprobs", "truncate_prompt_tokens"}, exclude_defaults=True)
+        for field in others if self.suffix is not None else ():
+            raise refused(field, others[field], "is not supported beside a suffix")
         if self.suffix is not None and self.dinfer.drafts:
             raise refused("dinfer.drafts", True, "is not supported beside a suffix")
         return self

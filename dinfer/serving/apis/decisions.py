@@ -81,9 +81,8 @@ class Reads(Own):
 
     @model_validator(mode="after")
     def _nothing_written(self) -> Self:
-        for field in ("drafts", "posterior"):
-            if getattr(self, field):
-                raise refused(f"dinfer.{field}", True, "has no effect here: nothing is written")
+        if told := self.model_dump(include={"drafts", "posterior"}, exclude_defaults=True):
+            raise refused(f"dinfer.{min(told)}", True, "has no effect here: nothing is written")
         return self
 
 
