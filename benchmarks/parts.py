@@ -20,7 +20,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
-import dinfer.core.kernels
+import dinfer.kernels
 from dinfer.core.engine.engine import Engine
 from dinfer.core.step.cursors import Phase
 from dinfer.core.step.shape import StepShape
@@ -50,7 +50,7 @@ class Span(NamedTuple):
 def our_kernels() -> dict[str, str]:
     """The part of each Triton kernel of the package, by name."""
     found = {}
-    for path in (Path(dinfer.core.kernels.__file__).parent / "triton").glob("*.py"):
+    for path in (Path(dinfer.kernels.__file__).parent / "triton").glob("*.py"):
         for name in re.findall(r"^@(?:triton|gluon)\.jit[^\n]*\s+def (\w+)", path.read_text(), re.MULTILINE):
             found[name] = FILES.get(path.stem, REST)
     return found

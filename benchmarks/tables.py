@@ -612,41 +612,6 @@ def short() -> str:
     )
 
 
-# How many cards a load needs
-
-
-CHECKED = {
-    "tokens_per_s": "tokens/s",
-    "first_block_s": "first block",
-    "first_text_s": "first text",
-    "latency_s": "answer",
-}
-
-
-def checked(runs: list[Report]) -> str:
-    """Measurements and simulations."""
-
-    def pair(key: str, row: Report) -> str:
-        if "unmeasured" in row:
-            reason = f"not simulated: {row['unmeasured'].partition(': ')[0]}"
-            return reason if key == "tokens_per_s" else ""
-        if row.get(key) is None:
-            return "-"
-        form = "{:.0f}" if key == "tokens_per_s" else "{:.3f} s"
-        both = form.format(row[key]["measured"]), form.format(row[key]["simulated"])
-        return f"{both[0]}, {both[1]} ({100 * row[key]['off']:+.1f}%)"
-
-    def beyond(row: Report) -> str:
-        return f" ({row['beyond']:.0%} of its steps are larger than measured)" if row.get("beyond") else ""
-
-    columns: dict[str, Cell] = {
-        "measured": lambda row: f"{row['of']}, `{row['file'].removesuffix('.json')}`",
-        "in flight": lambda row: f"{row['in_flight']}{beyond(row)}",
-    }
-    columns |= {f"{name}: measured, simulated": lambda row, key=key: pair(key, row) for key, name in CHECKED.items()}
-    return table(columns, runs)
-
-
 def experts() -> str:
     """Steps on two cards, with experts divided and dealt out whole, by the number of requests."""
     names = ["tensor-parallel-fused-h200", *sorted(path.stem for path in RESULTS.glob("tensor-parallel-rows*"))]
@@ -663,12 +628,6 @@ def experts() -> str:
     return table(columns, sorted(took.items()))
 
 
-def two_cards() -> list[Report]:
-    """What was measured and simulated of two cards; the newest file has the shortest name."""
-    files = sorted(RESULTS.glob("scaling-check-two-cards*.json"), reverse=True)
-    return [row for file in files for row in load(file.stem)["runs"]]
-
-
 SECTIONS: dict[str, Callable[[], str]] = {
     "families": families, "summary": summary, "box": box, "second_box": second_box, "further": further,
     "everything": everything, "short": short, "steps": steps, "step-runs": step_runs, "parts": step_parts,
@@ -676,6 +635,4 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "diffulex": diffulex, "llama-cpp": llama_cpp, "goals": goals,
     "long-prompts": long_prompts, "curve": curve, "startup": startup, "throughput": throughput, "ablation": ablation,
     "experts": experts,
-    "checked": lambda: checked(load("scaling-check-h200")["runs"]),
-    "checked_two_cards": lambda: checked(two_cards()),
 }  # fmt: skip

@@ -1,14 +1,13 @@
 #!/usr/bin/env bash
-# Everything about two cards that waits for two cards: tests, tokens, steps, the server beside its simulation.
+# Everything about two cards that waits for two cards: tests, tokens, steps, the server.
 #
 #   OUT=results benchmarks/two_cards.sh                 # all parts, at most SECONDS_IN_ALL=400 on two H200s
 #   OUT=results benchmarks/two_cards.sh checks          # one part
 #   OUT=/tmp/dry DRY=1 benchmarks/two_cards.sh          # on a CPU, small shapes: does every command run?
 #
-# Parts: checks (tests and tokens, all at the same time), steps, capacity (step times of several requests, and the server
-# under load: LEVELS in flight). Each command has its limit, and no limit goes beyond the end of all. One that fails
+# Parts: checks (tests and tokens, all at the same time), steps, server (under load: LEVELS in flight). Each command has its limit, and no limit goes beyond the end of all. One that fails
 # loses no other. OUT/summary.txt has the status and the seconds of each, OUT/*.log what they said, OUT/*.json what they
-# measured. The simulator needs simpy. Where that is missing, the script says how to run it elsewhere.
+# measured.
 # PYTHON runs dinfer.
 set -uo pipefail
 : "${OUT:?a folder for the results}" "${PYTHON:=python3}" "${DRY:=}" "${SECONDS_IN_ALL:=400}" "${LEVELS:=1,8,64}"
@@ -77,23 +76,13 @@ steps() {  # the table of docs/scaling.md in one session
     --out "$OUT/tensor-parallel-h200.json"
 }
 
-capacity() {  # step times of a replica of two cards, its server under load, and the simulator beside it
-  local kind=(--shape $shape --spread --favour throughput --new $new --tensor-parallel 2 "${device[@]}")
-  local times=capacity-$shape-two-cards-h200.json served=serving-$shape-two-cards-h200.json
-  try capacity $longest $PYTHON -m benchmarks.capacity.measure "${kind[@]}" --in-flight $every --prompts-of $prompt \
-    --out "$OUT/$times"
-  try server $((longest * 8 / 5)) $PYTHON -m benchmarks.serving.load measure "${kind[@]}" --in-flight $LEVELS --prompt $prompt \
-    --rounds 4 --stagger --no-drafts --out "$OUT/$served"
-  local check=(-m benchmarks.capacity.check --front-end benchmarks/results/capacity-front-end.json)
-  if $PYTHON -c "import simpy" 2> /dev/null; then
-    try check 60 $PYTHON "${check[@]}" --steps "$OUT/$times" --measured "$OUT/$served" \
-      --out "$OUT/scaling-check-two-cards-h200.json"
-  else
-    echo "no simpy here. Elsewhere, beside these files: python ${check[*]} --steps $times --measured $served"
-  fi
+server() {  # a replica of two cards under load
+  try server $((longest * 8 / 5)) $PYTHON -m benchmarks.serving.load measure --shape $shape --spread --favour throughput \
+    --new $new --tensor-parallel 2 "${device[@]}" --in-flight $LEVELS --prompt $prompt --rounds 4 --stagger --no-drafts \
+    --out "$OUT/serving-$shape-two-cards-h200.json"
 }
 
 : > "$OUT/summary.txt"
-[ $# -gt 0 ] || set -- checks steps capacity
+[ $# -gt 0 ] || set -- checks steps server
 for part in "$@"; do $part; done
 ! grep -v "status 0" "$OUT/summary.txt"

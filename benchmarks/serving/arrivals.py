@@ -3,21 +3,17 @@
     python -m benchmarks.serving.arrivals --rates 8,16,24 --trace AzureLLMInferenceTrace_conv.csv --out FILE.json \
         --shape llada2-mini --spread --favour throughput --in-flight 64 --length 2048
     python -m benchmarks.serving.arrivals --rates 1,2 --seconds 8 --shape small-llada2 --device cpu --prompt 32 --new 64
-    python -m benchmarks.serving.arrivals --measured FILE.json --steps STEPS.json --front-end FRONT.json --out FILE.json
 
 Prompts and answers have the lengths of the trace's requests, as far as they fit into `--length`; without a trace those
 of `--prompt` and `--new`. `--rates` are of all servers together. `--replicas 2` starts a server on each of two cards,
 and requests go to them in turn. Other arguments go to `benchmarks.serving.full_size`. Before the first rate, the engine
 runs as many requests as `--in-flight` twice, and the last rate comes for as long as it counts later.
-
-`--measured` adds what the simulator says of the same requests. It needs simpy, and step times of the same card.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import sys
 import tempfile
 import time
@@ -29,12 +25,12 @@ from random import Random
 from typing import Any
 
 from benchmarks import throughput
-from benchmarks.capacity.traffic import Asked, poisson, trace
 from benchmarks.feeds import random_prompts
 from benchmarks.provenance import provenance, save
 from benchmarks.serving.load import DEVICE, PROCESSES, Clients
 from benchmarks.serving.process import started
 from benchmarks.serving.streams import percentiles
+from benchmarks.serving.traffic import Asked, poisson, trace
 from benchmarks.shapes import shape
 
 IN_TIME = 1.0  # seconds until the first block
@@ -126,55 +122,15 @@ def measure(own: argparse.Namespace, rest: list[str]) -> None:
                 save({"setting": setting, **provenance(DEVICE), "runs": runs}, own.out)
 
 
-def simulate(own: argparse.Namespace) -> None:
-    """Adds to each measured rate what the simulator says."""
-    from benchmarks.capacity.cluster import Cluster, Router
-    from benchmarks.capacity.denoising import Denoising
-    from benchmarks.capacity.replica import FrontEnd, Setting
-    from benchmarks.capacity.steps import StepTimes
-
-    report = json.loads(own.measured.read_text())
-    setting = report["setting"]
-    front = FrontEnd.read(own.front_end) if own.front_end else FrontEnd()
-    denoising = Denoising.at_rate(setting["rate"], setting["block"])
-    how = Setting(rows=max(setting["in_flight"]), gather=setting["favour"] == "throughput", front=front)
-    for run in report["runs"]:
-        times = StepTimes.read(*own.steps, reach=own.reach)
-        cluster = Cluster(times, denoising, how, Router(policy="turns"), replicas=setting["replicas"], seed=0)
-        asked = drawn(setting | {"trace": own.trace or setting["trace"]}, run["rate"])
-        cluster.open_loop(asked, 100 * setting["seconds"])  # all end
-        rows = [
-            (job.sent, job.first_block - job.sent, job.ended - job.sent, job.asked.new) for job in cluster.tally.jobs
-        ]
-        beyond = times.beyond / max(times.steps, 1)
-        run["simulated"] = {**figures(rows, setting["seconds"]), "steps_beyond_measured": round(beyond, 3)}
-        print({key: (run.get(key), value) for key, value in run["simulated"].items()}, flush=True)
-    report["simulator"] = {"steps": [path.name for path in own.steps], "reach": own.reach, **provenance(DEVICE)}
-    save(report, own.out)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rates", type=numbers, help="requests a second")
+    parser.add_argument("--rates", type=numbers, required=True, help="requests a second")
     parser.add_argument("--seconds", type=float, default=20.0, help="of arrivals at each rate")
     parser.add_argument("--trace", type=Path, help="whose lengths requests have: Azure's CSV or Mooncake's JSON lines")
     parser.add_argument("--replicas", type=int, default=1, help="servers, each on a card of its own")
-    parser.add_argument("--measured", type=Path, help="a file of this command: simulate its requests")
-    parser.add_argument("--steps", type=Path, nargs="+", help="files of benchmarks.capacity.measure")
-    parser.add_argument("--reach", type=float, default=0.0, help="share by which a step may exceed what was measured")
-    parser.add_argument("--front-end", type=Path, help="the file of its CPU times")
     parser.add_argument("--out", type=Path)
     own, rest = parser.parse_known_args()
-    if own.measured:
-        if not own.steps or rest:
-            parser.error(f"--measured needs --steps, and nothing else: {' '.join(rest) or 'no --steps is given'}")
-        simulate(own)
-    elif not own.rates:
-        parser.error("give --rates, or --measured")
-    else:
-        for name in ("measured", "steps", "reach", "front_end"):
-            delattr(own, name)
-        measure(own, rest)
+    measure(own, rest)
 
 
 if __name__ == "__main__":

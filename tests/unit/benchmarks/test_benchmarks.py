@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import dinfer.core.kernels
+import dinfer.kernels
 from benchmarks import card, figures, goals, parts, startup, step, tables, throughput
 from benchmarks.feeds import apart, plain_tokens, random_prompts
 from benchmarks.limits import limits, operations, weight_bytes
@@ -86,7 +86,7 @@ def test_kernels_are_summed_by_part_and_no_moment_twice() -> None:
 
 
 def test_kernels_are_parts_by_the_file_they_are_in() -> None:
-    names = {path.stem for path in (Path(dinfer.core.kernels.__file__).parent / "triton").glob("*.py")}
+    names = {path.stem for path in (Path(dinfer.kernels.__file__).parent / "triton").glob("*.py")}
     assert set(parts.FILES) <= names, "benchmarks/parts.py names a file that is gone"
     assert set(parts.FILES.values()) <= set(parts.PARTS)
     assert parts.part_of("_linear") == parts.part_of("nvjet_sm90_tst_96x64_TNN") == "linear"
