@@ -135,22 +135,21 @@ def step() -> str:
 
 
 def layers() -> str:
-    """The packages of dinfer: each imports those below it."""
+    """The packages of dinfer: each imports those below it. Layers are grey, and stand on core."""
     rows = (
-        ("cli", "serving", "analysis"),
-        ("pipeline",),
-        ("engine", "parallel", "startup"),
-        ("step: the function", "abilities", "memory"),
+        ("cli", "serving", "scale", "lab"),
+        ("kernels", "formats", "structure", "speed", "research"),
+        ("core: pipeline",),
+        ("engine", "loading", "recipe"),
         ("decoders", "caches", "iterations", "sampling", "models"),
-        ("recipe", "layers", "loading"),
-        ("step: the contracts", "structure"),
-        ("kernels",),
+        ("abilities", "step", "memory", "layers"),
+        ("kernels: references", "terms", "ranks", "registry"),
     )
     parts, width, height, gap = list[str](), 600, 30, 8
     for number, names in enumerate(rows):
         y, each = MARGIN + number * (height + gap), (width + gap) / len(names) - gap
         for place, name in enumerate(names):
-            x, kind = MARGIN + place * (each + gap), "part" if "decoders" in names else "box"
+            x, kind = MARGIN + place * (each + gap), "box" if number < 2 else "part"
             parts.append(f'<rect x="{x:.1f}" y="{y}" width="{each:.1f}" height="{height}" rx="6" class="{kind}"/>')
             parts.append(words(x + each / 2, y + 20, name, anchor="middle"))
     return document(parts, width + 2 * MARGIN, len(rows) * (height + gap) + MARGIN, "Packages of dinfer")

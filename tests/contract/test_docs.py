@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import pkgutil
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -158,13 +159,52 @@ def test_modules_that_benchmarks_and_tools_start_exist() -> None:
             assert not packages or importlib.util.find_spec(name), f"{path}: {name}"
 
 
-def test_members_that_the_documents_name_exist() -> None:
-    """`Proposal.verify_R`: a class of dinfer, and a word of the file that defines it."""
-    sources = [path.read_text() for path in (ROOT / "dinfer").rglob("*.py")]
-    for path in PAGES:
-        for name, member in re.findall(r"`([A-Z]\w*[a-z]\w*)\.(\w+)", path.read_text()):
-            where = [source for source in sources if re.search(rf"^class {name}\b", source, re.MULTILINE)]
-            assert any(re.search(rf"\b{member}\b", source) for source in where), f"{path}: {name}.{member}"
+def classes_of(sources: Iterable[str]) -> dict[str, tuple[set[str], set[str]]]:
+    """What each class has: names of its own, assigned attributes among them, and the names of its bases."""
+    found: dict[str, tuple[set[str], set[str]]] = {}
+    for node in (node for source in sources for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)):
+        own, bases = found.setdefault(node.name, (set(), set()))
+        for part in ast.walk(node):
+            if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                own.add(part.name)
+            elif isinstance(part, ast.Name | ast.Attribute) and isinstance(part.ctx, ast.Store):
+                own.add(part.id if isinstance(part, ast.Name) else part.attr)
+        bases |= {ast.unparse(base).split("[")[0].split(".")[-1] for base in node.bases}
+    return found
+
+
+def stale(text: str, classes: dict[str, tuple[set[str], set[str]]]) -> list[str]:
+    """References such as `Class.attribute`, of a class of dinfer, and `dinfer.x.y` that name nothing."""
+
+    def has(name: str, member: str) -> bool:
+        own, bases = classes.get(name, ({member}, set()))  # of a class that is another's, nobody here knows more
+        return member in own or any(has(base, member) for base in bases if base in classes)
+
+    members = re.findall(r"`([A-Z]\w*[a-z]\w*)\.(\w+)", text)
+    found = [f"{name}.{member}" for name, member in members if name in classes and not has(name, member)]
+    for name in {*re.findall(r"`(dinfer(?:\.\w+){2,})`", text)}:  # shorter ones are fields and entry points too
+        try:
+            pkgutil.resolve_name(name)
+        except (AttributeError, ImportError):
+            found.append(name)
+    return found
+
+
+def test_names_that_documents_docstrings_and_comments_give_exist() -> None:
+    folders = ("dinfer", "evaluations", "examples", "tests", "tools")
+    sources = {path: path.read_text() for name in folders for path in (ROOT / name).rglob("*.py")}
+    classes = classes_of(text for path, text in sources.items() if path.is_relative_to(ROOT / "dinfer"))
+    texts = sources | {path: path.read_text() for path in PAGES}
+    found = {
+        str(path.relative_to(ROOT)): stale(text, classes) for path, text in texts.items() if path.name != "test_docs.py"
+    }
+    assert {path: names for path, names in found.items() if names} == {}
+
+
+def test_names_that_do_not_exist_are_found() -> None:
+    classes = classes_of(["class Base:\n    held: int\n\n\nclass Row(Base):\n    def go(self): self.gone = 1\n"])
+    text = "`Row.go` `Row.gone` `Row.held` `Row.lost` `Other.x` `dinfer.core.step.step.lost`"
+    assert stale(text, classes) == ["Row.lost", "dinfer.core.step.step.lost"]
 
 
 def test_every_page_is_in_the_navigation_once() -> None:

@@ -36,7 +36,7 @@ class StepWidth:
     """What a row needs of its next step."""
 
     width: int  # positions to compute
-    narrow: int | None = None  # width of a narrow extra pass, see `CachePolicy.narrow`
+    narrow: int | None = None  # width of a narrow extra pass, see `narrow_width`
 
 
 @dataclass(slots=True, eq=False)

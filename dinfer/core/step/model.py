@@ -155,7 +155,7 @@ class Sampling(Component):
     precision: str | None = None  # of the softmax behind the statistics; None: as the decoder has it
 
     def asks(self, options: Mapping[str, float]) -> bool:
-        """Whether a request with these options needs steps with `StepShape.sampled`. Host side."""
+        """Whether a request with these options needs steps with the extra `Sampled`. Host side."""
         return bool(self.suppress) or any(options.get(name, value) != value for name, value in self.neutral.items())
 
     def top_candidates(self, options: Mapping[str, float], vocab: int) -> int:

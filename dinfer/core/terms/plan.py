@@ -100,7 +100,7 @@ class WindowPlan:
     keeps: bool = False  # begin at the first position whose keys are not final, instead of `back`
     response: bool = False  # begin no later than the response, the part that is not prompt
     unseen: bool = False  # include the positions that no query of the region sees yet
-    chosen: bool = False  # compute some of these positions only, as `CachePolicy.choose` says
+    chosen: bool = False  # compute some of these positions only, as `Chooses.choose` says
     last: bool = False  # the last of these places stands for the last position of the canvas, with keys of its own
     share: int | None = None  # choose at most so many millionths of the response, beside the region; None: any number
     every: int = 0  # in every n-th forward of a request, choose as many as there are; 0: never

@@ -1,4 +1,4 @@
-"""Model cases: logits of complete sequences, against `Model.score`.
+"""Model cases: logits of complete sequences, against `Transformer.score`.
 
 Padding is checked on the row without it: what is hidden from everyone and only moves positions by a constant changes
 nothing for the real tokens, because rotary positions are relative.
@@ -15,7 +15,7 @@ from torch import Tensor
 from tests.parity.golden import Case, Fields, Golden, Skip
 from tests.parity.kinds import uniform
 
-# Attention of the goldens -> the argument `attention` of `Model.score`.
+# Attention of the goldens -> the argument `attention` of `Transformer.score`.
 ATTENTION = {
     "full_bidirectional": "bidirectional",
     "full_bidirectional_with_key_padding": "bidirectional",
