@@ -72,22 +72,86 @@ class Loop:
             self._hear()
             self._end()
         self._deliver()
-        if not self._flights:
-            if self.waiting and not self.running:
-                self._grow()
-            self._admit()
-            self._launch()
-        elif self.running:  # otherwise the room may grow first
-            self._admit()  # while the device is busy
-        if self.ahead and len(self._flights) == 1:
-            self._each([row for rows, _ in self._flights[0] for row in rows], self.scheduler.prepare)
-            self._start(self.scheduler.plan(self.running, in_flight=True))
-        self._take()
-        if self.ahead and not self._flights:  # keeps the device busy while the host and the caller do the rest
-            self._launch()
+        if self.ahead:
+            self._overlapped_round()
+        else:
+            self._plain_round()
         self._hear()
         self._end()
         self._deliver()
+
+    def _plain_round(self) -> None:
+        """Launches the steps of a round, and looks at the rows of each when it has ended."""
+        if not self._flights:  # an interrupt may have left a round
+            self._enter()
+            self._launch()
+        for flight, cursors in self._landed():
+            rows, asked = flight[0]
+            self._each(rows, partial(self._move, asked, cursors))
+
+    def _overlapped_round(self) -> None:
+        """The same, but the device runs one step while the host looks at the last, and while the caller has its turn.
+
+        If the last steps have few rows, the next round is launched without them, so that the device need not wait. Of
+        the last step the host first looks at rows that need another step than before. Then it launches the next round,
+        and then it looks at the others.
+        """
+        if not self._flights:
+            self._enter()
+            self._launch()
+        elif self.running:  # otherwise the room may grow first
+            self._admit()
+        if len(self._flights) == 1:
+            self._each([row for rows, _ in self._flights[0] for row in rows], self.scheduler.prepare)
+            self._start(self.scheduler.plan(self.running, in_flight=True))
+        for flight, cursors in self._landed():
+            rows, asked = flight[0]
+            last = len(self._flights) == len(flight) == 1 and self.scheduler.plans_by_place
+            groups: tuple[list[Row], list[Row]] = [], []
+            for row in rows:
+                groups[last and row.stays(cursors)].append(row)
+            self._each(groups[False], partial(self._move, asked, cursors))
+            if groups[True]:
+                self._launch()
+                self._each(groups[True], partial(self._move, asked, cursors))
+            if len(flight) > 1 and len(self._flights) == 1:
+                busy = {row for others, _ in islice(flight, 1, None) for row in others}
+                if self.scheduler.goes_on(self.running, busy):
+                    self._launch(busy)
+        if not self._flights:
+            self._launch()
+
+    def _landed(self) -> Iterator[tuple[deque[Launched], dict[int, list[int]]]]:
+        """The steps of the oldest round, the next one first, each once its cursors are on the host: these, by slot.
+
+        An interrupt leaves a step there. The host then looks at all its rows again, which changes nothing of those that
+        it has seen.
+        """
+        taken = list[Row]()
+        while (batch := self.batch) is not None and self._flights and (flight := self._flights[0]):
+            rows, asked = flight[0]
+            try:
+                cursors = batch.reader.read(asked)
+                if self._compares and len(flight) == 1:
+                    self.worker.compare_ranks()
+            except Exception as error:  # the device has failed, and nothing on it is reliable
+                self._blame(self.running, error)
+                self._close()
+                return
+            yield flight, cursors
+            flight.popleft()
+            batch.reader.free(asked)
+            taken += rows
+        if self._flights:
+            self._flights.popleft()
+        clock = self.worker.runner.clock
+        self.scheduler.observe(taken, [] if clock is None else clock.read())
+
+    def _enter(self) -> None:
+        """Gives waiting requests slots, and makes room first where nothing runs."""
+        if self.waiting and not self.running:
+            self._grow()
+        self._admit()
 
     def _deliver(self) -> None:
         """Queues the updates of the last round for the caller."""
@@ -171,45 +235,6 @@ class Loop:
             except BaseException as error:
                 self._blame(rows, error)
         return [row for rows, _ in flight for row in rows]
-
-    def _take(self) -> None:
-        """Waits for the oldest round, and reads its rows' cursors.
-
-        While the host looks at the rows of one step, the device runs the next one. If the last ones have few rows, the
-        next round is launched without them, so that the device need not wait. Of the last step the host first looks at
-        rows that need another step than before, then launches the next round, then looks at the others. After an
-        interrupt the host looks at all rows of the step again, which changes nothing of those that it has seen.
-        """
-        taken = list[Row]()
-        while (batch := self.batch) is not None and self._flights and (flight := self._flights[0]):
-            rows, asked = flight[0]
-            try:
-                cursors = batch.reader.read(asked)
-                if self._compares and len(flight) == 1:
-                    self.worker.compare_ranks()
-            except Exception as error:  # the device has failed, and nothing on it is reliable
-                self._blame(self.running, error)
-                self._close()
-                return
-            last = self.ahead and len(self._flights) == len(flight) == 1 and self.scheduler.plans_by_place
-            groups: tuple[list[Row], list[Row]] = [], []
-            for row in rows:
-                groups[last and row.stays(cursors)].append(row)
-            self._each(groups[False], partial(self._move, asked, cursors))
-            if groups[True]:
-                self._launch()
-                self._each(groups[True], partial(self._move, asked, cursors))
-            flight.popleft()
-            batch.reader.free(asked)
-            taken += rows
-            if self.ahead and flight and len(self._flights) == 1:
-                busy = {row for rows, _ in flight for row in rows}
-                if self.scheduler.goes_on(self.running, busy):
-                    self._launch(busy)
-        if self._flights:
-            self._flights.popleft()
-        clock = self.worker.runner.clock
-        self.scheduler.observe(taken, [] if clock is None else clock.read())
 
     def _move(self, asked: Asked, cursors: Mapping[int, Sequence[int]], row: Row) -> None:
         """Notes a row's cursors after a step, if the row still runs. Raises the error of a row that cannot continue."""

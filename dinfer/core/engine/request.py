@@ -75,7 +75,8 @@ class Request:
 
     @property
     def text_behind_a_gap(self) -> bool:
-        """Beside an answer that is partly written: its blocks see of it what they see of any answer."""
+        """Whether given text stands behind a gap. False for a partly written answer: its blocks see the written part as
+        they see any decoded text."""
         gaps = (self.gaps or []) if self.first is None else []
         return True in gaps and not all(gaps[gaps.index(True) :])
 

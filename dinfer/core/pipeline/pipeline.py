@@ -590,7 +590,10 @@ def load(
     runtime: Runtime | None = None,
     **parts: Unpack[Parts],
 ) -> Pipeline:
-    """A pipeline. The parts of a recipe are names, or mappings with a `name` and options, or options of the usual part.
+    """Loads a model and composes a pipeline.
+
+    Give each component as a name ("threshold"), as a mapping with a `name` and options, or as options alone, which then
+    change the usual component of the model.
 
     `model`: the name of a preset, a hub name, a folder, a GGUF file, or a mapping {"name": family, "checkpoint": ...};
     None: that of `preset`, or "tiny". `preset`: a name of `dinfer.presets()`, whose recipe is used and, unless `model`

@@ -19,7 +19,7 @@ class Extra:
     """
 
     narrows: ClassVar[bool] = False  # a step without it does the same, and computes more
-    free: ClassVar[bool] = False  # a step with it takes no longer, so its graph may stand in for good
+    free: ClassVar[bool] = False  # costs nothing, so a graph captured with it also serves steps without it
     prefills: ClassVar[bool] = False  # a step that fills keys alone has it too
     divides: ClassVar[bool] = True  # a row that asks for it may take several lanes of a step
     repeats: ClassVar[bool] = True  # a row that stays where it is needs such a step once more
