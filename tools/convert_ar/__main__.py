@@ -1,0 +1,186 @@
+"""Turns an autoregressive Llama or Qwen checkpoint into a block-diffusion one.
+
+    python -m tools.convert_ar run BASE OUT [--text FILE.jsonl]
+    python -m tools.convert_ar draw|train|measure BASE OUT ...
+    torchrun --nproc-per-node 4 -m tools.convert_ar ...
+
+BASE is a folder or a GGUF file. OUT gets an adapter in PEFT's format, which `dinfer model=a2d` loads on BASE, or with
+`--rank 0` a whole checkpoint. `draw` lets the base write the text; `train` trains, and goes on where it was broken off;
+`measure` writes a table of tokens a forward and what the base says of the text. `run` does all of them, and
+distils before it measures: `train --weights OUT --paced` is trained on the masks that the model itself would leave open.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from tools.convert_ar import draw, measure
+from tools.convert_ar.base import Base, ConversionError, load
+from tools.convert_ar.train import STATE, Settings, Texts, Trainer, adapt
+
+
+def arguments() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m tools.convert_ar", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("what", choices=("run", "draw", "train", "measure"))
+    parser.add_argument("base", type=Path, help="folder or GGUF file")
+    parser.add_argument("out", type=Path, help="a folder: text, state, adapter and results")
+    parser.add_argument("--text", type=Path, nargs="+", help="JSONL files; default: what `draw` wrote to OUT")
+    parser.add_argument("--weights", type=Path, help="OUT of a run whose weights this one begins with")
+    parser.add_argument("--mask", help="token that stands for what is open; default: one that texts do not have")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--rows", type=int, default=1536, help="conversations drawn side by side")
+    parser.add_argument("--conversations", type=int, default=100_000, help="to be drawn, by all processes")
+    parser.add_argument("--draw-seconds", type=float, default=1200.0)
+    parser.add_argument("--temperature", type=float, default=0.0, help="of answers that are drawn")
+    parser.add_argument("--most-repeats", type=float, default=0.15, help="share of 4-grams, of answers that are kept")
+    parser.add_argument("--held", type=int, default=200, help="conversations to measure with, as they come")
+    parser.add_argument("--new", type=int, default=128, help="tokens of an answer when measuring")
+    for field in fields(Settings):
+        flag = f"--{field.name.replace('_', '-')}"
+        if field.type == "bool":
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=field.default)
+        elif field.name == "blocks":
+            parser.add_argument(flag, type=int, nargs="+", default=list(Settings.blocks))
+        else:
+            parser.add_argument(flag, type=type(field.default), default=field.default)
+    return parser
+
+
+def settings_of(args: argparse.Namespace, **changes: Any) -> Settings:
+    """Raises ConversionError for a length that is no multiple of each block."""
+    given = {field.name: getattr(args, field.name) for field in fields(Settings)}
+    made = Settings(**given | {"blocks": tuple(args.blocks)} | changes)
+    wrong = [block for block in made.blocks if block < 1 or made.length % block]
+    if wrong:
+        raise ConversionError(f"--length {made.length} must be a multiple of each of --blocks, and {wrong[0]} is none")
+    return made
+
+
+def write_drawn(base: Base, args: argparse.Namespace) -> None:
+    """OUT/text-N.jsonl of this process, and the first one's OUT/held.jsonl."""
+    me, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    sizes = {"rows": args.rows, "length": args.length, "seed": args.seed * 64 + me, "temperature": args.temperature}
+    if me == 0:
+        few = {"rows": min(args.rows, 2 * args.held), "conversations_wanted": args.held, "plain": True}
+        held = sizes | {"seed": args.seed + 900_001} | few
+        draw.write_text(base, args.out / "held.jsonl", seconds=args.draw_seconds, **held)
+    kept = draw.write_text(
+        base, args.out / f"text-{me}.jsonl", seconds=args.draw_seconds, most_repeats=args.most_repeats,
+        conversations_wanted=-(-args.conversations // ranks), **sizes,
+    )  # fmt: skip
+    if not kept:
+        raise ConversionError("the base wrote no conversation that ends: give --length, or text of your own by --text")
+
+
+def texts_of(args: argparse.Namespace) -> list[Path]:
+    return args.text or sorted(args.out.glob("text-*.jsonl")) or [args.out / "text-0.jsonl"]
+
+
+def train(base: Base, args: argparse.Namespace, settings: Settings, out: Path, start: Path | None) -> None:
+    """Trains into a folder, going on where a run in it was broken off."""
+    out.mkdir(parents=True, exist_ok=True)
+    trainer = Trainer(base, settings, out)
+    if (out / STATE).is_file():
+        trainer.resume(out)
+    elif start is not None:
+        trainer.resume(start, weights_only=True)
+    trainer.run(Texts.read(texts_of(args), base, settings.length, max(settings.blocks)))
+    if trainer.me == 0:
+        write(base, out, settings)
+        question = [*base.chat.before, *base.tokenizer("What is a cat?")["input_ids"], *base.chat.after]
+        print("What is a cat?", measure.sample(base, question, min(settings.blocks)))
+
+
+def write(base: Base, out: Path, settings: Settings) -> None:
+    """The adapter, or the whole model, with the config.json that says how it decodes."""
+    kind = base.model.config.model_type
+    told = {"model_type": f"a2d-{kind}", "mask_token_id": base.chat.mask, "block_size": min(settings.blocks)}
+    if settings.rank:
+        base.model.peft_config["default"].base_model_name_or_path = Path(base.model.config._name_or_path).name
+        base.model.save_pretrained(out)
+        state = {name: one.half() for name, one in _saved(out).items()}
+        save_file(state, out / "adapter_model.safetensors", {"format": "pt"})
+    else:
+        base.model.save_pretrained(out)
+        base.tokenizer.save_pretrained(out)
+        told = json.loads((out / "config.json").read_text()) | told
+        told.pop("quantization_config", None)
+    (out / "config.json").write_text(json.dumps(told, indent=1) + "\n")
+
+
+def _saved(out: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(out / "adapter_model.safetensors")
+
+
+def measured(base: Base, args: argparse.Namespace, out: Path) -> None:
+    """OUT/scores.json of the conversations that were held back."""
+    with (args.out / "held.jsonl").open() as file:
+        rows = [json.loads(line) for line in file]
+    table = measure.grid(base, [(row["tokens"], row["answer"]) for row in rows], tuple(args.blocks), args.new)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        (out / "scores.json").write_text(json.dumps({"command": sys.argv, "scores": table}, indent=1) + "\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status."""
+    args = arguments().parse_args(argv)
+    if "RANK" in os.environ:
+        args.device = f"cuda:{os.environ['LOCAL_RANK']}" if args.device.startswith("cuda") else args.device
+        if args.device.startswith("cuda"):
+            torch.cuda.set_device(args.device)
+        dist.init_process_group("nccl" if args.device.startswith("cuda") else "gloo")
+    device = torch.device(args.device)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    try:
+        settings = settings_of(args)
+        base = load(args.base, device, dtype, args.mask)
+        args.out.mkdir(parents=True, exist_ok=True)
+        if args.what in ("run", "draw") and not args.text and not (args.out / "held.jsonl").is_file():
+            write_drawn(base, args)
+            barrier()
+        if args.what == "draw":
+            return 0
+        torch.manual_seed(args.seed)
+        adapt(base, args.rank)
+        if args.what == "train":
+            train(base, args, settings, args.out, args.weights)
+        if args.what == "run":
+            train(base, args, settings, args.out / "first", None)
+            barrier()
+            paced = settings_of(args, paced=True, rate=args.rate / 2, steps=-(-args.steps // 2))
+            train(base, args, paced, args.out, args.out / "first")
+            barrier()
+        if args.what == "measure":
+            Trainer(base, settings, args.out).resume(args.weights or args.out, weights_only=True)
+        if args.what in ("run", "measure"):
+            measured(base, args, args.weights or args.out)
+    except ConversionError as error:
+        print(f"python -m tools.convert_ar: {error}", file=sys.stderr)
+        return 1
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return 0
+
+
+def barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
