@@ -72,12 +72,14 @@ def write_drawn(base: Base, args: argparse.Namespace) -> None:
     """OUT/text-N.jsonl of this process, and the first one's OUT/held.jsonl."""
     me, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     sizes = {"rows": args.rows, "length": args.length, "seed": args.seed * 64 + me, "temperature": args.temperature}
-    if me == 0:
+    held, text = args.out / "held.jsonl", args.out / f"text-{me}.jsonl"
+    if me == 0 and not held.is_file():
         few = {"rows": min(args.rows, 2 * args.held), "conversations_wanted": args.held, "plain": True}
-        held = sizes | {"seed": args.seed + 900_001} | few
-        draw.write_text(base, args.out / "held.jsonl", seconds=args.draw_seconds, **held)
+        draw.write_text(base, held, seconds=args.draw_seconds, **sizes | {"seed": args.seed + 900_001} | few)
+    if text.is_file():
+        return
     kept = draw.write_text(
-        base, args.out / f"text-{me}.jsonl", seconds=args.draw_seconds, most_repeats=args.most_repeats,
+        base, text, seconds=args.draw_seconds, most_repeats=args.most_repeats,
         conversations_wanted=-(-args.conversations // ranks), **sizes,
     )  # fmt: skip
     if not kept:
@@ -127,12 +129,13 @@ def _saved(out: Path) -> dict[str, torch.Tensor]:
 
 
 def measured(base: Base, args: argparse.Namespace, out: Path) -> None:
-    """OUT/scores.json of the conversations that were held back."""
+    """OUT/scores-BLOCKS.json of the conversations that were held back."""
     with (args.out / "held.jsonl").open() as file:
         rows = [json.loads(line) for line in file]
     table = measure.grid(base, [(row["tokens"], row["answer"]) for row in rows], tuple(args.blocks), args.new)
     if not dist.is_initialized() or dist.get_rank() == 0:
-        (out / "scores.json").write_text(json.dumps({"command": sys.argv, "scores": table}, indent=1) + "\n")
+        name = f"scores-{'-'.join(map(str, args.blocks))}.json"
+        (out / name).write_text(json.dumps({"command": sys.argv, "scores": table}, indent=1) + "\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -149,7 +152,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings = settings_of(args)
         base = load(args.base, device, dtype, args.mask)
         args.out.mkdir(parents=True, exist_ok=True)
-        if args.what in ("run", "draw") and not args.text and not (args.out / "held.jsonl").is_file():
+        if args.what in ("run", "draw") and not args.text:
             write_drawn(base, args)
             barrier()
         if args.what == "draw":

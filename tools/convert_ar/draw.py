@@ -137,7 +137,8 @@ def write_text(
     torch.manual_seed(seed)
     sampler, begun, kept, drawn = Sampler(base, rows, length), time.monotonic(), 0, 0
     bar = tqdm(total=conversations_wanted, desc="drawing", unit="conversation", mininterval=5)
-    with path.open("w") as file:
+    part = path.with_suffix(".part")
+    with part.open("w") as file:
         while kept < conversations_wanted and (not drawn or time.monotonic() - begun < seconds):
             forced = openings(base, rows, length, seed * 1_000_003 + drawn, plain=plain)
             tokens = sampler.draw(forced, base.chat.stop, (1.0, temperature))
@@ -149,5 +150,6 @@ def write_text(
                 kept += 1
                 bar.update()
     bar.close()
+    part.replace(path)
     print(f"{path}: kept {kept} of {drawn} rows, {drawn * length / (time.monotonic() - begun):,.0f} tokens/s")
     return kept

@@ -101,6 +101,8 @@ def grid(base: Base, conversations: list[tuple[list[int], int]], blocks: tuple[i
     given = [tokens[start:][:new] for tokens, start in mine]
     table: list[Any] = [{"what": "text of the base", **judged(base, prompts, given, [len(one) for one in given])}]
     told = not dist.is_initialized() or dist.get_rank() == 0
+    if told:
+        print(table[0], flush=True)
     for block in blocks:
         for threshold in (2.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4):
             found, forwards = answers(base, layers, prompts, block=block, threshold=threshold, new=new)
