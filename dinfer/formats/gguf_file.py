@@ -45,6 +45,7 @@ BAILING = (r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p
 PATTERNS: dict[str, tuple[str, ...]] = {
     "llama-bpe": LLAMA3, "llama3": LLAMA3, "llama-v3": LLAMA3, "llada": LLAMA3, "qwen2": QWEN2, "dream": QWEN2,
     "bailingmoe": BAILING, "bailingmoe2": BAILING, "llada-moe": BAILING, "gpt-2": (GPT2 + r"|\s+",),
+    "smollm": (r"\p{N}", GPT2 + r"|\s+"),
     "default": (r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"),
 }  # fmt: skip
 """The patterns that cut text into words, by `tokenizer.ggml.pre`. Each cuts the pieces that those before it left."""
@@ -225,7 +226,24 @@ RND1 = Architecture(
     shift=True,
     absent={"expert_weights_norm": True, "expert_weights_scale": None},
 )  # fmt: skip
-ARCHITECTURES = {"llada": LLADA, "llada-moe": LLADA_MOE, "dream": DREAM, "rnd1": RND1}
+
+
+def _parent(name: str, kind: gguf.MODEL_ARCH, *, permuted: bool = False) -> Architecture:
+    """An autoregressive model, which an adapter makes a diffusion model (`dinfer.core.models.a2d`)."""
+    return Architecture(
+        keys=HUB_KEYS | {"intermediate_size": "feed_forward_length"},
+        same={"model_type": name, "hidden_act": "silu"},
+        kind=kind,
+        permuted=permuted,
+        absent={"attention.key_length": None},
+    )
+
+
+ARCHITECTURES = {
+    "llada": LLADA, "llada-moe": LLADA_MOE, "dream": DREAM, "rnd1": RND1,
+    "llama": _parent("llama", gguf.MODEL_ARCH.LLAMA, permuted=True), "qwen2": _parent("qwen2", gguf.MODEL_ARCH.QWEN2),
+    "qwen3": _parent("qwen3", gguf.MODEL_ARCH.QWEN3),
+}  # fmt: skip
 OWN = "diffuse"  # the architecture of diffuse-cpp's files, which name the model's in another key and never permute
 EXPECTED = {
     "attention.causal": (False, None), "rope.scaling.type": ("none", None), "rope.scaling.factor": (1, 0, None),
@@ -238,6 +256,7 @@ EXPECTED = {
 }  # fmt: skip
 """Keys that would change the network if they had other values. None: absent."""
 FLAGS = ("expert_weights_norm",)
+HEADS = ("head_count", "head_count_kv")
 TOKENS = {
     "mask_token_id": ("tokenizer.ggml.mask_token_id",),
     "eos_token_id": ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id"),
@@ -348,7 +367,8 @@ def gguf_file(path: Path) -> GgufFile:
     known = ARCHITECTURES[name]
     config = _config(path, prefix, known, fields, tensors)
     if known.permuted and prefix != OWN:
-        heads = {"q": config["n_heads"], "k": config["n_kv_heads"] or config["n_heads"]}
+        n, kv = (config[next(own for own, key in known.keys.items() if key == f"attention.{name}")] for name in HEADS)
+        heads = {"q": n, "k": kv or n}
         for own, found in tensors.items():
             if row := re.fullmatch(r"blk\.\d+\.attn_([qk])\.(weight|bias)", own):
                 tensors[own] = replace(found, heads=heads[row[1]])

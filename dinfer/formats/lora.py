@@ -19,6 +19,7 @@ from dinfer.core.loading.safetensors_io import mismatches, read, stored_in
 from dinfer.core.ranks.split import Placement
 
 PREFIX = "base_model.model."
+ROUNDED = "F8_E4M3"  # what an adapter may be stored in, its factor being that of lora_alpha
 # Fields that change an adapter's meaning, and their supported values; null and absent always are.
 SUPPORTED: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
@@ -89,8 +90,10 @@ def read_adapter(folder: Path, placements: Mapping[str, Placement]) -> Adapter:
         out, width = placements[f"{name}.weight"].shape
         wanted[f"{PREFIX}{name}.lora_A.weight"] = (rank, width)
         wanted[f"{PREFIX}{name}.lora_B.weight"] = (out, rank)
-    refuse([*mismatches(tensors, wanted)], f"the adapter in {folder} does not fit its {CONFIG} and the checkpoint")
-    values = {name: tensor.clone() for name, tensor in read(tensors)}
+    rounded = [name for name, one in tensors.items() if one.dtype == ROUNDED]
+    wrong = [*mismatches(tensors, wanted, rounded)]
+    refuse(wrong, f"the adapter in {folder} does not fit its {CONFIG} and the checkpoint")
+    values = {name: tensor.half() if name in rounded else tensor.clone() for name, tensor in read(tensors)}
     pairs = {
         f"{name}.weight": (values[f"{PREFIX}{name}.lora_A.weight"], values[f"{PREFIX}{name}.lora_B.weight"])
         for name in modules

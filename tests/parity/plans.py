@@ -36,6 +36,7 @@ class Plan:
     response: bool = False  # the reference returns what it generated, without the prompt
     answer: int | None = None  # the reference returns so many new tokens at most, up to the first EOS, and no prompt
     computed: bool = False  # compare the positions that each forward computes, too; of a single row
+    filled: bool = False  # the reference fills rows of a batch up with EOS
     grows: bool = False  # the canvas of the reference ends where ours holds EOS; nothing counts there
     constraints: dict[int, int] = field(default_factory=dict)  # tokens that are given, by place behind the prompt
 
@@ -312,6 +313,28 @@ def _s2d2(prompts: list[list[int]], params: Fields) -> Plan:
     return replace(plan, drawn=s2d2.recorded, wraps=wraps, answer=plan.new_tokens, drop_eos=True, every_step=True)
 
 
+def _a2d(prompts: list[list[int]], params: Fields, *, blocks: bool) -> Plan:
+    """A2D's samplers. BD3LM counts its blocks from the prompt's end, ours from position 0."""
+    new_tokens, block = params.take("max_new_tokens"), params.take("block_size")
+    steps = params.take("steps_per_block", None) or -(-params.take("steps") // -(-new_tokens // block))
+    params.take("steps")
+    if params.take("temperature") or params.take("remasking") != "low_confidence":
+        raise Skip("the random numbers of the reference are not ours")
+    if blocks and any(len(prompt) % block for prompt in prompts):
+        raise Skip("A2D: attention blocks that are counted from the end of the prompt are not there yet")
+    name = "block_diffusion" if blocks else "blockwise"
+    return Plan(
+        {"name": name, "block": block, "stop": "off"},
+        {"name": "fixed", "reference": "a2d", "steps": steps, "precision": "float32"},
+        {"name": "block" if blocks else "none"},
+        new_tokens,
+        options={"guidance": params.take("cfg_scale", 0.0)},
+        spec={"causal_block": block if blocks else None, "shift": int(params.take("right_shift_logits", False))},
+        every_step=not blocks and len(prompts) == 1,
+        filled=not blocks,
+    )
+
+
 # Algorithm of the goldens -> plan, of prompts and parameters. Whoever adds an iteration or a cache adds an entry here.
 ALGORITHMS: dict[str, Callable[[list[list[int]], Fields], Plan]] = {
     "BlockWise": _blockwise,
@@ -334,4 +357,6 @@ ALGORITHMS: dict[str, Callable[[list[list[int]], Fields], Plan]] = {
     "daedal": _daedal,
     "streaming_dllm": _streaming,
     "s2d2": _s2d2,
+    "a2d_mdlm": partial(_a2d, blocks=False),
+    "a2d_bd3lm": partial(_a2d, blocks=True),
 }

@@ -11,6 +11,7 @@ from torch import Tensor
 from dinfer.core.abilities.registry import ABILITIES
 from dinfer.core.decoders.confidence import Factor
 from dinfer.core.decoders.editing import JointThreshold
+from dinfer.core.decoders.schedule import Fixed
 from dinfer.core.decoders.threshold import Threshold, confident
 from dinfer.core.iterations.multi_block import MultiBlock
 from dinfer.core.iterations.sweep import BlockSweep, Blockwise
@@ -331,8 +332,27 @@ class DinferVicinity(VicinityCache):
         return full_B
 
 
+class A2dFixed(Fixed):
+    """A2D's share of a step: what is left over the steps that are left, half to even.
+
+    Steps without a token are left out. A position where the mask token wins takes part, as any other.
+    """
+
+    def fresh_state(self, spec: ModelSpec, block: int) -> State:
+        return {"taken": torch.zeros((), dtype=torch.int64)}
+
+    def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
+        steps_R1, left_R1 = view.options["steps"], view.masked_RL.sum(-1, keepdim=True)
+        step_R1 = torch.maximum(state["taken"][:, None], steps_R1 - 2 * left_R1 + 1).clamp_max(steps_R1 - 1)
+        state["taken"].copy_(torch.where(left_R1 > (left_R1 / (steps_R1 - step_R1)).round(), step_R1 + 1, 0)[:, 0])
+        share_R1 = (left_R1.double() / (steps_R1 - step_R1)).round().long()
+        score_RL = stats.confidence_RL.masked_fill(~view.masked_RL, float("-inf"))
+        return Proposal((descending_rank(score_RL) < share_R1) & view.masked_RL)
+
+
 # The name of a component and the reference whose rule it has.
 REFERENCES: dict[tuple[str, str], type] = {
+    ("fixed", "a2d"): A2dFixed,
     ("threshold", "dinfer"): DinferThreshold,
     ("threshold", "sglang"): SglangThreshold,
     ("threshold", "diffulex"): DiffulexThreshold,

@@ -40,6 +40,7 @@ LATER = {  # of the sets that came later
     "generation/dream/lopa": 8,
     "generation/llada/certainty": 3, "generation/llada/pcsampler": 1, "generation/dream/pcsampler": 1,
 }  # fmt: skip
+FAMILIES = {"models/a2d": 18, "generation/a2d": 15}  # of goldens-families
 RUN = "generation/llada/blockwise_dual_thre_0p6_noalign"
 MODEL, MODEL_CASES = "models/llada", "models/llada/cases.safetensors"
 DINFER, SGLANG = "decoders/dinfer_threshold", "decoders/sglang_low_confidence"
@@ -103,6 +104,13 @@ def test_what_only_the_whole_set_has_passes_too() -> None:
     assert {prefix: passed(report, prefix) for prefix in BEYOND} == BEYOND
     assert len(report.results) == sum(BEYOND.values())
     assert len(find(SHARED)) == sum((PASSING | BEYOND).values())
+
+
+@pytest.mark.skipif(not NEXT.is_dir(), reason="the recorded runs of further families are not here")
+def test_recorded_runs_of_a2d_are_repeated() -> None:
+    report = check(NEXT.with_name("goldens-families"), ["models/a2d*", "generation/a2d*"])
+    assert not failures(report)
+    assert {prefix: passed(report, prefix) for prefix in FAMILIES} == FAMILIES
 
 
 @pytest.mark.rest  # it takes 20 seconds

@@ -20,6 +20,10 @@ BODY: dict[str, Any] = {
     "intermediate_size": 40, "max_position_embeddings": 128, "rope_theta": 100.0, "rms_norm_eps": 1e-5,
     "bos_token_id": 45, "eos_token_id": 46, "pad_token_id": 46, "tie_word_embeddings": False,
 }  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 100.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
 QWEN3_MOE = BODY | {
     "head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "mlp_only_layers": [1],
     "decoder_sparse_step": 1,
@@ -60,6 +64,9 @@ def as_llada2(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
         ("Qwen2", BODY, "Dream", None),
         ("Qwen2", BODY | {"tie_word_embeddings": True, "num_key_value_heads": 4}, "Dream", None),
         ("Qwen3", BODY | {"head_dim": 16}, "sdar", None),
+        ("Llama", BODY | {"rope_scaling": LLAMA3}, "a2d-llama", None),
+        ("Qwen2", BODY, "a2d-qwen2", None),
+        ("Qwen3", BODY | {"head_dim": 16}, "a2d-qwen3", None),
         ("Qwen3Moe", QWEN3_MOE | {"norm_topk_prob": True}, "sdar_moe", as_sdar),
         ("Qwen3Moe", QWEN3_MOE | {"decoder_sparse_step": 2, "mlp_only_layers": []}, "sdar_moe", as_sdar),
         ("Qwen3Moe", QWEN3_MOE | {"norm_topk_prob": True, "mlp_only_layers": []}, "rnd1", as_sdar),

@@ -7,7 +7,7 @@
 BASE is a folder or a GGUF file. OUT gets an adapter in PEFT's format, which `dinfer model=a2d` loads on BASE, or with
 `--rank 0` a whole checkpoint. `draw` lets the base write the text; `train` trains, and goes on where it was broken off;
 `measure` writes a table of tokens a forward and what the base says of the text. `run` does all of them, and
-distils before it measures: `train --weights OUT --paced` is trained on the masks that the model itself would leave open.
+distils before it measures: `train --weights OUT --paced` is trained on masks that the model itself would leave open.
 """
 
 from __future__ import annotations
@@ -112,6 +112,8 @@ def write(base: Base, out: Path, settings: Settings) -> None:
     if settings.rank:
         base.model.peft_config["default"].base_model_name_or_path = Path(base.model.config._name_or_path).name
         base.model.save_pretrained(out)
+        sizes = ("hidden_size", "num_hidden_layers", "vocab_size")
+        told["base"] = {name: getattr(base.model.config, name) for name in sizes}
         state = {name: one.half() for name, one in _saved(out).items()}
         save_file(state, out / "adapter_model.safetensors", {"format": "pt"})
     else:
@@ -119,7 +121,8 @@ def write(base: Base, out: Path, settings: Settings) -> None:
         base.tokenizer.save_pretrained(out)
         told = json.loads((out / "config.json").read_text()) | told
         told.pop("quantization_config", None)
-    (out / "config.json").write_text(json.dumps(told, indent=1) + "\n")
+    name = "diffusion.json" if settings.rank else "config.json"
+    (out / name).write_text(json.dumps(told, indent=1) + "\n")
 
 
 def _saved(out: Path) -> dict[str, torch.Tensor]:

@@ -118,5 +118,3 @@ def sample(base: Base, prompt: list[int], block: int) -> str:
     """One answer at threshold 0.9."""
     found, _ = answers(base, cast(base.layers(), base.dtype), [prompt], block=block, threshold=0.9, new=64)
     return str(base.tokenizer.decode(found[0]))
-
-

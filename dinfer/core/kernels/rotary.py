@@ -3,6 +3,7 @@
 Shape suffixes: B lanes, W positions, X query, key and value heads, E head size, Y entries of a key/value pool.
 """
 
+import math
 from functools import cache
 
 import torch
@@ -12,9 +13,13 @@ from dinfer.core.kernels.deferred import close, held, to_add
 from dinfer.core.kernels.dispatch import native, triton, use_triton
 from dinfer.core.kernels.norm import rms_norm
 from dinfer.core.kernels.types import FLOAT8, LARGEST, Deferred, HeadNorm, InputFormat, Projections, Table
+from dinfer.core.terms.spec import RopeStretch
 
 
-def rotary_table(pos_BW: Tensor, dim: int, theta: float, dtype: torch.dtype, pairs: int | None = None) -> Table:
+def rotary_table(
+    pos_BW: Tensor, dim: int, theta: float, dtype: torch.dtype, pairs: int | None = None,
+    stretch: RopeStretch | None = None,
+) -> Table:  # fmt: skip
     """cos and signed sin of the angles pos * theta^(-2i / dim), for both halves. [B, W, 1, dim]
 
     Computed in float32, or in float64 for a float64 model. The sign makes a rotation one multiply-add of the vector
@@ -22,15 +27,23 @@ def rotary_table(pos_BW: Tensor, dim: int, theta: float, dtype: torch.dtype, pai
     """
     dtype = torch.promote_types(dtype, torch.float32)
     if dtype == torch.float32 and use_triton(pos_BW, "rotary"):
-        return triton("rotary").rotary_table(pos_BW, _frequencies(dim, theta, dtype, pairs, pos_BW.device))
-    angle = pos_BW.clamp_min(0)[..., None, None].to(dtype) * frequencies(dim, theta, dtype, pairs, pos_BW.device)
+        return triton("rotary").rotary_table(pos_BW, _frequencies(dim, theta, dtype, pairs, pos_BW.device, stretch))
+    turns = frequencies(dim, theta, dtype, pairs, pos_BW.device, stretch)
+    angle = pos_BW.clamp_min(0)[..., None, None].to(dtype) * turns
     cos, sin = angle.cos(), angle.sin()
     return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
 
-def frequencies(dim: int, theta: float, dtype: torch.dtype, pairs: int | None, device: torch.device) -> Tensor:
+def frequencies(
+    dim: int, theta: float, dtype: torch.dtype, pairs: int | None, device: torch.device,
+    stretch: RopeStretch | None = None,
+) -> Tensor:  # fmt: skip
     """The angle by which each pair turns from one position to the next. [dim / 2]"""
     frequency = torch.pow(theta, -torch.arange(0, dim, 2, device=device, dtype=dtype) / dim)
+    if stretch is not None:
+        turns = stretch.length * frequency / (2 * math.pi)  # within the positions before the change
+        kept = ((turns - stretch.low) / (stretch.high - stretch.low)).clamp(0, 1)
+        frequency = frequency * (kept + (1 - kept) / stretch.factor)
     return frequency if pairs is None else frequency * (torch.arange(dim // 2, device=device) < pairs)
 
 

@@ -341,7 +341,7 @@ class Transformer(nn.Module):
     def forward(self, x_BWD: Tensor, attend: Attend) -> Tensor:
         """See `dinfer.core.step.model.Model`. [B, W, D] -> [B, W, D] or [B, X, D]"""
         rope_dim = self.spec.rope_dim or self.spec.head_dim
-        table = rotary_table(attend.pos_BW, rope_dim, self.spec.rope_theta, x_BWD.dtype)
+        table = rotary_table(attend.pos_BW, rope_dim, self.spec.rope_theta, x_BWD.dtype, stretch=self.spec.rope_stretch)
         delta_BWD: Deferred | None = None
         for block in self.blocks:
             needed_BX = attend.needed_BX if block is self.blocks[-1] else None

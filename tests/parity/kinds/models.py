@@ -53,7 +53,9 @@ def run(golden: Golden, path: Path, doc: Fields, case: Fields) -> str:
         return golden.tensors(path.with_suffix(".safetensors"), f"{case.take('name')}.{part}")[0]
 
     ids_BT, logits_BTV = tensor("input_ids"), tensor("logits")
-    mask_BT, pos_BT = (tensor(part) if part in case else None for part in ("attention_mask", "position_ids"))
+    padded = attention.endswith("_padding")
+    mask_BT = tensor("attention_mask") if padded or "attention_mask" in case else None
+    pos_BT = tensor("position_ids") if "position_ids" in case else None
     rule: dict[str, Any] = {"attention": ATTENTION[attention]}
     if rule["attention"] == "block_causal":
         rule["block_length"] = case.take("block_length")

@@ -136,6 +136,8 @@ def _same_answers(doc: Fields, plan: Plan, prompts: list[list[int]], rows: list[
         rows = [row[len(prompt) :] for row, prompt in zip(rows, prompts, strict=True)]
     if plan.drop_eos and len(rows) == 1:
         rows = [[token for token in rows[0] if token != eos_id]]
+    if plan.filled:
+        rows = [row + [eos_id] * (max(map(len, rows)) - len(row)) for row in rows]
     same("output_ids", doc.take("output_ids"), rows)
 
 

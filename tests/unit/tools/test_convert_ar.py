@@ -98,7 +98,7 @@ def test_training_ends_where_it_would_have_after_a_stop_and_loads(folder: Path, 
     losses = [json.loads(line) for line in (out / "loss.jsonl").read_text().splitlines()]
     assert state["step"] == 20 and [line["step"] for line in losses] == [20, 40, 60]
     assert losses[-1]["loss"] < losses[0]["loss"]
-    assert json.loads((out / "config.json").read_text())["block_size"] == 4
+    assert json.loads((out / "diffusion.json").read_text())["block_size"] == 4
     assert all(value.dtype == torch.float16 for value in load_file(out / "adapter_model.safetensors").values())
 
 

@@ -17,6 +17,7 @@ from dinfer.core.kernels.attention import attention_interval
 from dinfer.core.loading.checkpoint import family_of, load_network, read_spec, save_network
 from dinfer.core.loading.files import CheckpointError
 from dinfer.core.memory import RESERVED, KVPool, PoolSize, Seen
+from dinfer.core.models.a2d import A2d
 from dinfer.core.models.fast_dllm_v2 import FastDllmV2
 from dinfer.core.models.llada2 import Llada2
 from dinfer.core.models.sdar import Sdar
@@ -136,8 +137,8 @@ def test_a_llama_is_not_a_diffusion_model(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(
         json.dumps(CONFIGS["stable_diffcoder"] | {"architectures": ["LlamaForCausalLM"]})
     )
-    with pytest.raises(CheckpointError, match="no family that dinfer knows"):
-        family_of(json.loads((tmp_path / "config.json").read_text()))
+    with pytest.raises(ValueError, match="is an autoregressive model, which fills no masks"):
+        A2d(checkpoint=str(tmp_path)).spec(json.loads((tmp_path / "config.json").read_text()))
 
 
 @pytest.mark.parametrize("name", ["dream", "sdar", "llada2"])
