@@ -153,9 +153,7 @@ def served(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
 def test_a_base_is_brought_once_and_then_found_offline(
     small: Fetched, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(
-        CheckpointError, match="run `dinfer models fetch smollm2-135m-instruct` once"
-    ):
+    with pytest.raises(CheckpointError, match="run `dinfer models fetch smollm2-135m-instruct` once"):
         locate("smollm2-135m-instruct")
     served(monkeypatch, b"abc")
     main(["models", "fetch", "smol"])

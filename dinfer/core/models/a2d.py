@@ -32,6 +32,7 @@ class A2d(BlockFamily):
     """A2D checkpoints, and plain Llama or Qwen ones with an adapter that tools/convert_ar made."""
 
     paper = "github.com/ZHZisZZ/dllm"
+    harmless = frozenset({"block_size", "pretraining_tp"})
     published_mask: ClassVar[int] = 151669
     published_stops: ClassVar[tuple[int, ...]] = (151645, 151643)
 
@@ -50,9 +51,8 @@ class A2d(BlockFamily):
         scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
         stretch = stretched(scaling) if scaling.get("rope_type") == "llama3" else None
         if stretch is not None:
-            theta = scaling.get("rope_theta")
-            config = config | {"rope_scaling": None, "rope_parameters": None}
-            config |= {} if theta is None else {"rope_theta": theta}
+            theta = scaling.get("rope_theta", config.get("rope_theta"))
+            config = config | {"rope_scaling": None, "rope_parameters": None, "rope_theta": theta}
         config = complete(config, EXPECTED, PARENTS[parent])
         return ModelSpec(
             family="a2d",
