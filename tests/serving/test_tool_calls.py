@@ -231,7 +231,7 @@ def with_schema(schema: Any) -> dict[str, Any]:
         ({"tools": [NOW, NOW]}, "tools.1.function.name", "'now' is taken"),
         ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools.0", "only tools of the form"),
         (with_schema({"properties": {"a": {"contains": {}}}}), "tools.f.parameters.properties.a.contains", "contains"),
-        (with_schema({"enum": ["x" * 1_000_000]}), "tools.f.parameters", "at most 262,144"),
+        (with_schema({"enum": ["x" * 1_000_000]}), "tools.f.parameters", "no object meets the schema"),
         ({"tools": [BUY], "tool_choice": "required", "max_tokens": 9}, "max_tokens", "the shortest answer"),
         ({"tools": [BUY], "tool_choice": "required", "regex": "a"}, "regex", "leave one out"),
         ({"tools": [BUY], "guided_choice": ["a"]}, "guided_choice", "leave one out"),
