@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from decimal import Decimal
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dinfer.structure.automaton import ANY_CHARACTER, Automaton, both, build, repeat
-from dinfer.structure.json_shape import Parts, Shape, Values, type_of
+from dinfer.structure.json_shape import Matches, Parts, Shape, Values, type_of
 from dinfer.structure.json_text import Bound
 from dinfer.structure.limits import Budget, TooLarge
 from dinfer.structure.regex import parse
-
-if TYPE_CHECKING:
-    from dinfer.structure.json_reader import Reader
 
 SHORT = 48  # characters behind a lookahead where all texts would take too many states
 DEEPEST = 6  # properties in properties that are looked at
@@ -25,8 +23,8 @@ class Prover:
     Shapes are read as the standard reads them: objects are open, strings have any spelling, formats say nothing.
     """
 
-    def __init__(self, reader: Reader, budget: Budget) -> None:
-        self.reader, self.matches, self.budget = reader, reader.matches, budget
+    def __init__(self, shapes: Callable[[Parts], Iterable[Shape]], matches: Matches, budget: Budget) -> None:
+        self.shapes, self.matches, self.budget = shapes, matches, budget
         self.shortened = False  # whether texts behind a lookahead are shorter than they might be
         self._patterns: dict[tuple[str, bool], Automaton] = {}
 
@@ -55,7 +53,7 @@ class Prover:
     def parts(self, a: Parts, b: Parts, depth: int) -> bool:
         if not a or not b or depth >= DEEPEST:
             return False
-        some, others = (self.reader.shapes(tuple(replace(p, left=None) for p in parts)) for parts in (a, b))
+        some, others = (self.shapes(tuple(replace(p, left=None) for p in parts)) for parts in (a, b))
         return all(self.apart(x, y, depth + 1) for x in some for y in others)
 
     def arrays(self, a: Shape, b: Shape, depth: int) -> bool:
@@ -122,7 +120,7 @@ class Prover:
         """As `fits`, of all parts."""
         self.budget.check()
         inner = tuple(replace(part, left=left) for part in parts)
-        return any(self.fits(shape, value, left) for shape in self.reader.shapes(inner))
+        return any(self.fits(shape, value, left) for shape in self.shapes(inner))
 
     def _text_fits(self, shape: Shape, value: str, wide: bool) -> bool:
         text = value.encode("utf-8", "surrogatepass")

@@ -109,7 +109,7 @@ class Reader:
     def __init__(self, root: Any, lenient: bool, matches: Matches, budget: Budget) -> None:
         """`matches(pattern, key)`: whether a key matches."""
         self.root, self.lenient, self.matches = root, lenient, matches
-        self.prover = Prover(self, budget)
+        self.prover = Prover(self.shapes, matches, budget)
         self.cut = self.counted = False
         self.narrowed = 0
         self.untold: dict[str, str] = {}

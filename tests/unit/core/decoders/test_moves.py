@@ -1,4 +1,4 @@
-"""Proposals that say where tokens come from: insertion and deletion inside a block, see `Proposal.source_RL`."""
+"""Proposals that say where tokens come from: insertion and deletion inside a block, see `Edit.source_RL`."""
 
 import random
 from dataclasses import dataclass
