@@ -277,7 +277,7 @@ class Server:
             self.refuse(error)
             yield shown.sent(shown.failed(error, REQUEST_ID.get()))
             return
-        yield shown.sent(shown.closing()) + shown.done
+        yield shown.sent([*opening, *shown.closing()]) + shown.done
 
     def refuse(self, error: ApiError) -> None:
         """Counts an error that a client gets."""

@@ -96,6 +96,19 @@ def test_streams_join_to_the_whole_answer(client: Client, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", ASKS)
+def test_an_answer_of_nothing_is_a_whole_stream(client: Client, path: str) -> None:
+    ask = {"model": "tiny"} | ASKS[path]
+    first = said(path, client.ask(path, ask).json())[1][0]
+    ask |= {"stream": True, "stop_sequences" if path == MESSAGES else "stop": [first]}
+    response = client.ask(path, ask)
+    assert streamed(path, response)[1] == ""
+    if path != CHAT:
+        kinds = [one["type"] for one in events(response)]
+        ends = ["message_start", "message_stop"] if path == MESSAGES else ["response.created", "response.completed"]
+        assert [kinds[0], kinds[-1]] == ends
+
+
+@pytest.mark.parametrize("path", ASKS)
 def test_a_thought_stands_apart_and_no_mark_is_told(client: Client, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The prompt opens the thought; the form is of what stands behind it."""
     template = client.pipe.tokenizer.chat_template
