@@ -22,6 +22,7 @@ from dinfer.core.engine.worker import Worker
 from dinfer.core.kernels.dispatch import on_device
 from dinfer.core.provided import needed, provided
 from dinfer.core.recipe.recipe import IncompatibleRecipe, Recipe
+from dinfer.core.step.blame import blaming
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,8 @@ class Engine:
         for level in self.levels:
             if (reason := level.recipe.refused(runtime=level.runtime)) is not None:
                 raise IncompatibleRecipe(reason)
-        self.loops = [Loop(worker_of(level, plain or level.recipe)) for level in self.levels]
+        with blaming(recipe.by_kind):
+            self.loops = [Loop(worker_of(level, plain or level.recipe)) for level in self.levels]
         joined = provided("load_loops") if several else None
         self.loop: Rounds = joined(self.levels, self.loops) if joined else self.loops[0]
         self.recipe, self.runtime = self.loop.worker.recipe if runtime.load is None else recipe, runtime

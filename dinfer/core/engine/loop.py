@@ -17,6 +17,7 @@ from dinfer.core.engine.runtime import BatchSize, pages_of, room_for
 from dinfer.core.engine.scheduler.scheduler import Scheduler, Step
 from dinfer.core.engine.worker import Worker
 from dinfer.core.memory import Key
+from dinfer.core.step.blame import blamed
 from dinfer.core.step.cursors import Cursors, Phase
 from dinfer.core.step.told import Reports
 from dinfer.core.step.window import widest
@@ -295,6 +296,8 @@ class Loop:
 
     def _blame(self, rows: Iterable[Row], error: BaseException) -> None:
         """Ends rows with an error. Raises an interrupt again."""
+        if isinstance(error, Exception):
+            error = blamed(error, self.recipe.by_kind)
         traceback.clear_frames(error.__traceback__)  # which hold the tensors of a forward that ran out of memory
         for row in rows:
             if row.error is None:

@@ -185,7 +185,7 @@ class Pipeline:
         """
         single = isinstance(prompts, str) or is_conversation(prompts)
         how: dict[str, Any] = {} if (tools := more.pop("tools", None)) is None else {"tools": tools}
-        encode = partial(self.encode, chat=True if how else chat, **how)
+        encode: Callable[[Any], list[int]] = partial(self.encode, chat=True if how else chat, **how)
         if not single and (isinstance(prompts, Mapping) or not isinstance(prompts, Iterable)):
             raise ValueError(f"a prompt is a text, a list of messages, or a list of such prompts, not {prompts!r:.80}")
         ids = [encode(prompts)] if single else self._each(encode, prompts, "prompt")

@@ -11,6 +11,7 @@ from dinfer.core.abilities.registry import ABILITIES
 from dinfer.core.abilities.traits import TEXT_BEHIND
 from dinfer.core.refusals import COMPONENTS, Refusal, Trait, refused
 from dinfer.core.registry import brief, check_types, options_of, unknown
+from dinfer.core.step.blame import blaming
 from dinfer.core.step.contracts import CachePolicy, Component, Decoder, Iteration, Phase
 from dinfer.core.step.mixins import (
     Adjusts,
@@ -70,12 +71,19 @@ class Recipe(Parts):
 
     def __post_init__(self) -> None:
         check_types("iteration", self.iteration)
-        object.__setattr__(self, "iteration", self.iteration.fitted(self.model.spec))
+        with blaming(self.by_kind):
+            object.__setattr__(self, "iteration", self.iteration.fitted(self.model.spec))
         for kind in COMPONENTS:
             check_types(kind, getattr(self, kind))
             check_methods(kind, getattr(self, kind))
-        if (reason := self.refused()) is not None:
-            raise IncompatibleRecipe(reason)
+        with blaming(self.by_kind):
+            if (reason := self.refused()) is not None:
+                raise IncompatibleRecipe(reason)
+
+    @property
+    def by_kind(self) -> dict[str, Any]:
+        """The model and the components."""
+        return {kind: getattr(self, kind) for kind in ("model", *COMPONENTS)}
 
     def refused(self, **more: Any) -> str | None:
         """Why the components cannot work together, and what to use instead; None: they can.
@@ -84,8 +92,7 @@ class Recipe(Parts):
         depend on these was found when the recipe was made.
         """
         changed = more.keys() if more else None
-        parts = {kind: getattr(self, kind) for kind in ("model", *COMPONENTS)} | more
-        return refused(all_refusals(), parts, changed)
+        return refused(all_refusals(), self.by_kind | more, changed)
 
     @property
     def parts(self) -> str:

@@ -90,8 +90,12 @@ def decided(step: Step, made: Decision) -> Written:
     pos_RL = torch.where(live_R1 & (other_RL | (view.masked_RL != commits.open_RL)), view.pos_RL, -1)
     by_lane = (len(lanes.slot_B), -1)
     values = pos_RL, view.tokens_RL, commits.tokens_RL, view.masked_RL, commits.open_RL
-    columns = (x_RL.reshape(by_lane) for x_RL in values)
-    return Written(lanes.slot_B, made.lanes.steps_B, *columns, lambda: said_of(step, commits.tokens_RL).viewed(by_lane))
+    pos_BX, old_BX, new_BX, masked_BX, open_BX = (x_RL.reshape(by_lane) for x_RL in values)
+
+    def tells() -> Said:
+        return said_of(step, commits.tokens_RL).viewed(by_lane)
+
+    return Written(lanes.slot_B, made.lanes.steps_B, pos_BX, old_BX, new_BX, masked_BX, open_BX, tells)
 
 
 def records(step: Step) -> bool:
