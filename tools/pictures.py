@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import dinfer
-from dinfer.lab.trace.record import Step, Trace, record
+from dinfer.lab.trace.record import Trace, TracedStep, record
 
 FOLDER = Path(__file__).parents[1] / "docs" / "images"
 QUESTION = "Start with 14: add 123, add 95, then subtract 12. What is the result?"
@@ -86,7 +86,7 @@ def caches(traces: Mapping[str, Trace]) -> str:
     return document(parts, width, y, "Positions of the canvas that each forward computes")
 
 
-def _size(step: Step) -> int:
+def _size(step: TracedStep) -> int:
     return sum(end - start for start, end in step.computed)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from dinfer.core.registry import REGISTRIES, Registry, options_of, values_of
 
-Parts = Mapping[str, Any]
+PartsByKind = Mapping[str, Any]
 """What is to go together: model, iteration, decoder, cache, sampling, and runtime and request where they are known."""
 
 
@@ -30,7 +30,7 @@ class Refusal:
         self.why = why
         self.sides = {kind: side if isinstance(side, Trait) else _derived(side) for kind, side in sides.items()}
 
-    def meets(self, parts: Parts) -> bool:
+    def meets(self, parts: PartsByKind) -> bool:
         for kind, side in reversed(self.sides.items()):  # asked for every request with options of its own
             part = parts if kind == "recipe" else parts.get(kind)
             if part is None or not side.has(part):
@@ -45,7 +45,7 @@ def _derived(base: type | UnionType) -> Trait:
 COMPONENTS: dict[str, Registry] = {registry.kind: registry for registry in REGISTRIES if registry.kind != "model"}
 
 
-def refused(table: Sequence[Refusal], parts: Parts, changed: Set[str] | None = None) -> str | None:
+def refused(table: Sequence[Refusal], parts: PartsByKind, changed: Set[str] | None = None) -> str | None:
     """Why parts cannot go together, and what to use instead; None: they can.
 
     `changed`: the kinds of parts that are not as they were when they could; None: all of them.
@@ -56,7 +56,7 @@ def refused(table: Sequence[Refusal], parts: Parts, changed: Set[str] | None = N
     return why if " Use " in why else f"{why} Use {', or '.join(_remedies(table, found, parts))}."
 
 
-def first_refusal(table: Sequence[Refusal], parts: Parts, changed: Set[str] | None = None) -> Refusal | None:
+def first_refusal(table: Sequence[Refusal], parts: PartsByKind, changed: Set[str] | None = None) -> Refusal | None:
     """The first thing that stands in the way."""
     own = (refusal for kind in COMPONENTS for refusal in parts[kind].refusals)
     known = chain(_of_model(**parts), own, table, _declined(**parts))
@@ -93,7 +93,7 @@ def _cannot_honour(name: str, value: object, neutral: object) -> Refusal:
     )
 
 
-def _remedies(table: Sequence[Refusal], found: Refusal, parts: Parts) -> Iterator[str]:
+def _remedies(table: Sequence[Refusal], found: Refusal, parts: PartsByKind) -> Iterator[str]:
     """For each side of a refusal, the setting without it, or the components that go with the other parts.
 
     If none goes with all of them, those that go with the model and do not meet this refusal.

@@ -336,10 +336,10 @@ def packed_names(names: Collection[str], how: Packing | None) -> Collection[str]
 SCALES = ("_scale_inv", "_scale")
 INPUT_SCALES = (".input_scale", ".activation_scale")  # unused, since we round each row at its own scale
 FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
-Block = tuple[int, int]
+BlockShape = tuple[int, int]
 
 
-def scale_block(config: Mapping[str, Any]) -> Block | None:
+def scale_block(config: Mapping[str, Any]) -> BlockShape | None:
     """Outputs and inputs of the blocks that share a scale; None: there are no blocks.
 
     Raises CheckpointError for a `quantization_config` that is not supported.
@@ -373,7 +373,7 @@ def scale_block(config: Mapping[str, Any]) -> Block | None:
     return sizes[0] if sizes else None
 
 
-def _block(value: Any, field: str) -> Block | None:
+def _block(value: Any, field: str) -> BlockShape | None:
     if value is None:
         return None
     if not isinstance(value, list) or len(value) != 2 or not all(type(n) is int and n > 0 for n in value):
@@ -385,7 +385,7 @@ def _block(value: Any, field: str) -> Block | None:
 class ScalesOfBlocks(Scales):
     """The scales of a checkpoint's rounded weights, and the blocks that share one."""
 
-    block: Block | None
+    block: BlockShape | None
 
     def problems(self, weights: Mapping[str, Stored], placements: Collection[str]) -> Iterator[str]:
         words = next((name for name in weights if name.endswith(PACKED) and name not in placements), None)
@@ -422,7 +422,7 @@ def rounded_tensors(
     return found, spare, scales
 
 
-def scales_of(tensors: Mapping[str, Stored], block: Block | None) -> tuple[dict[str, Stored], Scales]:
+def scales_of(tensors: Mapping[str, Stored], block: BlockShape | None) -> tuple[dict[str, Stored], Scales]:
     """The tensors without those of scales, and the scales of rounded weights."""
     stored: dict[str, Stored] = {}
     unused: set[str] = set()
@@ -435,7 +435,7 @@ def scales_of(tensors: Mapping[str, Stored], block: Block | None) -> tuple[dict[
     return {name: tensor for name, tensor in tensors.items() if name not in unused}, ScalesOfBlocks(stored, block)
 
 
-def scale_at(scale: Tensor, shape: tuple[int, ...], block: Block | None, part: tuple[slice, ...]) -> Tensor:
+def scale_at(scale: Tensor, shape: tuple[int, ...], block: BlockShape | None, part: tuple[slice, ...]) -> Tensor:
     """The factors of a part of a rounded weight; their last dimension is 1 if all inputs share a scale.
 
     `shape` is that of the whole weight, [..., O, K], and `scale` one of `Scales.read`.

@@ -60,7 +60,7 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS.values()}
 
 
 @dataclass(frozen=True, slots=True)
-class Token:
+class SpecialToken:
     """A special token. `source`: the file, option or default that gives its id."""
 
     role: str
@@ -87,7 +87,7 @@ class Inspection:
     stored: int | None = None  # number of tensors in the files or their index
     types: dict[str, int] = field(default_factory=dict)  # number of tensors of each type, in the files at hand
     total_size: int | None = None  # bytes of all tensors, from the index
-    tokens: list[Token] = field(default_factory=list)
+    tokens: list[SpecialToken] = field(default_factory=list)
     template: str | None = None  # the file that holds the chat template
     chat: str | None = None  # the text of `CHAT` for the model
     complete: bool = False  # the files of all tensors are at hand
@@ -307,7 +307,7 @@ def _bytes(network: Any) -> int:
     return sum(tensor.nbytes for tensor in (*network.parameters(), *network.buffers()))
 
 
-def _tokens(found: Inspection, files: SmallFiles, given: Mapping[str, Any], ids: TokenIds) -> Iterator[Token]:
+def _tokens(found: Inspection, files: SmallFiles, given: Mapping[str, Any], ids: TokenIds) -> Iterator[SpecialToken]:
     """The mask token and the stop tokens, then all tokens with a role in the tokenizer's files."""
     known: dict[str, tuple[Any, str]] = {}
     for file, vocabulary in vocabularies(files):
@@ -321,12 +321,12 @@ def _tokens(found: Inspection, files: SmallFiles, given: Mapping[str, Any], ids:
         if spec.mask_id is not None:
             named = PUBLISHED if ids.mask is None else ids.mask.source
             named = named if given.get("mask_id") is None else "model.mask_id"
-            yield Token("mask", spec.mask_id, texts.get(spec.mask_id), named)
+            yield SpecialToken("mask", spec.mask_id, texts.get(spec.mask_id), named)
         for stop in spec.stop_ids:
-            yield Token("stop", stop, texts.get(stop), stops.get(stop, PUBLISHED))
+            yield SpecialToken("stop", stop, texts.get(stop), stops.get(stop, PUBLISHED))
     for role, text in dict.fromkeys(named_roles(files)):
         token, source = known.get(text, (None, ""))
-        yield Token(role, token if type(token) is int else None, text, source or None)
+        yield SpecialToken(role, token if type(token) is int else None, text, source or None)
 
 
 def _render_chat(found: Inspection, files: SmallFiles) -> None:

@@ -45,7 +45,7 @@ class Bound:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class NoisedRows:
     """Noised copies of one text, laid out for one pass each."""
 
     tokens_XW: Tensor
@@ -80,7 +80,7 @@ def log_likelihoods(
     exact = [_exact(model.spec, *pair) for pair in pairs]
     sums = [torch.zeros(1 if alone else samples, dtype=torch.float64) for alone in exact]
 
-    def work() -> Iterator[tuple[int, int, Rows]]:
+    def work() -> Iterator[tuple[int, int, NoisedRows]]:
         # Texts of one length side by side, or padding would be computed too.
         for i in sorted(range(len(pairs)), key=lambda i: sum(map(len, pairs[i]))):
             if pairs[i][1]:
@@ -174,7 +174,7 @@ def left_to_right(model: Model, ids: Sequence[int], *, top: int, batch: int = 16
     return found
 
 
-def nll(model: Model, passes: Sequence[tuple[int, Rows]], guidance: float = 0.0) -> list[Tensor]:
+def nll(model: Model, passes: Sequence[tuple[int, NoisedRows]], guidance: float = 0.0) -> list[Tensor]:
     """-log p of the answer's token at the masked positions of each pass (sample, rows), float64 on the CPU. [N] each"""
     logits_NV, target_N, lane_N = masked_logits(model, passes, guidance)
     nll_N = -logits_NV.log_softmax(-1).gather(1, target_N[:, None])[:, 0].double().cpu()
@@ -182,7 +182,7 @@ def nll(model: Model, passes: Sequence[tuple[int, Rows]], guidance: float = 0.0)
 
 
 def masked_logits(
-    model: Model, passes: Sequence[tuple[int, Rows]], guidance: float = 0.0
+    model: Model, passes: Sequence[tuple[int, NoisedRows]], guidance: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Logits [N, V] at the masked positions of each pass (sample, rows), the tokens there, and the pass of each."""
     width, spec, device = max(rows.pos_W.shape[0] for _, rows in passes), model.spec, model.device
@@ -214,7 +214,7 @@ def masked_logits(
     return logits_NV, target_N, lane_N
 
 
-def noised(spec: ModelSpec, prompt: Sequence[int], answer: Sequence[int], *, samples: int, seed: int) -> Rows:
+def noised(spec: ModelSpec, prompt: Sequence[int], answer: Sequence[int], *, samples: int, seed: int) -> NoisedRows:
     """`samples` copies of the text with the masks that the bound asks for."""
     blocks = _blocks(spec, len(prompt), len(answer))
     drawn = [masks(len(part), samples, (seed, index)) for index, part in enumerate(blocks)]
@@ -232,7 +232,9 @@ def masks(length: int, samples: int, counters: tuple[int, int]) -> Tensor:
     return key_XL.argsort(-1).argsort(-1) < count_X[:, None]
 
 
-def layout(spec: ModelSpec, prompt: Sequence[int], answer: Sequence[int], masked_XL: Tensor, weight_XL: Tensor) -> Rows:
+def layout(
+    spec: ModelSpec, prompt: Sequence[int], answer: Sequence[int], masked_XL: Tensor, weight_XL: Tensor
+) -> NoisedRows:
     """Puts the clean text, as far as a block-causal model needs it, before the noised copy of every block."""
     first, length = len(prompt), len(prompt) + len(answer)
     text_S, answer_L, place_S = torch.tensor([*prompt, *answer]), torch.tensor(answer), torch.arange(length)
@@ -241,7 +243,7 @@ def layout(spec: ModelSpec, prompt: Sequence[int], answer: Sequence[int], masked
     noised_XS[:, first:] = torch.where(masked_XL & ~carried_L, spec.mask, answer_L)
     if spec.causal_block is None:
         read_L = place_S[first:] - spec.shift
-        return Rows(noised_XS, place_S, None, read_L, answer_L, masked_XL, weight_XL, place_S < first)
+        return NoisedRows(noised_XS, place_S, None, read_L, answer_L, masked_XL, weight_XL, place_S < first)
     block_S = block_of(spec, place_S, first)
     start = int((block_S < block_S[first]).sum())  # of the first block with a position to score
     kept = int((block_S < block_S[-1]).sum())  # nobody needs the last block clean
@@ -253,7 +255,7 @@ def layout(spec: ModelSpec, prompt: Sequence[int], answer: Sequence[int], masked
     source_L = place_S[first:] - spec.shift
     read_L = torch.where(carried_L, source_L, kept + source_L - start)
     tokens_XW = torch.cat((text_S[:kept].expand(masked_XL.shape[0], -1), noised_XS[:, start:]), 1)
-    return Rows(tokens_XW, pos_W, seen_WW, read_L, answer_L, masked_XL, weight_XL, pos_W < first)
+    return NoisedRows(tokens_XW, pos_W, seen_WW, read_L, answer_L, masked_XL, weight_XL, pos_W < first)
 
 
 def block_of(spec: ModelSpec, place_L: Tensor, prompt: int) -> Tensor:

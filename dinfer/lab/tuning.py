@@ -16,7 +16,7 @@ from dinfer.core.registry import CACHES, DECODERS, ITERATIONS, Registry, options
 from dinfer.lab.metrics import Difference, Metrics
 from dinfer.speed.adaptive import CHOSEN
 
-Parts = dict[str, dict[str, Any]]  # the components of a recipe but the model, each its name and options
+Components = dict[str, dict[str, Any]]  # the components of a recipe but the model, each its name and options
 Space = Mapping[str, Mapping[str, Any]]  # kind -> "name" or option -> a list, or a range {low, high, step}
 Split = Literal["calibration", "heldout"]
 FEW = 3  # recipes of each kind in a table by load
@@ -38,7 +38,7 @@ class Measured:
 class Objective(Protocol):
     """Measures a recipe. Raises IncompatibleRecipe or ValueError for one that cannot run."""
 
-    def __call__(self, parts: Parts, split: Split, rows: int | None = None) -> Measured:
+    def __call__(self, parts: Components, split: Split, rows: int | None = None) -> Measured:
         """`rows`: in flight, on a few problems for each, to know the speed; None: all problems, with `runtime.rows`."""
         ...
 
@@ -47,7 +47,7 @@ class Objective(Protocol):
 class Tried:
     """One recipe of the search; without figures if it could not run."""
 
-    parts: Parts
+    parts: Components
     speed: float | None
     drop: Difference | None
     metrics: dict[str, Any] | None
@@ -58,7 +58,7 @@ class Tried:
 class Found:
     """The recipe that was found, and what speaks for it."""
 
-    parts: Parts
+    parts: Components
     calibration: Tried
     heldout: Tried
     reference: dict[str, dict[str, Any]]  # metrics of the reference by split
@@ -66,7 +66,7 @@ class Found:
     verified: int  # candidates that were measured on the held-out problems, this one included
 
 
-def check_space(space: Space, reference: Parts) -> None:
+def check_space(space: Space, reference: Components) -> None:
     """Raises ValueError for a search space with a name that no component has, or with nothing to choose from."""
     if not isinstance(space, Mapping) or not space:
         raise ValueError(f"space={space!r} names nothing to search: write space.decoder.name=[threshold,factor]")
@@ -98,7 +98,7 @@ def _check_values(key: str, values: Any) -> None:
     raise ValueError(f"{key}={values!r} must be a list, or {{low: 0.5, high: 0.99, step: 0.01}} with low < high")
 
 
-def suggest(trial: Any, space: Space, reference: Parts) -> Parts:
+def suggest(trial: Any, space: Space, reference: Components) -> Components:
     """One recipe of the space: an option goes to the components that have it, all else is the reference's.
 
     A component that is not the reference's begins with its own defaults.
@@ -129,7 +129,7 @@ def _value(trial: Any, name: str, values: Any) -> Any:
 def tune(
     objective: Objective,
     space: Space,
-    reference: Parts,
+    reference: Components,
     *,
     max_drop: float = 1.0,
     trials: int = 40,
@@ -152,7 +152,7 @@ def tune(
     references = {"calibration": objective(reference, "calibration")}
     seen: dict[str, Tried] = {}
 
-    def tried(parts: Parts, split: Split) -> Tried:
+    def tried(parts: Components, split: Split) -> Tried:
         try:
             measured = objective(parts, split)
         except (IncompatibleRecipe, ValueError) as error:
@@ -184,7 +184,7 @@ def tune(
 
 
 def by_load(
-    objective: Objective, reference: Parts, tried: Sequence[Tried], counts: Sequence[int], *, max_drop: float
+    objective: Objective, reference: Components, tried: Sequence[Tried], counts: Sequence[int], *, max_drop: float
 ) -> Iterator[dict[str, Any]]:
     """Yields the rows of the table by which `runtime.load=adaptive` chooses: the reference, and what may replace it.
 
@@ -225,7 +225,7 @@ def _sampler(trials: int, seed: int) -> Any:
 
 
 def _verified(
-    seen: Sequence[Tried], references: dict[str, Measured], tried: Any, objective: Objective, reference: Parts,
+    seen: Sequence[Tried], references: dict[str, Measured], tried: Any, objective: Objective, reference: Components,
     max_drop: float, verify: int,
 ) -> Found:  # fmt: skip
     """The fastest recipe that keeps the bound on both splits."""

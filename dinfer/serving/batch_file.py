@@ -21,7 +21,7 @@ from dinfer.lab.outputs import JsonLines
 from dinfer.serving.app import application
 from dinfer.serving.errors import ApiError, of_validation, refused
 from dinfer.serving.forms import HeldFields, Strict
-from dinfer.serving.guard import Asked, messages
+from dinfer.serving.guard import HttpRequest, messages
 from dinfer.serving.run import check
 from dinfer.serving.server import Server
 from dinfer.serving.settings import NO_LIMIT, Settings
@@ -177,7 +177,7 @@ def answer_here(
 async def answered(app: Any, answer_id: str, ask: Ask) -> dict[str, Any]:
     """The application's answer to a valid line."""
     status, request_id, parts = 0, "", list[bytes]()
-    async with aclosing(messages(app, Asked("POST", ask.url, json.dumps(ask.body).encode()))) as answer:
+    async with aclosing(messages(app, HttpRequest("POST", ask.url, json.dumps(ask.body).encode()))) as answer:
         async for message in answer:
             if message["type"] == "http.response.start":
                 status, request_id = message["status"], dict(message["headers"])[b"x-request-id"].decode()

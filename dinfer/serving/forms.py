@@ -91,13 +91,13 @@ class StructuredOutputs(Strict):
     disable_additional_properties: Literal[False] | None = None
 
 
-Format = Annotated[PlainText | JsonObject | JsonSchema | Pattern | Grammar, Field(discriminator="type")]
+ResponseFormat = Annotated[PlainText | JsonObject | JsonSchema | Pattern | Grammar, Field(discriminator="type")]
 
 
 class HeldFields(Strict):
     """The fields of `SPELLINGS`. At most one may be given."""
 
-    response_format: Format | None = None
+    response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: Schema | None = None
     guided_regex: str | None = None

@@ -70,7 +70,7 @@ class JsonFormatter(logging.Formatter):
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class HttpRequest:
     """A complete HTTP request."""
 
     method: str
@@ -81,7 +81,7 @@ class Asked:
     id: str | None = None  # its name in logs; None: the application chooses one
 
 
-async def messages(app: ASGIApp, asked: Asked) -> AsyncGenerator[Message]:
+async def messages(app: ASGIApp, asked: HttpRequest) -> AsyncGenerator[Message]:
     """The ASGI messages of the answer. To the application, a caller that stops early is a client that leaves."""
     queue: asyncio.Queue[Message | None] = asyncio.Queue()
     bodies: list[Message] = [{"type": "http.request", "body": asked.body, "more_body": False}]

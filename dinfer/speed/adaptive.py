@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dinfer.core.engine.engine import Level
+from dinfer.core.engine.engine import LoadLevel
 from dinfer.core.engine.loop import Loop
 from dinfer.core.engine.request import Update
 from dinfer.core.engine.row import Row
@@ -31,7 +31,7 @@ def called(spec: ModelSpec) -> dict[str, Any]:
     return {"family": spec.family, "layers": spec.layers, "hidden": spec.hidden, "vocab": spec.vocab}
 
 
-def levels_of(recipe: Recipe, runtime: Runtime) -> list[Level]:
+def levels_of(recipe: Recipe, runtime: Runtime) -> list[LoadLevel]:
     """The recipes that requests get, from few in flight to many. Raises ValueError for a table that does not fit."""
     path, found = runtime.load_table, list[tuple[int, Recipe]]()
     try:
@@ -62,15 +62,15 @@ def _composed(recipe: Recipe, parts: Mapping[str, Any]) -> Recipe:
     return found
 
 
-def _levels(found: Sequence[tuple[int, Recipe]], runtime: Runtime) -> list[Level]:
+def _levels(found: Sequence[tuple[int, Recipe]], runtime: Runtime) -> list[LoadLevel]:
     """A level for each stretch of loads with the same recipe. The last one has room for all."""
-    levels, plain = list[Level](), replace(runtime, load=None, load_table=None, max_accuracy_loss=None)
+    levels, plain = list[LoadLevel](), replace(runtime, load=None, load_table=None, max_accuracy_loss=None)
     for place, (count, recipe) in enumerate(found):
         last = place == len(found) - 1 or count >= runtime.rows
         told = " ".join(_told(*part) for part in ((ITERATIONS, recipe.iteration), (CACHES, recipe.cache)))
         if levels and levels[-1].recipe == recipe:
             levels.pop()
-        levels.append(Level(recipe, replace(plain, rows=runtime.rows if last else count), told))
+        levels.append(LoadLevel(recipe, replace(plain, rows=runtime.rows if last else count), told))
         if last:
             break
     return levels
@@ -88,7 +88,7 @@ class Loops:
     Those in flight are the ones that run or wait, up to `rows`. As many as a level is for have room in its loop.
     """
 
-    def __init__(self, levels: Sequence[Level], loops: Sequence[Loop]) -> None:
+    def __init__(self, levels: Sequence[LoadLevel], loops: Sequence[Loop]) -> None:
         self._levels, self._loops = levels, loops
         self.worker = loops[-1].worker
         self.waiting: deque[Row] = deque()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from dinfer.core.pipeline.inputs import Held, gaps_of, named
+from dinfer.core.pipeline.inputs import FormKeywords, gaps_of, named
 from dinfer.core.recipe.recipe import Recipe
 from dinfer.core.registry import values_of
 from dinfer.structure import Compiler, Constraint, Language, choice, grammar, json_schema, regex, vocabulary_of
@@ -40,7 +40,7 @@ class Form:
 
 def given_of(held: Mapping[str, Any]) -> dict[str, Any]:
     """The argument that says what answers are held to, if any does. Raises ValueError and TypeError as `form_of`."""
-    if unknown := held.keys() - Held.__annotations__.keys():
+    if unknown := held.keys() - FormKeywords.__annotations__.keys():
         raise TypeError(f"got an unexpected keyword argument {min(unknown)!r}")
     given = {name: value for name, value in held.items() if value is not None and name != "posterior"}
     if len(given) > 1:

@@ -8,7 +8,7 @@ from decimal import Decimal
 from typing import Any
 
 from dinfer.structure.automaton import ANY_CHARACTER, Automaton, both, build, repeat
-from dinfer.structure.json_shape import Matches, Parts, Shape, Values, type_of
+from dinfer.structure.json_shape import Matches, SchemaParts, Shape, Values, type_of
 from dinfer.structure.json_text import Bound
 from dinfer.structure.limits import Budget, TooLarge
 from dinfer.structure.regex import parse
@@ -23,7 +23,7 @@ class Prover:
     Shapes are read as the standard reads them: objects are open, strings have any spelling, formats say nothing.
     """
 
-    def __init__(self, shapes: Callable[[Parts], Iterable[Shape]], matches: Matches, budget: Budget) -> None:
+    def __init__(self, shapes: Callable[[SchemaParts], Iterable[Shape]], matches: Matches, budget: Budget) -> None:
         self.shapes, self.matches, self.budget = shapes, matches, budget
         self.shortened = False  # whether texts behind a lookahead are shorter than they might be
         self._patterns: dict[tuple[str, bool], Automaton] = {}
@@ -50,7 +50,7 @@ class Prover:
                 return self.objects(a, b, depth)
         return False
 
-    def parts(self, a: Parts, b: Parts, depth: int) -> bool:
+    def parts(self, a: SchemaParts, b: SchemaParts, depth: int) -> bool:
         if not a or not b or depth >= DEEPEST:
             return False
         some, others = (self.shapes(tuple(replace(p, left=None) for p in parts)) for parts in (a, b))
@@ -116,7 +116,7 @@ class Prover:
                 return self._object_fits(shape, value, left)
         return True
 
-    def has(self, parts: Parts, value: Any, left: int | None) -> bool:
+    def has(self, parts: SchemaParts, value: Any, left: int | None) -> bool:
         """As `fits`, of all parts."""
         self.budget.check()
         inner = tuple(replace(part, left=left) for part in parts)

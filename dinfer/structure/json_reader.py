@@ -22,8 +22,8 @@ from dinfer.structure.json_shape import (
     TOLD,
     TYPES,
     Matches,
-    Part,
-    Parts,
+    SchemaPart,
+    SchemaParts,
     Shape,
     Values,
     absent,
@@ -118,7 +118,7 @@ class Reader:
         self._negated: dict[int, Any] = {}
         self._anchors: dict[str, tuple[Any, str]] | None = None
 
-    def shapes(self, parts: Parts, inside: tuple[int, ...] = ()) -> list[Shape]:
+    def shapes(self, parts: SchemaParts, inside: tuple[int, ...] = ()) -> list[Shape]:
         """The shapes of a value for which all parts hold. `inside`: references that are being resolved."""
         found = [Shape()]
         for part in parts:
@@ -130,7 +130,7 @@ class Reader:
             fail(f"more than {MOST_SHAPES} combinations of alternatives", path)
         return [shape for a in some for b in others if (shape := merge(a, b, self.matches)) is not None]
 
-    def of(self, part: Part, inside: tuple[int, ...]) -> list[Shape]:
+    def of(self, part: SchemaPart, inside: tuple[int, ...]) -> list[Shape]:
         schema, path = part.schema, part.path
         if isinstance(schema, bool):
             return [Shape()] if schema else []
@@ -146,7 +146,7 @@ class Reader:
             if (entered := self.entered(target, part)) is None:
                 return []
             part = entered
-            found = self.cross(found, self.of(Part(target, where, part.left), (*inside, id(target))), path)
+            found = self.cross(found, self.of(SchemaPart(target, where, part.left), (*inside, id(target))), path)
         for other in self._listed(part, "allOf"):
             found = self.cross(found, self.of(other, inside), path)
         for keyword in ("anyOf", "oneOf"):
@@ -169,7 +169,7 @@ class Reader:
             found = [replace(shape, items=rest) if shape.items is None else shape for shape in found]
         return found
 
-    def _conditions(self, part: Part, inside: tuple[int, ...]) -> Iterator[list[Shape]]:
+    def _conditions(self, part: SchemaPart, inside: tuple[int, ...]) -> Iterator[list[Shape]]:
         """The shapes that `not`, `if` and what depends on a property allow."""
         schema = part.schema
         if "not" in schema:
@@ -194,11 +194,11 @@ class Reader:
                     there = self.cross(there, self.of(part.inner(value, keyword, key), inside), part.path)
                 yield [Shape(types=ALL_TYPES - OBJECT), absent(key, part), *there]
 
-    def _contrary(self, part: Part, inside: tuple[int, ...]) -> list[Shape]:
+    def _contrary(self, part: SchemaPart, inside: tuple[int, ...]) -> list[Shape]:
         self.narrowed += 1
         return self.complement(part, inside)
 
-    def _alone(self, part: Part, parts: list[Part], inside: tuple[int, ...]) -> list[Shape]:
+    def _alone(self, part: SchemaPart, parts: list[SchemaPart], inside: tuple[int, ...]) -> list[Shape]:
         """What one part allows and the others certainly do not."""
         found = self.of(part, inside)
         for other in parts:
@@ -206,7 +206,7 @@ class Reader:
                 found = self.cross(found, self._contrary(other, inside), part.path)
         return found
 
-    def complement(self, part: Part, inside: tuple[int, ...]) -> list[Shape]:
+    def complement(self, part: SchemaPart, inside: tuple[int, ...]) -> list[Shape]:
         """Shapes of values that are certainly not valid for a schema."""
         schema, path = part.schema, part.path
         if isinstance(schema, bool):
@@ -236,10 +236,10 @@ class Reader:
             target, where = self.resolved(schema["$ref"], at(path, "$ref"))
             entered = self.entered(target, part)
             if entered is not None and id(target) not in inside:
-                found += self.complement(Part(target, where, entered.left), (*inside, id(target)))
+                found += self.complement(SchemaPart(target, where, entered.left), (*inside, id(target)))
         return found
 
-    def _leave_out(self, own: Shape, part: Part, inside: tuple[int, ...]) -> None:
+    def _leave_out(self, own: Shape, part: SchemaPart, inside: tuple[int, ...]) -> None:
         """Notes for which keywords some of what contradicts them has no shape."""
         for keyword, value in part.schema.items():
             exact = keyword in (*TOLD, *REFERRING, "format") or keyword not in (*KEYWORDS, *REFUSED)
@@ -259,7 +259,7 @@ class Reader:
         """`{"not": schema}`, always the same object: what is known of a schema goes by its identity."""
         return self._negated.setdefault(id(schema), {"not": schema})
 
-    def entered(self, target: Any, part: Part) -> Part | None:
+    def entered(self, target: Any, part: SchemaPart) -> SchemaPart | None:
         """The part with the depth that is left within a schema that it refers to; None if nothing is left."""
         if not self._recursive(target):
             return part
@@ -269,12 +269,12 @@ class Reader:
             return None
         return replace(part, left=part.left and part.left - 1)
 
-    def _disjoint(self, part: Part, inside: tuple[int, ...]) -> bool:
+    def _disjoint(self, part: SchemaPart, inside: tuple[int, ...]) -> bool:
         """Whether it is certain that no value is in two alternatives of `oneOf`."""
         known = id(part.schema)
         if known not in self._proved:
             whole = [  # supersets, of unlimited recursion
-                gathered(self.cross([self.own(part)], self.of(Part(option, part.path, None), inside), part.path))
+                gathered(self.cross([self.own(part)], self.of(SchemaPart(option, part.path, None), inside), part.path))
                 for option in part.schema["oneOf"]
             ]
             self._proved[known] = self._constants_apart(whole) or all(
@@ -289,7 +289,7 @@ class Reader:
             values
         )
 
-    def _check(self, part: Part, unless: tuple[str, ...] = ()) -> None:
+    def _check(self, part: SchemaPart, unless: tuple[str, ...] = ()) -> None:
         if part.path and isinstance(part.schema.get("$id"), str):
             fail("a schema within a schema with its own $id is not supported", part.path, "$id")
         for keyword in part.schema:
@@ -300,14 +300,14 @@ class Reader:
             if close := difflib.get_close_matches(keyword, KEYWORDS, 1, ALIKE):  # others say nothing of values
                 fail(f"{keyword} is no keyword of JSON Schema; did you mean {close[0]}?", part.path, keyword)
 
-    def _listed(self, part: Part, keyword: str) -> list[Part]:
+    def _listed(self, part: SchemaPart, keyword: str) -> list[SchemaPart]:
         """The schemas in the list of a keyword; none if it is not said."""
         found = part.schema.get(keyword, [])
         if not isinstance(found, list) or (keyword in part.schema and not found):
             fail("a list of at least one schema is needed", part.path, keyword)
         return [part.inner(schema, keyword, i) for i, schema in enumerate(found)]
 
-    def own(self, part: Part) -> Shape:
+    def own(self, part: SchemaPart) -> Shape:
         """What the schema's own keywords say, without those that refer to other schemas as a whole."""
         schema, path = part.schema, part.path
         fields: dict[str, Any] = {"path": path}
@@ -365,7 +365,7 @@ class Reader:
             fail("this number is too large or too small", path)
         return number
 
-    def _array(self, part: Part) -> dict[str, Any]:
+    def _array(self, part: SchemaPart) -> dict[str, Any]:
         schema, found = part.schema, dict[str, Any]()
         draft_7 = isinstance(schema.get("items"), list)
         keyword, rest = ("items", "additionalItems") if draft_7 else ("prefixItems", "items")
@@ -379,7 +379,7 @@ class Reader:
             found["unique"] = at(part.path, "uniqueItems")
         return found
 
-    def _object(self, part: Part) -> dict[str, Any]:
+    def _object(self, part: SchemaPart) -> dict[str, Any]:
         schema, found = part.schema, dict[str, Any]()
         for keyword, name in (("properties", "properties"), ("patternProperties", "by_pattern")):
             if keyword in schema:

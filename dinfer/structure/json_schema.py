@@ -33,7 +33,7 @@ from dinfer.structure.automaton import (
 from dinfer.structure.constraint import Constraint, deepest
 from dinfer.structure.json_reader import Reader
 from dinfer.structure.json_shape import NUMBER as NUMBERS
-from dinfer.structure.json_shape import Part, Parts, Shape, Values, at, fail, gathered, type_of
+from dinfer.structure.json_shape import SchemaPart, SchemaParts, Shape, Values, at, fail, gathered, type_of
 from dinfer.structure.json_text import (
     BEGINNINGS,
     CHARACTER,
@@ -116,7 +116,7 @@ class _Builder:
     def whole(self, depth: int) -> tuple[Automaton, bool]:
         """The automaton, and whether recursion was cut."""
         self.reader.cut = self.reader.counted = False
-        node = self.value((Part(self.root, "", depth), Part(self.typed, "", depth)), 0)
+        node = self.value((SchemaPart(self.root, "", depth), SchemaPart(self.typed, "", depth)), 0)
         return self.minimal(node if node is not None else alt(())), self.reader.cut
 
     def nothing(self) -> str:
@@ -146,7 +146,7 @@ class _Builder:
         except ConstraintError as error:
             fail(f"the pattern {pattern!r} at {error.path}: {error.message}", path)
 
-    def value(self, parts: Parts, level: int) -> Node | None:
+    def value(self, parts: SchemaParts, level: int) -> Node | None:
         """A value for which all parts hold. What is used twice is minimised once."""
         self.budget.check()
         level = level if self.constraint.whitespace == "pretty" else 0
@@ -170,7 +170,7 @@ class _Builder:
         reader.counted, reader.cut = reader.counted or before[0], reader.cut or before[1]
         return node
 
-    def built(self, parts: Parts, level: int) -> Node | None:
+    def built(self, parts: SchemaParts, level: int) -> Node | None:
         """As `value`, minimised, for what is going to be repeated."""
         self.value(parts, level)
         return self.value(parts, level)  # minimised, as it is asked for a second time
@@ -457,7 +457,7 @@ class _Builder:
                 edge(("behind", state), cat(last, b"]"), "end")
         return _graph(number, edges)
 
-    def finite(self, parts: Parts) -> list[Any] | None:
+    def finite(self, parts: SchemaParts) -> list[Any] | None:
         """The values of a schema, each once, if it enumerates them."""
         found: list[Any] = []
         for shape in self.reader.shapes(parts):
@@ -475,7 +475,7 @@ class _Builder:
             found += [value for value in values if self.reader.prover.fits(shape, value, NESTED)]
         return Values.each(found)
 
-    def beginnings(self, parts: Parts, path: str) -> list[Node]:
+    def beginnings(self, parts: SchemaParts, path: str) -> list[Node]:
         """Numbers and texts by their first characters: what they begin with, they are."""
         if any(shape.enum is None and shape.types & {"array", "object"} for shape in self.reader.shapes(parts)):
             fail("of arrays and objects it is supported where they are enumerated, or maxItems is 1", path)
@@ -484,15 +484,15 @@ class _Builder:
         found = [both(items, beginning, self.budget) for beginning in BEGINNINGS]
         return [group for group in found if not group.empty]
 
-    def free(self, parts: Parts | None, path: str, keyword: str, left: int) -> Parts:
+    def free(self, parts: SchemaParts | None, path: str, keyword: str, left: int) -> SchemaParts:
         """Parts, or that there are no conditions, nested as deep as is left."""
         if parts:
             return parts
         self.reader.counted = True
         if left <= 0:
             self.reader.cut = True
-            return (Part(False, at(path, keyword), 0),)
-        return (Part(True, at(path, keyword), left - 1),)
+            return (SchemaPart(False, at(path, keyword), 0),)
+        return (SchemaPart(True, at(path, keyword), left - 1),)
 
     def object(self, shape: Shape, left: int, level: int) -> Node | None:
         names = self.names(shape)
@@ -595,7 +595,7 @@ class _Builder:
         """Properties that the schema does not name: those of each pattern, and all others."""
         named = words(utf8_text(key) for key in (*shape.properties, *shape.required))
         others = without(names if names is not None else build(ANYTHING), named, self.budget)
-        kinds: list[tuple[Automaton, Parts]] = []
+        kinds: list[tuple[Automaton, SchemaParts]] = []
         for pattern, parts in shape.by_pattern.items():
             path = at(shape.path, "patternProperties", pattern)
             keys = both(others, self.pattern(pattern, path), self.budget)

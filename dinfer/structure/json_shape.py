@@ -32,19 +32,19 @@ def fail(message: str, path: str, *keys: str | int) -> NoReturn:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SchemaPart:
     """A schema at a place. `left`: how often recursion may still be entered; None: it is not counted."""
 
     schema: Any
     path: str
     left: int | None
 
-    def inner(self, schema: Any, *keys: str | int) -> Part:
+    def inner(self, schema: Any, *keys: str | int) -> SchemaPart:
         """A schema that stands within this one."""
-        return Part(schema, at(self.path, *keys), self.left)
+        return SchemaPart(schema, at(self.path, *keys), self.left)
 
 
-Parts = tuple[Part, ...]
+SchemaParts = tuple[SchemaPart, ...]
 Matches = Callable[[str, str], bool]  # of a pattern and a key
 
 
@@ -65,30 +65,30 @@ class Shape:
     patterns: tuple[tuple[str, str], ...] = ()  # with their paths
     formats: tuple[tuple[str, str], ...] = ()
     never_matching: tuple[str, ...] = ()
-    prefix: tuple[Parts, ...] = ()
-    items: Parts | None = None  # None: not said
+    prefix: tuple[SchemaParts, ...] = ()
+    items: SchemaParts | None = None  # None: not said
     least_items: int = 0
     most_items: int | None = None
     unique: str | None = None  # the path of what says so
-    properties: dict[str, Parts] = field(default_factory=dict)
+    properties: dict[str, SchemaParts] = field(default_factory=dict)
     named: bool = False  # `properties` was said, if only that there are none
-    by_pattern: dict[str, Parts] = field(default_factory=dict)
-    additional: Parts | None = None  # None: not said
-    names: Parts = ()
+    by_pattern: dict[str, SchemaParts] = field(default_factory=dict)
+    additional: SchemaParts | None = None  # None: not said
+    names: SchemaParts = ()
     required: tuple[str, ...] = ()
     least_properties: int = 0
     most_properties: int | None = None
 
-    def item(self, index: int) -> Parts:
+    def item(self, index: int) -> SchemaParts:
         """What an item must be."""
         return self.prefix[index] if index < len(self.prefix) else self.items or ()
 
-    def unnamed(self, key: str, matches: Matches) -> Parts:
+    def unnamed(self, key: str, matches: Matches) -> SchemaParts:
         """What `additional` says of a key, if it says anything of it."""
         known = key in self.properties or any(matches(pattern, key) for pattern in self.by_pattern)
         return () if known else self.additional or ()
 
-    def value(self, key: str, matches: Matches) -> Parts:
+    def value(self, key: str, matches: Matches) -> SchemaParts:
         """What the value of a key must be."""
         found = self.properties.get(key, ())
         for pattern, parts in self.by_pattern.items():
@@ -168,7 +168,7 @@ def _least(a: int | None, b: int | None) -> int | None:
     return min((x for x in (a, b) if x is not None), default=None)
 
 
-def _joined(a: Parts | None, b: Parts | None) -> Parts | None:
+def _joined(a: SchemaParts | None, b: SchemaParts | None) -> SchemaParts | None:
     return None if a is None and b is None else (a or ()) + (b or ())
 
 
@@ -223,7 +223,7 @@ TOLD = frozenset({
 """Keywords of which all that contradicts them has shapes."""
 
 
-def contradictions(said: Shape, part: Part, negated: Callable[[Any], Any]) -> Iterator[Shape]:
+def contradictions(said: Shape, part: SchemaPart, negated: Callable[[Any], Any]) -> Iterator[Shape]:
     """What contradicts one of the things that a part's own keywords say. `negated(schema)`: `not` of it."""
     path = part.path
     if others := ALL_TYPES - said.types:
@@ -243,7 +243,7 @@ def contradictions(said: Shape, part: Part, negated: Callable[[Any], Any]) -> It
         yield from _property(key, parts, path, negated)
 
 
-def _others(values: list[Any], part: Part, negated: Callable[[Any], Any]) -> Iterator[Shape]:
+def _others(values: list[Any], part: SchemaPart, negated: Callable[[Any], Any]) -> Iterator[Shape]:
     """What is none of some values."""
     path, kinds = part.path, {type_of(value) for value in values}
     kinds |= NUMBER if kinds & NUMBER else set()
@@ -266,21 +266,21 @@ def _others(values: list[Any], part: Part, negated: Callable[[Any], Any]) -> Ite
         yield Shape(path=path, types=OBJECT, least_properties=1)
 
 
-def _item(index: int, parts: Parts, path: str, negated: Callable[[Any], Any]) -> Iterator[Shape]:
+def _item(index: int, parts: SchemaParts, path: str, negated: Callable[[Any], Any]) -> Iterator[Shape]:
     for inner in parts:
         contrary = (replace(inner, schema=negated(inner.schema)),)
         yield Shape(path=path, types=ARRAY, least_items=index + 1, prefix=(*((),) * index, contrary))
 
 
-def _property(key: str, parts: Parts, path: str, negated: Callable[[Any], Any]) -> Iterator[Shape]:
+def _property(key: str, parts: SchemaParts, path: str, negated: Callable[[Any], Any]) -> Iterator[Shape]:
     for inner in parts:
         contrary = (replace(inner, schema=negated(inner.schema)),)
         yield Shape(path=path, types=OBJECT, required=(key,), properties={key: contrary})
 
 
-def absent(key: str, part: Part) -> Shape:
+def absent(key: str, part: SchemaPart) -> Shape:
     """Objects without a property."""
-    return Shape(path=part.path, types=OBJECT, properties={key: (Part(False, part.path, part.left),)})
+    return Shape(path=part.path, types=OBJECT, properties={key: (SchemaPart(False, part.path, part.left),)})
 
 
 def _ranges(said: Shape, path: str) -> Iterator[Shape]:

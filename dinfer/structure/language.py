@@ -45,7 +45,7 @@ class Vocabulary:
             raise ValueError("the stop tokens are to be among the tail tokens")
 
     @cached_property
-    def levels(self) -> list[Level]:
+    def levels(self) -> list[PrefixLevel]:
         """The prefixes of all tokens with bytes, by length."""
         tokens = {t: b for t, b in enumerate(self.bytes_V) if b and t not in self.tail}
         order = sorted(tokens, key=tokens.__getitem__)
@@ -64,7 +64,7 @@ class Vocabulary:
             new_T = reaches_T & (shared_T <= depth)
             place_T = np.cumsum(new_T) - 1
             ends_T = length_T == depth + 1
-            levels.append(Level(before_T[new_T], byte_TL[new_T, depth], token_T[ends_T], place_T[ends_T]))
+            levels.append(PrefixLevel(before_T[new_T], byte_TL[new_T, depth], token_T[ends_T], place_T[ends_T]))
             before_T = place_T
         return levels
 
@@ -84,7 +84,7 @@ class Vocabulary:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Level:
+class PrefixLevel:
     """The prefixes of one length: the prefix without its last byte, by its place in the level before, and that byte.
 
     `tokens_T` are whole prefixes of this length: the token and its place.

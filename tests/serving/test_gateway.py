@@ -22,7 +22,7 @@ from support.serving import QUESTION, tiny
 
 from dinfer.scale.ray.replicas import Gateway, Plan, conversation
 from dinfer.serving.app import application
-from dinfer.serving.guard import Asked, messages
+from dinfer.serving.guard import HttpRequest, messages
 from dinfer.serving.served import catalogue
 from dinfer.serving.server import Server
 from dinfer.serving.settings import Settings
@@ -34,15 +34,15 @@ CHAT = "/v1/chat/completions"
 class Handle:
     """What a gateway needs of Ray Serve's handle: replicas that do what the test says, one request after the other."""
 
-    def __init__(self, *replicas: Callable[[Asked], AsyncGenerator[Any]]) -> None:
-        self._replicas, self.asked, self.sessions, self.cancelled = iter(replicas), list[Asked](), list[str](), 0
+    def __init__(self, *replicas: Callable[[HttpRequest], AsyncGenerator[Any]]) -> None:
+        self._replicas, self.asked, self.sessions, self.cancelled = iter(replicas), list[HttpRequest](), list[str](), 0
 
     def options(self, *, stream: bool, session_id: str) -> Any:
         assert stream
         self.sessions.append(session_id)
         return SimpleNamespace(answer=SimpleNamespace(remote=self._remote))
 
-    def _remote(self, asked: Asked) -> Any:
+    def _remote(self, asked: HttpRequest) -> Any:
         self.asked.append(asked)
         answer = next(self._replicas)(asked)
         failed: list[Exception] = []
@@ -64,17 +64,17 @@ class Handle:
         return Response()
 
 
-def sound(asked: Asked) -> AsyncGenerator[Any]:
+def sound(asked: HttpRequest) -> AsyncGenerator[Any]:
     """A replica that works."""
     pipe = tiny()
     server = Server(catalogue(pipe, {"tiny": pipe.recipe}, max_new_tokens=64, created=0), Settings())
     return messages(application(server), asked)
 
 
-def dies(after: int) -> Callable[[Asked], AsyncGenerator[Any]]:
+def dies(after: int) -> Callable[[HttpRequest], AsyncGenerator[Any]]:
     """A replica that dies after so many messages of its answer."""
 
-    async def answer(asked: Asked) -> AsyncGenerator[Any]:
+    async def answer(asked: HttpRequest) -> AsyncGenerator[Any]:
         left = after
         async with aclosing(sound(asked)) as answer:
             async for message in answer:
@@ -87,12 +87,12 @@ def dies(after: int) -> Callable[[Asked], AsyncGenerator[Any]]:
     return answer
 
 
-async def busy(asked: Asked) -> AsyncGenerator[Any]:
+async def busy(asked: HttpRequest) -> AsyncGenerator[Any]:
     raise BackPressureError(num_queued_requests=2, max_queued_requests=2)
     yield
 
 
-async def silent(asked: Asked) -> AsyncGenerator[Any]:
+async def silent(asked: HttpRequest) -> AsyncGenerator[Any]:
     await asyncio.Future()
     yield
 
@@ -190,7 +190,9 @@ def test_what_a_client_does_wrong_is_said_by_the_replica() -> None:
 def test_turns_of_a_conversation_belong_together() -> None:
     def of(said: list[Any], **headers: str) -> str:
         body = json.dumps({"model": "tiny", "messages": said}).encode()
-        return conversation(Asked("POST", CHAT, body, b"", [(k.encode(), v.encode()) for k, v in headers.items()]))
+        return conversation(
+            HttpRequest("POST", CHAT, body, b"", [(k.encode(), v.encode()) for k, v in headers.items()])
+        )
 
     def turn(role: str, content: Any) -> dict[str, Any]:
         return {"role": role, "content": content}
@@ -200,8 +202,8 @@ def test_turns_of_a_conversation_belong_together() -> None:
     assert of(first) == of(later) != of([turn("system", "be brief"), turn("user", "two")])
     assert of(first, **{"x-session-id": "s"}) == "s"
     assert of([turn("assistant", "alone")]) == of([1]) == ""  # whatever it is, a replica answers it
-    assert conversation(Asked("POST", "/v1/completions", b'{"prompt": "x"}')) == ""
-    assert conversation(Asked("POST", CHAT, b"{")) == ""
+    assert conversation(HttpRequest("POST", "/v1/completions", b'{"prompt": "x"}')) == ""
+    assert conversation(HttpRequest("POST", CHAT, b"{")) == ""
 
 
 def test_autoscaling_is_ray_serves() -> None:

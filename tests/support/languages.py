@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from dinfer.structure.abilities.constraints import InLanguage, Rows
+from dinfer.structure.abilities.constraints import InLanguage, LanguageRows
 from dinfer.structure.kernels.languages import Sweeps
 from dinfer.structure.language import Language
 
@@ -14,7 +14,7 @@ from dinfer.structure.language import Language
 def sweeps_of(languages: Sequence[Language], device: str = "cpu") -> Sweeps:
     """One lane for each language."""
     row_N6 = torch.zeros(len(languages) + 1, 6, dtype=torch.int64, device=device)
-    rows = Rows(row_N6, max(len(found.class_V) for found in languages), row_N6)
+    rows = LanguageRows(row_N6, max(len(found.class_V) for found in languages), row_N6)
     place_B = torch.tensor([rows.admit(slot, InLanguage(found, 0, 1))[0] for slot, found in enumerate(languages)]).to(
         device
     )

@@ -43,7 +43,7 @@ from dinfer.lab.outputs import check_file, write
 
 if TYPE_CHECKING:
     from dinfer.core.pipeline import Pipeline
-    from dinfer.lab.tuning import Found, Measured, Parts, Split, Tried
+    from dinfer.lab.tuning import Components, Found, Measured, Split, Tried
 
 GOALS = ("tps", "tpf")
 
@@ -75,7 +75,7 @@ def run_search(config: dict[str, Any], *, command: str) -> None:
         raise ValueError(f"in_flight={list(counts)} must be numbers of requests, such as in_flight=[1,8,32]")
     for file in (path, *(Path(name) for name in (out, table) if name is not None)):
         check_file(file)
-    reference: Parts = {kind: config[kind] for kind in GROUPS if kind != "model"}
+    reference: Components = {kind: config[kind] for kind in GROUPS if kind != "model"}
     found: Found | None = None
     tried: list[Tried] = []
     trials, drop = setting(config, "trials", int), setting(config, "max_drop", float)
@@ -106,7 +106,12 @@ def run_search(config: dict[str, Any], *, command: str) -> None:
 
 
 def write_table(
-    path: str, base: Pipeline, reference: Parts, counts: Sequence[int], rows: Sequence[dict[str, Any]], command: str
+    path: str,
+    base: Pipeline,
+    reference: Components,
+    counts: Sequence[int],
+    rows: Sequence[dict[str, Any]],
+    command: str,
 ) -> None:
     """Writes the table by which `runtime.load=adaptive` chooses recipes, and says what is in it."""
     from dinfer.lab.provenance import provenance
@@ -247,7 +252,7 @@ class Problems:
         self.timed = config["goal"] == "tps"
         self.base = pipeline(config)
 
-    def __call__(self, parts: Parts, split: Split, rows: int | None = None) -> Measured:
+    def __call__(self, parts: Components, split: Split, rows: int | None = None) -> Measured:
         from dinfer.lab.metrics import solve
         from dinfer.lab.tuning import Measured
 
@@ -276,7 +281,7 @@ class Task:
             raise ValueError(f"dinfer tune runs on one rank, not on {self.among.size}: start it without torchrun")
         self.base = pipeline(config | {"device": str(self.among.device)})
 
-    def __call__(self, parts: Parts, split: Split, rows: int | None = None) -> Measured:
+    def __call__(self, parts: Components, split: Split, rows: int | None = None) -> Measured:
         from dinfer.lab.metrics import Metrics
         from dinfer.lab.tuning import Measured
         from evaluations import run as runs

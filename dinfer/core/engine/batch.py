@@ -23,7 +23,7 @@ from dinfer.core.step.told import Reports
 from dinfer.core.step.window import prefilled
 
 
-class Asked(NamedTuple):
+class CursorCopy(NamedTuple):
     """A copy of cursors and active blocks that was requested, on the host. Valid until it is free."""
 
     slots: list[int]  # whose cursors are asked for
@@ -45,13 +45,13 @@ class CanvasReader:
         """`worker` waits for the end of a copy."""
         self._canvas, self._reports, self._block, self._worker = canvas, reports, block, worker
         self._before_CN = canvas.cursors_NC.T.contiguous()
-        self._spare: list[Asked] = []
+        self._spare: list[CursorCopy] = []
 
     def begin(self) -> None:
         """Notes which blocks are active. Call it before the steps of a round that is read with `blocks`."""
         self._before_CN.copy_(self._canvas.cursors_NC.T)
 
-    def request(self, slots: list[int], *, blocks: bool, drafts: bool) -> Asked:
+    def request(self, slots: list[int], *, blocks: bool, drafts: bool) -> CursorCopy:
         """Requests a copy of these slots after all work launched so far. The caller reads it and then frees it.
 
         `blocks`: with the tokens of active blocks. `drafts`: also with the tokens proposed there.
@@ -68,7 +68,7 @@ class CanvasReader:
             copy.done.record()
         return copy._replace(slots=slots)
 
-    def read(self, asked: Asked) -> dict[int, list[int]]:
+    def read(self, asked: CursorCopy) -> dict[int, list[int]]:
         """Waits for a copy: the cursors by slot. An interrupt leaves it as it was, to be read again."""
         if asked.done is not None:
             self._worker.wait(asked.done)
@@ -98,11 +98,11 @@ class CanvasReader:
         open_BS = self._canvas.status_NS.index_select(0, slot_B) == int(Status.OPEN)
         return torch.where(open_BS, ~tokens_BS, tokens_BS).cpu()
 
-    def free(self, asked: Asked) -> None:
+    def free(self, asked: CursorCopy) -> None:
         """Lets another request have the memory of a copy."""
         self._spare.append(asked)
 
-    def _room(self) -> Asked:
+    def _room(self) -> CursorCopy:
         """The target of one more copy."""
         slots, columns = self._canvas.cursors_NC.shape
         active = (columns - len(CURSORS)) // 2 * self._block
@@ -110,7 +110,7 @@ class CanvasReader:
         def host(width: int) -> Tensor:
             return torch.empty(slots, width, dtype=torch.int64, pin_memory=self._canvas.cursors_NC.is_cuda)
 
-        return Asked([], host(columns), host(active), host(active), self._worker.event())
+        return CursorCopy([], host(columns), host(active), host(active), self._worker.event())
 
 
 class Claim(Enum):

@@ -26,7 +26,7 @@ from dinfer.core.step.blame import blaming
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
+class LoadLevel:
     """A recipe, and the number of requests in flight up to which they get it."""
 
     recipe: Recipe
@@ -47,7 +47,7 @@ class Rounds(Protocol):
     def round(self) -> None: ...
 
 
-def worker_of(level: Level, plain: Recipe) -> Worker:
+def worker_of(level: LoadLevel, plain: Recipe) -> Worker:
     """`plain`: the recipe of other ranks, if there are any."""
     leading = provided("leading_worker") if level.runtime.tensor_parallel > 1 else None
     found: Worker | None = None if leading is None else leading(level.recipe, level.runtime, plain)
@@ -83,7 +83,7 @@ class Engine:
                 "with that runtime"
             )
         several = None if runtime.load is None else needed("load_levels", f"runtime.load={runtime.load}", "speed")
-        self.levels: list[Level] = several(recipe, runtime) if several else [Level(recipe, runtime)]
+        self.levels: list[LoadLevel] = several(recipe, runtime) if several else [LoadLevel(recipe, runtime)]
         for level in self.levels:
             if (reason := level.recipe.refused(runtime=level.runtime)) is not None:
                 raise IncompatibleRecipe(reason)

@@ -10,11 +10,11 @@ from itertools import islice
 
 import torch
 
-from dinfer.core.engine.batch import Asked, Batch, Claim
+from dinfer.core.engine.batch import Batch, Claim, CursorCopy
 from dinfer.core.engine.request import StalledRow, Update
 from dinfer.core.engine.row import Row
 from dinfer.core.engine.runtime import BatchSize, pages_of, room_for
-from dinfer.core.engine.scheduler.scheduler import Scheduler, Step
+from dinfer.core.engine.scheduler.scheduler import PlannedStep, Scheduler
 from dinfer.core.engine.worker import Worker
 from dinfer.core.memory import Key
 from dinfer.core.step.blame import blamed
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 CHECK = "DINFER_CHECK_RANKS"  # in the environment: compare all ranks after every round, which is slow
 
 
-Launched = tuple[list[Row], Asked]  # a launched step: its rows, and the copy that tells where it leaves them
+Launched = tuple[list[Row], CursorCopy]  # a launched step: its rows, and the copy that tells where it leaves them
 
 
 class Loop:
@@ -219,7 +219,7 @@ class Loop:
             else:
                 self._each(rows, lambda row: batch.place([row]))
 
-    def _start(self, steps: Sequence[Step]) -> list[Row]:
+    def _start(self, steps: Sequence[PlannedStep]) -> list[Row]:
         """Launches the steps of a round, and returns its rows. An error in a step ends its rows."""
         batch, flight, running = self.batch, deque[Launched](), self.running
         if batch is None or not steps:
@@ -237,7 +237,7 @@ class Loop:
                 self._blame(rows, error)
         return [row for rows, _ in flight for row in rows]
 
-    def _move(self, asked: Asked, cursors: Mapping[int, Sequence[int]], row: Row) -> None:
+    def _move(self, asked: CursorCopy, cursors: Mapping[int, Sequence[int]], row: Row) -> None:
         """Notes a row's cursors after a step, if the row still runs. Raises the error of a row that cannot continue."""
         if self.batch is None or row.slot is None or self.batch.rows.get(row.slot) is not row:
             return

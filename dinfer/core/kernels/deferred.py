@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from dinfer.core.kernels.dispatch import triton, use_triton
-from dinfer.core.kernels.types import Deferred, Grouped, Parts, Rounded, Share
+from dinfer.core.kernels.types import Deferred, Grouped, PartialSums, Rounded, Share
 from dinfer.core.ranks.ranks import Ranks
 
 
@@ -37,9 +37,9 @@ def share(x: Deferred, ranks: Ranks | None) -> Deferred:
     return x if ranks is None else Share(to_add(x), ranks)
 
 
-def to_add(x: Deferred) -> Tensor | Parts:
+def to_add(x: Deferred) -> Tensor | PartialSums:
     """`x` for a consumer that adds up parts."""
-    return x if isinstance(x, Parts) else close(x)
+    return x if isinstance(x, PartialSums) else close(x)
 
 
 def rows(x: Deferred) -> Tensor | Rounded:

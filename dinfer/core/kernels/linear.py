@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dinfer.core.kernels.deferred import close, held, rows, widened
 from dinfer.core.kernels.dispatch import native, native_few_bits, on_hopper, triton, use_triton
-from dinfer.core.kernels.types import FLOAT8, LARGEST, Deferred, Part, Parts, Rounded
+from dinfer.core.kernels.types import FLOAT8, LARGEST, Deferred, PartialSums, Rounded, WeightPart
 
 BLOCK = 1 << 19  # values of a weight that are widened at a time
 FEW = 32  # rows up to which the kernel is faster than cuBLAS
@@ -48,7 +48,9 @@ def rounded(x: Deferred) -> Rounded:
     return x if isinstance(x, Rounded) else round_rows(close(x))
 
 
-def linear(x: Deferred, weight_OK: Tensor, bias_O: Tensor | None = None, *, parts: bool = False) -> Tensor | Parts:
+def linear(
+    x: Deferred, weight_OK: Tensor, bias_O: Tensor | None = None, *, parts: bool = False
+) -> Tensor | PartialSums:
     """x times the weight's transpose. [..., K] -> [..., O]
 
     With `parts` the consumer adds up: each program of a small weight takes a part of the inputs. A multiprocessor reads
@@ -101,7 +103,7 @@ def scaled_linear(x: Deferred, weight_OK: Tensor, scale_O: Tensor, bias_O: Tenso
 
         return close(kernel(x, weight_OK, bias_O, scale_O))
     if isinstance(x, Tensor) and weight_OK.dtype == torch.int8 and (found := native_few_bits(x, "linear")) is not None:
-        out = found.native_linear(x, [Part("int8", weight_OK, scale_O[:, None])])
+        out = found.native_linear(x, [WeightPart("int8", weight_OK, scale_O[:, None])])
     else:
         out = F.linear(widened(x), weight_OK.to(torch.float32)) * scale_O
     return (out if bias_O is None else out + bias_O).to(x.dtype)

@@ -18,7 +18,7 @@ from dinfer.core.kernels.deferred import close, held, rows, rows_of, to_add, wid
 from dinfer.core.kernels.dispatch import native_few_bits, triton, use_triton
 from dinfer.core.kernels.linear import few, linear, round_rows, rounded, scaled_linear
 from dinfer.core.kernels.norm import geglu, swiglu
-from dinfer.core.kernels.types import Dealt, Deferred, InputFormat, Matrices, Part, Parts, Plan, Rounded
+from dinfer.core.kernels.types import Dealt, Deferred, InputFormat, Matrices, PartialSums, Plan, Rounded, WeightPart
 
 TILE = 16
 DEFERRED = 8192  # tokens up to which the consumer adds up the outputs of their experts
@@ -28,7 +28,7 @@ Gate = Callable[[Deferred, InputFormat], Deferred]
 GATES: dict[Gate, str] = {swiglu: "silu", geglu: "gelu"}  # their names in the kernels
 
 
-def wide_linear(x_ND: Deferred, weight_XD: Tensor) -> Tensor | Parts:
+def wide_linear(x_ND: Deferred, weight_XD: Tensor) -> Tensor | PartialSums:
     """x times the weight's transpose, in float32 or wider, possibly in parts. [..., D] -> [N, X]"""
     x_ND = close(rows_of(x_ND))
     # Products of two narrow numbers are exact in float32.
@@ -102,7 +102,7 @@ class ExpertWeight(ABC):
     def one(self, x_RK: Deferred, expert: int) -> Tensor:
         """Rows times the matrix of one expert. [R, K] -> [R, O]"""
 
-    def parts(self) -> Sequence[Part]:
+    def parts(self) -> Sequence[WeightPart]:
         """The matrices for the compiled kernels of a CPU; empty if those do not take them."""
         return ()
 
@@ -148,11 +148,11 @@ class ScaledExperts(ExpertWeight):
             return close(linear(x_RK, self.each[expert]))
         return scaled_linear(self._taken(x_RK), self.each[expert], scale_XO[expert])
 
-    def parts(self) -> Sequence[Part]:
+    def parts(self) -> Sequence[WeightPart]:
         scale_XO = self.matrices.scale
         if scale_XO is None or self.each.dtype != torch.int8:
             return ()
-        return [Part("int8", self.each, scale_XO[..., None])]
+        return [WeightPart("int8", self.each, scale_XO[..., None])]
 
     def rows_of_tile(self, pairs_per_expert: float) -> int:
         size = self.each.dtype.itemsize
@@ -192,7 +192,7 @@ class Shared(NamedTuple):
 def expert_mixture(
     x: Deferred, experts_NC: Tensor, weights_NC: Tensor, gate_up: ExpertWeight, down: ExpertWeight,
     gated: Gate = swiglu, shared: Shared | None = None, dealt: Dealt | None = None,
-) -> Tensor | Parts:  # fmt: skip
+) -> Tensor | PartialSums:  # fmt: skip
     """The weighted sum of the outputs of each token's experts, plus the shared expert's. [..., D] -> [N, D]
 
     `gate_up` has M gate rows and then M up rows for each expert, [X, 2M, D]. `down` is [X, D, M], and `gated` comes
@@ -225,7 +225,7 @@ def expert_mixture(
     hidden_PM = gate_up.gated_rows(flat, made, gated, down)
     out_PD = down.mixed_rows(hidden_PM, made)
     if tokens <= DEFERRED:  # more rows would fill memory until they are read
-        return Parts(out_PD, out_PD.dtype, weights_NC.float().contiguous(), plus_ND)
+        return PartialSums(out_PD, out_PD.dtype, weights_NC.float().contiguous(), plus_ND)
     return combine(out_PD, weights_NC, plus_ND)
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from dinfer.core.kernels.deferred import close, held, to_add
 from dinfer.core.kernels.dispatch import native, triton, use_triton
 from dinfer.core.kernels.linear import round_rows
-from dinfer.core.kernels.types import Deferred, InGroups, InputFormat, Parts, Share
+from dinfer.core.kernels.types import Deferred, InGroups, InputFormat, PartialSums, Share
 from dinfer.core.ranks.symmetric import Exchange
 
 
@@ -51,7 +51,7 @@ def add_rms_norm(
     return x_BWD, _as(normed_BWD, inputs)
 
 
-def _addend(x_BWD: Tensor, delta_BWD: Deferred) -> tuple[Tensor | Parts, Exchange | None]:
+def _addend(x_BWD: Tensor, delta_BWD: Deferred) -> tuple[Tensor | PartialSums, Exchange | None]:
     """What a kernel adds, and if that is this rank's addend of two, the memory through which it gets the other's."""
     if isinstance(delta_BWD, Share) and (found := delta_BWD.ranks.exchange) is not None and found.takes(x_BWD):
         return delta_BWD.value, found

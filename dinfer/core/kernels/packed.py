@@ -22,7 +22,7 @@ from torch import Tensor
 from dinfer.core.kernels.deferred import close, held
 from dinfer.core.kernels.dispatch import multiplies_integers, native_few_bits, triton, use_triton
 from dinfer.core.kernels.moe import ExpertWeight, Gate
-from dinfer.core.kernels.types import GROUPED_ROWS, TILE, Deferred, Grouped, InGroups, Part, Parts, Plan
+from dinfer.core.kernels.types import GROUPED_ROWS, TILE, Deferred, Grouped, InGroups, PartialSums, Plan, WeightPart
 
 GROUPS = (128, 64, 32)
 PIECE = 1 << 24  # values that are packed at a time, so that their float32 copies need little memory
@@ -95,7 +95,7 @@ def unpack(values: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) ->
 
 def packed_linear(
     x: Deferred, values: Tensor, scale_OG: Tensor, bias_O: Tensor | None = None, *, parts: bool = False
-) -> Tensor | Parts:
+) -> Tensor | PartialSums:
     """x times the transpose of a weight in 4 bits, which may be `tiled`. [..., K] -> [..., O]
 
     A GPU from Ampere on rounds few rows to 8 bits by the groups of the weight, each at a scale of its own, and so do
@@ -104,7 +104,7 @@ def packed_linear(
     if not use_triton(held(x), "packed"):
         x = close(x)
         if (native := native_few_bits(x, "packed")) is not None:
-            out = native.native_linear(x, [Part("int4", flat(values, scale_OG), scale_OG)])
+            out = native.native_linear(x, [WeightPart("int4", flat(values, scale_OG), scale_OG)])
         else:
             out = F.linear(x.float(), unpack(values, scale_OG))
         return (out if bias_O is None else out + bias_O).to(x.dtype)
@@ -134,8 +134,8 @@ class PackedExperts(ExpertWeight):
     def one(self, x_RK: Deferred, expert: int) -> Tensor:
         return close(packed_linear(x_RK, self.each[expert], self.scale[expert]))
 
-    def parts(self) -> Sequence[Part]:
-        return [Part("int4", flat(self.each, self.scale), self.scale)]
+    def parts(self) -> Sequence[WeightPart]:
+        return [WeightPart("int4", flat(self.each, self.scale), self.scale)]
 
     def rows_of_tile(self, pairs_per_expert: float) -> int:
         """As for linear maps: up to 64 rows, so that few experts' weights are read more than once."""
@@ -167,12 +167,14 @@ Dequantise = Callable[[str, Tensor], Tensor]
 """Takes the type of blocks and rows of them, uint8 [..., B]. Returns their values, float32 [..., K]."""
 
 
-def widened(parts: Sequence[Part], dequantise: Dequantise) -> Tensor:
+def widened(parts: Sequence[WeightPart], dequantise: Dequantise) -> Tensor:
     """The weight in float32. [..., O, K]"""
     return torch.cat([dequantise(part.kind, part.values) for part in parts], -2)
 
 
-def blocks_linear(x: Tensor, parts: Sequence[Part], dequantise: Dequantise, bias_O: Tensor | None = None) -> Tensor:
+def blocks_linear(
+    x: Tensor, parts: Sequence[WeightPart], dequantise: Dequantise, bias_O: Tensor | None = None
+) -> Tensor:
     """x times the transpose of the weight that the parts form. [..., K] -> [..., O]"""
     if (native := native_few_bits(x, "packed")) is not None:
         out = native.native_linear(x, parts)
@@ -184,12 +186,12 @@ def blocks_linear(x: Tensor, parts: Sequence[Part], dequantise: Dequantise, bias
 class BlockExperts(ExpertWeight):
     """The matrices of experts as the blocks of a GGUF file, on a CPU."""
 
-    def __init__(self, parts: Sequence[Part], dequantise: Dequantise) -> None:
+    def __init__(self, parts: Sequence[WeightPart], dequantise: Dequantise) -> None:
         self.held, self.each, self.dequantise = parts, parts[0].values, dequantise
 
-    def parts(self) -> Sequence[Part]:
+    def parts(self) -> Sequence[WeightPart]:
         return self.held
 
     def one(self, x_RK: Deferred, expert: int) -> Tensor:
-        own = [Part(part.kind, part.values[expert]) for part in self.held]
+        own = [WeightPart(part.kind, part.values[expert]) for part in self.held]
         return blocks_linear(close(x_RK), own, self.dequantise)

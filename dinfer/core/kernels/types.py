@@ -16,7 +16,7 @@ LARGEST = {FLOAT8: 448, torch.int8: 127}
 TILE = 64  # outputs of which the weights of a group in 4 bits are one piece of memory, for a GPU
 
 
-class Part(NamedTuple):
+class WeightPart(NamedTuple):
     """Some outputs of a weight, or of each of S weights, in one format.
 
     `kind`: "int8", "int4" or the block type of a GGUF file. `values`: bytes [O, B] or [S, O, B], with outputs next to
@@ -33,7 +33,7 @@ class Part(NamedTuple):
         return self.values.shape[-2]
 
 
-class Parts(NamedTuple):
+class PartialSums(NamedTuple):
     """Partial sums, which the consumer adds up in order, in float32.
 
     With weights they are the outputs of each token's experts. The parts of a token are adjacent. The first C are
@@ -91,7 +91,7 @@ class Grouped(NamedTuple):
 class Share(NamedTuple):
     """One rank's addend of a layer whose inputs are divided among ranks."""
 
-    value: Tensor | Parts
+    value: Tensor | PartialSums
     ranks: Ranks
 
     @property
@@ -99,7 +99,7 @@ class Share(NamedTuple):
         return self.value.shape
 
 
-Deferred = Tensor | Parts | Rounded | Grouped | Share
+Deferred = Tensor | PartialSums | Rounded | Grouped | Share
 """A tensor, or a value whose last sum or product the reading kernel does, so that no kernel runs for it alone.
 `dinfer.core.kernels.deferred.close` turns any of them into a tensor."""
 
@@ -159,7 +159,7 @@ Table = tuple[Tensor, Tensor]
 class Projections(NamedTuple):
     """Queries, keys and values of a layer. The kernel that stores the keys applies norm and rotation."""
 
-    qkv_BWXE: Tensor | Parts  # query heads, then key heads, then as many value heads
+    qkv_BWXE: Tensor | PartialSums  # query heads, then key heads, then as many value heads
     heads: int  # query heads
     table: Table
     norm: HeadNorm | None = None

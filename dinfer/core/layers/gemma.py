@@ -110,7 +110,7 @@ class Experts(Routed):
         return close(share(mixed, self.ranks)).view_as(x_BWD)
 
 
-class Block(nn.Module):
+class GemmaBlock(nn.Module):
     """Attention, then an MLP and experts side by side; a norm before and behind each, and a scalar at the end."""
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:
@@ -163,7 +163,7 @@ class Gemma(nn.Module):
         self.spec, self.ranks = spec, ALONE
         self.embedding = TiedEmbedding(spec.vocab, spec.hidden)
         self.conditioning = SelfConditioning(spec)
-        self.blocks = nn.ModuleList(Block(spec, layer) for layer in range(spec.layers))
+        self.blocks = nn.ModuleList(GemmaBlock(spec, layer) for layer in range(spec.layers))
         self.norm = Norm(spec.hidden, spec)
 
     def join(self, ranks: Ranks) -> None:
@@ -173,7 +173,7 @@ class Gemma(nn.Module):
         if ranks.size > 1:
             self.conditioning.mlp.join(ranks)
             for block in self.blocks:
-                assert isinstance(block, Block)
+                assert isinstance(block, GemmaBlock)
                 block.attention.join(ranks)
                 block.mlp.join(ranks)
                 block.experts.join(ranks)

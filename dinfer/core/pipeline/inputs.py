@@ -116,7 +116,7 @@ def as_int(value: Any, what: str) -> int:
         raise ValueError(f"{what}={value!r} must be an integer") from None
 
 
-class Held(TypedDict, total=False):
+class FormKeywords(TypedDict, total=False):
     """What every answer is held to. One of them may be given, and `posterior` beside it."""
 
     schema: Any  # a pydantic model or another type that pydantic knows, a JSON Schema, or its text
@@ -127,7 +127,7 @@ class Held(TypedDict, total=False):
     posterior: bool  # an option of every constraint
 
 
-class Asked(Held, total=False):
+class Keywords(FormKeywords, total=False):
     """What `generate` takes by keyword, beside every per-request option of the recipe, such as temperature=0.7."""
 
     n: int  # answers to each prompt
@@ -154,13 +154,13 @@ def refuse_names(function: str, given: Collection[str], known: Collection[str]) 
         if name not in known:
             near = difflib.get_close_matches(name, [*known], 1, 0.6)
             usual = f"did you mean {near[0]}?" if near else f"it takes {', '.join(sorted(known))}"
-            hint = "only generate does" if name in Asked.__annotations__ else REMEDIES.get(name, usual)
+            hint = "only generate does" if name in Keywords.__annotations__ else REMEDIES.get(name, usual)
             raise TypeError(f"{function} takes no {name}: {hint}")
 
 
 def by_name(function: str, given: Mapping[str, Any], options: Collection[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Keywords of `Asked`, and per-request options, which may be keywords too. Raises TypeError for other names."""
-    own = Asked.__annotations__.keys()
+    """Keywords of `Keywords`, and per-request options, which may be keywords too. Raises TypeError for other names."""
+    own = Keywords.__annotations__.keys()
     refuse_names(function, given, [*own, *options])
     return {k: v for k, v in given.items() if k in own}, {k: v for k, v in given.items() if k not in own}
 

@@ -25,7 +25,7 @@ from dinfer.core.loading.checkpoint import family_of, load_network, read_config,
 from dinfer.core.loading.files import locate
 from dinfer.core.loading.saving import save_checkpoint
 from dinfer.core.pipeline.inputs import (
-    Held,
+    FormKeywords,
     Infilled,
     as_html,
     as_int,
@@ -136,11 +136,11 @@ class Pipeline:
         """Compiles what answers are held to. Raises ValueError if no constraint can be guaranteed here."""
         return _of_forms("compiler_of")(self.recipe, self._need_tokenizer())
 
-    def _form(self, held: Held) -> Any:
+    def _form(self, held: FormKeywords) -> Any:
         """What answers are held to; None: they are free."""
         return _of_forms("form_of")(held) if held else None
 
-    def _language(self, held: Held) -> Language | None:
+    def _language(self, held: FormKeywords) -> Language | None:
         return None if (form := self._form(held)) is None else form.language(self.compiler)
 
     @cached_property
@@ -206,7 +206,7 @@ class Pipeline:
         """Like `generate`, for prompts that are token ids. Texts are decoded if there is a tokenizer."""
         asked, chosen = self._by_name("generate", more)
         n, until, progress = asked.pop("n", None), texts_of(asked.pop("stop", None)), asked.pop("progress", None)
-        form = self._form(cast(Held, asked))
+        form = self._form(cast(FormKeywords, asked))
         if form is not None and until:
             form = replace(form, constraint=replace(form.constraint, stop=until))
         language = None if form is None else form.language(self.compiler)
@@ -242,13 +242,13 @@ class Pipeline:
     @overload
     def infill(  # type: ignore[overload-overlap]  # a text is no list of texts here
         self, texts: str, *, options: Options = None, stop: bool = False, trace: bool = False, logprobs: bool = False,
-        scope: str = "answer", **held: Unpack[Held],
+        scope: str = "answer", **held: Unpack[FormKeywords],
     ) -> Infilled: ...  # fmt: skip
 
     @overload
     def infill(
         self, texts: Sequence[str], *, options: Options = None, stop: bool = False, trace: bool = False,
-        logprobs: bool = False, scope: str = "answer", **held: Unpack[Held],
+        logprobs: bool = False, scope: str = "answer", **held: Unpack[FormKeywords],
     ) -> list[Infilled]: ...  # fmt: skip
 
     @user_errors
@@ -261,7 +261,7 @@ class Pipeline:
         trace: bool = False,
         logprobs: bool = False,
         scope: str = "answer",
-        **held: Unpack[Held],
+        **held: Unpack[FormKeywords],
     ) -> Any:
         """Fills the gaps of one text (returns an Infilled) or of a list of them (returns a list, in order).
 
@@ -290,7 +290,7 @@ class Pipeline:
         trace: bool = False,
         logprobs: bool = False,
         scope: str = "answer",
-        **held: Unpack[Held],
+        **held: Unpack[FormKeywords],
     ) -> list[Infilled]:
         """Like `infill`, for canvases of token ids in which the model's mask token stands at every open position."""
         canvases = listed(canvases, "canvases")
@@ -377,8 +377,8 @@ class Pipeline:
     def _one(self, function: str, ids: list[int], new: int, options: Any, more: Mapping[str, Any]) -> list[Request]:
         """One request whose answer is shown as it grows."""
         held, chosen = self._by_name(function, more)
-        refuse_names(function, held, [*Held.__annotations__, *chosen])
-        return self.requests([ids], new, joined(options, chosen), self._language(cast(Held, held)))
+        refuse_names(function, held, [*FormKeywords.__annotations__, *chosen])
+        return self.requests([ids], new, joined(options, chosen), self._language(cast(FormKeywords, held)))
 
     @user_errors
     def updates(
@@ -539,7 +539,7 @@ def _ids(value: Any, what: str) -> list[int]:
     return [as_int(token, f"{what}: token") for token in listed(value, what)]
 
 
-class Parts(TypedDict, total=False):
+class RecipeParts(TypedDict, total=False):
     """The components of a recipe but the model."""
 
     iteration: Any
@@ -588,7 +588,7 @@ def load(
     dtype: str | torch.dtype | None = None,
     quantize: str | None = None,
     runtime: Runtime | None = None,
-    **parts: Unpack[Parts],
+    **parts: Unpack[RecipeParts],
 ) -> Pipeline:
     """Loads a model and composes a pipeline.
 

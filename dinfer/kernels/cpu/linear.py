@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from dinfer.core.kernels.lines import LaneLanguages, Line
-from dinfer.core.kernels.types import HeadNorm, Part
+from dinfer.core.kernels.types import HeadNorm, WeightPart
 
 NAMES = "linear.c", "float.c", "languages.c", "blocks.h", "vectors.h"
 SOURCES = tuple(Path(__file__).with_name(name) for name in NAMES)
@@ -47,8 +47,8 @@ COMPILING = threading.Lock()
 log = logging.getLogger(__name__)
 
 
-def fields(part: Part, width: int) -> list[int]:
-    """The struct `Part` of `linear.c`."""
+def fields(part: WeightPart, width: int) -> list[int]:
+    """The struct `WeightPart` of `linear.c`."""
     of_segment = part.values.stride(0) if part.values.dim() == 3 else 0
     where = [KINDS.index(part.kind), part.outputs, part.values.data_ptr(), part.values.shape[-1], of_segment]
     if part.scale is None:
@@ -64,7 +64,7 @@ def begin() -> None:
     threading.Thread(target=library, name="dinfer-compile").start()
 
 
-def native_linear(x: Tensor, parts: Sequence[Part], count_S: Tensor | None = None) -> Tensor:
+def native_linear(x: Tensor, parts: Sequence[WeightPart], count_S: Tensor | None = None) -> Tensor:
     """x times the transpose of a weight, whose outputs are those of the parts in order. [..., K] -> [..., O]
 
     `count_S`: x is [R, K], and its first `count_S[0]` rows go to weight 0 of each part, the next to weight 1, and so

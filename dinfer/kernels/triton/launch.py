@@ -18,7 +18,7 @@ from triton.compiler.compiler import max_shared_mem
 from triton.language.extra import cuda
 
 from dinfer.core.kernels.dispatch import card, on_hopper
-from dinfer.core.kernels.types import Parts
+from dinfer.core.kernels.types import PartialSums
 
 
 @triton.jit
@@ -123,6 +123,6 @@ def added(ptr, mix_ptr, mask, apart, OTHER: tl.constexpr, PARTS: tl.constexpr, M
     return sum
 
 
-def addends(x: Tensor | Parts) -> tuple[Tensor, int]:
+def addends(x: Tensor | PartialSums) -> tuple[Tensor, int]:
     """The parts, one behind the other, and their number."""
-    return (x.values, x.values.shape[0]) if isinstance(x, Parts) else (x.contiguous(), 1)
+    return (x.values, x.values.shape[0]) if isinstance(x, PartialSums) else (x.contiguous(), 1)

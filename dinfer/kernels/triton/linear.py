@@ -16,7 +16,16 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dinfer.core.kernels.dispatch import on_hopper
-from dinfer.core.kernels.types import FLOAT8, GROUPED_ROWS, LARGEST, Grouped, InGroups, InputFormat, Parts, Rounded
+from dinfer.core.kernels.types import (
+    FLOAT8,
+    GROUPED_ROWS,
+    LARGEST,
+    Grouped,
+    InGroups,
+    InputFormat,
+    PartialSums,
+    Rounded,
+)
 from dinfer.kernels.triton.launch import early, follow, let_next, stages, wait
 
 
@@ -142,7 +151,7 @@ class Config(NamedTuple):
 def linear(
     x: Tensor | Rounded, weight_OK: Tensor, bias_O: Tensor | None, scale_O: Tensor | None, config: Config | None = None,
     dtype: torch.dtype | None = None, split: bool = False,
-) -> Tensor | Parts:  # fmt: skip
+) -> Tensor | PartialSums:  # fmt: skip
     """See `dinfer.core.kernels.linear`; `split`: as `linear_in_parts`. `dtype`: of the result, if not that of `x`."""
     values, x_scale = (x.contiguous(), None) if isinstance(x, Tensor) else (x.values, x.scale)
     outputs, width = weight_OK.shape
@@ -165,7 +174,7 @@ def linear(
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=warps,
         num_stages=stages(values.device, each, most), AHEAD=min(AHEAD, width // parts * size), **early(values),
     )  # fmt: skip
-    return out if parts == 1 else Parts(out, dtype)
+    return out if parts == 1 else PartialSums(out, dtype)
 
 
 def copyable(x_RK: Tensor, weight_OK: Tensor) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dinfer.core.kernels.dispatch import card
-from dinfer.core.kernels.types import FLOAT8, LARGEST, Grouped, Matrices, Parts, Plan, Rounded
+from dinfer.core.kernels.types import FLOAT8, LARGEST, Grouped, Matrices, PartialSums, Plan, Rounded
 from dinfer.kernels.triton.launch import added, addends, early, follow, let_next, stages, wait
 from dinfer.kernels.triton.linear import copyable, round_groups, scaled
 from dinfer.kernels.triton.packed import group_sums
@@ -467,8 +467,8 @@ def _route(
 
 
 def route(
-    logits_NX: Tensor | Parts, chosen: int, *, sigmoid: bool, normalize: bool, scale: float, bias_X: Tensor | None,
-    groups: int, groups_chosen: int, pos_BW: Tensor | None = None,
+    logits_NX: Tensor | PartialSums, chosen: int, *, sigmoid: bool, normalize: bool, scale: float,
+    bias_X: Tensor | None, groups: int, groups_chosen: int, pos_BW: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See `dinfer.core.kernels.moe.route`. A token's best expert comes first; of equal experts the first wins."""
     logits, parts = addends(logits_NX)

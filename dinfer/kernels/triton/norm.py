@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dinfer.core.kernels.types import FLOAT8, LARGEST, Grouped, InputFormat, Parts, Rounded, Squares
+from dinfer.core.kernels.types import FLOAT8, LARGEST, Grouped, InputFormat, PartialSums, Rounded, Squares
 from dinfer.core.ranks.symmetric import EMPTY as SENT_NOTHING
 from dinfer.core.ranks.symmetric import Exchange
 from dinfer.kernels.triton.launch import added, addends, early, follow, let_next, wait
@@ -132,11 +132,11 @@ class Addends(NamedTuple):
     fixed: dict[str, int]
 
     @classmethod
-    def of(cls, delta: Tensor | Parts | None, x: Tensor, exchange: Exchange | None) -> Self:
+    def of(cls, delta: Tensor | PartialSums | None, x: Tensor, exchange: Exchange | None) -> Self:
         """The addends of `delta`, which has the shape of `x`."""
         values, mix, plus = x, x, None
         parts, mixed, strides = 0, 0, (0, 0)
-        if isinstance(delta, Parts) and delta.weights_NC is not None:
+        if isinstance(delta, PartialSums) and delta.weights_NC is not None:
             values, mix, plus = delta.values, delta.weights_NC, delta.plus_ND
             parts, mixed = values.numel() // x.numel(), mix.shape[1]
             strides = x.shape[-1], parts * x.shape[-1]
@@ -147,7 +147,7 @@ class Addends(NamedTuple):
         return cls((values, mix, values if plus is None else plus), exchange or (x,) * 3, strides, fixed)
 
 
-def add(x_BWD: Tensor, delta_BWD: Tensor | Parts, exchange: Exchange | None = None) -> Tensor:
+def add(x_BWD: Tensor, delta_BWD: Tensor | PartialSums, exchange: Exchange | None = None) -> Tensor:
     """See `dinfer.core.kernels.norm.add`. With an `exchange`, `delta_BWD` is this rank's addend of two."""
     x_BWD = x_BWD.contiguous()
     sum_BWD, width = torch.empty_like(x_BWD), x_BWD.shape[-1]
@@ -160,7 +160,7 @@ def add(x_BWD: Tensor, delta_BWD: Tensor | Parts, exchange: Exchange | None = No
 
 
 def add_rms_norm(
-    x_BWD: Tensor, delta_BWD: Tensor | Parts | None, weight_D: Tensor, eps: float, inputs: InputFormat = "plain",
+    x_BWD: Tensor, delta_BWD: Tensor | PartialSums | None, weight_D: Tensor, eps: float, inputs: InputFormat = "plain",
     exchange: Exchange | None = None,
 ) -> tuple[Tensor, Tensor | Rounded | Grouped]:  # fmt: skip
     """See `dinfer.core.kernels.norm.add_rms_norm`. With an `exchange`, `delta_BWD` is this rank's addend of two."""
@@ -217,7 +217,7 @@ def _swiglu(
     tl.store(out_ptr + row * width + column, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def swiglu(gate_up_BWX: Tensor | Parts, inputs: InputFormat = "plain") -> Tensor | Rounded | Grouped:
+def swiglu(gate_up_BWX: Tensor | PartialSums, inputs: InputFormat = "plain") -> Tensor | Rounded | Grouped:
     """See `dinfer.core.kernels.norm.swiglu`."""
     (values, parts), (*lead, both) = addends(gate_up_BWX), gate_up_BWX.shape
     rows, width, room = math.prod(lead), both // 2, 0

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dinfer.core.kernels import types
 from dinfer.core.kernels.dispatch import card
-from dinfer.core.kernels.types import Grouped, Parts
+from dinfer.core.kernels.types import Grouped, PartialSums
 from dinfer.kernels.triton.launch import early, fetch, fetch_piece, follow, let_next, stages, wait
 from dinfer.kernels.triton.linear import FEW, round_groups
 
@@ -195,7 +195,7 @@ def _parts(room: int, groups: int) -> int:
 def linear(
     x: Tensor | Grouped, values: Tensor, scale_OG: Tensor, bias_O: Tensor | None,
     config: Config | None = None, split: bool = False,
-) -> Tensor | Parts:  # fmt: skip
+) -> Tensor | PartialSums:  # fmt: skip
     """See `dinfer.core.kernels.packed.packed_linear`; `split`: the consumer adds up the parts."""
     (outputs, groups), width = scale_OG.shape, x.shape[-1]
     rows, group = x.shape[:-1].numel(), width // groups
@@ -220,7 +220,7 @@ def linear(
         ASM=card(out.device) is not None, num_warps=warps,
         num_stages=stages(out.device, (tall // 2 + many) * group * together, most), **early(out),
     )  # fmt: skip
-    return Parts(out, x.dtype) if split else out
+    return PartialSums(out, x.dtype) if split else out
 
 
 @triton.jit

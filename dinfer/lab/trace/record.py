@@ -100,7 +100,7 @@ class Offer(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class TracedStep:
     """One forward of the request."""
 
     forward: int  # from 1
@@ -115,7 +115,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class TracedBlock:
     """What one active region cost and yielded."""
 
     index: int
@@ -135,8 +135,8 @@ class Trace:
     length: int  # of the canvas
     masked: list[int]  # positions that were to be decoded
     stop_ids: list[int]
-    steps: list[Step]
-    blocks: list[Block]
+    steps: list[TracedStep]
+    blocks: list[TracedBlock]
     canvas: list[int]  # after the last step
     text: str  # the answer
     counts: dict[str, float]
@@ -192,7 +192,7 @@ def record_request(
     kv, rank = pipe.engine.runtime.kv, recipe.ranks.rank
     runtime = Runtime(rows=1, kv=kv, tensor_parallel=rank.ranks, expert_parallel=rank.expert_parallel)
     engine = Engine(watched, runtime, plain=recipe)
-    steps: list[Step] = []
+    steps: list[TracedStep] = []
     tokens, masked = request.prompt + [0] * request.new_tokens, request.masked
     completion = None
     for update in engine.run([request], Wants(snapshots=True)):
@@ -296,13 +296,13 @@ def spans(positions: Iterable[int]) -> list[Span]:
 
 def _step(
     update: Update, tokens: list[int], masked: list[bool], computed: list[Span], offers: list[Offer], recipe: Recipe,
-    before: list[Step],
-) -> Step:  # fmt: skip
+    before: list[TracedStep],
+) -> TracedStep:  # fmt: skip
     now, left = update.tokens or [], update.masked or []
     places = range(len(now))
     last = before[-1] if before else None
     entered = last is not None and update.region != last.region
-    return Step(
+    return TracedStep(
         forward=update.forwards,
         phase=update.phase.name.lower(),
         refresh=update.phase == Phase.FULL and not isinstance(recipe.cache, KeepsNothing),
@@ -315,12 +315,12 @@ def _step(
     )
 
 
-def _blocks(steps: Sequence[Step]) -> list[Block]:
+def _blocks(steps: Sequence[TracedStep]) -> list[TracedBlock]:
     found = []
     for index in dict.fromkeys(step.block for step in steps):
         own = [step for step in steps if step.block == index]
         refreshes, commits = sum(step.refresh for step in own), sum(len(step.commits) for step in own)
-        found.append(Block(index, own[0].region, len(own), refreshes, commits))
+        found.append(TracedBlock(index, own[0].region, len(own), refreshes, commits))
     return found
 
 

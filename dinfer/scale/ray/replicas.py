@@ -37,7 +37,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from dinfer.serving.answers import sse
 from dinfer.serving.app import application
 from dinfer.serving.errors import ApiError
-from dinfer.serving.guard import REQUEST_ID, Asked, Guard, log_as_json, messages
+from dinfer.serving.guard import REQUEST_ID, Guard, HttpRequest, log_as_json, messages
 from dinfer.serving.rows import failure
 from dinfer.serving.run import EngineFailed, check, configured, open_files, tuned
 from dinfer.serving.server import Server
@@ -98,7 +98,9 @@ class Gateway:
 
     async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = (await receive()).get("body", b"")
-        asked = Asked(scope["method"], scope["path"], body, scope["query_string"], scope["headers"], REQUEST_ID.get())
+        asked = HttpRequest(
+            scope["method"], scope["path"], body, scope["query_string"], scope["headers"], REQUEST_ID.get()
+        )
         begun: Message | None = None  # the head of the answer, once it is sent
         try:
             async with asyncio.timeout(self._settings.deadline):
@@ -115,7 +117,7 @@ class Gateway:
             text = sse([error.body() | {"request_id": REQUEST_ID.get()}])
             await send({"type": "http.response.body", "body": text, "more_body": False})
 
-    async def _answer(self, asked: Asked) -> AsyncGenerator[Message]:
+    async def _answer(self, asked: HttpRequest) -> AsyncGenerator[Message]:
         """The messages of a replica. If it ends before it sends any of the body, another answers. Raises ApiError."""
         session = conversation(asked)
         for _ in range(ATTEMPTS):
@@ -176,7 +178,7 @@ class _Merged(Collector):
         return [*families.values()]
 
 
-def conversation(asked: Asked) -> str:
+def conversation(asked: HttpRequest) -> str:
     """The key of a request's conversation: the client's name for it, or a hash of all up to its first question.
 
     Empty if it belongs to none, and any replica may answer it.
@@ -208,7 +210,7 @@ class Replica:
         self._for_good = ExitStack()
         self._for_good.enter_context(tuned())
 
-    async def answer(self, asked: Asked) -> AsyncGenerator[Message]:
+    async def answer(self, asked: HttpRequest) -> AsyncGenerator[Message]:
         """The answer of the application, message by message."""
         async with aclosing(messages(self._app, asked)) as answer:
             async for message in answer:

@@ -86,7 +86,7 @@ class Reads(Own):
         return self
 
 
-class TextPart(Strict):
+class QuestionText(Strict):
     type: Literal["input_text", "output_text", "text"]
     text: Text
     prompt_cache_breakpoint: Any = None
@@ -98,18 +98,18 @@ class JsonPart(Strict):
     prompt_cache_breakpoint: Any = None
 
 
-Content = Text | list[Annotated[TextPart | JsonPart, Field(discriminator="type")]]
+QuestionContent = Text | list[Annotated[QuestionText | JsonPart, Field(discriminator="type")]]
 
 
-class Turn(Strict):
+class QuestionTurn(Strict):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: Content
+    content: QuestionContent
     phase: Any = None
 
 
 class Asked(Strict):
-    instructions: Content
+    instructions: QuestionContent
     name: Text | None = None
 
 
@@ -139,7 +139,7 @@ class Score(Asked):
 
 class DecisionRequest(Strict):
     model: str
-    input: Text | list[Turn]
+    input: Text | list[QuestionTurn]
     questions: Annotated[
         list[Annotated[Predicate | Choice | Score, Field(discriminator="type")]], Field(min_length=1, max_length=400)
     ]
@@ -198,7 +198,7 @@ def _parts(value: Any) -> list[dict[str, Any]]:
 def _text(content: str | list[Any]) -> str:
     if isinstance(content, str):
         return content
-    return "".join(one.text if isinstance(one, TextPart) else _plain(one.data) for one in content)
+    return "".join(one.text if isinstance(one, QuestionText) else _plain(one.data) for one in content)
 
 
 def _plain(value: Any) -> str:

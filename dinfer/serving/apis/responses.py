@@ -130,11 +130,11 @@ class GrammarFormat(Strict):
     syntax: Literal["lark", "ebnf"] | None = None
 
 
-Format = Annotated[PlainFormat | SchemaFormat | RegexFormat | GrammarFormat, Field(discriminator="type")]
+TextFormat = Annotated[PlainFormat | SchemaFormat | RegexFormat | GrammarFormat, Field(discriminator="type")]
 
 
 class TextOptions(Strict):
-    format: Format = PlainFormat(type="text")
+    format: TextFormat = PlainFormat(type="text")
     verbosity: Literal["low", "medium", "high"] | None = None
 
 

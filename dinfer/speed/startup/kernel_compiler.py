@@ -46,7 +46,7 @@ class KernelCompiler:
         """`alloc` makes the state of the steps on another device. `sizes`: everything that its shapes depend on."""
         self._recipe, self._alloc, self._sizes = recipe, alloc, sizes
         self._twin: tuple[Recipe, BatchState] | None = None
-        self._begun: dict[Kind, Future[None]] = {}
+        self._begun: dict[KernelKind, Future[None]] = {}
         self._thread = ThreadPoolExecutor(1, "dinfer-kernels")
         self._able = isinstance(recipe.model, nn.Module) and recipe.ranks.size == 1
 
@@ -109,10 +109,10 @@ class KernelCompiler:
         done.touch()
 
 
-Kind = tuple[StepShape, int]
+KernelKind = tuple[StepShape, int]
 
 
-def kind_of(shape: StepShape) -> Kind:
+def kind_of(shape: StepShape) -> KernelKind:
     """One that stands for all that most likely have the same kernels. They differ with rows, widths, and positions."""
     extras = tuple(extra.kernels() for extra in shape.extras)
     lanes, width, positions = (power_of_2(count) for count in (shape.lanes, shape.width, shape.lanes * shape.width))

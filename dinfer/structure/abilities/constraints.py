@@ -156,7 +156,7 @@ class Constrained(Extra):
 
 
 @dataclass(slots=True)
-class Rows:
+class LanguageRows:
     """The languages that slots are in, and where each slot is in its own. Languages that are equal lie there once."""
 
     row_N6: Tensor  # int64, see `dinfer.structure.kernels.languages.placed`
@@ -308,10 +308,10 @@ class Constraints(ByExtra[Constrained]):
         slots, device = canvas.tokens_NS.shape[0], canvas.tokens_NS.device
         row_N6 = torch.tensor([FREE, 0, 0, 0, 0, 0], device=device).repeat(slots, 1)
         kind_NS = torch.zeros_like(canvas.status_NS, dtype=torch.int8)
-        return Rows(row_N6, recipe.model.spec.vocab, kind_NS)
+        return LanguageRows(row_N6, recipe.model.spec.vocab, kind_NS)
 
     @classmethod
-    def admit(cls, kept: Rows, slot_A: Tensor, entries: Sequence[Entry]) -> None:
+    def admit(cls, kept: LanguageRows, slot_A: Tensor, entries: Sequence[Entry]) -> None:
         brought = [InLanguage.of(entry.more) for entry in entries]
         rows = [kept.admit(entry.slot, own) for entry, own in zip(entries, brought, strict=True)]
         kept.row_N6.index_copy_(0, slot_A, uploaded(torch.tensor(rows), slot_A.device))
@@ -320,7 +320,7 @@ class Constraints(ByExtra[Constrained]):
             kept.kind_NS.index_copy_(0, slot_A, uploaded(torch.stack([*kinds]), slot_A.device))
 
     @classmethod
-    def told(cls, kept: Rows, slots: Sequence[int]) -> dict[int, dict[str, int]]:
+    def told(cls, kept: LanguageRows, slots: Sequence[int]) -> dict[int, dict[str, int]]:
         bound = [slot for slot in slots if slot in kept.of_slot]
         counts = kept.row_N6[bound, 4].tolist() if bound else []
         return {slot: {"forced": count} for slot, count in zip(bound, counts, strict=True)}

@@ -16,9 +16,9 @@ from dinfer.cli import conf
 from dinfer.cli.commands.tune import preset_file, save_preset
 from dinfer.core.recipe.recipe import IncompatibleRecipe
 from dinfer.lab.metrics import Difference, Sample, measure
-from dinfer.lab.tuning import Found, Measured, NothingFound, Parts, Split, Tried, by_load, check_space, tune
+from dinfer.lab.tuning import Components, Found, Measured, NothingFound, Split, Tried, by_load, check_space, tune
 
-REFERENCE: Parts = {
+REFERENCE: Components = {
     "iteration": {"name": "blockwise", "block": 32},
     "decoder": {"name": "fixed", "steps": 32},
     "cache": {"name": "none"},
@@ -35,9 +35,9 @@ class Scripted:
 
     def __init__(self, knee: float = 0.8, heldout_knee: float | None = None) -> None:
         self.knees = {"calibration": knee, "heldout": knee if heldout_knee is None else heldout_knee}
-        self.asked: list[tuple[str, Parts]] = []
+        self.asked: list[tuple[str, Components]] = []
 
-    def __call__(self, parts: Parts, split: Split, rows: int | None = None) -> Measured:
+    def __call__(self, parts: Components, split: Split, rows: int | None = None) -> Measured:
         self.asked.append((split, parts))
         if parts["cache"]["name"] == "block":
             raise IncompatibleRecipe("cache=block does not fit")
@@ -97,7 +97,7 @@ def test_the_search_turns_away_from_what_is_refused() -> None:
     """Three quarters of this space are refused. A sampler that does not learn it spends its tries there."""
 
     class Picky(Scripted):
-        def __call__(self, parts: Parts, split: Split) -> Measured:
+        def __call__(self, parts: Components, split: Split) -> Measured:
             if parts["iteration"].get("align") or parts["iteration"]["block"] > 32:
                 raise IncompatibleRecipe("iteration.align=true does not fit")
             return super().__call__(parts, split)

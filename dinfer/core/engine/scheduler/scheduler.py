@@ -122,7 +122,7 @@ def divide(rows: Iterable[Row]) -> bool:
     return all(extra.divides for asks in {row.asks for row in rows} for extra in asks)
 
 
-class Step(NamedTuple):
+class PlannedStep(NamedTuple):
     """A step to be launched: its shape, and the slots of its rows."""
 
     shape: StepShape
@@ -153,10 +153,10 @@ class Scheduler:
             guesses = provided("guessed_rounds")
             self._ahead = guesses and guesses(recipe, self._free, runtime.positions, self._slices)
         self._arrived = 0  # prefills since the last plan
-        self._steps: list[Step] = []  # of the last round
+        self._steps: list[PlannedStep] = []  # of the last round
         self._repeatable = False  # the last call of `plan` expected the steps to be needed once more
 
-    def plan(self, rows: Collection[Row], *, in_flight: bool = False) -> list[Step]:
+    def plan(self, rows: Collection[Row], *, in_flight: bool = False) -> list[PlannedStep]:
         """The steps of the next round, for rows in order of admission that have been through `update`.
 
         The step with most rows comes first: the host looks at them while the device is at the others.
@@ -243,7 +243,7 @@ class Scheduler:
             return [rows]
         return [[row for row in rows if (row.need.width > self.widest) == wide] for wide in (False, True)]
 
-    def _grouped(self, phase: Phase, rows: Sequence[Row]) -> list[Step]:
+    def _grouped(self, phase: Phase, rows: Sequence[Row]) -> list[PlannedStep]:
         if not rows:
             return []
         needs = {row.slot: row.need for row in rows if row.slot is not None}
@@ -255,17 +255,17 @@ class Scheduler:
 
     def _made(
         self, phase: Phase, rows: Sequence[Row], groups: Sequence[Group], expected: Mapping[int, float]
-    ) -> list[Step]:
+    ) -> list[PlannedStep]:
         """The steps of groups of these rows. `expected`: by slot, open positions that are not `Row.left`."""
         by_slot = {row.slot: row for row in rows}
         return [self._step(phase, group, [by_slot[slot] for slot in group.slots], expected) for group in groups]
 
-    def _step(self, phase: Phase, group: Group, rows: list[Row], expected: Mapping[int, float]) -> Step:
+    def _step(self, phase: Phase, group: Group, rows: list[Row], expected: Mapping[int, float]) -> PlannedStep:
         blocks, pages = self.recipe.iteration.blocks, max(row.visible for row in rows)
         shape = StepShape(phase, group.slices or len(rows), group.width, blocks, self.block, pages)
         asked = extras_of(extra for asks in {row.asks for row in rows} for extra in asks)
         if phase == Phase.PREFILL:  # it draws and scores nothing, so one graph serves whatever the rows draw later
-            return Step(shape.adding(*(extra for extra in asked if extra.prefills)), group.slots)
+            return PlannedStep(shape.adding(*(extra for extra in asked if extra.prefills)), group.slots)
         shape = shape.adding(*asked, *([KeysOnly()] if group.keys_only else []))
         planned = self._planned(phase, group, rows, expected)
         for ability in self.recipe.abilities:
@@ -273,7 +273,7 @@ class Scheduler:
                 shape = shape.adding(extra)
         for row in rows if self._tries else ():
             row.tried = shape.versions
-        return Step(shape, group.slots)
+        return PlannedStep(shape, group.slots)
 
     def _planned(self, phase: Phase, group: Group, rows: Sequence[Row], expected: Mapping[int, float]) -> Planned:
         forks = self._tries and phase == deciding(self.recipe) and group.width <= self.widest
@@ -302,7 +302,7 @@ class Scheduler:
             decoding = []
         return self._prefills.holds(new, [row.need.width for row in entering], decoding)
 
-    def _predicted(self, rows: Collection[Row]) -> list[Step]:
+    def _predicted(self, rows: Collection[Row]) -> list[PlannedStep]:
         """The next round, if steps fit its rows wherever the round under way leaves them."""
         if self._ahead is None or (self._slices and not divide(rows)):
             return []

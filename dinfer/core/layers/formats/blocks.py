@@ -10,7 +10,7 @@ from dinfer.core.kernels.deferred import close
 from dinfer.core.kernels.dispatch import prepare_native
 from dinfer.core.kernels.moe import ExpertWeight
 from dinfer.core.kernels.packed import BlockExperts, Dequantise, blocks_linear, widened
-from dinfer.core.kernels.types import Deferred, Part
+from dinfer.core.kernels.types import Deferred, WeightPart
 from dinfer.core.layers.formats.format import Format, Weight, untraced
 
 
@@ -40,10 +40,10 @@ class Blocks(Format):
     def make(self, weight: Tensor) -> Weight:
         raise NotImplementedError("blocks come from a file")
 
-    def parts(self, weight: Weight) -> list[Part]:
+    def parts(self, weight: Weight) -> list[WeightPart]:
         pieces = weight[0].detach().split([section.outputs * section.bytes for section in self.sections], -1)
         return [
-            Part(section.kind, piece.unflatten(-1, (section.outputs, section.bytes)))
+            WeightPart(section.kind, piece.unflatten(-1, (section.outputs, section.bytes)))
             for section, piece in zip(self.sections, pieces, strict=True)
         ]
 

@@ -17,7 +17,7 @@ from support.scripted import Scripted
 from dinfer.cli.conf import pipeline
 from dinfer.core.engine.runtime import Runtime
 from dinfer.core.kernels import moe
-from dinfer.core.kernels.types import Parts
+from dinfer.core.kernels.types import PartialSums
 from dinfer.core.recipe.recipe import Recipe, compose
 
 compiles = torch._dynamo.utils.counters["stats"]
@@ -55,10 +55,10 @@ def test_what_experts_leave_to_the_reader_is_added_up(monkeypatch: pytest.Monkey
     torch.compiler.reset()
     real, mixture = torch.compile, moe.expert_mixture
 
-    def left(*given: Any, **options: Any) -> Parts:
+    def left(*given: Any, **options: Any) -> PartialSums:
         out_ND = mixture(*given, **options)
         weights_NC = torch.full((len(out_ND), 2), 0.5)
-        return Parts(torch.stack((out_ND, out_ND), 1).flatten(0, 1), out_ND.dtype, weights_NC)
+        return PartialSums(torch.stack((out_ND, out_ND), 1).flatten(0, 1), out_ND.dtype, weights_NC)
 
     monkeypatch.setattr("dinfer.core.layers.transformer.expert_mixture", left)
     monkeypatch.setattr(torch, "compile", lambda work, mode: real(work, backend="eager"))
@@ -76,7 +76,7 @@ def test_what_experts_leave_to_the_reader_is_added_up(monkeypatch: pytest.Monkey
         monkeypatch.setattr(engine.recipe.model, "pieces", (spied, after))
         outcomes.append([outcome(c) for c in completions(engine, requests)])
     assert outcomes[0] == outcomes[1]
-    assert Parts in kinds[0] and Parts not in kinds[1]
+    assert PartialSums in kinds[0] and PartialSums not in kinds[1]
 
 
 def test_what_cannot_be_compiled_is_refused() -> None:

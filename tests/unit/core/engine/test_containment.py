@@ -18,7 +18,7 @@ from support.models import tiny_model
 
 import dinfer.core.kernels.dispatch
 from dinfer.core.caches.window import DualCache
-from dinfer.core.engine.batch import Asked, Batch, CanvasReader
+from dinfer.core.engine.batch import Batch, CanvasReader, CursorCopy
 from dinfer.core.engine.engine import Engine
 from dinfer.core.engine.request import Request, StalledRow, Update
 from dinfer.core.engine.runtime import Runtime
@@ -150,7 +150,7 @@ def test_an_error_of_a_step_ends_its_rows_and_those_that_wait_go_on(
 def test_an_error_that_the_device_reports_late_ends_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, want, read, calls = engine_for(recipe_of(), rows=2), wanted(), CanvasReader.read, 0
 
-    def broken(self: CanvasReader, asked: Asked) -> Any:
+    def broken(self: CanvasReader, asked: CursorCopy) -> Any:
         nonlocal calls
         calls += 1
         if calls == 2:

@@ -25,12 +25,12 @@ from support.matrix import (
 from support.models import tiny_model
 from torch import Tensor
 
-from dinfer.core.engine.batch import Asked, CanvasReader
+from dinfer.core.engine.batch import CanvasReader, CursorCopy
 from dinfer.core.engine.engine import Engine
 from dinfer.core.engine.request import Completion, Request, Wants
 from dinfer.core.engine.row import Row
 from dinfer.core.engine.scheduler import scheduler
-from dinfer.core.engine.scheduler.scheduler import MISS, Lookahead, Scheduler, Step, stays_open
+from dinfer.core.engine.scheduler.scheduler import MISS, Lookahead, PlannedStep, Scheduler, stays_open
 from dinfer.core.engine.worker import Worker
 from dinfer.core.recipe.recipe import Recipe, compose
 from dinfer.core.step.contracts import CachePolicy, WindowPlan
@@ -80,12 +80,12 @@ class Watch:
         self.open = self.guesses = self.rounds = 0
         request, read = CanvasReader.request, CanvasReader.read
 
-        def asked(reader: CanvasReader, slots: list[int], *, blocks: bool, drafts: bool) -> Asked:
+        def asked(reader: CanvasReader, slots: list[int], *, blocks: bool, drafts: bool) -> CursorCopy:
             self.open, self.rounds = self.open + 1, self.rounds + 1
             self.guesses += self.open == 2
             return request(reader, slots, blocks=blocks, drafts=drafts)
 
-        def seen(reader: CanvasReader, asked: Asked) -> Any:
+        def seen(reader: CanvasReader, asked: CursorCopy) -> Any:
             found = read(reader, asked)
             self.open -= 1
             return found
@@ -183,7 +183,7 @@ def test_rounds_are_launched_ahead_though_requests_wait(monkeypatch: pytest.Monk
     requests = [Request([5, 6, 7 + i], (2 + i % 3) * BLOCK - 3, recipe.resolve({})) for i in range(8)]
     watch, waiting, plan = Watch(monkeypatch), list[int](), Scheduler.plan
 
-    def planned(scheduler: Scheduler, rows: Any, *, in_flight: bool = False) -> list[Step]:
+    def planned(scheduler: Scheduler, rows: Any, *, in_flight: bool = False) -> list[PlannedStep]:
         steps = plan(scheduler, rows, in_flight=in_flight)
         if in_flight and steps:
             waiting.append(engine.occupancy()["waiting"])
@@ -203,7 +203,7 @@ def test_a_request_enters_while_the_device_is_busy(monkeypatch: pytest.MonkeyPat
     recipe = recipe_of(name="fixed", steps=BLOCK)
     engine, read, running = launched_ahead(engine_for(recipe, rows=2, max_length=64)), CanvasReader.read, list[int]()
 
-    def noted(reader: CanvasReader, asked: Asked) -> Any:
+    def noted(reader: CanvasReader, asked: CursorCopy) -> Any:
         running.append(engine.occupancy()["running"])
         return read(reader, asked)
 

@@ -19,7 +19,7 @@ from support.matrix import (
 )
 from support.models import tiny_model
 
-from dinfer.core.engine.batch import Asked, CanvasReader
+from dinfer.core.engine.batch import CanvasReader, CursorCopy
 from dinfer.core.engine.request import Completion, Counts, Request, Update, Wants
 from dinfer.core.engine.runtime import Runtime
 from dinfer.core.pipeline import Pipeline, TextStream
@@ -97,7 +97,7 @@ def test_the_host_reads_nothing_but_the_copy_of_a_round(monkeypatch: pytest.Monk
     engine, reads, held = launched_ahead(engine_for(recipe)), 0, set[int]()
     tolist, read = torch.Tensor.tolist, CanvasReader.read
 
-    def counted(reader: CanvasReader, asked: Asked) -> Any:
+    def counted(reader: CanvasReader, asked: CursorCopy) -> Any:
         nonlocal reads
         reads += 1
         state = engine.runner.state

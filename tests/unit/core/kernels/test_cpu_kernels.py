@@ -22,7 +22,7 @@ from dinfer.core.kernels.linear import linear, round_rows, scaled_linear
 from dinfer.core.kernels.norm import add_rms_norm, swiglu
 from dinfer.core.kernels.packed import widened
 from dinfer.core.kernels.rotary import projections, rotary_table, rotate_and_store
-from dinfer.core.kernels.types import HeadNorm, Part
+from dinfer.core.kernels.types import HeadNorm, WeightPart
 from dinfer.formats.gguf_file import dequantised
 from dinfer.kernels.cpu import linear as native
 
@@ -37,11 +37,11 @@ def seed() -> None:
 
 
 def int8_linear(x: Tensor, weight_OK: Tensor, scale_O: Tensor) -> Tensor:
-    return native.native_linear(x, [Part("int8", weight_OK, scale_O[:, None])])
+    return native.native_linear(x, [WeightPart("int8", weight_OK, scale_O[:, None])])
 
 
 def int4_linear(x: Tensor, weight_OH: Tensor, scale_OG: Tensor) -> Tensor:
-    return native.native_linear(x, [Part("int4", weight_OH, scale_OG)])
+    return native.native_linear(x, [WeightPart("int4", weight_OH, scale_OG)])
 
 
 def error(got: Tensor, want: Tensor) -> float:
@@ -76,10 +76,10 @@ def test_4_bits(shape: tuple[int, int, int], group: int) -> None:
     assert torch.equal(int4_linear(x, held, scale.T.contiguous().T), int4_linear(x, held, scale))
 
 
-def blocks(kind: str, *rows: int, width: int) -> Part:
+def blocks(kind: str, *rows: int, width: int) -> WeightPart:
     """Random blocks. Small bytes make finite scales."""
     size = gguf.quant_shape_to_byte_shape((width,), gguf.GGMLQuantizationType[kind])[0]
-    return Part(kind, torch.randint(48, (*rows, size), dtype=torch.uint8))
+    return WeightPart(kind, torch.randint(48, (*rows, size), dtype=torch.uint8))
 
 
 @pytest.mark.parametrize("kind", native.KINDS[2:])
@@ -95,8 +95,8 @@ def test_experts() -> None:
     """Each expert's rows meet its own matrix, and some have none."""
     x, part = torch.randn(14, 256), blocks("Q4_K", 3, 40, width=256)
     got = native.native_linear(x, [part], torch.tensor([3, 0, 11]))
-    assert torch.equal(got[:3], native.native_linear(x[:3], [Part("Q4_K", part.values[0])]))
-    assert torch.equal(got[3:], native.native_linear(x[3:], [Part("Q4_K", part.values[2])]))
+    assert torch.equal(got[:3], native.native_linear(x[:3], [WeightPart("Q4_K", part.values[0])]))
+    assert torch.equal(got[3:], native.native_linear(x[3:], [WeightPart("Q4_K", part.values[2])]))
 
 
 @pytest.mark.parametrize("shape", [(8, 16, 1), (13, 272, 40), (29, 528, 71), (201, 64, 33)])

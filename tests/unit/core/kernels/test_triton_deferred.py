@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.gpu] if CUDA else []
 
 from dinfer.core.kernels import linear, norm, rotary  # noqa: E402
 from dinfer.core.kernels.deferred import close  # noqa: E402
-from dinfer.core.kernels.types import HeadNorm, InputFormat, Parts, Projections  # noqa: E402
+from dinfer.core.kernels.types import HeadNorm, InputFormat, PartialSums, Projections  # noqa: E402
 from dinfer.core.ranks.symmetric import EMPTY, Exchange  # noqa: E402
 from dinfer.kernels.triton import linear as triton_linear  # noqa: E402
 from dinfer.kernels.triton import moe as triton_moe  # noqa: E402
@@ -44,7 +44,7 @@ def test_a_linear_map_in_parts(
         weight_OK, scale_O = linear.round_rows(weight_OK, torch.int8)[:2]
     config = triton_linear.Config(16, 64, 32, 4, 2, parts=parts, copied=copied)
     got = triton_linear.linear(x, weight_OK, bias_O, scale_O, config)
-    assert isinstance(got, Parts) and got.shape == (2, rows, outputs)
+    assert isinstance(got, PartialSums) and got.shape == (2, rows, outputs)
     assert got.values.shape[0] == parts and got.values.dtype == torch.float32
     if scale_O is None:
         want = linear.linear(x, weight_OK, bias_O)
@@ -60,7 +60,7 @@ def test_small_maps_come_in_parts_where_asked(outputs: int, parts: int) -> None:
     whole = triton_linear.linear(x, weight_OK, None, None)
     got = triton_linear.linear(x, weight_OK, None, None, split=True)
     assert isinstance(whole, torch.Tensor)
-    assert (got.values.shape[0] if isinstance(got, Parts) else 1) == parts
+    assert (got.values.shape[0] if isinstance(got, PartialSums) else 1) == parts
     torch.testing.assert_close(close(got), whole, **CLOSE[SHORT])
 
 
@@ -125,14 +125,14 @@ def test_the_copy_engine_takes_whole_pieces_of_16_bytes(monkeypatch: pytest.Monk
     assert not triton_linear.copyable(x_RK[:, :12].contiguous(), x_RK[:, :12].contiguous())
 
 
-def sum_of(kind: str, lanes: int, rows: int, width: int, dtype: torch.dtype) -> Parts:
+def sum_of(kind: str, lanes: int, rows: int, width: int, dtype: torch.dtype) -> PartialSums:
     tokens = lanes * rows
     if kind == "parts":
-        return Parts(draw(3, lanes, rows, width), dtype)
+        return PartialSums(draw(3, lanes, rows, width), dtype)
     if kind in ("mixture", "beside"):
         plus_ND = draw(tokens, width, dtype=dtype) if kind == "beside" else None
-        return Parts(draw(tokens * 4, width, dtype=dtype), dtype, draw(tokens, 4), plus_ND)
-    return Parts(draw(tokens * 4, width, dtype=dtype), dtype, draw(tokens, 3))  # and a shared expert
+        return PartialSums(draw(tokens * 4, width, dtype=dtype), dtype, draw(tokens, 4), plus_ND)
+    return PartialSums(draw(tokens * 4, width, dtype=dtype), dtype, draw(tokens, 3))  # and a shared expert
 
 
 @pytest.mark.rest(but=4)
@@ -157,7 +157,7 @@ def test_a_norm_adds_up(dtype: torch.dtype, width: int, kind: str) -> None:
 @pytest.mark.parametrize("normed", [False, True])
 def test_queries_and_keys_are_added_up(dtype: torch.dtype, normed: bool) -> None:
     lanes, width, heads, kv_heads, size = 2, 5, 6, 2, 32
-    qkv = Parts(draw(2, lanes, width, (heads + 2 * kv_heads) * size), dtype).unflatten(-1, (-1, size))
+    qkv = PartialSums(draw(2, lanes, width, (heads + 2 * kv_heads) * size), dtype).unflatten(-1, (-1, size))
     table = rotary.rotary_table(torch.randint(0, 99, (lanes, width), device=DEVICE), 16, 1e4, dtype)
     head_norm = HeadNorm(draw(2 * size, dtype=dtype), 1e-5) if normed else None
     write_X = torch.randperm(40, device=DEVICE)[: lanes * width]
@@ -173,7 +173,7 @@ def test_queries_and_keys_are_added_up(dtype: torch.dtype, normed: bool) -> None
 @pytest.mark.parametrize("sigmoid", [False, True])
 @pytest.mark.parametrize("groups", [1, 4])
 def test_a_router_adds_up_and_takes_the_first_of_equals(sigmoid: bool, groups: int) -> None:
-    logits = Parts(torch.randint(-2, 3, (3, 17, 24), device=DEVICE).float(), torch.float32)
+    logits = PartialSums(torch.randint(-2, 3, (3, 17, 24), device=DEVICE).float(), torch.float32)
     router = {"sigmoid": sigmoid, "normalize": True, "scale": 1.0, "bias_X": None}
     experts_NC, weights_NC = triton_route.route(logits, 4, groups=groups, groups_chosen=min(groups, 2), **router)
     score_NX = close(logits).sigmoid() if sigmoid else close(logits).softmax(-1)
@@ -205,9 +205,9 @@ def test_a_norm_adds_up_the_rows_of_two_cards(parts: int, inputs: InputFormat) -
         want = triton_norm.add_rms_norm(x, sum_BWD, weight_D, 1e-5, inputs)
         mine[count % 2, :5, :64] = other.view(torch.int16)
         if count == 1:
-            got = triton_norm.add(x, Parts(values, SHORT), exchange), want[1]
+            got = triton_norm.add(x, PartialSums(values, SHORT), exchange), want[1]
         else:
-            got = triton_norm.add_rms_norm(x, Parts(values, SHORT), weight_D, 1e-5, inputs, exchange)
+            got = triton_norm.add_rms_norm(x, PartialSums(values, SHORT), weight_D, 1e-5, inputs, exchange)
         sent = theirs[count % 2, :5, :64]
         assert torch.equal(sent.view(SHORT), own[0]) and not (sent == EMPTY).any() and (mine == EMPTY).all()
         assert torch.equal(got[0], want[0]) and torch.equal(close(got[1]), close(want[1]))

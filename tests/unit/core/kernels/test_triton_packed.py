@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.gpu] if CUDA else []
 
 from dinfer.core.kernels import norm, packed  # noqa: E402
 from dinfer.core.kernels.deferred import close  # noqa: E402
-from dinfer.core.kernels.types import GROUPED_ROWS, Grouped, InGroups, Parts  # noqa: E402
+from dinfer.core.kernels.types import GROUPED_ROWS, Grouped, InGroups, PartialSums  # noqa: E402
 from dinfer.kernels.triton import attention as triton_attention  # noqa: E402
 from dinfer.kernels.triton import moe as triton_moe  # noqa: E402
 from dinfer.kernels.triton import norm as triton_norm  # noqa: E402
@@ -102,7 +102,7 @@ def test_norm_and_gate_leave_rounded_rows(reference: None, rows: int, width: int
     x[0, 1, 5] = gate_up[0, 2, 7] = float("nan")
     norms = [triton_norm.add_rms_norm(x, x, x[0, 0], 1e-5, kind)[1] for kind in ("plain", inputs)]
     assert (norms[1].squares is None) == both
-    in_two = Parts(torch.stack((gate_up, torch.zeros_like(gate_up))).float(), gate_up.dtype)
+    in_two = PartialSums(torch.stack((gate_up, torch.zeros_like(gate_up))).float(), gate_up.dtype)
     assert_rounded(triton_norm.swiglu(in_two, inputs), triton_norm.swiglu(gate_up), inputs.group, exact=False)
     torch.testing.assert_close(triton_norm.swiglu(in_two), triton_norm.swiglu(gate_up), equal_nan=True)
     for plain, grouped in (norms, (triton_norm.swiglu(gate_up), triton_norm.swiglu(gate_up, inputs))):
