@@ -21,8 +21,9 @@ from dinfer.structure.limits import Budget, Cancelled, ConstraintError, Limits, 
 from dinfer.structure.regex import parse
 from dinfer.structure.tools import compile_tools
 
-TRIES = 0.1, 0.7  # seconds after which a constraint makes way for others that wait
-SLICE, NAP, NAPS = 0.005, 0.005, 4  # seconds that a long try computes at once, and how long it then lets others compute
+TRIES = 0.05, 0.5  # seconds after which a constraint makes way for others that wait
+SLICE, NAP = 0.005, 0.02  # seconds that a long try computes at once, and for which it then lets others compute
+BUSY = 0.05  # of the time others in the process compute: then they are let
 Built = tuple[Automaton, bool, int | None]  # whether it is exact, and how deep recursion was unrolled
 
 
@@ -163,23 +164,22 @@ class Compiler:
         """What a budget calls now and then: it makes way for shorter tries, and for what else the process computes."""
         if at == 0:
             return None
-        since = time.thread_time()
+        own, whole, wall = time.thread_time(), time.process_time(), time.perf_counter()
 
         def make_way(cancelled: threading.Event | None) -> None:
-            nonlocal since
+            nonlocal own, whole, wall
             with self._changed:
                 while any(self._busy[i] or self._waiting[i] for i in range(at)) and not self._closed:
                     if cancelled is not None and cancelled.is_set():
                         return
                     self._changed.wait(NAP)
-            if time.thread_time() - since < SLICE:
+            if (spent := time.thread_time() - own) < SLICE:
                 return
-            for _ in range(NAPS):
-                before = time.process_time()
+            others = time.process_time() - whole - spent
+            busy = others > BUSY * (time.perf_counter() - wall)
+            own, whole, wall = time.thread_time(), time.process_time(), time.perf_counter()
+            if busy:
                 time.sleep(NAP)
-                if time.process_time() - before < NAP / 4:  # nobody else computes
-                    break
-            since = time.thread_time()
 
         return make_way
 
