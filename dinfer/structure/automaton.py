@@ -305,7 +305,7 @@ def _deterministic(nfa: _Nfa, start: int, done: set[int]) -> tuple[list[list[Edg
     subset((start,))
     edges: list[list[Edge]] = []
     while len(edges) < len(sets):
-        if len(edges) % 16 == 0:
+        if len(edges) % 4 == 0:
             nfa.budget.check(len(sets))
         found = [edge for state in sets[len(edges)] for edge in nfa.edges[state]]
         edges.append([(low, high, subset(targets)) for low, high, targets in _disjoint(found)])
@@ -367,6 +367,8 @@ def minimal(edges: list[list[Edge]], final: list[bool], budget: Budget) -> Autom
     number, order = {block[0]: 0}, [0]
     found: list[list[Edge]] = []
     for state in order:
+        if state % 256 == 0:
+            budget.check()
         flat = _signature(edges[state], block)
         for to in flat[2::3]:
             if to not in number:
@@ -401,9 +403,10 @@ def _blocks(
     common: list[tuple[int, ...] | None] = [None, None]  # the signature of all members that are not looked at again
     dirty = live
     while dirty:
-        budget.check()
         parts: dict[int, dict[tuple[int, ...] | None, set[int]]] = {}
-        for state in dirty:
+        for count, state in enumerate(dirty):
+            if count % 256 == 0:
+                budget.check()
             parts.setdefault(block[state], {}).setdefault(_signature(edges[state], block), set()).add(state)
         dirty = set()
         for number, groups in parts.items():
