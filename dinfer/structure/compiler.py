@@ -23,7 +23,7 @@ from dinfer.structure.tools import compile_tools
 
 TRIES = 0.05, 0.5  # seconds after which a constraint makes way for others that wait
 SLICE, NAP = 0.005, 0.02  # seconds that a long try computes at once, and for which it then lets others compute
-BUSY = 0.05  # of the time others in the process compute: then they are let
+BUSY = 0.002  # of the time others in the process compute, if only in the gaps of this: then they are let
 Built = tuple[Automaton, bool, int | None]  # whether it is exact, and how deep recursion was unrolled
 
 
