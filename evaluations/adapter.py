@@ -20,7 +20,7 @@ from dinfer.core.pipeline.inputs import named
 from dinfer.core.pipeline.tokenizer import cut
 from dinfer.core.recipe.recipe import Recipe
 from dinfer.core.registry import REGISTRIES, check_range, typed, unknown
-from dinfer.lab.likelihood import Bound, Pair, estimator, greedy, log_likelihoods
+from dinfer.lab.bounds import Bound, Pair, estimator, greedy, log_likelihoods
 from dinfer.lab.metrics import Sample
 from dinfer.scale.parallel.divided_model import everywhere
 from dinfer.structure.form import Form, form_of

@@ -14,7 +14,7 @@ from fastapi import Response
 from dinfer.core.engine.request import Request
 from dinfer.core.pipeline.inputs import NoTools
 from dinfer.core.step.told import TokenLogprob
-from dinfer.lab.likelihood import left_to_right
+from dinfer.lab.bounds import left_to_right
 from dinfer.serving.answers import Answer, CallReader, Choice, Rendering, ThoughtReader
 from dinfer.serving.errors import ApiError, at_field, refused
 from dinfer.serving.fields import Generation

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 import dinfer
 from dinfer.core.pipeline import Pipeline
 from dinfer.demo.problems import generate, is_correct
-from dinfer.lab.likelihood import log_likelihoods
+from dinfer.lab.bounds import log_likelihoods
 from dinfer.lab.metrics import Sample, measure
 from evaluations.adapter import DinferLM, Likelihood
 

@@ -30,7 +30,7 @@ from dinfer.core.recipe.recipe import Recipe, compose
 from dinfer.core.step.shape import StepShape
 from dinfer.core.step.state import BatchState
 from dinfer.core.step.window import width_of
-from dinfer.lab.likelihood import greedy, log_likelihoods
+from dinfer.lab.bounds import greedy, log_likelihoods
 
 BAD = 21  # the length of the request that something goes wrong with
 GOOD = [Request([1, 2, 3], 14), Request([4, 5], 11), Request([6, 7, 8, 9], 16)]

@@ -26,7 +26,7 @@ from dinfer.core.engine.request import NonFiniteLogits, RankFailed, Wants
 from dinfer.core.pipeline import Pipeline
 from dinfer.core.ranks.ranks import ALONE
 from dinfer.core.registry import option
-from dinfer.lab.likelihood import log_likelihoods
+from dinfer.lab.bounds import log_likelihoods
 from dinfer.lab.trace.record import record
 from dinfer.scale.parallel.divided_model import everywhere
 from dinfer.scale.parallel.leader import leader

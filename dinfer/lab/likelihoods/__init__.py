@@ -1,0 +1,1 @@
+"""Likelihood estimators, a file for each idea."""
