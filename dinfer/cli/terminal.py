@@ -67,6 +67,12 @@ def check_arguments(args: Sequence[str]) -> None:
         try:
             arg.encode()
         except UnicodeError as error:
+            text = os.fsencode(arg).decode(errors="replace")
+            if "\N{REPLACEMENT CHARACTER}" not in text:
+                raise ValueError(
+                    f"the argument {arg!a} is UTF-8, but the locale is {sys.getfilesystemencoding()}: set "
+                    "LC_ALL=C.UTF-8, or PYTHONUTF8=1"
+                ) from error
             raise ValueError(f"the argument {arg!a} is not UTF-8") from error
 
 

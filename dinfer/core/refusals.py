@@ -1,9 +1,10 @@
 """What cannot go together: abilities say it as data, and the registries say what to use instead."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass
-from itertools import chain
+from dataclasses import dataclass, replace
+from itertools import chain, combinations, product
 from types import UnionType
 from typing import Any
 
@@ -42,6 +43,7 @@ def _derived(base: type | UnionType) -> Trait:
     return Trait(lambda part: isinstance(part, base))
 
 
+SPELT = {"null": None, "None": None, "true": True, "false": False, "True": True, "False": False}
 COMPONENTS: dict[str, Registry] = {registry.kind: registry for registry in REGISTRIES if registry.kind != "model"}
 
 
@@ -53,7 +55,11 @@ def refused(table: Sequence[Refusal], parts: PartsByKind, changed: Set[str] | No
     if (found := first_refusal(table, parts, changed)) is None:
         return None
     why = found.why.format(**{kind: registry.called(parts[kind]) for kind, registry in COMPONENTS.items()})
-    return why if " Use " in why else f"{why} Use {', or '.join(_remedies(table, found, parts))}."
+    reason, _, own = why.partition(" Use ")
+    if own and _goes(table, parts, own):
+        return why
+    instead = [*_remedies(table, found, parts)]
+    return f"{reason} Use {', or '.join(instead)}." if instead else reason
 
 
 def first_refusal(table: Sequence[Refusal], parts: PartsByKind, changed: Set[str] | None = None) -> Refusal | None:
@@ -96,22 +102,49 @@ def _cannot_honour(name: str, value: object, neutral: object) -> Refusal:
 def _remedies(table: Sequence[Refusal], found: Refusal, parts: PartsByKind) -> Iterator[str]:
     """For each side of a refusal, the setting without it, or the components that go with the other parts.
 
-    If none goes with all of them, those that go with the model and do not meet this refusal.
+    If none goes with all of them, two components or three that go together.
     """
-    fitting: dict[str, list[str]] = {}
-    going: dict[str, list[str]] = {}
-    for kind in [kind for kind, side in found.sides.items() if kind in COMPONENTS and not side.instead]:
-        for name, other in _others(COMPONENTS[kind], parts[kind], parts["model"].spec):
-            changed = {**parts, kind: other}
-            if first_refusal(table, changed) is None:
-                going.setdefault(kind, []).append(name)
-            elif other.incompatibility(parts["model"].spec) is None and not found.meets(changed):
-                fitting.setdefault(kind, []).append(name)
+    spec, alone = parts["model"].spec, False
     for kind, side in found.sides.items():
-        if side.instead:
-            yield side.instead
-        elif names := (going or fitting).get(kind):
+        names: list[str] = []
+        if kind in COMPONENTS and not side.instead:
+            others = _others(COMPONENTS[kind], parts[kind], spec)
+            names = [name for name, other in others if first_refusal(table, {**parts, kind: other}) is None]
+        if names:
+            alone = True
             yield f"{kind}={' or '.join(part for part in (', '.join(names[:-1]), names[-1]) if part)}"
+        elif side.instead and _goes(table, parts, side.instead):
+            alone = True
+            yield side.instead
+    if not alone and (several := _together(table, {*found.sides}, parts)):
+        yield several
+
+
+def _together(table: Sequence[Refusal], sides: Set[str], parts: PartsByKind) -> str:
+    """The fewest components that together go with the other parts, one of `sides` among them; "": there are none."""
+    spec = parts["model"].spec
+    others = {kind: [*_others(COMPONENTS[kind], parts[kind], spec)] for kind in ("iteration", "decoder", "cache")}
+    for kinds in chain(combinations(others, 2), [tuple(others)]):
+        for chosen in product(*(others[kind] for kind in kinds)) if sides & {*kinds} else ():
+            changed = {**parts, **{kind: other for kind, (_, other) in zip(kinds, chosen, strict=True)}}
+            if first_refusal(table, changed) is None:
+                return " with ".join(f"{kind}={name}" for kind, (name, _) in zip(kinds, chosen, strict=True))
+    return ""
+
+
+def _goes(table: Sequence[Refusal], parts: PartsByKind, setting: str) -> bool:
+    """Whether the parts go together with a setting as messages name it, such as cache.suffix=null, or cache=none."""
+    named = re.match(r"(\w+)(?:\.(\w+))?=(\w+)", setting)
+    if named is None or (kind := named[1]) not in COMPONENTS or kind not in parts:
+        return True
+    part, value = parts[kind], SPELT.get(named[3], named[3])
+    with suppress(TypeError, ValueError):
+        if named[2] is None:
+            part = dict(_others(COMPONENTS[kind], part, parts["model"].spec)).get(named[3], part)
+        else:
+            part = replace(part, **{named[2]: int(value) if isinstance(value, str) and value.isdigit() else value})
+        return first_refusal(table, {**parts, kind: part}) is None
+    return False
 
 
 def _others(registry: Registry, part: Any, spec: Any) -> Iterator[tuple[str, Any]]:

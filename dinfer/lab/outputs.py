@@ -22,13 +22,15 @@ def naming(path: Path) -> Iterator[None]:
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
-def check_folder(folder: Path) -> None:
-    """Makes `folder` unless it exists, and writes a probe into it. Raises OSError."""
+def check_folder(folder: Path, file: Path | None = None) -> None:
+    """Makes `folder` unless it exists, and writes a probe into it. Raises OSError; a full disk is one of `file`."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except FileExistsError as error:
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder)) from error
-    with naming(folder), tempfile.NamedTemporaryFile(dir=folder, prefix=".dinfer-") as probe:
+    with naming(folder):
+        opened = tempfile.NamedTemporaryFile(dir=folder, prefix=".dinfer-")  # noqa: SIM115, it is closed below
+    with naming(file or folder), opened as probe:
         probe.write(PROBE)
         probe.flush()
 
@@ -40,7 +42,7 @@ def check_file(path: Path) -> None:
     if path.exists():
         path.open("ab").close()
     if not path.exists() or path.is_file():
-        check_folder(path.parent)
+        check_folder(path.parent, path)
 
 
 @contextmanager

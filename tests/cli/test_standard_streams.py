@@ -80,6 +80,8 @@ def test_a_text_that_is_no_utf8(
     for args in (["generate", "caf\udce9"], ["plot", "caf\udce9"]):
         assert ended(args) == 2
         assert capsys.readouterr().err == "dinfer: the argument 'caf\\udce9' is not UTF-8\n"
+    assert ended(["generate", "caf\udcc3\udca9"]) == 2
+    assert re.search("is UTF-8, but the locale is .*: set LC_ALL=C.UTF-8, or PYTHONUTF8=1", capsys.readouterr().err)
 
 
 def test_the_second_interrupt_kills() -> None:

@@ -110,9 +110,11 @@ class Request:
                     "it or into its gaps"
                 )
         if self.length > spec.max_length:
+            room = spec.max_length - len(self.prompt) - self.padding
+            fewer = f" or ask for at most {room}" if room > 0 else ""
             raise ValueError(
                 f"{len(self.prompt)} prompt tokens and {self.new_tokens} new ones exceed the model's {spec.max_length} "
-                "positions: shorten the prompt or ask for fewer"
+                f"positions: shorten the prompt{fewer}"
             )
 
     def answer(self, canvas: list[int], stop_ids: Container[int]) -> tuple[list[int], bool]:

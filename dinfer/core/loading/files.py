@@ -143,7 +143,8 @@ def locate(name: str, revision: str | None = None, needed: str = "config.json", 
                 f"use the preset {name}"
             )
         if name.count("/") != 1 or name.startswith((".", "/", "~")):
-            known = unknown("checkpoint", name, boxed(needed))
+            presets = boxed("adapter_config.json") if needed == "config.json" else []  # each has one of its name
+            known = unknown("checkpoint", name, sorted({*boxed(needed), *presets}))
             good = "A folder, a GGUF file or a hub name such as 'GSAI-ML/LLaDA-8B-Instruct' is good too."
             raise CheckpointError(f"{known} {good}")
         path = download(name, revision, wanted)

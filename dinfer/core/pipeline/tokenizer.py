@@ -8,11 +8,12 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import logging
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,13 @@ WINDOW = 16  # tokens that are decoded again with those that follow
 
 def read_tokenizer(folder: Path, name: str | None) -> PreTrainedTokenizerBase | None:
     """The checkpoint's tokenizer; `name`: the class of transformers that reads it where its own is remote code."""
+    if (found := _read_tokenizer(folder, name)) is not None:
+        # Too long a text is an error of ours, which says what fits. transformers would warn beside it.
+        found.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
+    return found
+
+
+def _read_tokenizer(folder: Path, name: str | None) -> PreTrainedTokenizerBase | None:
     if folder.is_file():
         return _from_metadata(small_files(folder))
     if (folder / "tokenizer.json").is_file():
@@ -75,6 +83,12 @@ def _from_metadata(files: SmallFiles) -> PreTrainedTokenizerBase | None:
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(whole)), **settings)
 
 
+@cache
+def tell_once(message: str) -> None:
+    """Warns, unless it has said so before."""
+    logging.getLogger(__name__).warning("%s", message)
+
+
 def cut(tokenizer: Any, ids: list[int], until: Sequence[str]) -> tuple[str, int, bool]:
     """The text before the first stop string, the number of tokens wholly in it, and whether there was a stop string.
 
@@ -105,6 +119,7 @@ class ChatTemplate:
         added = tokenizer.added_tokens_decoder.items()
         self._special = {token.content: number for number, token in added if token.special and token.content}
         longest_first = sorted(self._special, key=len, reverse=True)
+        self._left_out: dict[str, bool] = {}  # by role
         self._spelled = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
     @property
@@ -172,6 +187,10 @@ class ChatTemplate:
                 "chat_template.jinja that shows them beside the weights"
             )
         texts = [encodable(text) for text in texts_in([messages, tools, variables])]
+        if any(message["role"] == "system" for message in messages) and self._leaves_out("system"):
+            tell_once(
+                "the checkpoint's chat template leaves system messages out: put what they say into the user's message"
+            )
         for role in {message["role"] for message in messages} - ROLES:
             self._check_role(role)
         return texts
@@ -180,14 +199,19 @@ class ChatTemplate:
         """Raises ValueError for a role whose messages the template leaves out, or that could make a special token."""
         if any(role in special or special in role for special in self._special):
             raise ValueError(f"role {role!r:.80} is a part of a special token of this tokenizer: use another")
-        one, other = (
-            self._applied([{"role": "user", "content": "a"}, {"role": role, "content": text}], None, {}, tokenize=False)
-            for text in "ab"
-        )
-        if one == other:
+        if self._leaves_out(role):
             raise ValueError(
                 f"the checkpoint's chat template leaves out messages of role {role!r:.80}: use system, user, assistant"
             )
+
+    def _leaves_out(self, role: str) -> bool:
+        """Whether the text of a message with this role makes no difference."""
+        if role not in self._left_out:
+            user, own = {"role": "user", "content": "a"}, [{"role": role, "content": text} for text in "ab"]
+            pairs = [[one, user] if role == "system" else [user, one] for one in own]
+            one, other = (self._applied(pair, None, {}, tokenize=False) for pair in pairs)
+            self._left_out[role] = one == other
+        return self._left_out[role]
 
     def _applied(
         self,

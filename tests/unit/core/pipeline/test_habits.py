@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
 
 import dinfer
+from dinfer.core.pipeline.tokenizer import tell_once
 
 QUESTION = "Start with 14: add 23. What is the result?"
 
@@ -55,3 +57,27 @@ def test_other_names_of_load_and_stream_do_too(pipe: dinfer.Pipeline) -> None:
         pipe.stream(QUESTION, n=3)
     with pytest.raises(ValueError, match="a prompt is a text, a list of messages, or a list of such prompts, not None"):
         pipe.generate(None)
+
+
+def test_mistakes_say_what_would_be_right(caplog: pytest.LogCaptureFixture) -> None:
+    pipe = dinfer.load("tiny", device="cpu")
+    positions = pipe.model.spec.max_length
+    prompt = len(pipe.encode("one two"))
+    with pytest.raises(ValueError, match=f"shorten the prompt or ask for at most {positions - prompt}$"):
+        pipe.generate("one two", max_new_tokens=positions)
+    library = logging.getLogger("transformers")  # its messages do not reach the root
+    library.addHandler(caplog.handler)
+    with pytest.raises(ValueError, match=r"positions: shorten the prompt$"):
+        pipe.generate("one " * 2000, max_new_tokens=8)
+    library.removeHandler(caplog.handler)
+    assert "Token indices sequence length" not in caplog.text
+    with pytest.raises(ValueError, match=r"Known: .*tiny, tiny-d2f, tiny-json"):
+        dinfer.load("./nofolder", device="cpu")
+
+
+def test_a_system_message_that_the_template_leaves_out_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    tell_once.cache_clear()
+    pipe = dinfer.load("tiny", device="cpu")
+    for _ in range(2):
+        pipe.encode([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}])
+    assert caplog.text.count("chat template leaves system messages out") == 1
