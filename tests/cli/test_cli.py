@@ -94,6 +94,9 @@ WRONG = [
     (["audit", "a", "prompt=b"], "given twice"),
     (["infill"], "a text with gaps is needed"),
     (["infill", "a", "text=b"], "given twice"),
+    (["likelihood"], "a file is needed"),
+    (["likelihood", "none.jsonl", "options=3"], "options=3 must be names and values"),
+    (["likelihood", "none.jsonl", "batch_tokens=0"], "batch_tokens=0 must be at least 1"),
     (["read"], "a question is needed"),
     (["read", "a", "choice=[b]", CHECKPOINT], "give two or more"),
     (["read", "a", "choice=[b,c]", "steps=0"], "steps=0 must be at least 1"),
@@ -237,6 +240,29 @@ def test_gaps_are_filled(dinfer: CommandLine, checkpoint: str) -> None:
         assert said.status == 0 and SUMMARY.search(said.err), said
         assert re.findall(r"^\[(\d)\] ", said.err, re.MULTILINE) == [str(i + 1) for i in range(gaps)]
         assert gaps == 1 or ("[MASK:9]" in said.out and said.out.startswith("ab "))
+
+
+def test_likelihoods_of_a_file(dinfer: CommandLine, checkpoint: str, tmp_path: Path) -> None:
+    file, lines = tmp_path / "pairs.jsonl", [{"prompt": "a b", "answer": "c d"}, {"prompt": [3, 4], "answer": [5]}]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    line = ("likelihood", str(file), "options={samples:4}", "per_token=true", checkpoint)
+    first, again = dinfer(*line), dinfer(*line)
+    assert first.status == 0 and first.out == again.out and first.err.startswith("2 answers by elbo"), first
+    found = [json.loads(text) for text in first.out.splitlines()]
+    assert [each["tokens"] for each in found] == [len(each["per_token"]) for each in found] and found[1]["tokens"] == 1
+    assert all(each["likelihood"] == pytest.approx(sum(each["per_token"])) and each["likelihood"] < 0 for each in found)
+    for wrong, message in (
+        ([*lines, {"prompt": "a"}], "line 3 must be an object with prompt and answer"),
+        ([{"prompt": 3, "answer": "a"}], "line 1: prompt must be a text or a list of token ids"),
+        ([], "has no lines"),
+    ):
+        file.write_text("\n".join(map(json.dumps, wrong)))
+        said = dinfer(*line)
+        assert said.status == 2 and message in said.err, said
+    file.write_text(json.dumps(lines[1]))
+    for name, message in (("ebpo", "is bidirectional"), ("tracerl", "`steps`"), ("elbow", "Did you mean 'elbo'")):
+        said = dinfer("likelihood", str(file), f"estimator={name}", checkpoint)
+        assert said.status == 2 and message in said.err and not said.out, said
 
 
 def test_slots_are_read(dinfer: CommandLine, checkpoint: str) -> None:
