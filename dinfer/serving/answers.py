@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from dinfer.core.engine.request import Counts
 from dinfer.core.pipeline.tokenizer import Decode
 from dinfer.core.step.told import TokenLogprob
-from dinfer.serving.errors import ApiError
+from dinfer.serving.errors import ApiError, anthropic
 from dinfer.serving.rows import Event
 from dinfer.structure import Language
 from dinfer.structure.abilities.constraints import InLanguage
@@ -337,6 +337,17 @@ class Stream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self.stream_response(send)
+
+
+def cut_off(error: ApiError, path: str, request_id: str | None) -> bytes:
+    """The last event of a stream that ends within, as the API of its path has it."""
+    if path == "/v1/messages":
+        return b"event: error\n" + sse([anthropic(error, request_id)])
+    told = error.body()
+    if path == "/v1/responses":
+        kept = {key: told["error"][key] for key in ("code", "message", "param")}
+        return b"event: error\n" + sse([{"type": "error", **kept, "sequence_number": 0}])
+    return sse([told | {"request_id": request_id}])
 
 
 def sse(messages: Sequence[dict[str, Any]]) -> bytes:

@@ -34,7 +34,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from dinfer.serving.answers import sse
+from dinfer.serving.answers import cut_off
 from dinfer.serving.app import application
 from dinfer.serving.errors import ApiError
 from dinfer.serving.guard import REQUEST_ID, Guard, HttpRequest, log_as_json, messages
@@ -114,7 +114,7 @@ class Gateway:
             if begun is None:
                 raise error from found
             LOG.error("a stream was cut off: %s", error.message)
-            text = sse([error.body() | {"request_id": REQUEST_ID.get()}])
+            text = cut_off(error, asked.path, REQUEST_ID.get())
             await send({"type": "http.response.body", "body": text, "more_body": False})
 
     async def _answer(self, asked: HttpRequest) -> AsyncGenerator[Message]:
@@ -178,6 +178,12 @@ class _Merged(Collector):
         return [*families.values()]
 
 
+# The paths of conversations, and the field that holds one.
+TALKS = {
+    "/v1/chat/completions": "messages", "/v1/trace": "messages", "/v1/messages": "messages", "/v1/responses": "input",
+}  # fmt: skip
+
+
 def conversation(asked: HttpRequest) -> str:
     """The key of a request's conversation: the client's name for it, or a hash of all up to its first question.
 
@@ -185,11 +191,12 @@ def conversation(asked: HttpRequest) -> str:
     """
     if name := dict(asked.headers).get(SESSION):
         return name.decode("latin-1")
-    if asked.path not in ("/v1/chat/completions", "/v1/trace"):
+    field = TALKS.get(asked.path)
+    if field is None:
         return ""
     try:
         body = json.loads(asked.body)
-        said = body["messages"]
+        said = body[field]
         first = next(i for i, message in enumerate(said) if message["role"] == "user")
         told = json.dumps([body["model"], said[: first + 1]], sort_keys=True)
     except (ValueError, KeyError, TypeError, StopIteration, RecursionError):
