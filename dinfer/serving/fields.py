@@ -58,11 +58,25 @@ IGNORABLE = {
 SWITCHES = "enable_thinking", "thinking"  # of chat templates
 NO_THOUGHT = "none", "instant"  # efforts
 MAX_VARIABLES = 16_384  # characters of `chat_template_kwargs`
+
+
+def readable(value: Any) -> Any:
+    """A value of JSON. Raises ValueError for a text in it that is none."""
+    for text in texts_in(value):
+        encodable(text)
+    return value
+
+
 Text = Annotated[str, AfterValidator(encodable)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 Token = Annotated[int, Field(ge=0)]
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+
+
+def objects_in(value: Any) -> list[tuple[int, dict[str, Any]]]:
+    """The objects in a list of a body that is not validated yet, with their places; none if it is no list."""
+    return [(i, one) for i, one in enumerate(value) if isinstance(one, dict)] if isinstance(value, list) else []
 
 
 class Own(Strict):

@@ -13,12 +13,11 @@ from fastapi import FastAPI, Response
 from fastapi.exceptions import RequestValidationError
 from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
 
-from dinfer.core.pipeline.inputs import encodable, texts_in
 from dinfer.lab.trace.record import document, page, record_request
 from dinfer.serving.answers import Part, id_of
 from dinfer.serving.apis.completions import Completion
 from dinfer.serving.errors import ApiError, at_field, invalid, of_validation, refused
-from dinfer.serving.fields import NO_THOUGHT, SWITCHES, Conversation, Generation, Sampled, Scored, Stop
+from dinfer.serving.fields import NO_THOUGHT, SWITCHES, Conversation, Generation, Sampled, Scored, Stop, readable
 from dinfer.serving.forms import Held, HeldFields, Strict
 from dinfer.serving.generating import encoded, generated
 from dinfer.serving.rows import Event, failure
@@ -28,13 +27,12 @@ from dinfer.structure import functions_of
 from dinfer.structure import tools as calling
 
 
-def _readable(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    for text in texts_in(tools):
-        encodable(text)
+def _shown(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    readable(tools)
     return [{key: value for key, value in tool.items() if key != "cache_control"} for tool in tools]
 
 
-Tools = Annotated[list[dict[str, Any]], AfterValidator(_readable)]
+Tools = Annotated[list[dict[str, Any]], AfterValidator(_shown)]
 
 
 class FunctionName(Strict):

@@ -15,12 +15,12 @@ from string import ascii_uppercase
 from typing import Annotated, Any, Literal, Self
 
 from fastapi import FastAPI
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from dinfer.core.engine.request import Counts
 from dinfer.serving.answers import cost
 from dinfer.serving.errors import at_field, invalid, refused
-from dinfer.serving.fields import MAX_CHOICES, SEEDS, SWITCHES, Own, Text
+from dinfer.serving.fields import MAX_CHOICES, SEEDS, SWITCHES, Own, Text, objects_in, readable
 from dinfer.serving.forms import Strict
 from dinfer.serving.generating import encoded
 from dinfer.serving.rows import Wanted
@@ -30,6 +30,7 @@ from dinfer.structure.abilities.reading import STEPS
 
 PROMPT = 1  # the version of the wording of questions, on which thresholds depend
 IGNORED = {"prompt_cache_key", "prompt_cache_options", "safety_identifier"}
+Plain = Annotated[Any, AfterValidator(readable)]  # any JSON
 Kind = Literal["predicate", "choice", "score"]
 
 
@@ -152,8 +153,8 @@ class DecisionRequest(Strict):
             return data
         if "state" in data:
             raise invalid("state", " is System One's: send this to /v1/systemone", "unsupported_value")
-        asked = data.get("questions") if isinstance(data.get("questions"), list) else []
-        places = [("input", data.get("input")), *((f"questions.{i}", one) for i, one in enumerate(asked or ()))]
+        asked = [(f"questions.{i}", one) for i, one in objects_in(data.get("questions"))]
+        places = [("input", data.get("input")), *asked]
         for where, part in ((where, part) for where, one in places for part in _parts(one)):
             if part.get("type") in ("input_image", "input_file", "input_audio"):
                 raise refused(f"{where}.type", part["type"], "is not supported: the model reads text alone")
@@ -212,8 +213,8 @@ class Noul(Strict):
     """Whether a statement holds."""
 
     type: Literal["noul"]
-    instructions: Any = None
-    criteria: Any = None
+    instructions: Plain = None
+    criteria: Plain = None
 
     @model_validator(mode="after")
     def _something(self) -> Self:
@@ -224,14 +225,14 @@ class Noul(Strict):
 
 class SystemChoice(Strict):
     type: Literal["choice"]
-    instructions: Any = None
-    criteria: Annotated[dict[Text, Any], Field(min_length=1, max_length=255)]
+    instructions: Plain = None
+    criteria: Annotated[dict[Text, Plain], Field(min_length=1, max_length=255)]
 
 
 class SystemScore(Strict):
     type: Literal["score"]
-    instructions: Any = None
-    criteria: Annotated[list[Any], Field(min_length=1, max_length=10)]
+    instructions: Plain = None
+    criteria: Annotated[list[Plain], Field(min_length=1, max_length=10)]
 
 
 class SystemOneRequest(BaseModel):
@@ -240,7 +241,7 @@ class SystemOneRequest(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True)
 
     model: str
-    state: Text | dict[str, Any] | list[Any]
+    state: Plain
     questions: Annotated[
         dict[Text, Annotated[Noul | SystemChoice | SystemScore, Field(discriminator="type")]], Field(min_length=1)
     ]
@@ -255,6 +256,8 @@ class SystemOneRequest(BaseModel):
         for field in ("assets", "images"):
             if data.get(field):
                 raise invalid(field, " is not supported: the model reads text alone", "unsupported_value")
+        if not isinstance(data.get("state", ""), str | dict | list):
+            raise invalid("state", " must be a text, an object or a list")
         own = {name: data[name] for name in ("seed", "temperature") if data.get(name) is not None}
         if own and isinstance(data.get("dinfer") or {}, dict):
             data = data | {"dinfer": own | (data.get("dinfer") or {})}

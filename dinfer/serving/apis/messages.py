@@ -17,7 +17,7 @@ from pydantic import ConfigDict, Field, model_validator
 from dinfer.serving.answers import Answer, Part, Rendering, id_of
 from dinfer.serving.apis.chats import CappedRequest, canonical, placed
 from dinfer.serving.errors import ApiError, anthropic, invalid, refused, spelled
-from dinfer.serving.fields import Own, Stop, Text
+from dinfer.serving.fields import Own, Stop, Text, objects_in
 from dinfer.serving.forms import Schema, Strict
 from dinfer.serving.generating import Shown, encoded, generated
 from dinfer.serving.rows import Event
@@ -178,13 +178,16 @@ class CountRequest(Strict):
         for field in ("container", "mcp_servers", "skills"):
             if data.pop(field, None):
                 raise invalid(field, " is not supported: this server keeps no state, and runs nothing")
-        edits = (data.pop("context_management", None) or {}).get("edits") or ()
-        for i, edit in enumerate(edits):
+        managed = data.pop("context_management", None)
+        edits = managed.get("edits", []) if isinstance(managed, dict) else [] if managed is None else None
+        if len(objects_in(edits)) != len(edits if isinstance(edits, list) else [None]):
+            raise invalid("context_management", " must be an object whose edits are a list of objects")
+        for i, edit in objects_in(edits):
             if not (str(edit.get("type")).startswith("clear_thinking") and edit.get("keep") == "all"):
                 where = f"context_management.edits.{i}.type"
                 raise refused(where, edit.get("type"), "is not supported: send the messages that the model shall read")
-        for i, tool in enumerate(data.get("tools") or ()):
-            if isinstance(tool, dict) and tool.get("type") not in (None, "custom"):
+        for i, tool in objects_in(data.get("tools")):
+            if tool.get("type") not in (None, "custom"):
                 raise refused(f"tools.{i}.type", tool["type"], "is not supported: tools have an input_schema")
         _check_blocks(data.get("messages"))
         return data
@@ -256,21 +259,15 @@ class MessagesRequest(CountRequest):
 
 def _check_blocks(messages: Any) -> None:
     """Raises ApiError for a block that the model cannot read."""
-    for n, message in enumerate(messages if isinstance(messages, list) else ()):
-        content = message.get("content") if isinstance(message, dict) else None
-        for m, block in enumerate(content if isinstance(content, list) else ()):
-            where, inner = f"messages.{n}.content.{m}", block.get("content") if isinstance(block, dict) else None
-            allowed = BLOCKS.get(message.get("role"), ())
-            pairs = [(where, block, allowed)]
-            within = inner if isinstance(inner, list) else ()
-            pairs += [(f"{where}.content.{k}", one, ("text",)) for k, one in enumerate(within)]
-            for path, one, kinds in pairs:
-                kind = one.get("type") if isinstance(one, dict) else None
-                if isinstance(kind, str) and allowed and kind not in kinds:
-                    raise ApiError(
-                        400, f"{path} type={kind!r:.80} is not supported: the model reads text alone", path,
-                        "unsupported_value",
-                    )  # fmt: skip
+    for n, message in objects_in(messages):
+        allowed = BLOCKS.get(str(message.get("role")))
+        for m, block in objects_in(message.get("content")) if allowed else ():
+            where = f"messages.{n}.content.{m}"
+            inner = [(f"{where}.content.{k}", one, ("text",)) for k, one in objects_in(block.get("content"))]
+            for path, one, kinds in ((where, block, allowed), *inner):
+                if isinstance(kind := one.get("type"), str) and kind not in (kinds or ()):
+                    told = f"{path} type={kind!r:.80} is not supported: the model reads text alone"
+                    raise ApiError(400, told, path, "unsupported_value")
 
 
 class Message(Rendering):

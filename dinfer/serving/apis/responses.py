@@ -9,12 +9,12 @@ from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Response
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from dinfer.serving.answers import Answer, Part, Rendering, id_of
 from dinfer.serving.apis.chats import CappedRequest, canonical, placed
 from dinfer.serving.errors import ApiError, invalid, refused, spelled
-from dinfer.serving.fields import MAX_STOPS, MAX_TOP_LOGPROBS, Own, Stop, Text
+from dinfer.serving.fields import MAX_STOPS, MAX_TOP_LOGPROBS, Own, Stop, Text, objects_in, readable
 from dinfer.serving.forms import Schema, Strict
 from dinfer.serving.generating import Shown, encoded, generated
 from dinfer.serving.rows import Event
@@ -90,7 +90,7 @@ Items = list[Annotated[Turn | FunctionCall | CallOutput | Reasoning, Field(discr
 class FunctionTool(Strict):
     type: Literal["function"]
     name: Annotated[Text, Field(min_length=1)]
-    parameters: dict[str, Any] | None = None
+    parameters: Annotated[dict[str, Any] | None, AfterValidator(readable)] = None
     description: Text | None = None
     strict: bool | None = None
     defer_loading: Literal[False] | None = None
@@ -113,20 +113,20 @@ class PlainFormat(Strict):
 
 class SchemaFormat(Strict):
     type: Literal["json_schema"]
-    own: Schema = Field(alias="schema")
-    name: str | None = None
+    own: Annotated[Schema, AfterValidator(readable)] = Field(alias="schema")
+    name: Text | None = None
     strict: bool | None = None
-    description: str | None = None
+    description: Text | None = None
 
 
 class RegexFormat(Strict):
     type: Literal["regex"]
-    pattern: str
+    pattern: Text
 
 
 class GrammarFormat(Strict):
     type: Literal["grammar"]
-    grammar: str
+    grammar: Text
     syntax: Literal["lark", "ebnf"] | None = None
 
 
@@ -166,7 +166,7 @@ class ResponsesRequest(Strict):
     reasoning: ReasoningOptions = ReasoningOptions()
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     truncation: Literal["auto", "disabled"] = "disabled"
-    metadata: dict[str, Any] = {}
+    metadata: Annotated[dict[Text, Text], Field(max_length=16)] = {}
     service_tier: Literal["auto", "default"] | None = None
     chat_template_kwargs: dict[Text, Any] = {}
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] = []
@@ -183,8 +183,8 @@ class ResponsesRequest(Strict):
         for field in STATEFUL:
             if data.pop(field, None):
                 raise invalid(field, f" {NO_STATE}", "unsupported_value")
-        for i, tool in enumerate(data.get("tools") or ()):
-            if isinstance(tool, dict) and tool.get("type") != "function":
+        for i, tool in objects_in(data.get("tools")):
+            if tool.get("type") != "function":
                 raise refused(f"tools.{i}.type", tool.get("type"), "is not supported: tools are functions")
         if isinstance(items := data.get("input"), list):
             data["input"] = [_checked(f"input.{n}", item) for n, item in enumerate(items)]
@@ -269,9 +269,8 @@ def _checked(where: str, item: Any) -> Any:
     if item["type"] not in ("message", "function_call", "function_call_output", "reasoning"):
         raise refused(f"{where}.type", item["type"], "is not supported: tools are functions")
     for field in ("content", "output"):
-        parts = item.get(field)
-        for m, part in enumerate(parts if isinstance(parts, list) else ()):
-            kind = part.get("type") if isinstance(part, dict) else None
+        for m, part in objects_in(item.get(field)):
+            kind = part.get("type")
             if isinstance(kind, str) and kind not in TEXTS and item["type"] != "reasoning":
                 told = "is not supported: the model reads text alone"
                 raise refused(f"{where}.{field}.{m}.type", kind, told)
