@@ -1,9 +1,9 @@
 """What answers of a converted model are worth beside those of the model it came from, on a CPU.
 
-    python -m benchmarks.smol BASE.gguf --questions benchmarks/questions.jsonl --out benchmarks/results/smol-cpu.json
+    python -m benchmarks.smol BASE.gguf --held OUT/held.jsonl --out benchmarks/results/smol-cpu.json
 
 For each recipe: the base's NLL of the answers in nats a token, the share of 4-grams that occurred before, and tokens a
-forward. The base's greedy answers have been drawn by tools/convert_ar and are in the file of questions.
+forward. The base's greedy answers have been drawn by tools/convert_ar and are in OUT/held.jsonl.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import json
 import platform
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +43,11 @@ def answered(base: Base, prompts: list[list[int]], recipe: dict[str, Any], new: 
         iteration={"name": "block_diffusion", "block": recipe["block"]}, cache="block",
         decoder={"name": "threshold", "threshold": recipe["threshold"]},
     )  # fmt: skip
-    begun, found = time.perf_counter(), pipe.generate_ids(prompts, max_new_tokens=new)
-    seconds = time.perf_counter() - begun
+    found = pipe.generate_ids(prompts, max_new_tokens=new)
     rows = [(prompt, one.ids + [base.chat.stop] * one.stopped) for prompt, one in zip(prompts, found, strict=True)]
     forwards = sum(one.counts.forwards for one in found)
     scores = judged(base, rows)
-    made = {"forwards": forwards, "tokens_per_forward": scores["tokens"] / forwards, "seconds": seconds}
+    made = {"forwards": forwards, "tokens_per_forward": scores["tokens"] / forwards}
     return recipe | scores | made | {"samples": [one.text for one in found[:4]]}
 
 
