@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dinfer.core.abilities.registry import ABILITIES
-    from dinfer.core.engine.request import Counts, NonFiniteLogits, Wants
+    from dinfer.core.engine.errors import NonFiniteLogits
+    from dinfer.core.engine.request import Counts, Wants
     from dinfer.core.engine.runtime import Runtime
     from dinfer.core.pipeline import Pipeline, Result, load
     from dinfer.core.pipeline.inputs import Infilled

@@ -135,7 +135,7 @@ def failures() -> tuple[type[Exception], ...]:
     """Errors that good input may meet. Imported only after something was raised, to start fast."""
     import torch
 
-    from dinfer.core.engine.request import BrokenContract, NonFiniteLogits, RankFailed, StalledRow
+    from dinfer.core.engine.errors import BrokenContract, NonFiniteLogits, RankFailed, StalledRow
     from dinfer.lab.tuning import NothingFound
 
     return NonFiniteLogits, StalledRow, BrokenContract, NothingFound, RankFailed, MemoryError, torch.OutOfMemoryError

@@ -10,17 +10,8 @@ from typing import Any
 
 import torch
 
-from dinfer.core.engine.request import (
-    BrokenContract,
-    Completion,
-    Counts,
-    NonFiniteLogits,
-    RankFailed,
-    Request,
-    StalledRow,
-    Update,
-    Wants,
-)
+from dinfer.core.engine.errors import BrokenContract, NonFiniteLogits, RankFailed, StalledRow
+from dinfer.core.engine.request import Completion, Counts, Request, Update, Wants
 from dinfer.core.pipeline.tokenizer import Decode, GrowingText
 from dinfer.core.step.mixins import Edits
 from dinfer.core.step.told import FORCED, LEVELS, SURE, TokenLogprob

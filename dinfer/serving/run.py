@@ -19,7 +19,7 @@ import uvicorn
 from pydantic_core import to_json
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from dinfer.core.engine.request import RankFailed
+from dinfer.core.engine.errors import RankFailed
 from dinfer.serving.app import application
 from dinfer.serving.errors import ApiError
 from dinfer.serving.server import Server

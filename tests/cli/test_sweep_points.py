@@ -43,7 +43,7 @@ def test_a_point_that_has_all_options_stays_as_it_is(capsys: pytest.CaptureFixtu
     assert points("decoder.threshold=0.5,0.6") == [["decoder.threshold=0.5"], ["decoder.threshold=0.6"]]
     assert points("decoder=glob(thr*)", "iteration.block=range(8,11)") == [
         [decoder, f"iteration.block={block}"]
-        for decoder in ("decoder=threshold", "decoder=threshold_76", "decoder=threshold_95")
+        for decoder in ("decoder=threshold", "decoder=threshold_70", "decoder=threshold_76", "decoder=threshold_95")
         for block in (8, 9, 10)
     ]
     assert capsys.readouterr().err == ""

@@ -15,7 +15,8 @@ from support.matrix import engine_for, settings_of
 from support.models import EOS, MASK, VOCAB, fitted
 from support.scripted import Scripted
 
-from dinfer.core.engine.request import NonFiniteLogits, Request, Update, Wants
+from dinfer.core.engine.errors import NonFiniteLogits
+from dinfer.core.engine.request import Request, Update, Wants
 from dinfer.core.recipe.recipe import IncompatibleRecipe, Recipe, compose
 from dinfer.core.registry import CACHES, DECODERS, ITERATIONS, options_of
 from dinfer.core.step.cursors import Phase

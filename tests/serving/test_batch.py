@@ -23,7 +23,7 @@ from support.command_line import ROOT, CommandLine
 from support.serving import QUESTION, tiny
 
 from dinfer.core.engine.engine import Engine
-from dinfer.core.engine.request import RankFailed
+from dinfer.core.engine.errors import RankFailed
 
 QUICK = ("max_new_tokens=16", "device=cpu")
 

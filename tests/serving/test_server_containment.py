@@ -25,7 +25,7 @@ import dinfer
 from dinfer.cli.commands import serve as serve_command
 from dinfer.core.engine.batch import Batch
 from dinfer.core.engine.engine import Engine
-from dinfer.core.engine.request import NonFiniteLogits
+from dinfer.core.engine.errors import NonFiniteLogits
 from dinfer.core.engine.row import Row
 from dinfer.core.memory import prompt_keys
 from dinfer.serving import run

@@ -68,7 +68,7 @@ def batch(config: dict[str, Any], *, paths: list[str], line: list[str]) -> None:
             raise ValueError(f"{source} is IN and OUT: give another OUT")
         check_text(asked, source)
         report.at("loading")
-        from dinfer.core.engine.request import RankFailed
+        from dinfer.core.engine.errors import RankFailed
         from dinfer.serving.batch_file import Output, run, settings
         from dinfer.serving.run import EngineFailed
 

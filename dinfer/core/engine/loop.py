@@ -11,7 +11,8 @@ from itertools import islice
 import torch
 
 from dinfer.core.engine.batch import Batch, Claim, CursorCopy
-from dinfer.core.engine.request import StalledRow, Update
+from dinfer.core.engine.errors import StalledRow
+from dinfer.core.engine.request import Update
 from dinfer.core.engine.row import Row
 from dinfer.core.engine.runtime import BatchSize, pages_of, room_for
 from dinfer.core.engine.scheduler.scheduler import PlannedStep, Scheduler

@@ -30,22 +30,6 @@ class Wants:
 ONLY_COUNTS = Wants()
 
 
-class NonFiniteLogits(RuntimeError):
-    """The model produced NaN or infinite logits for a request."""
-
-
-class RankFailed(RuntimeError):
-    """A rank of tensor parallelism has died, hangs, or met an error. The other ranks have ended too."""
-
-
-class StalledRow(RuntimeError):
-    """Step after step, a request committed no token and left no block."""
-
-
-class BrokenContract(RuntimeError):
-    """A component did what its contract excludes."""
-
-
 @dataclass(frozen=True, slots=True)
 class Request:
     """One row of work: `new_tokens` positions behind a prompt, or, with `gaps`, positions anywhere in it."""

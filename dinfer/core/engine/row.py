@@ -8,16 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from dinfer.core.engine.request import (
-    BrokenContract,
-    Completion,
-    Counts,
-    NonFiniteLogits,
-    Request,
-    StalledRow,
-    Update,
-    Wants,
-)
+from dinfer.core.engine.errors import BrokenContract, NonFiniteLogits, StalledRow
+from dinfer.core.engine.request import Completion, Counts, Request, Update, Wants
 from dinfer.core.memory import Key
 from dinfer.core.recipe.recipe import Recipe
 from dinfer.core.step.cursors import ACTIVE, Cursors, Phase

@@ -42,7 +42,7 @@ class A2d(BlockFamily):
     @classmethod
     def matches(cls, config: dict[str, Any]) -> bool:
         kind, classes = config.get("model_type"), f"{config.get('architectures')} {config.get('auto_map')}"
-        plain = kind in PARENTS and "Diff" not in classes  # spec refuses those without an adapter
+        plain = kind in [*PARENTS] and "Diff" not in classes  # spec refuses those without an adapter
         return plain or kind in [f"a2d-{parent}" for parent in PARENTS]
 
     def spec(self, config: dict[str, Any]) -> ModelSpec:

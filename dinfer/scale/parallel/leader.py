@@ -19,7 +19,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
-from dinfer.core.engine.request import RankFailed
+from dinfer.core.engine.errors import RankFailed
 from dinfer.scale.parallel.follower import BEAT, SILENT, STILL, Channel, Follower, Motion, uninterrupted
 
 START = 120.0  # seconds in which a rank that torchrun has started must connect; it may load torch first

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dinfer.core.engine.request import RankFailed
+from dinfer.core.engine.errors import RankFailed
 from dinfer.core.engine.runtime import BatchSize, Runtime
 from dinfer.core.engine.worker import Worker
 from dinfer.core.recipe.recipe import Recipe

@@ -7,7 +7,8 @@ import torch
 from support.matrix import completions, engine_for
 from support.models import tiny_model
 
-from dinfer.core.engine.request import BrokenContract, Request
+from dinfer.core.engine.errors import BrokenContract
+from dinfer.core.engine.request import Request
 from dinfer.core.recipe.recipe import IncompatibleRecipe, Recipe, compose
 from dinfer.core.step.contracts import BlockAfter, Iteration, Moved, RowCursors, State
 from dinfer.core.step.mixins import Slides

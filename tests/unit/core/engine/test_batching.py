@@ -25,7 +25,8 @@ from support.models import tiny_model, tiny_spec
 
 from dinfer.core.abilities.reports import Reported
 from dinfer.core.engine.engine import Engine
-from dinfer.core.engine.request import Completion, NonFiniteLogits, Request, Update, Wants
+from dinfer.core.engine.errors import NonFiniteLogits
+from dinfer.core.engine.request import Completion, Request, Update, Wants
 from dinfer.core.engine.row import StepWidth
 from dinfer.core.engine.runner import SPARE, bucket, stand_in
 from dinfer.core.engine.scheduler.grouping import FREE, Group, free_positions, grouped

@@ -20,7 +20,8 @@ import dinfer.core.kernels.dispatch
 from dinfer.core.caches.window import DualCache
 from dinfer.core.engine.batch import Batch, CanvasReader, CursorCopy
 from dinfer.core.engine.engine import Engine
-from dinfer.core.engine.request import Request, StalledRow, Update
+from dinfer.core.engine.errors import StalledRow
+from dinfer.core.engine.request import Request, Update
 from dinfer.core.engine.runtime import Runtime
 from dinfer.core.engine.scheduler.scheduler import Scheduler
 from dinfer.core.layers.linear import quantize

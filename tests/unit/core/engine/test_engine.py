@@ -11,7 +11,8 @@ from support.matrix import completions, engine_for, outcome
 from support.models import EOS, tiny_model
 
 from dinfer.core.engine.engine import Engine
-from dinfer.core.engine.request import NonFiniteLogits, Request, Wants
+from dinfer.core.engine.errors import NonFiniteLogits
+from dinfer.core.engine.request import Request, Wants
 from dinfer.core.engine.runtime import Runtime
 from dinfer.core.memory import RESERVED, PageAllocator
 from dinfer.core.recipe.recipe import Recipe, compose

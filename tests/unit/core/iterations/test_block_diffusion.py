@@ -12,7 +12,8 @@ from support.matrix import NEW, PROMPTS, SMALL, completions, engine_for, observe
 from support.models import EOS, MASK, fitted, tiny_model
 
 from dinfer.core.engine.engine import Engine
-from dinfer.core.engine.request import Completion, NonFiniteLogits, Request
+from dinfer.core.engine.errors import NonFiniteLogits
+from dinfer.core.engine.request import Completion, Request
 from dinfer.core.recipe.recipe import IncompatibleRecipe, Recipe, compose
 from dinfer.core.registry import DECODERS, options_of
 from dinfer.core.step.cursors import ACTIVE, CURSORS, Phase

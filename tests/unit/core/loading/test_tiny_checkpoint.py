@@ -26,7 +26,7 @@ TOKENIZER = AutoTokenizer.from_pretrained(BOX / "tiny")
 
 def test_these_are_in_the_box() -> None:
     assert boxed() == ["tiny", "tiny-llada2"]
-    assert boxed(ADAPTER) == ["tiny-d2f", "tiny-json", "tiny-llada2-insert-delete", "tiny-llada2-multi-block"]
+    assert boxed(ADAPTER) == ["smol", "tiny-d2f", "tiny-json", "tiny-llada2-insert-delete", "tiny-llada2-multi-block"]
     with pytest.raises(CheckpointError, match="'tiny-d2f' is an adapter, not a checkpoint: load the model"):
         dinfer.load({"name": "llada", "checkpoint": "tiny-d2f"})
     assert all((BOX / name / "adapter_model.safetensors").stat().st_size < 2_000_000 for name in boxed(ADAPTER))

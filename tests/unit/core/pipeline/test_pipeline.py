@@ -18,7 +18,7 @@ from support.models import CONFIG, EOS, MASK, VOCAB, tiny_model
 from support.tokenizer import save_tokenizer
 
 import dinfer
-from dinfer.core.engine.request import NonFiniteLogits
+from dinfer.core.engine.errors import NonFiniteLogits
 from dinfer.core.engine.runtime import Runtime
 from dinfer.core.loading.checkpoint import save_network
 from dinfer.core.models.llada import Llada

@@ -15,7 +15,8 @@ from support.scripted import Scripted
 
 from dinfer.core.caches.window import BlockCache
 from dinfer.core.decoders.schedule import Fixed
-from dinfer.core.engine.request import Request, StalledRow, Wants
+from dinfer.core.engine.errors import StalledRow
+from dinfer.core.engine.request import Request, Wants
 from dinfer.core.recipe.recipe import Recipe, compose
 from dinfer.core.registry import ITERATIONS
 from dinfer.core.step.contracts import BlockView, Decoder, Edit, Proposal, State, TokenStats

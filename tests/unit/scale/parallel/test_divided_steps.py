@@ -13,7 +13,7 @@ from support.ranks import CASES, CPU, MODELS, VOCAB, Case, decode, save
 from support.thread_ranks import together
 
 import dinfer
-from dinfer.core.engine.request import NonFiniteLogits
+from dinfer.core.engine.errors import NonFiniteLogits
 from dinfer.core.loading.checkpoint import load_network
 from dinfer.core.ranks.ranks import ALONE, Ranks
 from dinfer.core.sampling.gumbel import StandardSampling

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from support.rank_processes import runs, until
 
-from dinfer.core.engine.request import RankFailed
+from dinfer.core.engine.errors import RankFailed
 from dinfer.scale.parallel.follower import uninterrupted
 from dinfer.scale.parallel.leader import Leader
 

@@ -22,7 +22,8 @@ import dinfer
 import dinfer.scale.parallel.divided_model
 from dinfer.__main__ import main
 from dinfer.core.decoders.threshold import Threshold
-from dinfer.core.engine.request import NonFiniteLogits, RankFailed, Wants
+from dinfer.core.engine.errors import NonFiniteLogits, RankFailed
+from dinfer.core.engine.request import Wants
 from dinfer.core.pipeline import Pipeline
 from dinfer.core.ranks.ranks import ALONE
 from dinfer.core.registry import option
