@@ -301,7 +301,8 @@ class BlockFamily(HubFamily):
 
     def attention_block(self, config: Mapping[str, Any], field: str = "block_size") -> int:
         """Length of the attention blocks."""
-        return self.block or config.get(field) or self.silent_block()
+        trained = config.get(field)
+        return self.block or trained or self.silent_block()
 
     def silent_block(self) -> int:
         """The length for a checkpoint whose config.json has none."""

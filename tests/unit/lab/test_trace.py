@@ -43,7 +43,7 @@ RECIPES: list[dict[str, Any]] = [
     {"cache": "none"}, {"cache": "dual"}, {"cache": "prefix"}, {"cache": "delayed"}, {"cache": "vicinity"},
     {"cache": "block", "variant": "block_causal"},
     {"cache": "dual", "decoder": "remasking"}, {"cache": "prefix", "decoder": "wino"},
-    {"cache": "dual", "sampling": {"name": "standard", "temperature": 0.9, "guidance": 0.5}},
+    {"cache": "dual", "sampling": {"name": "standard", "temperature": 0.9, "guidance": 0.5, "seed": 1}},
 ]  # fmt: skip
 
 

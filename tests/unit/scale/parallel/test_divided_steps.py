@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def no_leader(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another test of this process may have led ranks."""
-    monkeypatch.setattr("dinfer.core.engine.engine.leader", lambda: None)
+    monkeypatch.setattr("dinfer.scale.parallel.leader.leader", lambda: None)
 
 
 def case(name: str) -> Case:
