@@ -22,7 +22,6 @@ from openai.types.responses import Response, ResponseStreamEvent
 from support.serving import Client, pieces, served
 
 FOLDER = Path(os.environ.get("DINFER_SHARED") or Path(__file__).parents[3] / "shared") / "goldens-wire"
-OPEN = {"claude-code-first"}  # not answered yet
 CASES = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(FOLDER.glob("*.json"))]
 
 
@@ -85,8 +84,6 @@ def check(kind: str, response: Any) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=[case["name"] for case in CASES])
 def test_a_recorded_request_is_answered_by_its_client_s_types(client: Client, case: dict[str, Any]) -> None:
-    if case["name"] in OPEN:
-        pytest.xfail("together, its 24 tools are too large to compile")
     kept = {name: value for name, value in case["headers"].items() if name not in ("content-length", "host")}
     response = client.ask(case["path"], case["body"], **kept)
     expect = case["expect"]

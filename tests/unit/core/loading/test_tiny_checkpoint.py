@@ -29,7 +29,8 @@ def test_these_are_in_the_box() -> None:
     assert boxed(ADAPTER) == ["smol", "tiny-d2f", "tiny-json", "tiny-llada2-insert-delete", "tiny-llada2-multi-block"]
     with pytest.raises(CheckpointError, match="'tiny-d2f' is an adapter, not a checkpoint: load the model"):
         dinfer.load({"name": "llada", "checkpoint": "tiny-d2f"})
-    assert all((BOX / name / "adapter_model.safetensors").stat().st_size < 2_000_000 for name in boxed(ADAPTER))
+    sizes = {name: (BOX / name / "adapter_model.safetensors").stat().st_size for name in boxed(ADAPTER)}
+    assert sizes.pop("smol") < 25_000_000 and max(sizes.values()) < 2_000_000
 
 
 @pytest.mark.parametrize("name", boxed())
