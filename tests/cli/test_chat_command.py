@@ -38,7 +38,7 @@ def talked(pipe: Pipeline, *questions: str, max_new_tokens: int = 32) -> list[st
 
 
 def test_a_pipe_gets_the_answers_alone(dinfer: CommandLine, tiny: Pipeline) -> None:
-    said = dinfer("chat", *QUICK, stdin=f"{FIRST}\n\n{SECOND}\n/clear\n{SECOND}")
+    said = dinfer("chat", *QUICK, stdin=f"{FIRST}\n\n{SECOND}\n/clear\n{SECOND}\n/quit\n{FIRST}")
     assert said.status == 0 and said.err == ""
     assert said.out == "".join(f"{text}\n" for text in [*talked(tiny, FIRST, SECOND), *talked(tiny, SECOND)])
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -41,8 +42,9 @@ def chat(config: dict[str, Any], *, folders: Sequence[str]) -> None:
 
     talk = Conversation(config, pipeline(config), system=system, folders=folders)
     if not sys.stdin.isatty():
-        for line in stdin_lines():
-            talk.take(line.removesuffix("\n"))
+        with suppress(Ended):
+            for line in stdin_lines():
+                talk.take(line.removesuffix("\n"))
         return
     survived: tuple[type[Exception], ...] = (ValueError, OSError, *failures())
     say("Ctrl-C ends an answer, Ctrl-D the chat. /help explains the commands.")
