@@ -8,32 +8,16 @@ forward. The base's greedy answers have been drawn by tools/convert_ar and are i
 
 from __future__ import annotations
 
-import argparse
 import json
-import platform
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import dinfer
-from tools.convert_ar.base import Base, causal_scores, load
-from tools.convert_ar.draw import repeats
-
-
-def judged(base: Base, rows: list[tuple[list[int], list[int]]]) -> dict[str, float]:
-    """NLL by the base and repeats of (prompt, answer)."""
-    nll, tokens = 0.0, 0
-    layers = base.layers()
-    with torch.no_grad():
-        for prompt, answer in rows:
-            (scores,) = causal_scores(base, layers, [prompt + answer], 0)
-            nll -= float(scores[len(prompt) - 1 :].sum())
-            tokens += len(answer)
-    mean = sum(repeats(answer) for _, answer in rows) / len(rows)
-    return {"nll": nll / tokens, "tokens": tokens, "repeats": mean}
+from benchmarks.provenance import command_line, provenance, save
+from tools.convert_ar.base import Base, load
+from tools.convert_ar.measure import judged
 
 
 def answered(base: Base, prompts: list[list[int]], recipe: dict[str, Any], new: int) -> dict[str, Any]:
@@ -44,16 +28,14 @@ def answered(base: Base, prompts: list[list[int]], recipe: dict[str, Any], new: 
         decoder={"name": "threshold", "threshold": recipe["threshold"]},
     )  # fmt: skip
     found = pipe.generate_ids(prompts, max_new_tokens=new)
-    rows = [(prompt, one.ids + [base.chat.stop] * one.stopped) for prompt, one in zip(prompts, found, strict=True)]
-    forwards = sum(one.counts.forwards for one in found)
-    scores = judged(base, rows)
-    made = {"forwards": forwards, "tokens_per_forward": scores["tokens"] / forwards}
-    return recipe | scores | made | {"samples": [one.text for one in found[:4]]}
+    answers = [one.ids + [base.chat.stop] * one.stopped for one in found]
+    scores = judged(base, prompts, answers, [one.counts.forwards for one in found])
+    return recipe | scores | {"samples": [one.text for one in found[:4]]}
 
 
 def main() -> None:
     """Writes the table of all recipes asked for."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.smol")
+    parser = command_line(__doc__)
     parser.add_argument("base", type=Path)
     parser.add_argument("--held", type=Path, required=True, help="held.jsonl of tools/convert_ar")
     parser.add_argument("--adapter", nargs="+", default=["smol"])
@@ -61,18 +43,16 @@ def main() -> None:
     parser.add_argument("--thresholds", type=float, nargs="+", default=[1.0, 0.9, 0.7, 0.5])
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--new", type=int, default=128)
-    parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    base = load(args.base, torch.device("cpu"), torch.float32)
+    device = torch.device("cpu")
+    base = load(args.base, device, torch.float32)
     with args.held.open() as file:
         held = [json.loads(line) for line in file][: args.rows]
     prompts = [one["tokens"][: one["answer"]] for one in held]
-    given = [(prompt, one["tokens"][one["answer"] :][: args.new]) for prompt, one in zip(prompts, held, strict=True)]
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    given = [one["tokens"][one["answer"] :][: args.new] for one in held]
     table: dict[str, Any] = {
-        "command": " ".join(["python -m benchmarks.smol", *sys.argv[1:]]), "commit": commit, "torch": torch.__version__,
-        "hardware": f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads",
-        "prompts": len(prompts), "new_tokens": args.new, "parent_greedy": judged(base, given), "recipes": [],
+        **provenance(device), "prompts": len(prompts), "new_tokens": args.new,
+        "parent_greedy": judged(base, prompts, given, [len(one) for one in given]), "recipes": [],
     }  # fmt: skip
     for adapter in args.adapter:
         for block in args.blocks:
@@ -81,7 +61,7 @@ def main() -> None:
                 row = answered(base, prompts, recipe, args.new)
                 table["recipes"].append(row)
                 print({name: value for name, value in row.items() if name not in ("samples", "base")}, flush=True)
-                args.out.write_text(json.dumps(table, indent=1) + "\n")
+                save(table, args.out)
 
 
 if __name__ == "__main__":
