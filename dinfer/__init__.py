@@ -58,6 +58,10 @@ _ADDRESSES = {
         "advance", "attention", "canvas", "dispatch", "linear", "moe", "norm", "packed", "random", "rotary",
         "selection", "token_stats", "types",
     )},
+    **{f"{at}models.{name}": f"families.models.{name}" for at in ("", "core.") for name in (
+        "a2d", "diffusion_gemma", "dream", "fast_dllm_v2", "llada_moe", "rnd1", "sdar", "stable_diffcoder",
+    )},
+    "layers.gemma": "families.gemma",
     "caches.chosen": "research.caches.chosen", "decoders.renoise": "research.decoders.renoise",
     "decoders.s2d2": "research.decoders.s2d2", "loading.inspect": "lab.inspect", "analysis": "lab",
     "parallel": "scale.parallel", "engine.async_engine": "serving.async_engine", "startup": "speed.startup",

@@ -138,7 +138,7 @@ def layers() -> str:
     """The packages of dinfer: each imports those below it. Layers are grey, and stand on core."""
     rows = (
         ("cli", "serving", "scale", "lab"),
-        ("kernels", "formats", "structure", "speed", "research"),
+        ("kernels", "families", "formats", "structure", "speed", "research"),
         ("core: pipeline",),
         ("engine", "loading", "recipe"),
         ("decoders", "caches", "iterations", "sampling", "models"),

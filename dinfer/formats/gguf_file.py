@@ -229,7 +229,7 @@ RND1 = Architecture(
 
 
 def _parent(name: str, kind: gguf.MODEL_ARCH, *, permuted: bool = False) -> Architecture:
-    """An autoregressive model, which an adapter makes a diffusion model (`dinfer.core.models.a2d`)."""
+    """An autoregressive model, which an adapter makes a diffusion model (`dinfer.families.models.a2d`)."""
     return Architecture(
         keys=HUB_KEYS | {"intermediate_size": "feed_forward_length"},
         same={"model_type": name, "hidden_act": "silu"},

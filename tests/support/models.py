@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from dinfer.core.layers.gemma import Gemma
 from dinfer.core.loading.checkpoint import random_network
-from dinfer.core.models.diffusion_gemma import DiffusionGemma
 from dinfer.core.models.llada import Llada
 from dinfer.core.registry import DECODERS
 from dinfer.core.step.contracts import ModelSpec
 from dinfer.core.step.mixins import Moves
+from dinfer.families.gemma import Gemma
+from dinfer.families.models.diffusion_gemma import DiffusionGemma
 
 VOCAB, EOS, MASK = 40, 38, 39
 DELETE, SPLIT = 33, 34  # of models that predict them

@@ -133,8 +133,6 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "quantization_config": (None,),
 }
 """What transformers' names have to say for the core to be the network that is meant."""
-QWEN = {"rope_theta": 10000.0, "rms_norm_eps": 1e-6, "max_position_embeddings": 32768}
-"""What the config classes that grew from Qwen's take for fields that are absent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -307,22 +305,6 @@ class BlockFamily(HubFamily):
     def silent_block(self) -> int:
         """The length for a checkpoint whose config.json has none."""
         return self.published_block
-
-
-def qwen_experts(config: Mapping[str, Any]) -> ExpertSpec:
-    """Qwen3-MoE's: softmax over all, then the best, renormalised if the config says so."""
-    layers, every = config["num_hidden_layers"], config.get("decoder_sparse_step", 1)
-    only = config.get("mlp_only_layers") or []
-    if not all(type(layer) is int and 0 <= layer < layers for layer in only):
-        raise ValueError(f"config.json: mlp_only_layers={only!r} must be layers, 0 to {layers - 1}")
-    dense = {*only, *(i for i in range(layers) if (i + 1) % every)}
-    return ExpertSpec(
-        experts=config["num_experts"],
-        chosen=config["num_experts_per_tok"],
-        width=config["moe_intermediate_size"],
-        normalize=bool(config.get("norm_topk_prob")),
-        dense=tuple(sorted(dense)),
-    )
 
 
 def placements(spec: ModelSpec, names: Names, layout: ExpertLayout) -> Iterator[tuple[str, Placement]]:

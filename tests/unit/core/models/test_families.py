@@ -17,12 +17,12 @@ from dinfer.core.kernels.attention import attention_interval
 from dinfer.core.loading.checkpoint import family_of, load_network, read_spec, save_network
 from dinfer.core.loading.files import CheckpointError
 from dinfer.core.memory import RESERVED, KVPool, PoolSize, Seen
-from dinfer.core.models.a2d import A2d
-from dinfer.core.models.fast_dllm_v2 import FastDllmV2
 from dinfer.core.models.llada2 import Llada2
-from dinfer.core.models.sdar import Sdar
-from dinfer.core.models.stable_diffcoder import StableDiffcoder
 from dinfer.core.recipe.recipe import compose
+from dinfer.families.models.a2d import A2d
+from dinfer.families.models.fast_dllm_v2 import FastDllmV2
+from dinfer.families.models.sdar import Sdar
+from dinfer.families.models.stable_diffcoder import StableDiffcoder
 
 IDS = (torch.arange(26).view(2, 13) * 7) % 36
 

@@ -6,9 +6,10 @@ The logits at a position predict the next token, as they did before the model be
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from dinfer.core.models._family import PLAIN, QWEN, PromptBlockFamily, complete
+from dinfer.core.models._family import PLAIN, PromptBlockFamily, complete
 from dinfer.core.registry import MODELS, option
 from dinfer.core.terms.spec import ModelSpec
+from dinfer.families.qwen import QWEN
 
 
 @MODELS.register("dream")

@@ -4,11 +4,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from dinfer.core.layers.gemma import Gemma
 from dinfer.core.models._family import HubCheckpoint, check_kinds, complete, expect, fused_placements, mlp_placements
 from dinfer.core.ranks.split import Placement, Section, Split
 from dinfer.core.registry import MODELS, option
 from dinfer.core.terms.spec import ExpertLayout, ExpertSpec, LocalAttention, ModelSpec
+from dinfer.families.gemma import Gemma
 
 EXPECTED: dict[str, tuple[Any, ...]] = {
     "hidden_activation": ("gelu_pytorch_tanh",),

@@ -6,9 +6,10 @@ The logits at a position predict the next token, as they did before the model be
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from dinfer.core.models._family import PLAIN, HubFamily, complete, qwen_experts
+from dinfer.core.models._family import PLAIN, HubFamily, complete
 from dinfer.core.registry import MODELS, option
 from dinfer.core.terms.spec import ModelSpec
+from dinfer.families.qwen import qwen_experts
 
 EXPECTED = PLAIN | {
     "attention_bias": (False, None),

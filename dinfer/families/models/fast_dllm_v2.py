@@ -8,9 +8,10 @@ iteration=block_diffusion with block=8 and lead=32.
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from dinfer.core.models._family import PLAIN, QWEN, BlockFamily, complete
+from dinfer.core.models._family import PLAIN, BlockFamily, complete
 from dinfer.core.registry import MODELS, option
 from dinfer.core.terms.spec import ModelSpec
+from dinfer.families.qwen import QWEN
 
 
 @MODELS.register("fast_dllm_v2")

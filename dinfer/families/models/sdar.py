@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from dinfer.core.loading.files import local
-from dinfer.core.models._family import PLAIN, QWEN, BlockFamily, complete, qwen_experts
+from dinfer.core.models._family import PLAIN, BlockFamily, complete
 from dinfer.core.registry import MODELS, option
 from dinfer.core.terms.spec import ModelSpec
+from dinfer.families.qwen import QWEN, qwen_experts
 
 SUFFIX = re.compile(r"-b([1-9][0-9]*)(-|$)")  # SDAR-8B-Chat-b32, SeqD-SDAR-8B-b64-Thinking
 # Checkpoints with SDAR's config that are decoded in another way, by their names and the titles of their cards.

@@ -1,0 +1,1 @@
+"""Families of checkpoints beyond those of the models in the box. Optional."""

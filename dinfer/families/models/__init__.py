@@ -1,0 +1,1 @@
+"""Model families, a file each: what a checkpoint's config.json and tensor names mean."""
