@@ -21,7 +21,7 @@ def register() -> Any:
     from lm_eval.tasks import TaskManager
 
     from evaluations.adapter import DinferLM
-    from evaluations.run import TASKS
+    from evaluations.names import TASKS
 
     if "dinfer" not in MODEL_REGISTRY:
         register_model("dinfer")(DinferLM)
@@ -34,7 +34,7 @@ def main() -> None:
         sys.exit("dinfer-lm-eval needs lm-eval: pip install 'dinfer[eval]'")
     from lm_eval.__main__ import cli_evaluate
 
-    from evaluations.run import TASKS
+    from evaluations.names import TASKS
     from evaluations.sandbox import Limits, in_sandbox
 
     register()

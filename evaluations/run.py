@@ -1,6 +1,5 @@
 """Runs tasks through lm-eval, scores and measures them, and writes the report."""
 
-import difflib
 import hashlib
 import json
 import logging
@@ -22,11 +21,11 @@ from dinfer.core.registry import check_range
 from dinfer.lab.outputs import write
 from dinfer.lab.provenance import provenance
 from evaluations.adapter import DinferLM, Likelihood, Progress
+from evaluations.names import TASKS, check_names, unknown_task
 from evaluations.replicas import Replicas
 from evaluations.report import Ledger, report, samples_of, sessions, write_table
 from evaluations.sandbox import Limits, in_sandbox, warn_of_gaps
 
-TASKS = Path(__file__).parent / "tasks"
 SCHEMA = "dinfer-eval/1"
 SEED = 1234  # lm-eval's, also of the examples that a task shows
 # The errors of lm-eval when it loads a task with a wrong configuration.
@@ -154,10 +153,9 @@ def load_tasks(settings: Settings) -> dict[str, Any]:
 
     Raises ValueError for tasks that do not exist, cannot be loaded, or contradict the settings.
     """
+    check_names(settings.tasks, settings.include)
     folders = [TASKS, *map(Path, settings.include)]
     for folder in folders[1:]:
-        if not folder.is_dir():
-            raise ValueError(f"include={str(folder)!r}: there is no such folder")
         for path in sorted(folder.glob("**/*.yaml")):
             _read(path)  # lm-eval silently skips files that it cannot read
     manager = TaskManager(include_path=folders, include_defaults=False)
@@ -167,9 +165,7 @@ def load_tasks(settings: Settings) -> dict[str, Any]:
     for pattern in settings.tasks:
         names = _names(manager, pattern)
         if not names:
-            close = difflib.get_close_matches(pattern, manager.all_tasks, 3, cutoff=0.5)
-            hint = f" Did you mean {', '.join(close)}?" if close else ""
-            raise ValueError(f"unknown task {pattern!r}.{hint} `lm_eval ls tasks` lists lm-eval's, {TASKS} holds ours.")
+            raise unknown_task(pattern, manager.all_tasks)
         for name in names:
             entry = manager.task_index.get(name)
             _allow(

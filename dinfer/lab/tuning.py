@@ -7,6 +7,7 @@ any task can be tuned on.
 
 import json
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -45,13 +46,12 @@ class Objective(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """One recipe of the search; without figures if it could not run."""
+    """One recipe of the search, as it was measured."""
 
     parts: Components
-    speed: float | None
-    drop: Difference | None
-    metrics: dict[str, Any] | None
-    refused: str | None = None
+    speed: float
+    drop: Difference
+    metrics: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +64,7 @@ class Found:
     reference: dict[str, dict[str, Any]]  # metrics of the reference by split
     tried: list[Tried]
     verified: int  # candidates that were measured on the held-out problems, this one included
+    refused: dict[str, int]  # recipes of the space that cannot run: how many for each reason
 
 
 def check_space(space: Space, reference: Components) -> None:
@@ -137,7 +138,7 @@ def tune(
     verify: int = 3,
     seed: int = 0,
 ) -> Iterator[Tried | Found]:
-    """Yields each recipe as it is tried, and at last what was found.
+    """Yields each recipe that was measured, and at last what was found. What cannot run is counted, and no trial.
 
     `max_drop`: points of accuracy that may be lost on either split; `goal`: what fast means, tokens a second or a
     forward; `verify`: how many candidates, the fastest first, may be measured on the held-out problems: each is one
@@ -150,13 +151,11 @@ def tune(
             raise ValueError(f"{label}={value} must be at least {least}")
     check_space(space, reference)
     references = {"calibration": objective(reference, "calibration")}
-    seen: dict[str, Tried] = {}
+    seen: dict[str, Tried | None] = {}
+    refused: Counter[str] = Counter()
 
     def tried(parts: Components, split: Split) -> Tried:
-        try:
-            measured = objective(parts, split)
-        except (IncompatibleRecipe, ValueError) as error:
-            return Tried(parts, None, None, None, str(error))
+        measured = objective(parts, split)
         row = measured.metrics.row()
         return Tried(parts, row[goal], Difference.between(references[split].scores, measured.scores), row)
 
@@ -165,7 +164,7 @@ def tune(
     study = optuna.create_study(direction="maximize")
     again = False
     for _ in range(10 * trials):  # a small space may hold fewer recipes that run
-        if sum(one.refused is None for one in seen.values()) == trials:
+        if sum(one is not None for one in seen.values()) == trials:
             break
         # A sampler that suggests what it knows has settled too early: then the next recipe is any.
         study.sampler = anywhere if again else sampler
@@ -175,12 +174,22 @@ def tune(
         if again := key in seen:
             study.tell(trial, state=optuna.trial.TrialState.FAIL)
             continue
-        one = seen[key] = tried(parts, "calibration")
-        # A refused recipe counts as one that loses everything, so that the sampler turns to others.
-        trial.set_constraint("drop", 100.0 if one.drop is None else one.drop.points - max_drop)
-        study.tell(trial, one.speed or 0.0)
+        try:
+            one = seen[key] = tried(parts, "calibration")
+        except (IncompatibleRecipe, ValueError) as error:
+            seen[key] = None
+            refused[str(error)] += 1
+            # It counts as one that loses everything, so that the sampler turns to others.
+            trial.set_constraint("drop", 100.0)
+            study.tell(trial, 0.0)
+            continue
+        trial.set_constraint("drop", one.drop.points - max_drop)
+        study.tell(trial, one.speed)
         yield one
-    yield _verified(list(seen.values()), references, tried, objective, reference, max_drop, verify)
+    ran = [one for one in seen.values() if one is not None]
+    if not ran:
+        raise NothingFound(f"none of {len(seen)} recipes runs; the first of them: {next(iter(refused))}")
+    yield _verified(ran, dict(refused), references, tried, objective, reference, max_drop, verify)
 
 
 def by_load(
@@ -194,13 +203,13 @@ def by_load(
     """
     within = [
         one for one in tried
-        if one.metrics is not None and one.drop is not None and one.drop.points <= max_drop
+        if one.drop.points <= max_drop
         and {kind: one.parts[kind] for kind in one.parts if kind not in CHOSEN}
         == {kind: reference[kind] for kind in reference if kind not in CHOSEN}
     ]  # fmt: skip
     chosen = [reference]
     for figure in ("nfe", "positions_per_committed"):
-        ranked = sorted(within, key=lambda one: (one.metrics or {})[figure] or float("inf"))
+        ranked = sorted(within, key=lambda one: one.metrics[figure] or float("inf"))
         chosen += [one.parts for one in ranked[:FEW]]
     before = objective(reference, "heldout")
     for parts in {json.dumps(parts, sort_keys=True): parts for parts in chosen}.values():
@@ -225,16 +234,13 @@ def _sampler(trials: int, seed: int) -> Any:
 
 
 def _verified(
-    seen: Sequence[Tried], references: dict[str, Measured], tried: Any, objective: Objective, reference: Components,
-    max_drop: float, verify: int,
+    seen: Sequence[Tried], refused: dict[str, int], references: dict[str, Measured], tried: Any, objective: Objective,
+    reference: Components, max_drop: float, verify: int,
 ) -> Found:  # fmt: skip
     """The fastest recipe that keeps the bound on both splits."""
-    within = [one for one in seen if one.drop is not None and one.drop.points <= max_drop]
-    within.sort(key=lambda one: -(one.speed or 0))
+    within = sorted((one for one in seen if one.drop.points <= max_drop), key=lambda one: -one.speed)
     if not within:
-        if all(one.drop is None for one in seen):
-            raise NothingFound(f"none of {len(seen)} recipes runs; the first of them: {seen[0].refused}")
-        closest = min(one.drop.points for one in seen if one.drop is not None)
+        closest = min(one.drop.points for one in seen)
         raise NothingFound(
             f"none of {len(seen)} recipes keeps the accuracy within {max_drop} points on the calibration problems (the "
             f"best loses {closest:.2f}): allow more with max_drop, try more with trials, or widen the space"
@@ -242,9 +248,9 @@ def _verified(
     references["heldout"] = objective(reference, "heldout")
     for number, candidate in enumerate(within[:verify], 1):
         again = tried(candidate.parts, "heldout")
-        if again.drop is not None and again.drop.points <= max_drop:
+        if again.drop.points <= max_drop:
             rows = {split: measured.metrics.row() for split, measured in references.items()}
-            return Found(candidate.parts, candidate, again, rows, list(seen), number)
+            return Found(candidate.parts, candidate, again, rows, list(seen), number, refused)
     raise NothingFound(
         f"the {min(verify, len(within))} fastest recipes keep the accuracy within {max_drop} points on the calibration "
         "problems, but not on the held-out ones: use more problems, or a smaller max_drop"

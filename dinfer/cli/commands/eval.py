@@ -43,6 +43,7 @@ def run(args: Namespace) -> None:
 def evaluate(config: dict[str, Any], *, line: list[str]) -> None:
     """Evaluates one recipe, unless its report is there. `line`: the command line."""
     need("lm_eval", "eval", "dinfer eval needs lm-eval")
+    tasks_of(config)
     address, count = setting(config, "ray", str | None), setting(config, "replicas", int | None)
     if address is None and count is not None:
         raise ValueError(
@@ -107,21 +108,31 @@ def measured(config: dict[str, Any], line: list[str]) -> dict[str, Any] | None:
     return found
 
 
+def tasks_of(config: dict[str, Any]) -> tuple[str, ...]:
+    """The names of the tasks. Raises ValueError for one that does not exist, before lm-eval is imported."""
+    from evaluations.names import check_names
+
+    tasks = config["tasks"]
+    if tasks is None:
+        raise ValueError("no tasks are given: name some, such as tasks=mini_gsm")
+    given = {"tasks": [tasks] if isinstance(tasks, str) else tasks, "include": config.get("include", [])}
+    names: tuple[str, ...] = setting(given, "tasks", tuple[str, ...])
+    check_names(names, setting(given, "include", tuple[str, ...]))
+    return names
+
+
 def settings_of(config: dict[str, Any], documents: tuple[int, int] | None = None) -> Any:
     """The settings of `evaluations`, from the configuration."""
     from evaluations.adapter import Likelihood
     from evaluations.run import Settings
     from evaluations.sandbox import Limits
 
-    tasks = config["tasks"]
-    if tasks is None:
-        raise ValueError("no tasks are given: name some, such as tasks=mini_gsm")
     gen_kwargs = config["gen_kwargs"] or {}
     if not isinstance(gen_kwargs, dict):
         raise ValueError(f"gen_kwargs={gen_kwargs!r} must be names and values, such as {{threshold: 0.8}}")
     hints = get_type_hints(Settings)
     values = {name: config[name] for name in hints if name in config} | {
-        "tasks": [tasks] if isinstance(tasks, str) else tasks,
+        "tasks": tasks_of(config),
         "gen_kwargs": gen_kwargs | held_of(config),
         "documents": documents,
         "code": group(config, "code", Limits),

@@ -34,9 +34,9 @@ from omegaconf import OmegaConf
 from dinfer.cli import conf
 from dinfer.cli.application import Parser, launch
 from dinfer.cli.commands.compare import read as evaluated
-from dinfer.cli.commands.eval import settings_of
+from dinfer.cli.commands.eval import settings_of, tasks_of
 from dinfer.cli.conf import GROUPS, beside, counted, need, pipeline, problems_of, ranks_of, setting
-from dinfer.cli.terminal import Report, say
+from dinfer.cli.terminal import Report, say, several
 from dinfer.core.registry import options_of
 from dinfer.demo.problems import Problem
 from dinfer.lab.outputs import check_file, write
@@ -95,8 +95,7 @@ def run_search(config: dict[str, Any], *, command: str) -> None:
             else:
                 tried.append(one)
                 say(f"{len(tried):>3}  {told(one, goal)}")
-                measured = sum(other.refused is None for other in tried)
-                progress.at("searching" if measured < trials else "checking on held-out problems", measured, trials)
+                progress.at("searching" if len(tried) < trials else "checking on held-out problems", len(tried), trials)
         assert found is not None, "a search that finds nothing raises"
         progress.at("measuring by load")
         rows = [*by_load(objective, reference, tried, counts, max_drop=drop)] if table else []
@@ -151,8 +150,6 @@ def told(one: Tried, goal: str) -> str:
     """A recipe that was tried, in a line."""
     parts = one.parts
     names = " ".join(f"{kind}={words(kind, parts[kind])}" for kind in ("iteration", "decoder", "cache"))
-    if one.drop is None or one.metrics is None:
-        return f"{names}: refused: {one.refused}"
     positions = one.metrics["positions_per_committed"]
     return (
         f"{names}: {one.metrics['accuracy']:.1f}%, {one.drop.points:+.1f} points lost, {one.speed:.4g} {goal}, "
@@ -168,9 +165,11 @@ def words(kind: str, part: dict[str, Any]) -> str:
 def finish(config: dict[str, Any], found: Found, path: Path, command: str) -> None:
     """Says what was found and writes the preset and the report."""
     out, goal, lines = config["out"], config["goal"], []
+    if found.refused:
+        reasons = "; ".join(f"{count}: {reason}" for reason, count in found.refused.items())
+        say(f"left out, since they cannot run: {several(sum(found.refused.values()), 'recipe')} ({reasons})")
     for split, one in (("calibration", found.calibration), ("heldout", found.heldout)):
-        row, before, drop = one.metrics or {}, found.reference[split], one.drop
-        assert drop is not None, "it was measured on both splits"
+        row, before, drop = one.metrics, found.reference[split], one.drop
         lines.append(
             f"{split}, {row['problems']} problems: {row['accuracy']:.1f}% against {before['accuracy']:.1f}%, "
             f"{drop.points:.2f} points lost (95% interval {drop.low:.2f} to {drop.high:.2f}), "
@@ -268,6 +267,7 @@ class Task:
 
     def __init__(self, config: dict[str, Any]) -> None:
         need("lm_eval", "eval", "tasks= needs lm-eval")
+        tasks_of(config)
         from evaluations.replicas import replicas
 
         count, heldout = config["count"], config["heldout"]

@@ -28,6 +28,7 @@ from support.files import small_files
 from dinfer.core.pipeline import Pipeline
 from dinfer.demo.problems import FAMILIES, generate
 from dinfer.lab.metrics import Sample
+from evaluations.names import check_names
 from evaluations.replicas import Replicas, replicas
 from evaluations.report import Ledger, files, kept, key_of, rows_of, seconds
 from evaluations.run import TASKS, Settings, evaluate, load_tasks, report_of, stem_of
@@ -74,6 +75,17 @@ def test_settings_that_cannot_be(pipe: Pipeline, settings: dict[str, Any], messa
     )
     with pytest.raises(ValueError, match=message):
         run(pipe, **{"limit": 1} | settings)
+
+
+def test_a_typo_is_told_before_lm_eval_is_imported() -> None:
+    code = (
+        "import atexit, sys; from dinfer.__main__ import main; "
+        "atexit.register(lambda: print('lm_eval' in sys.modules)); main(['eval', 'tasks=gsm8kk'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "unknown task 'gsm8kk'. Did you mean gsm8k" in done.stderr, done.stderr
+    assert done.stdout == "False\n"
+    check_names(["mini_*", "acp_bench", "nowhere.yaml"])  # lm-eval makes this name of parts
 
 
 def test_a_task_that_does_not_exist_leaves_no_file(pipe: Pipeline, tmp_path: Path) -> None:
