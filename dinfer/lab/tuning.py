@@ -8,7 +8,7 @@ any task can be tuned on.
 import json
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -144,27 +144,44 @@ def tune(
     forward; `verify`: how many candidates, the fastest first, may be measured on the held-out problems: each is one
     more chance to pass by luck. Raises NothingFound, ImportError without optuna, ValueError for bad input.
     """
-    import optuna  # an extra
-
     for label, value, least in (("max_drop", max_drop, 0), ("trials", trials, 1), ("verify", verify, 1)):
         if not value >= least:
             raise ValueError(f"{label}={value} must be at least {least}")
     check_space(space, reference)
     references = {"calibration": objective(reference, "calibration")}
-    seen: dict[str, Tried | None] = {}
-    refused: Counter[str] = Counter()
 
     def tried(parts: Components, split: Split) -> Tried:
         measured = objective(parts, split)
         row = measured.metrics.row()
         return Tried(parts, row[goal], Difference.between(references[split].scores, measured.scores), row)
 
+    ran: list[Tried] = []
+    refused: Counter[str] = Counter()
+    for one in _search(tried, space, reference, max_drop, trials, seed):
+        if isinstance(one, str):
+            refused[one] += 1
+            continue
+        ran.append(one)
+        yield one
+    if not ran:
+        raise NothingFound(f"none of {refused.total()} recipes runs; the first of them: {next(iter(refused))}")
+    yield _verified(ran, dict(refused), references, tried, objective, reference, max_drop, verify)
+
+
+def _search(
+    tried: Callable[[Components, Split], Tried], space: Space, reference: Components, max_drop: float, trials: int,
+    seed: int,
+) -> Iterator[Tried | str]:  # fmt: skip
+    """Yields so many recipes of the space, each once, and why a recipe cannot run."""
+    import optuna
+
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     sampler, anywhere = _sampler(trials, seed), optuna.samplers.RandomSampler(seed)
     study = optuna.create_study(direction="maximize")
-    again = False
+    seen: set[str] = set()
+    ran, again = 0, False
     for _ in range(10 * trials):  # a small space may hold fewer recipes that run
-        if sum(one is not None for one in seen.values()) == trials:
+        if ran == trials:
             break
         # A sampler that suggests what it knows has settled too early: then the next recipe is any.
         study.sampler = anywhere if again else sampler
@@ -174,22 +191,19 @@ def tune(
         if again := key in seen:
             study.tell(trial, state=optuna.trial.TrialState.FAIL)
             continue
+        seen.add(key)
         try:
-            one = seen[key] = tried(parts, "calibration")
+            one = tried(parts, "calibration")
         except (IncompatibleRecipe, ValueError) as error:
-            seen[key] = None
-            refused[str(error)] += 1
             # It counts as one that loses everything, so that the sampler turns to others.
             trial.set_constraint("drop", 100.0)
             study.tell(trial, 0.0)
+            yield str(error)
             continue
+        ran += 1
         trial.set_constraint("drop", one.drop.points - max_drop)
         study.tell(trial, one.speed)
         yield one
-    ran = [one for one in seen.values() if one is not None]
-    if not ran:
-        raise NothingFound(f"none of {len(seen)} recipes runs; the first of them: {next(iter(refused))}")
-    yield _verified(ran, dict(refused), references, tried, objective, reference, max_drop, verify)
 
 
 def by_load(
