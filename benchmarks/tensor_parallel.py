@@ -1,10 +1,11 @@
-"""One model on one card and on two: the time of a window step, its share of sums over cards, and the cards' memory.
+"""One model on one card, two, four: the time of a window step, its share of sums over cards, and the cards' memory.
 
     python -m benchmarks.tensor_parallel --out benchmarks/results/tensor-parallel-h200.json
     python -m benchmarks.tensor_parallel --tiny --device cpu                      # dry run over gloo
 
 Processes, one for each card, run one case after the other. After a case that fails or hangs they start again, so it
-costs no other case, and the report has the end of their stderr. Cases of one card run two at a time, one on each card.
+costs no other case, and the report has the end of their stderr. Cases of few cards run side by side, on cards of their
+own.
 Steps are timed as in `benchmarks.step`, with its limit: the bytes that a card reads, at the rate of a copy in the same
 process.
 """
@@ -63,14 +64,20 @@ class Case(NamedTuple):
         return ", ".join(part for part in parts if part)
 
 
+SHAPES: list[tuple[str, str | None]] = [
+    ("llada-8b", None), ("llada-8b", "fp8"), ("llada2-mini", None), ("llada2-flash", "fp8"), ("llada2-flash", None),
+]  # fmt: skip
 CASES = [  # what matters most comes first: the budget may end before the last
-    Case("llada-8b", 1), Case("llada2-mini", 1), Case("llada-8b", 1, "fp8"), Case("llada2-flash", 1, "fp8"),
-    Case("llada-8b", 2, None, "fused"), Case("llada-8b", 2, "fp8", "fused"),
-    Case("llada2-mini", 2, None, "fused"), Case("llada2-mini", 2, None, "fused", 1, "dealt out"),
-    Case("llada2-mini", 2), Case("llada-8b", 2, None, "nccl"),
-    *(Case("llada2-mini", 2, None, "fused", rows, kind) for rows in (8, 32) for kind in ("divided", "dealt out")),
-    Case("llada2-flash", 2), Case("llada-8b", 2), Case("llada2-mini", 2, None, "nccl"), Case("llada-8b", 2, "fp8"),
-    Case("llada2-flash", 2, None, "fused"), Case("llada2-flash", 2, None, "fused", 1, "dealt out"),
+    *(Case(shape, 4, kind, "fused") for shape, kind in SHAPES),
+    *(Case(shape, 4, kind) for shape, kind in SHAPES[:4]),
+    Case("llada2-mini", 4, None, "fused", 1, "dealt out"), Case("llada2-flash", 4, "fp8", "fused", 1, "dealt out"),
+    *(Case("llada2-mini", 4, None, "fused", rows, kind) for rows in (64, 8) for kind in ("divided", "dealt out")),
+    Case("llada-8b", 4, None, "nccl"),
+    *(Case(shape, 2, kind, "fused") for shape, kind in SHAPES),
+    Case("llada2-mini", 2, None, "fused", 1, "dealt out"), Case("llada2-mini", 2), Case("llada-8b", 2, None, "nccl"),
+    *(Case("llada2-mini", 2, None, "fused", rows) for rows in (8, 32, 64)),
+    *(Case(shape, 1, kind) for shape, kind in SHAPES[:4]),
+    *(Case("llada2-mini", 1, None, rows=rows) for rows in (8, 64)),
 ]  # fmt: skip
 TINY = {"llada-8b": "small", "llada2-mini": "small-llada2", "llada2-flash": "small-llada2"}
 
@@ -143,6 +150,7 @@ class Group:
         cases = json.dumps([case for case in self.cases if case.name not in self.found])
         environment = os.environ | {
             "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "OMP_NUM_THREADS": "2",
+            "NCCL_GRAPH_REGISTER": "0",
             "CUDA_VISIBLE_DEVICES": ",".join(self.cards),
         }  # fmt: skip
         for rank in range(len(self.cards)):
@@ -189,13 +197,13 @@ def supervise(groups: Sequence[Group], until: float) -> dict[str, Any]:
 
 
 def compared(report: dict[str, Any]) -> None:
-    """The number of tokens that two cards share with one card. Sums in bfloat16 round differently on two."""
+    """The number of tokens that several cards share with one card. Sums in bfloat16 round differently there."""
     for case in CASES:
         alone = case._replace(cards=1, sums="symmetric", experts="divided")
-        two, one = report.get(case.name, {}), report.get(alone.name, {})
-        if case.cards > 1 and "canvas" in one and "canvas" in two:
-            same = [a == b for a, b in zip(one["canvas"], two["canvas"], strict=True)][PROMPT:]
-            two["tokens_as_one_card"] = sum(same) / len(same)
+        several, one = report.get(case.name, {}), report.get(alone.name, {})
+        if case.cards > 1 and "canvas" in one and "canvas" in several:
+            same = [a == b for a, b in zip(one["canvas"], several["canvas"], strict=True)][PROMPT:]
+            several["tokens_as_one_card"] = sum(same) / len(same)
 
 
 def main(args: list[str] | None = None) -> None:
@@ -204,6 +212,7 @@ def main(args: list[str] | None = None) -> None:
     parser.add_argument("--only", nargs="+", default=[""], help="cases with one of these in their names")
     parser.add_argument("--budget", type=float, default=290, help="seconds; what has not come out by then is left out")
     parser.add_argument("--longest", type=float, default=75, help="seconds that a case may take")
+    parser.add_argument("--cards", type=int, help="how many to use; default: all, on a CPU two processes")
     for name in ("--rank", "--place", "--cases"):
         parser.add_argument(name, help=argparse.SUPPRESS)
     given = parser.parse_args(args)
@@ -211,7 +220,7 @@ def main(args: list[str] | None = None) -> None:
         return run_cases(given)
     report = begun(given, torch.device(given.device))
     until = time.perf_counter() + given.budget
-    cards = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0,1").split(",")[:2]
+    cards = cards_of(given)
 
     def measure(*parts: tuple[Sequence[Case], Sequence[str]]) -> None:
         groups = [
@@ -227,9 +236,19 @@ def main(args: list[str] | None = None) -> None:
 
     tiny = [case._replace(shape=TINY.get(case.shape, case.shape)) for case in CASES] if given.tiny else CASES
     with tempfile.TemporaryDirectory() as folder:
-        alone = [case for case in tiny if case.cards == 1]
-        measure((alone[::2], cards[:1]), (alone[1::2], cards[1:]))  # side by side, a case on each card
-        measure(([*dict.fromkeys(case for case in tiny if case.cards > 1)], cards))
+        for size in sorted({case.cards for case in tiny if case.cards <= len(cards)}, reverse=True):
+            cases = [*dict.fromkeys(case for case in tiny if case.cards == size)]
+            sides = [cards[first : first + size] for first in range(0, len(cards) - size + 1, size)]
+            measure(*((cases[i :: len(sides)], own) for i, own in enumerate(sides)))
+
+
+def cards_of(given: argparse.Namespace) -> list[str]:
+    """The cards to use, by their names for CUDA_VISIBLE_DEVICES."""
+    count = torch.cuda.device_count() if given.device == "cuda" else given.cards or 2
+    there = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))).split(",")
+    if given.cards and given.cards > len(there):
+        raise SystemExit(f"--cards {given.cards}: there are {len(there)}")
+    return there[: given.cards]
 
 
 def run_cases(given: argparse.Namespace) -> None:

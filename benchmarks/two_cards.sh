@@ -60,7 +60,7 @@ warm() {  # compiles what one card will launch in `steps`; what it measures besi
 
 checks() {  # these need both cards, but not alone
   for stage in start loading capturing running; do
-    gpu_test "kill-$stage" 120 tests/gpu/test_two_card_processes.py -k "ends_the_other and $stage" &
+    gpu_test "kill-$stage" 120 tests/gpu/test_two_card_processes.py -k "ends_the_others and $stage" &
   done
   gpu_test words 120 tests/gpu/test_two_card_processes.py -k "say_what_one_does or a_command_ends" &
   gpu_test tokens 160 tests/gpu/test_two_card_tokens.py &

@@ -17,7 +17,12 @@ def leading_worker(recipe: Recipe, runtime: Runtime, plain: Recipe) -> Worker | 
 
 def divided_network(family: Any, folder: Any, dtype: Any, quantize: str | None, runtime: Runtime, device: Any) -> Any:
     """Rank 0's share of a checkpoint's network, see `divided`."""
+    from functools import partial
+
+    from dinfer.core.provided import provided
     from dinfer.scale.parallel.divided_model import Source, divided
 
-    source = Source(family, folder, dtype, quantize)
-    return divided(source, runtime.tensor_parallel, device, runtime.expert_parallel)
+    source, fits = Source(family, folder, dtype, quantize), provided("fits_memory")
+    asked = fits is not None and (device.type == "cuda" or runtime.memory is not None)
+    checks = partial(fits, family, folder, dtype, quantize, runtime, device) if asked else None
+    return divided(source, runtime.tensor_parallel, device, runtime.expert_parallel, checks)

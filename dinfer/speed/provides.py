@@ -22,6 +22,41 @@ def prepare_compilers(device: Any) -> Any:
     return partial(imported, device)
 
 
+def memory_bytes(value: float | str) -> int:
+    """Reads `runtime.memory`, for a card of any size. Raises ValueError."""
+    from dinfer.speed.memory import memory_bytes
+
+    return memory_bytes(value, 1 << 30)
+
+
+def fits_memory(*given: Any) -> None:
+    """Raises ValueError if a card has no memory for weights that are not yet read, see `fits`."""
+    from dinfer.speed.memory import fits
+
+    fits(*given)
+
+
+def within_memory(worker: Any) -> Any:
+    """The settings with the pages that `runtime.memory` has room for, see `within`."""
+    from dinfer.speed.memory import within
+
+    return within(worker)
+
+
+def memory_told(worker: Any) -> str:
+    """What an engine takes of its card, see `told`."""
+    from dinfer.speed.memory import told
+
+    return told(worker)
+
+
+def extend_segments() -> None:
+    """Has torch's memory grow so that graphs share it, see `extend_segments`."""
+    from dinfer.speed.memory import extend_segments
+
+    extend_segments()
+
+
 def load_levels(recipe: Any, runtime: Any) -> Any:
     """The recipes that requests get by load, see `levels_of`."""
     from dinfer.speed.adaptive import levels_of

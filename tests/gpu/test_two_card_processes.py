@@ -1,4 +1,4 @@
-"""Two cards with ranks that dinfer starts: what one card says, as CUDA graphs, and what a killed rank leaves behind."""
+"""Cards with ranks that dinfer starts: what one card says, as CUDA graphs, and what a killed rank leaves behind."""
 
 from __future__ import annotations
 
@@ -25,14 +25,16 @@ TEXTS = ["Tom has 3 apples and buys 5 more. How many apples does he have?", "Wha
 
 
 @pytest.mark.parametrize("stage", ["start", "loading", "capturing", "running"])
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_that_is_killed_ends_the_other(victim: int, stage: str) -> None:
-    kill(Program("tiny", 2, "cuda"), stage, victim, signal.SIGKILL)
+@pytest.mark.parametrize(("ranks", "victim"), [(2, 0), (2, 1), (4, 0), (4, 3)])
+def test_a_rank_that_is_killed_ends_the_others(ranks: int, victim: int, stage: str) -> None:
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} CUDA devices")
+    kill(Program("tiny", ranks, "cuda"), stage, victim, signal.SIGKILL)
 
 
-def test_two_cards_say_what_one_does() -> None:
+def test_cards_say_what_one_does() -> None:
     said = []
-    for count in (1, 2):
+    for count in (1, min(torch.cuda.device_count(), 4)):
         runtime = dinfer.Runtime(graphs=True, tensor_parallel=count)
         pipe = dinfer.load("tiny", device="cuda", dtype="float32", runtime=runtime)
         for _ in range(3):

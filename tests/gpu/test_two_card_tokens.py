@@ -1,4 +1,4 @@
-"""One model on two cards: the tokens of one card, eagerly and as CUDA graphs that hold the sums over cards."""
+"""One model on two cards and on four: the tokens of one card, eagerly and as CUDA graphs that hold their sums."""
 
 from __future__ import annotations
 
@@ -59,37 +59,40 @@ def decode(name: str, dtype: torch.dtype, dealt: bool, ranks: Ranks = ALONE) -> 
     return found | {"captured": pipe.engine.runner.captured, "refused": [*pipe.engine.runner.refused.values()]}
 
 
-def run_card(index: int, folder: str, cases: Sequence[Case]) -> None:
+def run_card(index: int, size: int, folder: str, cases: Sequence[Case]) -> None:
     torch.cuda.set_device(index)
     device = torch.device("cuda", index)
     dist.init_process_group(
-        "nccl", init_method=f"file://{folder}/meeting", rank=index, world_size=2, device_id=device
+        "nccl", init_method=f"file://{folder}/meeting", rank=index, world_size=size, device_id=device
     )  # fmt: skip
     ranks = Ranks.of()
-    assert ranks.small is not None
+    assert ranks.small is not None and ranks.exchange is not None
     torch.save({case: decode(*case, ranks) for case in cases}, f"{folder}/rank{index}.pt")
     drop_graphs()
     dist.destroy_process_group()
 
 
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Case, Any]]:
+@pytest.fixture(scope="module", params=[2, 4])
+def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[Case, Any]]:
+    if torch.cuda.device_count() < (size := request.param):
+        pytest.skip(f"needs {size} CUDA devices")
     folder = tmp_path_factory.mktemp("cards")
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (("NCCL_NVLS_ENABLE", "0"), ("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")):
             patch.setenv(name, value)
-        cards, end = mp.spawn(run_card, (str(folder), CASES), nprocs=2, join=False), time.monotonic() + LONGEST
+        end = time.monotonic() + LONGEST
+        cards = mp.spawn(run_card, (size, str(folder), CASES), nprocs=size, join=False)
         try:
             while not cards.join(timeout=1):
                 assert time.monotonic() < end
         finally:
             for process in cards.processes:
                 process.kill()
-    return [torch.load(Path(folder) / f"rank{index}.pt") for index in range(2)]
+    return [torch.load(Path(folder) / f"rank{index}.pt") for index in range(size)]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_two_cards_decode_what_one_does(case: Case, outcomes: list[dict[Case, Any]]) -> None:
+def test_cards_decode_what_one_does(case: Case, outcomes: list[dict[Case, Any]]) -> None:
     name, dtype, _ = case
     alone = outcomes[0][case] if dtype == torch.bfloat16 else decode(name, dtype, False)  # it rounds each addend
     want = alone["graphs=False"][0]

@@ -1,4 +1,4 @@
-"""Models that 2 and 3 ranks can divide, and recipes on them, run by processes that speak to each other over gloo."""
+"""Models that 2, 3 and 4 ranks can divide, and recipes on them, run by processes that speak to each other over gloo."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ os.environ["DINFER_CHECK_RANKS"] = "1"  # a rank that strays is found in the rou
 
 
 CPU = torch.device("cpu")
-HEADS = {"num_attention_heads": 6, "d_model": 36, "n_heads": 6}  # as each family spells it
+HEADS = {"num_attention_heads": 12, "d_model": 72, "n_heads": 12}  # as each family spells it
 SIZES = {"head_dim": 8, "rotary_dim": 4, "hidden_size": 48, "moe_intermediate_size": 12, "expert_intermediate_size": 12}
 
 
@@ -36,23 +36,23 @@ ROUNDED = ("fp8", "int8", "int4")
 
 
 def divisible(config: dict[str, Any], kv_heads: int, experts: int) -> dict[str, Any]:
-    """The config with numbers that 2 and 3 ranks can divide."""
+    """The config with numbers that 2, 3 and 4 ranks can divide."""
     more = HEADS | SIZES | {"num_key_value_heads": kv_heads, "n_kv_heads": kv_heads}
     more |= {"num_experts": experts, "n_group": 3, "expert_capacity": config.get("expert_capacity")}
     return config | {name: value for name, value in more.items() if name in config}
 
 
 def models() -> dict[str, tuple[ModelFamily, dict[str, Any]]]:
-    found = {name: (family_for(config), divisible(config, 1, 6)) for name, config in CONFIGS.items()}
-    found["llada, 6 key heads"] = family_for(CONFIG), divisible(CONFIG, 6, 0)
+    found = {name: (family_for(config), divisible(config, 1, 12)) for name, config in CONFIGS.items()}
+    found["llada, 12 key heads"] = family_for(CONFIG), divisible(CONFIG, 12, 0)
     found["llada, many tokens"] = family_for(CONFIG), divisible(CONFIG, 1, 0) | dict.fromkeys(SIZE_OF_VOCABULARY, VOCAB)
     for name in WIDE:  # a rank's share of every width holds whole groups of 32 inputs
-        config, wide = found[name][1], {"n_kv_heads": 6, "num_key_value_heads": 6, "head_dim": 32}
-        wide |= dict.fromkeys(("d_model", "hidden_size", "mlp_hidden_size", "moe_intermediate_size"), 192)
-        wide |= {"intermediate_size": 192, "rotary_dim": 16}
+        config, wide = found[name][1], {"n_kv_heads": 12, "num_key_value_heads": 12, "head_dim": 32}
+        wide |= dict.fromkeys(("d_model", "hidden_size", "mlp_hidden_size", "moe_intermediate_size"), 384)
+        wide |= {"intermediate_size": 384, "rotary_dim": 16}
         found[f"{name}, wide"] = found[name][0], config | {key: wide[key] for key in wide.keys() & config.keys()}
     text = GEMMA["text_config"] | {
-        "num_attention_heads": 6, "num_key_value_heads": 6, "num_experts": 6, "intermediate_size": 36,
+        "num_attention_heads": 12, "num_key_value_heads": 12, "num_experts": 12, "intermediate_size": 36,
     }  # fmt: skip
     return found | {"diffusion_gemma": (DiffusionGemma(), GEMMA | {"text_config": text})}
 
@@ -107,12 +107,12 @@ MANY_TOKENS = [
 CASES = [
     Case("llada, no cache", "llada", cache="none"),
     Case("llada, prefix", "llada", cache="prefix", decoder={"name": "entropy_bound"}),
-    Case("llada, dual", "llada, 6 key heads", decoder="factor"),
+    Case("llada, dual", "llada, 12 key heads", decoder="factor"),
     Case("llada, nucleus and penalty", "llada", sampling=DRAWN | {"top_p": 0.8, "repetition_penalty": 1.3}),
     *MANY_TOKENS,
     Case("llada, whole logits", "llada", decoder="klass"),
     Case("llada, expectations", "llada", iteration={"name": "smooth", "block": 8}),
-    Case("llada, values of all heads", "llada, 6 key heads", cache="adaptive"),
+    Case("llada, values of all heads", "llada, 12 key heads", cache="adaptive"),
     Case("llada, attention of all heads", "llada", cache="d2cache", iteration="full"),
     Case("llada, candidates", "llada", runtime={"speculate": 3}),
     Case("llada, multi-block", "llada", iteration={"name": "multi_block", "block": 8, "blocks": 2}),
@@ -164,10 +164,10 @@ def scores(name: str, folder: Path, quantize: str | None, ranks: Ranks = ALONE) 
 
 
 def run_rank(index: int, size: int, folder: str, names: Sequence[str]) -> None:
-    """Decodes each case with two ranks and with three, and writes what came out, or why not, to a file of its own."""
+    """Decodes each case with two ranks, three and four, and writes what came out, or why not, to a file of its own."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=index, world_size=size)
-    groups = {count: dist.new_group([*range(count)]) for count in (2, 3)}
+    groups = {count: dist.new_group([*range(count)]) for count in (2, 3, 4)}
     found = {}
     for case in (case for case in CASES if case.name in names):
         for count, group in groups.items():

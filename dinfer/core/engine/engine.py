@@ -50,8 +50,11 @@ class Rounds(Protocol):
 def worker_of(level: LoadLevel, plain: Recipe) -> Worker:
     """`plain`: the recipe of other ranks, if there are any."""
     leading = provided("leading_worker") if level.runtime.tensor_parallel > 1 else None
-    found: Worker | None = None if leading is None else leading(level.recipe, level.runtime, plain)
-    return found or Worker(level.recipe, level.runtime)
+    found: Worker = (leading and leading(level.recipe, level.runtime, plain)) or Worker(level.recipe, level.runtime)
+    if level.runtime.memory is not None:
+        with on_device(level.recipe.model.device), found.working():
+            found.runtime = needed("within_memory", f"runtime.memory={level.runtime.memory}", "speed")(found)
+    return found
 
 
 class Engine:
@@ -91,7 +94,8 @@ class Engine:
             self.loops = [Loop(worker_of(level, plain or level.recipe)) for level in self.levels]
         joined = provided("load_loops") if several else None
         self.loop: Rounds = joined(self.levels, self.loops) if joined else self.loops[0]
-        self.recipe, self.runtime = self.loop.worker.recipe if runtime.load is None else recipe, runtime
+        worker = self.loop.worker
+        self.recipe, self.runtime = (worker.recipe, worker.runtime) if runtime.load is None else (recipe, runtime)
         self._turn = threading.Condition()
         self._stepping = False  # a thread runs a round
         self._inbox: deque[Update] = deque()  # of the requests that were added
@@ -208,9 +212,12 @@ class Engine:
                 "or leave it out"
             )
         if runtime.pages is not None and need > runtime.pages:
+            given = f"runtime.pages={runtime.pages}"
+            if runtime.memory is not None:
+                given = f"runtime.memory={runtime.memory} has room for {runtime.pages}"
             raise ValueError(
-                f"a request of {request.length} positions needs {need} pages of keys and values, and runtime.pages="
-                f"{runtime.pages}: raise it, or leave it out"
+                f"a request of {request.length} positions needs {need} pages of keys and values, and {given}: raise "
+                "it, or leave it out"
             )
 
     def check_device(self) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from dinfer.core.kernels.canvas import upload
+from dinfer.core.provided import provided
 from dinfer.core.recipe.recipe import Recipe
 from dinfer.core.step.shape import StepShape, power_of_2
 from dinfer.core.step.state import BatchState
@@ -123,7 +124,14 @@ class Runner:
         for held in (self.refused, self._seen, self._captured, self._seconds, self._wasted):
             held.clear()
         if self.graphs and state is not None:
+            if (extend := provided("extend_segments")) is not None:
+                extend()
             self._pool, self._replays = torch.cuda.graph_pool_handle(), StepClock(self.recipe.model.device)
+
+    @property
+    def opened(self) -> bool:
+        """Whether there is a state."""
+        return self._state is not None
 
     @property
     def state(self) -> BatchState:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, Self, get_args
 
 from dinfer.core.engine.request import Request
+from dinfer.core.provided import needed
 from dinfer.core.recipe.recipe import Recipe
 from dinfer.core.registry import check_range, check_types
 
@@ -25,6 +26,7 @@ class Runtime:
     max_length: int | None = None  # allocate `rows` requests of so many positions at once; None: as they come
     page: int = 16  # positions per page of keys and values
     pages: int | None = None  # pages in all; None: enough for the requests that run at a time
+    memory: float | str | None = None  # a share of the card, or bytes ("40GB"): as many pages as fit beside the rest
     positions: int = 8192  # most positions of one step; longer prompts are prefilled in pieces
     # throughput: with a cache that keeps keys, rows of large batches enter a block with a narrow extra pass, which
     # counts in NFE, and prefills wait for others to share a step with, so that first blocks come later
@@ -74,10 +76,13 @@ class Runtime:
                 raise ValueError(f"runtime.load=adaptive needs runtime.{name}. {CHOOSES}: {TUNES}")
             if value is not None and self.load is None:
                 raise ValueError(f"runtime.{name}={value} says which recipes may be chosen: add runtime.load=adaptive")
-        if self.load and self.pages is not None:
+        if self.memory is not None:
+            needed("memory_bytes", f"runtime.memory={self.memory}", "speed")(self.memory)
+        room = {"pages": self.pages, "memory": self.memory}
+        for name in (name for name, value in room.items() if self.load and value is not None):
             raise ValueError(
-                f"runtime.pages={self.pages} is for one recipe, and with runtime.load=adaptive each has pages of its "
-                "own: leave pages out, and set rows and max_length"
+                f"runtime.{name}={room[name]} is for one recipe, and with runtime.load=adaptive each has pages of its "
+                f"own: leave {name} out, and set rows and max_length"
             )
 
 

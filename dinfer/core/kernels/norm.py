@@ -52,7 +52,7 @@ def add_rms_norm(
 
 
 def _addend(x_BWD: Tensor, delta_BWD: Deferred) -> tuple[Tensor | PartialSums, Exchange | None]:
-    """What a kernel adds, and if that is this rank's addend of two, the memory through which it gets the other's."""
+    """What a kernel adds, and if that is one rank's addend, the memory through which it gets the others'."""
     if isinstance(delta_BWD, Share) and (found := delta_BWD.ranks.exchange) is not None and found.takes(x_BWD):
         return delta_BWD.value, found
     return to_add(delta_BWD), None

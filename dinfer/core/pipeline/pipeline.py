@@ -44,7 +44,7 @@ from dinfer.core.pipeline.inputs import (
     user_errors,
 )
 from dinfer.core.pipeline.tokenizer import ChatTemplate, TextStream, cut, read_tokenizer
-from dinfer.core.provided import needed
+from dinfer.core.provided import needed, provided
 from dinfer.core.recipe.recipe import Recipe, compose
 from dinfer.core.registry import CACHES, MODELS
 from dinfer.core.step.contracts import CachePolicy
@@ -625,6 +625,8 @@ def load(
         divided = needed("divided_network", f"runtime.tensor_parallel={run.tensor_parallel}", "scale")
         network = divided(family, folder, dtype, quantize, run, where)
     else:
+        if (where.type == "cuda" or run.memory is not None) and (fits := provided("fits_memory")) is not None:
+            fits(family, folder, dtype, quantize, run, where)
         network = load_network(folder, family, dtype=dtype, device=where, quantize=quantize)
     return Pipeline(made(network), read_tokenizer(folder, family.tokenizer), run, (family, folder))
 

@@ -30,7 +30,7 @@ class Ranks:
     rank: Rank = WHOLE
     group: Any = None  # the ProcessGroup; None: this rank is alone, and collectives cost nothing
     small: SymmetricSum | None = None  # adds up small tensors faster than the group does
-    exchange: Exchange | None = None  # by which kernels add up the rows of two ranks as they read them
+    exchange: Exchange | None = None  # by which kernels add up the rows of all ranks as they read them
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None = None) -> Self:

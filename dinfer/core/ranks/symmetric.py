@@ -6,6 +6,7 @@ for the others, and reads theirs. One kernel does it all (torch's symmetric memo
 
 import logging
 import os
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -19,26 +20,27 @@ WIDTH = 16  # bytes that a thread reads at a time
 
 
 class Exchange(NamedTuple):
-    """Memory through which two GPUs swap rows of 16-bit numbers. Each writes to the other's and reads its own.
+    """Memory through which GPUs swap rows of 16-bit numbers. Each writes to all inboxes and reads its own.
 
-    A row has two places and uses them in turn. `count_R` counts its swaps. An empty place holds -0.0, and a -0.0 is
-    sent as 0. So a number says by itself that it has arrived, and no flag waits behind it. The LL protocol of NCCL and
-    the Lamport all-reduce of TensorRT-LLM work like this.
+    A row has two places in an inbox for each rank, and uses them in turn. `count_R` counts its swaps. An empty place
+    holds -0.0, and a -0.0 is sent as 0. So a number says by itself that it has arrived, and no flag waits behind it.
+    The LL protocol of NCCL and the Lamport all-reduce of TensorRT-LLM work like this.
     """
 
-    mine: Tensor  # int16 [2, R, width]
-    theirs: Tensor  # the other GPU's
+    inbox: Tensor  # int16 [2, N, R, width], the rows of each rank
+    address_N: Tensor  # int64, where in the memory of each rank's inbox this rank's rows begin
     count_R: Tensor  # int32
 
     @classmethod
-    def over(cls, mine: Tensor, theirs: Tensor) -> Self:
-        """Empties the places of this GPU. mine, theirs: int16 [2, R, width]"""
-        mine.fill_(EMPTY)
-        return cls(mine, theirs, torch.zeros(mine.shape[1], dtype=torch.int32, device=mine.device))
+    def over(cls, inbox: Tensor, places: Sequence[Tensor]) -> Self:
+        """Empties this GPU's inbox. `places`: in each rank's inbox, in order, the rows of this rank [2, R, width]."""
+        inbox.fill_(EMPTY)
+        address_N = torch.tensor([place.data_ptr() for place in places], dtype=torch.int64).to(inbox.device)
+        return cls(inbox, address_N, torch.zeros(inbox.shape[2], dtype=torch.int32, device=inbox.device))
 
     def takes(self, x: Tensor) -> bool:
         """Whether the rows of `x` fit. All programs of a kernel must run at once, or they wait for ever."""
-        fits = x.numel() // x.shape[-1] <= self.mine.shape[1] and x.shape[-1] <= self.mine.shape[2]
+        fits = x.numel() // x.shape[-1] <= self.inbox.shape[2] and x.shape[-1] <= self.inbox.shape[3]
         return fits and x.dtype in (torch.bfloat16, torch.float16)
 
 
@@ -53,13 +55,12 @@ class SymmetricSum:
         self.group, self.size = group, group.size()
         self.buffer = _symmetric_memory.empty(ROOM, dtype=torch.uint8, device=device)
         _symmetric_memory.rendezvous(self.buffer, group)
-        self.exchange = None
-        if self.size == 2:
-            inbox = _symmetric_memory.empty(2, ROWS, WIDEST, dtype=torch.int16, device=device)
-            memory = _symmetric_memory.rendezvous(inbox, group)
-            self.exchange = Exchange.over(inbox, memory.get_buffer(1 - group.rank(), inbox.shape, inbox.dtype))
-            memory.barrier()  # a rank writes only after the other has emptied its places
-            torch.cuda.synchronize(device)
+        inbox = _symmetric_memory.empty(2, self.size, ROWS, WIDEST, dtype=torch.int16, device=device)
+        memory = _symmetric_memory.rendezvous(inbox, group)
+        others = [memory.get_buffer(rank, inbox.shape, inbox.dtype) for rank in range(self.size)]
+        self.exchange = Exchange.over(inbox, [other[:, group.rank()] for other in others])
+        memory.barrier()  # a rank writes only after the others have emptied their inboxes
+        torch.cuda.synchronize(device)
 
     @classmethod
     def of(cls, group: Any, device: torch.device) -> "SymmetricSum | None":

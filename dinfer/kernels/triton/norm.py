@@ -19,57 +19,70 @@ MANY = 256  # rows that busy the card with a program each
 
 
 @triton.jit
-def _swapped(own, mine_ptr, theirs_ptr, count_ptr, column, inside, ROWS: tl.constexpr, WIDEST: tl.constexpr):
-    """A row plus the same row of the other GPU, rounded once (`Exchange`).
+def _swapped(
+    own, inbox_ptr, address_ptr, count_ptr, column, inside,
+    RANKS: tl.constexpr, ROWS: tl.constexpr, WIDEST: tl.constexpr,
+):  # fmt: skip
+    """The sum of a row over all ranks, in their order, rounded once (`Exchange`).
 
-    It empties the place that it has read. The other GPU writes there again two swaps later. Before that it needs the
+    It empties the places that it has read. Another GPU writes there again two swaps later. Before that it needs the
     row of the next swap, and this GPU sends that row only after this kernel.
     """
     row = tl.program_id(0)
     count = tl.load(count_ptr + row)
-    place = ((count & 1) * ROWS + row) * WIDEST + column
+    turn = (count & 1) * RANKS * ROWS * WIDEST
+    place = turn + row * WIDEST + column
     bits = own.to(tl.int16, bitcast=True)
     bits = tl.where(bits == EMPTY, 0, bits).to(tl.int16)
-    tl.store(theirs_ptr + place, bits, mask=inside)
-    other = tl.load(mine_ptr + place, mask=inside, other=0, volatile=True)
-    while tl.min(other.to(tl.int32), 0) == EMPTY:
-        other = tl.load(mine_ptr + place, mask=inside, other=0, volatile=True)
-    tl.store(mine_ptr + place, tl.full(place.shape, EMPTY, tl.int16), mask=inside)
+    for rank in tl.static_range(RANKS):
+        there_ptr = tl.load(address_ptr + rank).to(tl.pointer_type(tl.int16))
+        tl.store(tl.multiple_of(there_ptr, 16) + place, bits, mask=inside)
+    total, missing = tl.zeros(place.shape, tl.float32), 1
+    while missing > 0:  # it reads all ranks' rows at once: one after the other would take as many times as long
+        total, empty = tl.zeros(place.shape, tl.float32), tl.zeros(place.shape, tl.int32)
+        for rank in tl.static_range(RANKS):
+            sent = tl.load(inbox_ptr + rank * (ROWS * WIDEST) + place, mask=inside, other=0, volatile=True)
+            empty |= (sent == EMPTY).to(tl.int32)
+            total += sent.to(own.dtype, bitcast=True).to(tl.float32)
+        missing = tl.max(empty, 0)
+    for rank in tl.static_range(RANKS):
+        nothing = tl.full(place.shape, EMPTY, tl.int16)
+        tl.store(inbox_ptr + rank * (ROWS * WIDEST) + place, nothing, mask=inside)
     tl.store(count_ptr + row, count + 1)
-    both = bits.to(own.dtype, bitcast=True).to(tl.float32) + other.to(own.dtype, bitcast=True).to(tl.float32)
-    return both.to(own.dtype)
+    return total.to(own.dtype)
 
 
 @triton.jit
 def _plus(
-    x, delta_ptr, mix_ptr, plus_ptr, mine_ptr, theirs_ptr, count_ptr, column, inside, apart, stride,
-    PARTS: tl.constexpr, MIXED: tl.constexpr, PLUS: tl.constexpr, ROWS: tl.constexpr, WIDEST: tl.constexpr,
+    x, delta_ptr, mix_ptr, plus_ptr, inbox_ptr, address_ptr, count_ptr, column, inside, apart, stride,
+    PARTS: tl.constexpr, MIXED: tl.constexpr, PLUS: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr,
+    WIDEST: tl.constexpr,
 ):  # fmt: skip
-    """A row plus the sum of the parts of its addend, and of the other GPU's addend if `ROWS` is not 0."""
+    """A row plus the sum of the parts of its addend, and of other ranks' addends where there are `RANKS`."""
     row = tl.program_id(0)
     delta_ptr += row.to(tl.int64) * stride + column
     delta = added(delta_ptr, mix_ptr + row * MIXED, inside, apart, 0.0, PARTS, MIXED)
     if PLUS:
         delta += tl.load(plus_ptr + column, mask=inside, other=0.0).to(tl.float32)
     delta = delta.to(x.dtype)
-    if ROWS:
-        delta = _swapped(delta, mine_ptr, theirs_ptr, count_ptr, column, inside, ROWS, WIDEST)
+    if RANKS:
+        delta = _swapped(delta, inbox_ptr, address_ptr, count_ptr, column, inside, RANKS, ROWS, WIDEST)
     return (x.to(tl.float32) + delta.to(tl.float32)).to(x.dtype)
 
 
 @triton.jit
 def _add(
-    x_ptr, delta_ptr, mix_ptr, plus_ptr, sum_ptr, mine_ptr, theirs_ptr, count_ptr, width, apart, stride,
-    PARTS: tl.constexpr, MIXED: tl.constexpr, PLUS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-    WIDEST: tl.constexpr, EARLY: tl.constexpr,
+    x_ptr, delta_ptr, mix_ptr, plus_ptr, sum_ptr, inbox_ptr, address_ptr, count_ptr, width, apart, stride,
+    PARTS: tl.constexpr, MIXED: tl.constexpr, PLUS: tl.constexpr, BLOCK: tl.constexpr, RANKS: tl.constexpr,
+    ROWS: tl.constexpr, WIDEST: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     follow(EARLY)
     row, column = tl.program_id(0).to(tl.int64) * width, tl.arange(0, BLOCK)
     inside = column < width
     x = tl.load(x_ptr + row + column, mask=inside, other=0.0)
     x = _plus(
-        x, delta_ptr, mix_ptr, plus_ptr + row, mine_ptr, theirs_ptr, count_ptr, column, inside, apart, stride,
-        PARTS, MIXED, PLUS, ROWS, WIDEST,
+        x, delta_ptr, mix_ptr, plus_ptr + row, inbox_ptr, address_ptr, count_ptr, column, inside, apart, stride,
+        PARTS, MIXED, PLUS, RANKS, ROWS, WIDEST,
     )  # fmt: skip
     tl.store(sum_ptr + row + column, x, mask=inside)
 
@@ -77,10 +90,10 @@ def _add(
 @triton.jit
 def _add_rms_norm(
     x_ptr, delta_ptr, mix_ptr, plus_ptr, weight_ptr, sum_ptr, out_ptr, scale_ptr, square_ptr, wide_ptr,
-    mine_ptr, theirs_ptr, count_ptr, width, apart, stride, room, eps,
+    inbox_ptr, address_ptr, count_ptr, width, apart, stride, room, eps,
     PARTS: tl.constexpr, MIXED: tl.constexpr, PLUS: tl.constexpr, LARGEST: tl.constexpr, GROUP: tl.constexpr,
-    PIECES: tl.constexpr, BOTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, WIDEST: tl.constexpr,
-    EARLY: tl.constexpr,
+    PIECES: tl.constexpr, BOTH: tl.constexpr, BLOCK: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr,
+    WIDEST: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     row, first = tl.program_id(0).to(tl.int64) * width, tl.program_id(1) * BLOCK
     column = first + tl.arange(0, BLOCK)
@@ -91,8 +104,8 @@ def _add_rms_norm(
     x = tl.load(x_ptr + row + column, mask=inside, other=0.0)
     if PARTS:
         x = _plus(
-            x, delta_ptr, mix_ptr, plus_ptr + row, mine_ptr, theirs_ptr, count_ptr, column, inside, apart, stride,
-            PARTS, MIXED, PLUS, ROWS, WIDEST,
+            x, delta_ptr, mix_ptr, plus_ptr + row, inbox_ptr, address_ptr, count_ptr, column, inside, apart, stride,
+            PARTS, MIXED, PLUS, RANKS, ROWS, WIDEST,
         )  # fmt: skip
         tl.store(sum_ptr + row + column, x, mask=inside)
     wide = x.to(tl.float32)
@@ -142,13 +155,14 @@ class Addends(NamedTuple):
             strides = x.shape[-1], parts * x.shape[-1]
         elif delta is not None:
             (values, parts), strides = addends(delta), (x.numel(), x.shape[-1])
-        rows, widest = (0, 0) if exchange is None else exchange.mine.shape[1:]
-        fixed = {"PARTS": parts, "MIXED": mixed, "PLUS": plus is not None, "ROWS": rows, "WIDEST": widest}
+        ranks, rows, widest = (0, 0, 0) if exchange is None else exchange.inbox.shape[1:]
+        fixed = {"PARTS": parts, "MIXED": mixed, "PLUS": plus is not None}
+        fixed |= {"RANKS": ranks, "ROWS": rows, "WIDEST": widest}
         return cls((values, mix, values if plus is None else plus), exchange or (x,) * 3, strides, fixed)
 
 
 def add(x_BWD: Tensor, delta_BWD: Tensor | PartialSums, exchange: Exchange | None = None) -> Tensor:
-    """See `dinfer.core.kernels.norm.add`. With an `exchange`, `delta_BWD` is this rank's addend of two."""
+    """See `dinfer.core.kernels.norm.add`. With an `exchange`, `delta_BWD` is this rank's addend."""
     x_BWD = x_BWD.contiguous()
     sum_BWD, width = torch.empty_like(x_BWD), x_BWD.shape[-1]
     delta, lines = Addends.of(delta_BWD, x_BWD, exchange), x_BWD.shape[:-1].numel()
@@ -163,7 +177,7 @@ def add_rms_norm(
     x_BWD: Tensor, delta_BWD: Tensor | PartialSums | None, weight_D: Tensor, eps: float, inputs: InputFormat = "plain",
     exchange: Exchange | None = None,
 ) -> tuple[Tensor, Tensor | Rounded | Grouped]:  # fmt: skip
-    """See `dinfer.core.kernels.norm.add_rms_norm`. With an `exchange`, `delta_BWD` is this rank's addend of two."""
+    """See `dinfer.core.kernels.norm.add_rms_norm`. With an `exchange`, `delta_BWD` is this rank's addend."""
     x_BWD = x_BWD.contiguous()
     width, groups = x_BWD.shape[-1], in_groups(inputs, x_BWD.shape[:-1].numel())
     both = inputs == "both" or (groups is not None and groups.both)

@@ -43,6 +43,7 @@ LONG = 3600.0  # seconds in which a rank may read one tensor, or wait for one re
 SETTINGS = {
     "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_GRAPH_REGISTER": "0",  # it knows no memory that torch may extend (`dinfer.speed.memory`)
 }  # fmt: skip
 
 
@@ -120,15 +121,20 @@ def check(source: Source, size: int, device: torch.device, expert_parallel: bool
         raise ValueError(f"{what}: {error}") from error
 
 
-def divided(source: Source, size: int, device: torch.device, expert_parallel: bool = False) -> Any:
+def divided(
+    source: Source, size: int, device: torch.device, expert_parallel: bool = False,
+    checks: Callable[[], None] | None = None,
+) -> Any:  # fmt: skip
     """Rank 0's share of a network whose other shares `size` - 1 other processes have loaded.
 
-    Raises ValueError, RankFailed, and what loading raises. A process that torchrun has started as another rank does not
-    return from here: it ends when rank 0 does.
+    `checks`: what else raises ValueError before a process starts. Raises ValueError, RankFailed, and what loading
+    raises. A process that torchrun has started as another rank does not return from here: it ends when rank 0 does.
     """
     if follows(size):
         serve_torchrun()
     check(source, size, device, expert_parallel)
+    if checks is not None:
+        checks()
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
     ranks = started(size, lambda path: torchrun_store().set(PLACE, path), follow)

@@ -187,27 +187,34 @@ def test_a_router_adds_up_and_takes_the_first_of_equals(sigmoid: bool, groups: i
         torch.testing.assert_close(weights_C, score_X[want] / score_X[want].sum())
 
 
-@pytest.mark.rest(but=1)
+@pytest.mark.rest(but=2)
+@pytest.mark.parametrize(("ranks", "own"), [(4, 2), (2, 0), (2, 1), (4, 0), (3, 1)])
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("inputs", ["plain", "both"])
-def test_a_norm_adds_up_the_rows_of_two_cards(parts: int, inputs: InputFormat) -> None:
-    """The other card's rows have arrived, three times: a row has two places, and they are empty again afterwards."""
+def test_a_norm_adds_up_the_rows_of_all_cards(ranks: int, own: int, parts: int, inputs: InputFormat) -> None:
+    """The other cards' rows have arrived, three times: a row has two places, and they are empty again afterwards."""
     x, weight_D = draw(1, 5, 64, dtype=SHORT), draw(64).to(SHORT)
-    mine, theirs = (torch.zeros(2, 8, 96, dtype=torch.int16, device=DEVICE) for _ in range(2))
-    exchange = Exchange.over(mine, theirs)
+    inboxes = [torch.zeros(2, ranks, 8, 96, dtype=torch.int16, device=DEVICE) for _ in range(ranks)]
+    exchange = Exchange.over(inboxes[own], [inbox[:, own] for inbox in inboxes])
     assert exchange.takes(x) and not exchange.takes(x.double()) and not exchange.takes(draw(9, 64, dtype=SHORT))
     for count in range(3):
-        values, other = draw(parts, 1, 5, 64), draw(5, 64, dtype=SHORT)
+        values, rows_N5D = draw(parts, 1, 5, 64), draw(ranks, 5, 64, dtype=SHORT)
+        rows_N5D[:, :, 0] = torch.tensor([256.0, 1.0, 1.0, 1.0], dtype=SHORT)[:ranks, None]  # the order shows here
         values[..., :2] = -0.0  # what an empty place holds
-        other[:, 1] = 0
-        own = values.sum(0).to(SHORT)
-        sum_BWD = (own.float() + other.float()).to(SHORT)
-        want = triton_norm.add_rms_norm(x, sum_BWD, weight_D, 1e-5, inputs)
-        mine[count % 2, :5, :64] = other.view(torch.int16)
+        rows_N5D[:, :, 1] = 0
+        rows_N5D[own] = values.sum(0)[0].to(SHORT)
+        total = torch.zeros(5, 64, device=DEVICE)
+        for addend in rows_N5D:
+            total += addend.float()
+        want = triton_norm.add_rms_norm(x, total.to(SHORT)[None], weight_D, 1e-5, inputs)
+        others = [rank for rank in range(ranks) if rank != own]
+        inboxes[own][count % 2, others, :5, :64] = rows_N5D[others].view(torch.int16)
         if count == 1:
             got = triton_norm.add(x, PartialSums(values, SHORT), exchange), want[1]
         else:
             got = triton_norm.add_rms_norm(x, PartialSums(values, SHORT), weight_D, 1e-5, inputs, exchange)
-        sent = theirs[count % 2, :5, :64]
-        assert torch.equal(sent.view(SHORT), own[0]) and not (sent == EMPTY).any() and (mine == EMPTY).all()
+        for rank in others:
+            sent = inboxes[rank][count % 2, own, :5, :64]
+            assert torch.equal(sent.view(SHORT), rows_N5D[own]) and not (sent == EMPTY).any()
+        assert (inboxes[own] == EMPTY).all()
         assert torch.equal(got[0], want[0]) and torch.equal(close(got[1]), close(want[1]))

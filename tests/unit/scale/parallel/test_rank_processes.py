@@ -204,7 +204,7 @@ def test_a_rank_joins_those_of_the_device_of_rank_0(device: str, monkeypatch: py
     assert done == [(4711, 1, 2, device), ("source", ALONE, True)]
 
 
-# What follows starts up to three processes a case, which takes some ten seconds.
+# What follows starts up to four processes a case, which takes some ten seconds.
 
 
 @pytest.fixture(scope="module")
@@ -218,13 +218,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("stage", ["start", "loading", "running"])
 @pytest.mark.parametrize(
     ("victim", "by"),
-    [(0, signal.SIGKILL), (1, signal.SIGKILL), (2, signal.SIGKILL), (0, signal.SIGSTOP), (2, signal.SIGSTOP)],
+    [(0, signal.SIGKILL), (1, signal.SIGKILL), (3, signal.SIGKILL), (0, signal.SIGSTOP), (3, signal.SIGSTOP)],
     ids=lambda given: given.name if isinstance(given, signal.Signals) else f"rank{given}",
 )
 def test_a_rank_that_dies_or_hangs_ends_the_others(
     checkpoint: Path, stage: str, victim: int, by: signal.Signals
 ) -> None:
-    kill(Program(str(checkpoint), 3), stage, victim, by)
+    kill(Program(str(checkpoint), 4), stage, victim, by)
 
 
 def command(*words: str) -> list[str]:

@@ -46,7 +46,7 @@ def test_the_slices_of_all_ranks_cover_each_tensor(name: str, ranks: int, expert
 
 
 @pytest.mark.rest(but=9)
-@pytest.mark.parametrize("name", [*EXPERTS, "dream", "fast_dllm_v2", "llada, 6 key heads", "diffusion_gemma"])
+@pytest.mark.parametrize("name", [*EXPERTS, "dream", "fast_dllm_v2", "llada, 12 key heads", "diffusion_gemma"])
 @pytest.mark.parametrize(("ranks", "expert_parallel"), RANKS)
 def test_a_rank_reads_its_share_alone(tmp_path: Path, name: str, ranks: int, expert_parallel: bool) -> None:
     """The same numbers as the whole network has there, and no more bytes than its parameters hold."""

@@ -26,15 +26,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def outcomes(folder: Path) -> list[dict[tuple[str, int], Any]]:
-    """What each of three processes decoded, by case and number of ranks."""
-    mp.spawn(run_rank, (3, str(folder), NAMES), nprocs=3)
-    return [torch.load(folder / f"rank{index}.pt") for index in range(3)]
+    """What each of four processes decoded, by case and number of ranks."""
+    mp.spawn(run_rank, (4, str(folder), NAMES), nprocs=4)
+    return [torch.load(folder / f"rank{index}.pt") for index in range(4)]
 
 
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
 def test_ranks_decode_what_one_does(case: Case, folder: Path, outcomes: list[dict[tuple[str, int], Any]]) -> None:
     want = decode(case, folder)
-    for ranks in (2, 3):
+    for ranks in (2, 3, 4):
         for found in outcomes[:ranks]:
             assert found[case.name, ranks] == want
 
@@ -46,7 +46,7 @@ def test_ranks_round_weights_as_well_as_one(
 ) -> None:
     """A rank has a scale for its part of an output, so the logits are others, and about as near to the truth."""
     exact, whole = (scores(f"{model}, wide", folder, kind) for kind in (None, quantize))
-    for ranks in (2, 3):
+    for ranks in (2, 3, 4):
         first, *others = (found[model, quantize, ranks] for found in outcomes[:ranks])
         assert all(torch.equal(first, other) for other in others)
         assert 0 < (first - exact).norm() < 1.5 * (whole - exact).norm()
