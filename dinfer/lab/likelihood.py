@@ -53,7 +53,7 @@ class Samples:
     prompt_lengths: Tensor  # int64 [N]
     answer_ids: Tensor  # int64 [N, A]
     lengths: Tensor  # int64 [N], tokens of the answer
-    steps: Tensor | None = None  # int [N, A], the step that wrote each position, in any count that grows
+    steps: Tensor | None = None  # int [N, A], the step that wrote each position, in any count that grows; -1: none did
     block: int | None = None  # positions of a block of the run that wrote them
     origin: Origin = "position"  # whether blocks are counted from position 0 or from the prompt's end
 
@@ -617,10 +617,10 @@ def _check_steps(rule: Likelihood, texts: Sequence[Text]) -> None:
     if texts[0].samples.steps is None:
         raise ValueError(f"likelihood={LIKELIHOODS.name_of(rule)} replays a run: give the samples its `steps`")
     for text in texts:
-        if bool((text.steps_A < 0).any()):
-            place = int((text.steps_A < 0).nonzero()[0])
-            raise ValueError(f"sample {text.index}: steps has no step for position {place} of the answer; each token "
-                             "needs one, to the end of the last block")  # fmt: skip
+        if bool((text.steps_A < -1).any()):
+            place = int((text.steps_A < -1).nonzero()[0])
+            raise ValueError(f"sample {text.index}: steps has {int(text.steps_A[place])} at position {place} of the "
+                             "answer: give the step that wrote it, or -1 where no step did")  # fmt: skip
 
 
 def _check_network(spec: ModelSpec, passes: Passes) -> None:

@@ -180,7 +180,7 @@ def _llada2(prompts: list[list[int]], params: Fields) -> Plan:
     """LLaDA2's own. It stops behind a block with EOS in any case; `eos_early_stop` only leaves that block earlier."""
     params.take("eos_early_stop")
     steps, new_tokens = params.take("steps"), params.take("gen_length")
-    decoder = _quota(min(steps, new_tokens // params.take("minimal_topk")), params.take("threshold"))
+    decoder = quota(min(steps, new_tokens // params.take("minimal_topk")), params.take("threshold"))
     return replace(aligned(prompts, params, decoder, "none"), answer=new_tokens)
 
 
@@ -209,7 +209,7 @@ def _sdar(prompts: list[list[int]], params: Fields) -> Plan:
         greedy = confidence == "argmax token, full softmax probability"
     if not greedy:
         raise Skip(f"SDAR: sampling is not there yet ({confidence})")
-    decoder = _quota(params.take("denoising_steps"), threshold if strategy == "low_confidence_dynamic" else 1.0)
+    decoder = quota(params.take("denoising_steps"), threshold if strategy == "low_confidence_dynamic" else 1.0)
     if strategy == "sequential":
         decoder["score"] = strategy
     plan = aligned(prompts, params, decoder, "block")
@@ -217,7 +217,7 @@ def _sdar(prompts: list[list[int]], params: Fields) -> Plan:
     return replace(plan, keep_masks=True)
 
 
-def _quota(steps: int, threshold: float) -> dict[str, Any]:
+def quota(steps: int, threshold: float) -> dict[str, Any]:
     """The decoder of LLaDA2 and SDAR: all above the threshold, or the best of a quota that splits the block."""
     return {"name": "fixed", "steps": steps, "split": "block", "threshold": threshold, "precision": "float32"}
 

@@ -227,6 +227,12 @@ class Pipeline:
             results.append(Result(text, ids, request.prompt, done.canvas, stopped, done.counts, snapshots, read))
         return results if n is None else [results[i : i + count] for i in range(0, len(results), count)]
 
+    @user_errors
+    def rollout(self, prompts: Sequence[Any], **how: Any) -> Any:
+        """Samples for a trainer, with what every step did, see `dinfer.rollouts.run.rollout`: n samples of each prompt,
+        max_new_tokens, seed, record, whole_blocks, on_finish, options. Raises as `generate_ids` does."""
+        return needed("rollout", "rollout", "rollouts")(self, prompts, **how)
+
     def _by_name(self, function: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         return by_name(function, given, [option.name for option in self.recipe.request_options])
 

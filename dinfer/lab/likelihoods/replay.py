@@ -17,12 +17,12 @@ from dinfer.lab.likelihoods.random_masks import tail
 def rounds(steps_A: Tensor, text: Text, shrink: int = 1) -> Tensor:
     """In which forward each position of the answer is scored, from 0, each block counted for itself. int64 [A]
 
-    `shrink`: so many distinct steps of a block share a forward.
+    `shrink`: so many distinct steps of a block share a forward. What no step wrote comes after all: `text.answer`.
     """
     block_A = torch.zeros_like(steps_A) if text.block_T is None else text.block_T[text.prompt :]
-    round_A = torch.zeros_like(steps_A)
+    round_A = torch.full_like(steps_A, text.answer)
     for block in block_A.unique():
-        own_A = block_A == block
+        own_A = (block_A == block) & (steps_A >= 0)
         round_A[own_A] = steps_A[own_A].unique(return_inverse=True)[1] // shrink
     return round_A
 
@@ -45,7 +45,8 @@ class Replay(Likelihood):
     def weigh(self, text: Text, mask: Mask) -> Tensor:
         """The positions of the round in which the mask's first ones were written."""
         round_A, masked_A = self.rounds(text), mask.masked_T[text.prompt :]
-        return (masked_A & (round_A == round_A[masked_A].min() if bool(masked_A.any()) else masked_A)).double()
+        first = round_A[masked_A].min() if bool(masked_A.any()) else text.answer
+        return (masked_A & (round_A == first) & (round_A < text.answer)).double()
 
 
 @LIKELIHOODS.register("trajectory")

@@ -5,22 +5,23 @@ Where masks are no matter of chance, those that dinfer draws must be the recorde
 
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dinfer.core.loading.checkpoint import load_network
 from dinfer.lab.likelihood import LIKELIHOODS, Mask, Passes, Samples, Scored, combine, compare, logps, passes
 from tests.parity.compare import same
-from tests.parity.golden import Case, Fields, Golden, Skip, need
+from tests.parity.golden import Case, Fields, Golden, need
 
 FILES = "*/*_[0-9][0-9]_*.json"
-RUNS = ("trajectory", "edits", "weight_update")  # of which the runs are recorded, not a likelihood alone
+RUNS = ("trajectory", "edits", "weight_update")  # of which runs are recorded, see `tests.parity.kinds.rollouts`
 LOGP, RESULT = 2e-4, 5e-4  # tolerances that the goldens suggest: so much times 1 + |value|
 # Names of options in the goldens, and what is said otherwise here.
 NAMES = {"times": "samples", "min": "low", "max": "high"}
@@ -28,7 +29,7 @@ ORIGINS = {"global": "position", "response": "prompt"}
 
 
 def takes(doc: Fields) -> bool:
-    return "estimator" in doc
+    return "estimator" in doc and doc.take("estimator") not in RUNS
 
 
 def cases(golden: Golden, path: Path, doc: Fields) -> Iterator[Case]:
@@ -37,9 +38,7 @@ def cases(golden: Golden, path: Path, doc: Fields) -> Iterator[Case]:
 
 def run(golden: Golden, doc: Fields) -> str:
     """Every log-probability that counts, and all that is expected of their combination."""
-    if (name := doc.text("estimator")) in RUNS:
-        raise Skip(f"cases of {name!r} need the recording of rollouts, which is not there yet")
-    need(LIKELIHOODS, name)
+    need(LIKELIHOODS, name := doc.text("estimator"))
     family, mask_id, eos_id = doc.text("family"), doc.take("mask_id"), doc.take("eos_id")
     root = golden.root if (golden.root / "models" / family).is_dir() else golden.root.parent / "goldens"
     network = Golden(root, golden.device, golden.networks).network(f"models/{family}", family)
@@ -127,11 +126,13 @@ def check_policy(golden: Golden, network: Any, found: Passes, want: Any, masks: 
     return got
 
 
-def policy(golden: Golden, folder: Path, family: str, weights: Path) -> Any:
-    """The network of a second policy: the configuration of the first one, with other weights."""
+def policy(golden: Golden, folder: Path, family: str, weights: Path, names: Sequence[str] | None = None) -> Any:
+    """The network of a second policy: the configuration of the first one, with other weights. `names`: of these."""
     with tempfile.TemporaryDirectory() as made:
         shutil.copy(folder / "config.json", made)
-        shutil.copy(weights, Path(made, "model.safetensors"))
+        changed = load_file(weights)
+        kept = {} if names is None else load_file(folder / "model.safetensors")
+        save_file(kept | {name: changed[name] for name in names or changed}, Path(made, "model.safetensors"))
         known = Golden(Path(made)).family(".", family)
         return load_network(Path(made), known, dtype=torch.float32, device=golden.device)
 

@@ -1,0 +1,1 @@
+"""Rollouts for trainers: samples with what their policy did at every step."""

@@ -1,0 +1,1 @@
+"""The ability that records rollouts."""

@@ -1,0 +1,10 @@
+"""What core gets from this layer, see `dinfer.core.provided`."""
+
+from typing import Any
+
+
+def rollout(pipe: Any, prompts: Any, **how: Any) -> Any:
+    """Samples with their trajectories, see `dinfer.rollouts.run.rollout`."""
+    from dinfer.rollouts import run  # needs torch
+
+    return run.rollout(pipe, prompts, **how)
