@@ -229,8 +229,7 @@ class Pipeline:
 
     @user_errors
     def rollout(self, prompts: Sequence[Any], **how: Any) -> Any:
-        """Samples for a trainer, with what every step did, see `dinfer.rollouts.run.rollout`: n samples of each prompt,
-        max_new_tokens, seed, record, whole_blocks, on_finish, options. Raises as `generate_ids` does."""
+        """Samples for a trainer, with what every step did: `dinfer.rollouts.run.rollout` says what it takes."""
         return needed("rollout", "rollout", "rollouts")(self, prompts, **how)
 
     def _by_name(self, function: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
