@@ -264,13 +264,13 @@ class PagedAttend:
 Key = bytes
 
 
-def prompt_keys(prompt: Sequence[int], end: int, page: int, block: int) -> list[Key]:
+def prompt_keys(prompt: Sequence[int], end: int, page: int, block: int, epoch: int = 0) -> list[Key]:
     """A hash for each page of the first `end` positions, which a prefill computes.
 
     It covers everything that the page's keys and values depend on: the tokens up to the end of the attention block in
-    which the page ends. An attention block has `block` positions.
+    which the page ends, and the weights, which are others in each `epoch`. An attention block has `block` positions.
     """
-    sha, done, keys = hashlib.sha256(), 0, []
+    sha, done, keys = hashlib.sha256(epoch.to_bytes(8, "little")), 0, []
     for stop in range(page, end + 1, page):
         seen = -(-stop // block) * block
         sha.update(array("q", prompt[done:seen]).tobytes())
@@ -299,6 +299,7 @@ class PageAllocator:
         self._page_of: dict[Key, int] = {}
         self._key_of: dict[int, Key] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()  # published, without an owner
+        self.epoch = 0  # counts the weights that keys were computed with: pages of other epochs are found by nobody
 
     @property
     def free(self) -> int:

@@ -1,1 +1,1 @@
-"""Rollouts for trainers: samples with what their policy did at every step."""
+"""Training by what was generated: samples with all that a trainer needs, and weights that change under an engine."""

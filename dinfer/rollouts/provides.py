@@ -8,3 +8,10 @@ def rollout(pipe: Any, prompts: Any, **how: Any) -> Any:
     from dinfer.rollouts import run  # needs torch
 
     return run.rollout(pipe, prompts, **how)
+
+
+def weights_of(pipe: Any) -> Any:
+    """The weights of a pipeline, which may be changed, see `dinfer.rollouts.weights.Weights`."""
+    from dinfer.rollouts.weights import Weights
+
+    return Weights(pipe)

@@ -1,5 +1,6 @@
 """What core gets from this layer, see `dinfer.core.provided`."""
 
+from collections.abc import Callable
 from typing import Any
 
 from dinfer.core.engine.runtime import Runtime
@@ -13,6 +14,13 @@ def leading_worker(recipe: Recipe, runtime: Runtime, plain: Recipe) -> Worker | 
     from dinfer.scale.parallel.leader_worker import LeadingWorker
 
     return None if (ranks := leader()) is None else LeadingWorker(recipe, runtime, ranks, plain)
+
+
+def on_each_rank(recipe: Recipe, work: Callable[..., Any], *given: Any) -> list[Any]:
+    """Calls a function of a module with the network of each rank, see `dinfer.scale.parallel.divided_model`."""
+    from dinfer.scale.parallel import divided_model
+
+    return divided_model.on_each_rank(recipe, work, *given)
 
 
 def divided_network(family: Any, folder: Any, dtype: Any, quantize: str | None, runtime: Runtime, device: Any) -> Any:

@@ -47,7 +47,7 @@ OUTSIDE: dict[str, set[str]] = {
     "ray": {"scale/ray"},
     "triton": {"kernels", "speed/startup"},
     "transformers": {"core/pipeline", "lab/inspect"},
-    "safetensors": {"core/loading", "cli"},
+    "safetensors": {"core/loading", "cli", "rollouts"},
     "huggingface_hub": {"core/loading/files"},
     "numpy": {"formats/gguf_file", "lab/metrics", "structure"},
     "gguf": {"formats/gguf_file"},

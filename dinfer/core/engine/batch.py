@@ -207,7 +207,7 @@ class Batch:
         if self.runtime.share and not own and prefilled(recipe.cache, spec, row.request.length):
             unit = spec.causal_block or 1
             final = row.cursors.kept // unit * unit
-            keys = prompt_keys(row.canvas[:final], final, page, unit)
+            keys = prompt_keys(row.canvas[:final], final, page, unit, row.epoch)
             for i in range(row.published, len(keys)):
                 self.pages.publish(keys[i], row.pages[i])
         self.release(row)
@@ -224,10 +224,11 @@ class Batch:
         spec, request, recipe = self.recipe.model.spec, row.request, self.recipe
         unit = spec.causal_block or 1
         own = spec.prompt_block or recipe.guided(request.options)  # keys depend on more than the tokens before them
-        if not row.prefix_keys and self.runtime.share and not own:
+        if (not row.prefix_keys or row.epoch != self.pages.epoch) and self.runtime.share and not own:
             first, _ = recipe.iteration.first_region(request.start, request.length)
             end = prefilled(recipe.cache, spec, first)
-            row.prefix_keys = prompt_keys(request.prompt, end, self.runtime.page, unit)
+            row.prefix_keys = prompt_keys(request.prompt, end, self.runtime.page, unit, self.pages.epoch)
+        row.epoch = self.pages.epoch
         pages = self.pages.published(row.prefix_keys)
         if not row.prefix_keys:
             return pages

@@ -7,9 +7,11 @@ the next round as soon as it has the cursors, so that the round overlaps the hos
 
 import threading
 from collections import deque
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
+from weakref import WeakSet
 
 import torch
 
@@ -32,6 +34,9 @@ class LoadLevel:
     recipe: Recipe
     runtime: Runtime
     told: str = ""  # what stands in the usage of its requests; "": there is one recipe, and nothing to tell
+
+
+ENGINES: WeakSet["Engine"] = WeakSet()  # of this process: several may run one network
 
 
 class Rounds(Protocol):
@@ -101,6 +106,9 @@ class Engine:
         self._inbox: deque[Update] = deque()  # of the requests that were added
         self._added: dict[int, Row] = {}
         self._count = 0
+        self.paused = False  # no thread takes rounds, but within `between_rounds`
+        self.gate: Callable[[], object] = int  # called before a request enters: it may raise why none does
+        ENGINES.add(self)
 
     @property
     def runner(self) -> Runner:
@@ -199,6 +207,7 @@ class Engine:
     def check(self, request: Request) -> None:
         """Raises ValueError for a request that can never run here."""
         runtime, spec = self.runtime, self.recipe.model.spec
+        self.gate()
         request.check(spec)
         for level in self.levels:
             level.recipe.check(request.options, runtime=level.runtime, request=request)
@@ -227,14 +236,40 @@ class Engine:
     def _advance(self, inbox: deque[Update]) -> None:
         """Runs a round, or waits for the thread that runs one. Returns at once if the inbox has an update."""
         with self._turn:
-            while self._stepping and not inbox:
+            while (self._stepping or self.paused) and not inbox:
                 self._turn.wait()
             if inbox:
                 return
             self._stepping = True
+        with self._ending_turn():
+            self.loop.round()
+
+    @contextmanager
+    def between_rounds(self) -> Iterator[None]:
+        """No thread takes a round within, and the device has ended all steps that were launched.
+
+        Of what is queued within, requests that were added hear at the end.
+        """
+        with self._turn:
+            while self._stepping:
+                self._turn.wait()
+            self._stepping = True
+        with self._ending_turn():
+            for loop in self.loops:
+                loop.drain()
+            yield
+
+    def resume(self) -> None:
+        """Ends a pause."""
+        with self._turn:
+            self.paused = False
+            self._turn.notify_all()
+
+    @contextmanager
+    def _ending_turn(self) -> Iterator[None]:
         try:
             with on_device(self.device), self.loop.worker.working():
-                self.loop.round()
+                yield
         finally:
             with self._turn:
                 self._stepping = False

@@ -87,9 +87,25 @@ class Loop:
         if not self._flights:  # an interrupt may have left a round
             self._enter()
             self._launch()
+        self._land()
+
+    def _land(self) -> None:
+        """Looks at the rows of each step of the oldest round when it has ended."""
         for flight, cursors in self._landed():
             rows, asked = flight[0]
             self._each(rows, partial(self._move, asked, cursors))
+
+    @torch.inference_mode()
+    def drain(self, stop: bool = False) -> None:
+        """Looks at all rounds under way, and launches none. `stop`: rows then end with what they have."""
+        while self._flights:
+            self._land()
+        for row in self.running if stop else ():
+            row.cursors = row.cursors._replace(phase=Phase.IDLE)
+            self._moved.append(row)
+        self._hear()
+        self._end()
+        self._deliver()
 
     def _overlapped_round(self) -> None:
         """The same, but the device runs one step while the host looks at the last, and while the caller has its turn.

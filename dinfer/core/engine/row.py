@@ -51,6 +51,7 @@ class Row:
     open_before: list[int] = field(default_factory=list)  # for each position, the number of positions to decode before
     prefix_keys: list[Key] = field(default_factory=list)  # of the pages of its prompt that others may share
     published: int = 0  # how many of these pages are published
+    epoch: int = 0  # of the weights at its admission, see `PageAllocator`
     awaited: bool = False  # a request waits for these pages
     cached: int = 0  # tokens whose keys were shared at its admission
 

@@ -4,7 +4,7 @@ A worker decides nothing and reads nothing back. Each rank of tensor parallelism
 same states, because they are told the same (`dinfer.scale.parallel.leader_worker`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -85,6 +85,14 @@ class Worker:
     def outdated(self) -> bool:
         """Whether graphs or shared keys are those of other modules or weights than the network has now."""
         return (self.runtime.graphs or self.runtime.share) and self._made_of != made_of(self.recipe.model)
+
+    def renewed(self) -> None:
+        """Takes the network as it is now, written in place: graphs stay, and so do keys that nobody has forgotten."""
+        self._made_of = made_of(self.recipe.model)
+
+    def do(self, work: Callable[..., object], *given: Any) -> None:
+        """Calls `work`, a function of a module, with the worker of each rank. The arguments are plain values."""
+        work(self, *given)
 
     def close(self) -> None:
         """Frees the state and the graphs of its steps."""

@@ -112,6 +112,16 @@ class Pipeline:
     def model(self) -> Any:
         return self.recipe.model
 
+    @cached_property
+    def weights(self) -> Any:
+        """The weights under all engines that run this model, to be changed: `dinfer.rollouts.weights.Weights`."""
+        return needed("weights_of", "a change of weights", "rollouts")(self)
+
+    @property
+    def updating(self) -> Any:
+        """`with pipe.updating(version) as into: into.load(name, tensor)`, see `Weights.updating`."""
+        return self.weights.updating
+
     def __reduce__(self) -> NoReturn:
         raise TypeError(
             "a Pipeline cannot be pickled: it has threads and memory of a device. In another process call dinfer.load "

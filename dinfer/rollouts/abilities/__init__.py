@@ -1,1 +1,1 @@
-"""The ability that records rollouts."""
+"""What rollouts record, and which weights made an answer."""

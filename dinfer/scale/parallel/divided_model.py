@@ -180,6 +180,16 @@ def everywhere(recipe: Recipe, work: Callable[..., Result], *given: Any, **named
     return ranks.together("call", number, work.__module__, work.__name__, given, named, work=call, patience=LONG)[0]
 
 
+def on_each_rank(recipe: Recipe, work: Callable[..., Result], *given: Any) -> list[Result]:
+    """As `everywhere`, with the results of all ranks, which are plain values, in order."""
+    call = partial(work, recipe.model, *given)
+    if recipe.ranks.size == 1 or (ranks := leader()) is None:
+        return [call()]
+    number = model_number(ranks, recipe)
+    own, others = ranks.together("ask", number, work.__module__, work.__name__, given, work=call, patience=LONG)
+    return [own, *others]
+
+
 def identity(folder: Path | None) -> dict[str, str]:
     """What must be the same on all ranks: the code, and the checkpoint as far as its files begin."""
     package, found = Path(__file__).parents[2], {"torch": torch.__version__, "dinfer": __version__}
@@ -249,6 +259,8 @@ class RankCommands:
                 del self._workers[number]
             case "call", [number, module, function, args, named]:
                 vars(importlib.import_module(module))[function](self._networks[number], *args, **named)
+            case "ask", [number, module, function, args]:
+                return vars(importlib.import_module(module))[function](self._networks[number], *args)
             case _, [number, *rest]:
                 with torch.inference_mode():
                     self._work(self._workers[number], name, rest)
@@ -265,6 +277,8 @@ class RankCommands:
                 opened(worker, BatchSize(*room))
             case "close", []:
                 worker.close()
+            case "do", [module, function, args]:
+                worker.do(vars(importlib.import_module(module))[function], *args)
             case "compare", []:
                 worker.compare_ranks()
             case _:

@@ -4,7 +4,7 @@ import importlib
 import time
 import traceback
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import lru_cache, partial
 from typing import Any
@@ -51,6 +51,10 @@ class LeadingWorker(Worker):
         super().close()
         if self._leader.alive:
             self._leader.tell("close", self._number)
+
+    def do(self, work: Callable[..., object], *given: Any) -> None:
+        call = partial(super().do, work, *given)
+        self._leader.together("do", self._number, work.__module__, work.__name__, given, work=call)
 
     def admit(self, entries: Sequence[Entry]) -> tuple[list[Cursors], Tensor]:
         with self._leader.turn:

@@ -38,7 +38,7 @@ class Blocks(Format):
         return (torch.empty((*shape[:-2], size), dtype=torch.uint8),)
 
     def make(self, weight: Tensor) -> Weight:
-        raise NotImplementedError("blocks come from a file")
+        raise ValueError("it is held in the blocks of a GGUF file, which nothing else can be rounded to")
 
     def parts(self, weight: Weight) -> list[WeightPart]:
         pieces = weight[0].detach().split([section.outputs * section.bytes for section in self.sections], -1)

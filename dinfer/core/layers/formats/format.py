@@ -86,6 +86,15 @@ class Format(ABC):
         """
         raise NotImplementedError
 
+    def put(self, weight: Weight, at: tuple[slice, ...], values: Tensor) -> None:
+        """Rounds whole rows as `make` does, and fills them into a weight that may be `settled`. Raises ValueError.
+
+        `values`: floats [..., O, K] in the dtype of the model; `at`: where they go. No format here rounds a row by
+        another one, so that the bits are those of the whole weight.
+        """
+        for held, made in zip(weight, self.make(values), strict=True):
+            held.detach()[at[:-1]].copy_(made)
+
     def settled(self, weight: Weight) -> Weight:
         """A weight that is all there, as its device reads it fastest: as it is, unless a format says otherwise."""
         return weight

@@ -5,7 +5,16 @@ from torch import Tensor
 
 from dinfer.core.kernels.dispatch import multiplies_integers, prepare_native
 from dinfer.core.kernels.moe import ExpertWeight
-from dinfer.core.kernels.packed import PackedExperts, group_of, halves, inputs_of_group, pack, packed_linear, tiled
+from dinfer.core.kernels.packed import (
+    PackedExperts,
+    flat,
+    group_of,
+    halves,
+    inputs_of_group,
+    pack,
+    packed_linear,
+    tiled,
+)
 from dinfer.core.kernels.types import Deferred, InGroups, InputFormat
 from dinfer.core.layers.formats.format import FORMATS, Format, Weight, untraced
 
@@ -38,6 +47,15 @@ class Int4(Format):
         inputs = at[-1]
         weight[0].detach()[(*at[:-1], slice(inputs.start // 2, inputs.stop // 2))].copy_(halves(values + 8, group))
         weight[1][(*at[:-1], slice(inputs.start // group, inputs.stop // group))].copy_(scale)
+
+    def put(self, weight: Weight, at: tuple[slice, ...], values: Tensor) -> None:
+        if self.group is not None:
+            raise ValueError("it is held in the checkpoint's own groups: load floats with quantize=int4 to change them")
+        if weight[0].ndim == weight[1].ndim:
+            return super().put(weight, at, values)
+        rows = flat(weight[0].detach(), weight[1])
+        super().put((rows, weight[1]), at, values)
+        weight[0].detach().copy_(tiled(rows, weight[1]))
 
     def input_format(self, weight: Weight) -> InputFormat:
         return InGroups(inputs_of_group(*weight)) if multiplies_integers(weight[0]) else "plain"

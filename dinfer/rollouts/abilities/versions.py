@@ -1,0 +1,56 @@
+"""Which weights made an answer."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+from torch import Tensor
+
+from dinfer.core.abilities.registry import ABILITIES
+from dinfer.core.step.ability import Ability, Parts
+from dinfer.core.step.canvas import Canvas
+from dinfer.core.step.shape import Extra
+from dinfer.core.step.state import Entry
+from dinfer.rollouts.state import WeightsState, state_of
+
+
+class Seen:
+    """By slot, the versions of the weights that a request has run with, and its first step with each."""
+
+    def __init__(self, weights: WeightsState | None) -> None:
+        self.weights, self.slots = weights, defaultdict[int, list[tuple[int, int]]](list)
+
+    def changed(self, slot: int, steps: int) -> None:
+        """Other weights from that step of the request on. A version without a step does not count."""
+        assert self.weights is not None
+        before = [one for one in self.slots[slot] if one[1] < steps]
+        self.slots[slot] = [*before, (self.weights.version, steps)]
+
+
+@ABILITIES.register("versions")
+class Versions(Ability):
+    """Tells the versions of the weights, in `Counts.more`, from the first update of a model on."""
+
+    @classmethod
+    def of(cls, recipe: Parts, shape: Any) -> Self | None:
+        return None
+
+    @classmethod
+    def alloc(cls, recipe: Parts, canvas: Canvas, block: int, extras: Sequence[Extra]) -> Seen:
+        return Seen(state_of(recipe.model))
+
+    @classmethod
+    def admit(cls, kept: Seen, slot_A: Tensor, entries: Sequence[Entry]) -> None:
+        if kept.weights is not None:
+            for entry in entries:
+                kept.slots[entry.slot] = [(kept.weights.version, 0)]
+
+    @classmethod
+    def told(cls, kept: Seen, slots: Sequence[int]) -> Mapping[int, Mapping[str, Any]]:
+        if kept.weights is None or not kept.weights.told:
+            return {}
+        return {
+            slot: {"weights": seen[-1][0], **({"weights_from_step": seen} if len(seen) > 1 else {})}
+            for slot in slots
+            if (seen := kept.slots[slot])
+        }

@@ -1,0 +1,375 @@
+"""Other weights under running engines: in place, all at once for every request, and forgotten where they are stale.
+
+A request never runs on a mixture. Rounds stop, tensors are written, keys of the old weights are forgotten, and rounds
+go on. If a tensor is refused before anything was written, the old weights stay. If it is refused later, the engines
+stay paused and say why, until an update has written what the failed one left.
+"""
+
+import json
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal, get_args
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from dinfer.core.engine.engine import ENGINES, Engine
+from dinfer.core.engine.row import Row
+from dinfer.core.engine.worker import Worker
+from dinfer.core.loading.checkpoint import LoadPlan
+from dinfer.core.loading.files import ADAPTER
+from dinfer.core.loading.safetensors_io import read
+from dinfer.core.provided import needed, provided
+from dinfer.core.step.cursors import CURSORS
+from dinfer.core.step.window import first_phase
+from dinfer.rollouts import writing
+from dinfer.rollouts.abilities.versions import Seen
+from dinfer.rollouts.state import WeightsState, state_of
+
+Pending = Literal["finish", "abort", "keep", "recompute"]
+"""What becomes of requests on the way: they end first, they end with what they have, they go on with the keys that they
+have, or they go on and compute their keys anew."""
+PENDING: tuple[str, ...] = get_args(Pending)
+BUCKET = 1 << 28  # bytes that rank 0 sends to the others at a time
+
+
+class WeightsIncomplete(RuntimeError):
+    """The weights are a mixture, or forgotten: no request may run."""
+
+
+class RequestAborted(RuntimeError):
+    """A request was aborted before it began."""
+
+
+class Weights:
+    """The weights of a pipeline's network, which other engines may run too: another pipeline's, or a server's."""
+
+    def __init__(self, pipe: Any) -> None:
+        self.pipe, self.recipe = pipe, pipe.recipe
+        if (state := state_of(pipe.model)) is None:
+            raise ValueError(f"{type(pipe.model).__name__} is no module of torch, so its weights cannot be updated")
+        self.state: WeightsState = state
+
+    @property
+    def version(self) -> int:
+        """That of the weights which answers come from."""
+        return self.state.version
+
+    @property
+    def engines(self) -> list[Engine]:
+        """All that run this network."""
+        return [engine for engine in ENGINES if state_of(engine.recipe.model) is self.state]
+
+    @property
+    def family(self) -> Any:
+        """Raises ValueError for a model whose checkpoint names nobody knows."""
+        if self.pipe.origin is None:
+            raise ValueError("an update needs a model that dinfer.load read: nobody knows the names of its tensors")
+        return self.pipe.origin[0]
+
+    @contextmanager
+    def updating(
+        self, version: int | None = None, *, pending: Pending = "finish", staged: bool = False
+    ) -> "Iterator[WeightSink]":
+        """Gives what takes the new weights. No request runs until the block is left.
+
+        `version`: of the new weights; None: one more than the last. `pending`: what becomes of requests on the way.
+        `staged`: keep a copy of all that comes, and write it when all has been checked; then a refusal leaves the old
+        weights. Raises ValueError for what cannot be written, and WeightsIncomplete if something is still missing.
+        """
+        if pending not in PENDING:
+            raise ValueError(f"pending={pending!r} is not known; use one of {', '.join(PENDING)}")
+        if version is not None and (type(version) is not int or version < 0):
+            raise ValueError(f"version={version!r:.40} must be an integer, 0 or more")
+        family, state = self.family, self.state
+        if not state.turn.acquire(blocking=False):
+            raise ValueError("another update of these weights is under way: wait for its end")
+        sink = WeightSink(self, family, staged)
+        try:
+            with self._stopped(pending):
+                try:
+                    writing_everywhere(self.recipe, writing.begin, writing.named(family))
+                    yield sink
+                    sink.finish()
+                except BaseException as error:
+                    self._failed(sink, error)
+                    raise
+                state.torn -= sink.touched
+                state.sent |= sink.touched - sink.merged
+                state.merged = state.merged - sink.touched if sink.adapted is None else sink.adapted
+                if not state.torn:
+                    state.version = state.version + 1 if version is None else version
+                    self._renew(recompute=pending == "recompute")
+        finally:
+            state.turn.release()
+            self._go_on()
+        if state.torn:
+            raise self._incomplete()
+
+    def pause(self, pending: Literal["finish", "abort", "keep"] = "keep") -> None:
+        """Stops rounds until `resume`. `pending`: as for `updating`."""
+        self.state.held = True
+        with self._stopped(pending):
+            pass
+
+    def resume(self) -> None:
+        """Ends a pause. Raises WeightsIncomplete where weights are missing."""
+        if self.state.torn:
+            raise self._incomplete()
+        self.state.held = False
+        self._go_on()
+
+    def forget_keys(self) -> None:
+        """No later request shares keys that were computed until now."""
+        with self._stopped("keep"):
+            self._renew(recompute=False)
+        self._go_on()
+
+    def checksums(self, names: Sequence[str] | None = None) -> dict[str, str]:
+        """SHA-256 of what is held of each tensor, by its name in a checkpoint: of its values, and of its scales.
+
+        Where ranks divide the model, one for each rank, joined by commas. `names`: None takes all.
+        """
+        own = writing.Names(self.pipe.model, self.family)
+        for name in names or ():
+            own.place(name)
+        with self._stopped("keep"):
+            found = writing_everywhere(self.recipe, writing.digests, writing.named(self.family), names)
+        self._go_on()
+        return {name: ",".join(one[name] for one in found) for name in found[0]}
+
+    @contextmanager
+    def _stopped(self, pending: str) -> Iterator[None]:
+        """No engine of this network takes a step within."""
+        state, engines = self.state, self.engines
+        before, state.owner = state.owner, threading.get_ident()
+        for engine in engines:
+            engine.paused, engine.gate = True, partial(check, state)
+        try:
+            for engine in engines if pending == "finish" else ():
+                _finish(engine)
+            with ExitStack() as stack:
+                for engine in engines:
+                    stack.enter_context(engine.between_rounds())
+                    if pending == "abort":
+                        _abort(engine)
+                yield
+        finally:
+            state.owner = before
+
+    def _go_on(self) -> None:
+        state = self.state
+        if not (state.held or state.torn or state.asleep):
+            for engine in self.engines:
+                engine.resume()
+
+    def _renew(self, *, recompute: bool) -> None:
+        """Forgets what was computed with the old weights."""
+        self.state.told = True
+        for loop in (loop for engine in self.engines for loop in engine.loops):
+            loop.worker.renewed()
+            if (batch := loop.batch) is None:
+                continue
+            batch.pages.epoch += 1
+            for row in loop.running:
+                assert row.slot is not None
+                batch.state.held(Seen).changed(row.slot, row.cursors.steps)
+            if recompute and loop.running:
+                _restart(loop)
+
+    def _failed(self, sink: "WeightSink", error: BaseException) -> None:
+        with suppress(RuntimeError):  # the ranks have ended: then nothing runs anyway
+            writing_everywhere(self.recipe, writing.drop)
+        if sink.touched:
+            self.state.torn |= sink.touched
+            self.state.why = f"an update failed: {error}"
+            for loop in (loop for engine in self.engines for loop in engine.loops):
+                loop.worker.renewed()
+                if loop.batch is not None:
+                    loop.batch.pages.epoch += 1
+
+    def _incomplete(self) -> WeightsIncomplete:
+        return incomplete(self.state)
+
+
+def incomplete(state: WeightsState) -> WeightsIncomplete:
+    """The error that says which tensors are missing."""
+    names = sorted(state.torn)
+    return WeightsIncomplete(
+        f"the weights are incomplete ({state.why}): {len(names)} tensors must be written before a request runs, such "
+        f"as {', '.join(names[:3])}"
+    )
+
+
+def check(state: WeightsState) -> None:
+    """Raises RuntimeError if a request cannot enter. It waits where another thread updates or has paused."""
+    if state.torn and not state.turn.locked():
+        raise incomplete(state)
+    if state.asleep:
+        raise WeightsIncomplete(f"the engine sleeps ({', '.join(state.asleep)}): call wake first")
+    if state.owner == threading.get_ident():
+        raise RuntimeError("this thread is updating the weights: leave the block before you ask for anything")
+
+
+def _finish(engine: Engine) -> None:
+    """Runs rounds until what runs or waits now has ended. What comes later waits."""
+    asked = {id(row) for queue in _queues(engine) for row in queue}
+    while any(loop.running for loop in engine.loops) or any(id(row) in asked for q in _queues(engine) for row in q):
+        with engine.between_rounds():
+            later = [row for row in engine.loop.waiting if id(row) not in asked]
+            for row in later:
+                engine.loop.waiting.remove(row)
+            try:
+                engine.loop.round()
+            finally:
+                engine.loop.waiting.extendleft(reversed(later))
+
+
+def _queues(engine: Engine) -> list[Any]:
+    return [engine.loop.waiting, *(loop.waiting for loop in engine.loops if loop is not engine.loop)]
+
+
+def _abort(engine: Engine) -> None:
+    """Ends what runs with what it has, and what waits with an error."""
+    for loop in engine.loops:
+        for row in loop.running:
+            row.figures = {**row.figures, "aborted": True}
+        loop.drain(stop=True)
+    for queue in _queues(engine):
+        while queue:
+            row: Row = queue.popleft()
+            row.error = RequestAborted("the request was aborted before it began: the weights were updated")
+            engine.loop.updates.append((row, row.update(engine.recipe)))
+
+
+def _restart(loop: Any) -> None:
+    """The next pass of every row computes all its keys anew."""
+    recipe, rows = loop.recipe, loop.running
+    phases = [int(first_phase(recipe.cache, recipe.model.spec, row.cursors.start)) for row in rows]
+    loop.worker.do(restart, [row.slot for row in rows], phases)
+    for row, phase in zip(rows, phases, strict=True):
+        row.cursors = row.cursors._replace(phase=phase, kept=0, seen=0)
+        row.need_at, row.steady, row.drafted, row.missed = (), False, False, False
+        loop.scheduler.update(row)
+
+
+@torch.inference_mode()
+def restart(worker: Worker, slots: Sequence[int], phases: Sequence[int]) -> None:
+    """Puts rows before the pass that computes their first keys. Their tokens, steps and random streams stay."""
+    state = worker.runner.state
+    cursors_NC = state.canvas.cursors_NC
+    slot_A = torch.tensor(slots, device=cursors_NC.device)
+    for name, values in (("phase", phases), ("kept", [0] * len(slots)), ("seen", [0] * len(slots))):
+        cursors_NC[slot_A, CURSORS.index(f"{name}_B")] = torch.tensor(values, device=cursors_NC.device)
+    state.cache.reset(slot_A)
+
+
+def writing_everywhere(recipe: Any, work: Any, *given: Any) -> list[Any]:
+    """Calls a function with the network of each rank."""
+    found = provided("on_each_rank")
+    return [work(recipe.model, *given)] if found is None else found(recipe, work, *given)
+
+
+class WeightSink:
+    """Takes new weights, under the names that a checkpoint has them: in any order, all or some, on any device."""
+
+    def __init__(self, weights: Weights, family: Any, staged: bool) -> None:
+        self._weights, self._recipe, self._staged = weights, weights.recipe, staged
+        self._names = writing.Names(weights.pipe.model, family)
+        self._held: list[tuple[str, Tensor]] = []  # what waits to be written
+        self._bytes = 0
+        self.touched: set[str] = set()  # what was written, as far as it may be seen
+        self.merged: set[str] = set()  # of these, what is that of the checkpoint on disk, with an adapter or without
+        self.adapted: set[str] | None = None  # what the new adapter is merged into; None: there is no new one
+
+    def load(self, name: str, tensor: Tensor) -> None:
+        """A tensor. Raises ValueError for a name, shape or dtype that the model does not have, and for NaN."""
+        self._names.check(name, tensor.shape, tensor.dtype)
+        tensor = tensor.detach()
+        if self._staged:
+            if not bool(tensor.isfinite().all()):
+                raise ValueError(f"{name} has values that are not finite (NaN or infinite)")
+            self._held.append((name, tensor.clone()))
+        elif self._recipe.ranks.size == 1:
+            self._write([(name, tensor)])
+        else:
+            self._held.append((name, tensor))
+            self._bytes += tensor.nbytes
+            if self._bytes >= BUCKET:
+                self._flush()
+
+    def load_all(self, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
+        """Many tensors, such as a state dict, of which all are checked before the first is written."""
+        if isinstance(tensors, Mapping):
+            for name, tensor in tensors.items():
+                self._names.check(name, tensor.shape, tensor.dtype)
+        for name, tensor in tensors.items() if isinstance(tensors, Mapping) else tensors:
+            self.load(name, tensor)
+
+    def from_folder(self, folder: str | Path) -> None:
+        """A whole checkpoint of safetensors, of which every rank reads its share. Raises CheckpointError."""
+        self._flush()
+        self._everywhere(writing.check_folder, str(folder))
+        self.touched |= {*self._names.pieces}
+        self._everywhere(writing.fill_from, str(folder))
+
+    def changed(self) -> None:
+        """The caller has written to the parameters of `pipe.model` itself, to whichever and however."""
+        self._flush()
+
+    def lora(self, adapter: str | Path | Mapping[str, Tensor], config: Mapping[str, Any] | None = None) -> None:
+        """A LoRA adapter alone: it is merged into the weights of the checkpoint on disk, in place of the last one.
+
+        A folder that PEFT wrote, or its tensors by name with its `config`. Raises ValueError and CheckpointError.
+        """
+        family, folder = self._weights.pipe.origin
+        if family.adapter:
+            raise ValueError(f"model.adapter={family.adapter} is merged into this model: load it without, to change it")
+        if isinstance(adapter, Mapping):
+            with TemporaryDirectory() as place:
+                tensors = {name: one.contiguous() for name, one in adapter.items()}
+                save_file(tensors, Path(place, "adapter_model.safetensors"))
+                Path(place, ADAPTER).write_text(json.dumps(config or {}))
+                found = needed("read_adapter", "lora", "formats")(Path(place), self._names.pieces)
+        else:
+            found = needed("read_adapter", "lora", "formats")(Path(adapter), self._names.pieces)
+        state, plan = self._weights.state, LoadPlan.read(folder, family)
+        wanted = {*found.pairs} | state.merged
+        if gone := sorted(wanted & state.sent):
+            raise ValueError(f"{gone[0]} was replaced by an update, and an adapter is for that of {folder}")
+        if rounded := [name for name in wanted if name in plan.scales.stored or plan.tensors[name].packed]:
+            raise ValueError(f"{rounded[0]} is rounded in {folder}, and an adapter needs the floats that it is for")
+        for name, base in read(plan.tensors, sorted(wanted)):
+            part = tuple(slice(0, size) for size in base.shape)
+            self.merged.add(name)
+            self.load(name, found.merged(name, base, self._weights.pipe.model.device, part))
+        self.adapted = {*found.pairs}
+
+    def finish(self) -> None:
+        """Writes what waits. Raises ValueError for what was not finite."""
+        self._flush()
+        self._everywhere(writing.end)
+
+    def _flush(self) -> None:
+        while self._held:
+            some, size = [], 0
+            while self._held and (not some or size + self._held[0][1].nbytes <= BUCKET):
+                some.append(self._held.pop(0))
+                size += some[-1][1].nbytes
+            self._write(some)
+        self._bytes = 0
+
+    def _write(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
+        for name, _ in tensors:
+            self.touched |= {*self._names.covered(name)}
+        writing.sends(self._weights.pipe.model, [tensor for _, tensor in tensors])
+        told = [(name, str(one.dtype).removeprefix("torch."), [*one.shape]) for name, one in tensors]
+        self._everywhere(writing.write, told)
+
+    def _everywhere(self, work: Any, *given: Any) -> None:
+        writing_everywhere(self._recipe, work, *given)

@@ -1,0 +1,268 @@
+"""Writes a checkpoint's tensors into the storage that a network has already, so that CUDA graphs stay valid.
+
+Names and shapes are the checkpoint's. The family's placements say where each tensor goes: into a fused matrix, to an
+expert, to a rank's share. What is held in few bits is rounded as loading does. So the bits are those of a fresh load.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from functools import partial
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dinfer.core.kernels.packed import flat
+from dinfer.core.layers.formats.blocks import Blocks
+from dinfer.core.layers.formats.int4 import Int4
+from dinfer.core.layers.formats.plain import Plain
+from dinfer.core.layers.linear import formatted
+from dinfer.core.loading.checkpoint import LoadPlan
+from dinfer.core.loading.files import ADAPTER, CheckpointError, locate, refuse
+from dinfer.core.loading.safetensors_io import FLOATS, read_slices
+from dinfer.core.provided import needed
+from dinfer.core.ranks.split import Placement, Rank
+from dinfer.core.registry import MODELS, values_of
+from dinfer.core.step.model import ModelFamily
+from dinfer.core.terms.spec import ExpertLayout
+
+PIECE = 1 << 18  # values that are looked at and copied at a time: they stay in the cache of a CPU
+DTYPES = frozenset(FLOATS.values())
+WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # what values of these are added up in
+
+
+class Names:
+    """The tensors that a checkpoint of a network may have, and the smallest pieces that they consist of."""
+
+    def __init__(self, network: Any, family: ModelFamily) -> None:
+        self.family, spec = family, network.spec
+        self.pieces = family.weights(spec)  # the names of the usual layout, which cover the network once
+        self.placements: dict[str, Placement] = {}
+        for experts in get_args(ExpertLayout):
+            self.placements |= family.weights(spec, experts)
+        self.copies, self._unused = family.copies(spec), tuple(family.unused)
+        self._of: dict[str, list[str]] = {}
+        for name, place in self.pieces.items():
+            self._of.setdefault(place.parameter, []).append(name)
+
+    def spare(self, name: str) -> bool:
+        """Whether the network has no use for a tensor that checkpoints have."""
+        return name not in self.placements and name.startswith(self._unused)
+
+    def place(self, name: str) -> Placement:
+        """Where a tensor goes. Raises ValueError for a name that no checkpoint of this model has."""
+        own = self.copies.get(name, name)
+        if own not in self.placements:
+            near = get_close_matches(name, self.placements, 1)
+            raise ValueError(f"{name} is no tensor of this model{f': {near[0]} is' if near else ''}")
+        return self.placements[own]
+
+    def check(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> None:
+        """Raises ValueError for a tensor that cannot be written."""
+        if self.spare(name):
+            return
+        wanted = self.place(name).shape
+        if (*shape,) != wanted:
+            raise ValueError(f"{name} has the shape {(*shape,)}, and must have {wanted}")
+        if dtype not in DTYPES:
+            known = ", ".join(str(one).removeprefix("torch.") for one in FLOATS.values())
+            raise ValueError(f"{name} is of {dtype}, and must be one of {known}: dinfer rounds it as it was loaded")
+
+    def covered(self, name: str) -> list[str]:
+        """The pieces that a tensor writes: of one with all experts of a layer, those of each."""
+        if self.spare(name):
+            return []
+        if (own := self.copies.get(name, name)) in self.pieces:
+            return [own]
+        at = self.placements[own].at
+        return [
+            piece
+            for piece in self._of[self.placements[own].parameter]
+            if all(a.start <= b.start and b.stop <= a.stop for a, b in zip(at, self.pieces[piece].at, strict=False))
+        ]
+
+
+class Writer:
+    """Writes to the share of one rank."""
+
+    def __init__(self, network: Any, family: ModelFamily, adapter: Any = None) -> None:
+        """`adapter`: merged into what it changes, as when a checkpoint is loaded."""
+        self.network, self.names, self.adapter = network, Names(network, family), adapter
+        self.rank: Rank = network.ranks.rank
+        self._weights, self._parameters = formatted(network, embeddings=True), dict(network.named_parameters())
+        self._whose: dict[str, str] = {}  # by the tied tensor, under which of its names it came
+        self._checks: list[tuple[str, Tensor]] = []  # on a GPU: whether a tensor was finite, which nobody has read yet
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Writes this rank's pieces of a whole tensor. Raises ValueError, also for one that is not finite."""
+        if self.names.spare(name):
+            return
+        place = self.names.place(name)
+        self.fill(name, ((tensor[source], source, target) for source, target in place.pieces(self.rank)))
+
+    def fill(self, name: str, pieces: Iterable[tuple[Tensor, tuple[slice, ...], tuple[slice, ...]]]) -> None:
+        """Writes pieces of a tensor: the values, the part of the tensor that they are, and where they go."""
+        own = self.names.copies.get(name, name)
+        tied = own in self.names.copies.values()
+        first = self._whose.setdefault(own, name) == name
+        for values, source, target in pieces:
+            if self.adapter is not None:
+                values = self.adapter.merged(own, values, self.network.device, source)
+            if tied and not first:
+                held = self._held(own)[target]
+                if not torch.equal(held, values.to(held.device, held.dtype).view_as(held)):
+                    raise ValueError(f"{name} differs from {own}, and the model has one tensor for both")
+            else:
+                self._put(name, self.names.placements[own].parameter, target, values)
+
+    def finish(self) -> None:
+        """Raises ValueError if a tensor was not finite."""
+        fine = torch.stack([flag for _, flag in self._checks]).tolist() if self._checks else []
+        if wrong := [name for (name, _), good in zip(self._checks, fine, strict=True) if not good]:
+            raise ValueError(f"{wrong[0]} has values that are not finite (NaN or infinite)")
+
+    def digest(self, name: str) -> str:
+        """SHA-256 of what this rank holds of a tensor."""
+        sha, place = hashlib.sha256(), self.names.place(name)
+        module, own = self._weights.get(place.parameter, (None, ""))
+        weight = (self._parameters[place.parameter],) if module is None else module.weight_of(own)
+        form = None if module is None else module.formats[own]
+        if isinstance(form, Int4):
+            weight = flat(*weight), weight[1]
+        for _, target in place.pieces(self.rank):
+            for part in weight:
+                held = part.detach() if isinstance(form, Blocks) else part.detach()[target[: part.ndim]]
+                sha.update(held.contiguous().view(torch.uint8).cpu().numpy().tobytes())
+        return sha.hexdigest()
+
+    def _held(self, name: str) -> Tensor:
+        return self._parameters[self.names.placements[name].parameter].detach()
+
+    def _put(self, name: str, parameter: str, target: tuple[slice, ...], values: Tensor) -> None:
+        if parameter not in self._parameters:
+            raise ValueError(f"{name} goes into {parameter}, which something is around: merge adapters first")
+        module, own = self._weights.get(parameter, (None, ""))
+        if module is None or isinstance(module.formats[own], Plain):
+            held = self._parameters[parameter].detach()[target]
+            copy(held, values.reshape(held.shape), partial(self._look, name))
+            return
+        self._look(name, values)
+        values = values.to(self.network.device, self.network.dtype)
+        try:
+            module.formats[own].put(module.weight_of(own), target, values)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+
+    def _look(self, name: str, values: Tensor) -> None:
+        """Raises ValueError for values that are not finite. On a GPU nobody waits for the answer before `finish`."""
+        if values.is_cuda:
+            self._checks.append((name, values.isfinite().all()))
+        # A sum shows it in one pass without a copy, but finite values may exceed the largest float together.
+        elif not math.isfinite(values.sum(dtype=WIDE.get(values.dtype)).item()) and not bool(values.isfinite().all()):
+            raise ValueError(f"{name} has values that are not finite (NaN or infinite)")
+
+
+def copy(held: Tensor, values: Tensor, look: Callable[[Tensor], None]) -> None:
+    """Looks at values and copies them, both in pieces, so that memory is read once."""
+    if values.is_cuda or held.is_cuda or not (held.is_contiguous() and values.is_contiguous()):
+        look(values)
+        held.copy_(values, non_blocking=True)
+        return
+    for target, source in zip(held.view(-1).split(PIECE), values.view(-1).split(PIECE), strict=True):
+        look(source)
+        target.copy_(source)
+
+
+# What all ranks do, as rank 0 tells them: functions of the network and of plain values.
+
+_writers: dict[int, Writer] = {}  # of updates under way, by the network
+_here: dict[int, Sequence[Tensor]] = {}  # on rank 0, the tensors that it sends, by the network
+
+
+def named(family: ModelFamily) -> dict[str, Any]:
+    """A family as plain values."""
+    return {"name": MODELS.name_of(family), **values_of(family)}
+
+
+def begin(network: Any, family: Mapping[str, Any]) -> None:
+    """Begins an update. An adapter that was merged as the model was loaded is merged into what comes."""
+    own, adapter = MODELS.build(dict(family)), None
+    writer = Writer(network, own)
+    if own.adapter:
+        adapter = needed("read_adapter", f"model.adapter={own.adapter}", "formats")
+        writer.adapter = adapter(locate(own.adapter, needed=ADAPTER), writer.names.pieces)
+    _writers[id(network)] = writer
+
+
+def end(network: Any) -> None:
+    """Ends an update. Raises ValueError if something was not finite."""
+    _writers.pop(id(network)).finish()
+
+
+def drop(network: Any) -> None:
+    """Ends an update that has failed."""
+    _writers.pop(id(network), None)
+
+
+def write(network: Any, told: Sequence[tuple[str, str, Sequence[int]]]) -> None:
+    """Writes whole tensors, which rank 0 has and sends to the others. `told`: their names, dtypes and shapes."""
+    writer, ranks = _writers[id(network)], network.ranks
+    tensors = iter(_here.pop(id(network), ()))
+    with torch.no_grad():
+        for name, dtype, shape in told:
+            if ranks.size == 1:
+                tensor = next(tensors)
+            elif ranks.index == 0:
+                tensor = next(tensors).to(network.device).contiguous()
+            else:
+                tensor = torch.empty(*shape, dtype=vars(torch)[dtype], device=network.device)
+            if ranks.size > 1:
+                dist.broadcast(tensor, group=ranks.group, group_src=0)
+            writer.write(name, tensor)
+
+
+def sends(network: Any, tensors: Sequence[Tensor]) -> None:
+    """Keeps tensors on rank 0 until `write` takes them."""
+    _here[id(network)] = tensors
+
+
+def fill_from(network: Any, path: str) -> None:
+    """Writes all tensors of a folder, of which each rank reads its share."""
+    writer = _writers[id(network)]
+    plan = planned(writer, Path(path))
+    with torch.no_grad():
+        for name in plan.tensors:
+            writer.fill(name, _read(plan, name, writer))
+
+
+def check_folder(network: Any, path: str) -> None:
+    """Raises CheckpointError for a folder that `fill_from` cannot take."""
+    planned(_writers[id(network)], Path(path)).check_values()
+
+
+def planned(writer: Writer, folder: Path) -> LoadPlan:
+    """How a folder is read. Raises CheckpointError for a checkpoint of another model, and for a rounded one."""
+    plan = LoadPlan.read(folder, writer.names.family)
+    if plan.spec != writer.network.spec:
+        raise CheckpointError(f"{folder} holds another model than the one that runs: its config.json differs")
+    refuse([*plan.problems()], f"the tensors in {folder} do not fit its config.json")
+    if plan.scales.stored or any(one.packed for one in plan.tensors.values()):
+        raise CheckpointError(f"{folder} holds rounded weights, and an update takes floats, which dinfer rounds itself")
+    return plan
+
+
+def _read(plan: LoadPlan, name: str, writer: Writer) -> Iterator[tuple[Tensor, tuple[slice, ...], tuple[slice, ...]]]:
+    pieces, one = plan.placements[name].pieces(writer.rank), plan.tensors[name]
+    parts = [(one, None if writer.rank.ranks == 1 else source) for source, _ in pieces]
+    for (source, target), values in zip(pieces, read_slices(parts), strict=True):
+        yield values, source, target
+
+
+def digests(network: Any, family: Mapping[str, Any], names: Sequence[str] | None) -> dict[str, str]:
+    """SHA-256 of what a rank holds of each tensor: its values, and its scales if it is rounded."""
+    own = Writer(network, MODELS.build(dict(family)))
+    return {name: own.digest(name) for name in names or own.names.pieces}

@@ -1,0 +1,59 @@
+"""LoRA adapters that are merged into the weights of a running engine."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from unit.rollouts.test_weights import folders, new_weights, pipeline, same_as_loaded  # noqa: F401, a fixture
+
+from dinfer import Pipeline, Runtime, compose
+from dinfer.core.loading.checkpoint import load_network
+
+
+def adapter_for(new: dict[str, torch.Tensor], endings: tuple[str, ...], seed: int) -> Any:
+    """PEFT's tensors and config for the matrices with these endings."""
+    drawn = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name in [name for name in new if name.removesuffix(".weight").endswith(endings)]:
+        out, width = new[name].shape
+        module = f"base_model.model.{name.removesuffix('.weight')}"
+        tensors[f"{module}.lora_A.weight"] = torch.randn(4, width, generator=drawn)
+        tensors[f"{module}.lora_B.weight"] = torch.randn(out, 4, generator=drawn)
+    return tensors, {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": [*endings]}
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_an_adapter_alone(quantize: str | None, folders: Any, tmp_path: Path) -> None:  # noqa: F811
+    """The next one takes the place of the last, also where that changed other matrices."""
+    pipe = pipeline(folders("wide", "A"), "wide", quantize)
+    old = new_weights(folders, "wide", "A")
+    for number, endings in enumerate((("q_proj", "ff_out"), ("q_proj", "v_proj"))):
+        tensors, config = adapter_for(old, endings, number)
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        save_file(tensors, folder / "adapter_model.safetensors")
+        (folder / "adapter_config.json").write_text(json.dumps(config))
+        with pipe.updating() as into:
+            into.lora(*((folder,) if number else (tensors, config)))
+        family = replace(pipe.origin[0], adapter=str(folder))
+        network = load_network(
+            folders("wide", "A"), family, dtype=torch.float32, device=torch.device("cpu"), quantize=quantize
+        )
+        recipe = compose(network, **{kind: vars(pipe.recipe)[kind] for kind in ("iteration", "decoder", "cache")})
+        fresh = Pipeline(recipe, None, Runtime(page=4), (family, folders("wide", "A")))
+        same_as_loaded(pipe, fresh)
+        with fresh.updating() as into:  # the adapter is merged into what comes, too
+            into.load_all(old)
+        same_as_loaded(pipe, fresh)
+        with pytest.raises(ValueError, match="is merged into this model: load it without"), fresh.updating() as into:
+            into.lora(folder)
+    with pipe.updating() as into:
+        into.load_all({name: tensor for name, tensor in old.items() if "q_proj" in name})
+    with pytest.raises(ValueError, match="was replaced by an update"), pipe.updating() as into:
+        into.lora(folder)
