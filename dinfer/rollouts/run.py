@@ -68,7 +68,6 @@ class Round:
     level: Record
     origin: Literal["position", "prompt"]
     inexact: list[str]
-    version: int
 
     def read(self, index: int, done: Completion) -> Rollouts:
         """One sample."""
@@ -98,11 +97,21 @@ class Round:
             lengths=torch.tensor([length]), widths=torch.tensor([width]),
             stops=torch.tensor([int(stop_A.nonzero()[0]) + 1 if stopped else length]), stopped=torch.tensor([stopped]),
             forwards=torch.tensor([done.counts.forwards]), seeds=torch.tensor([self.seeds[index]]),
-            versions=torch.full((1, width), self.version), steps=one.get("last"), first_steps=one.get("first"),
+            versions=versions_of(done.counts.more, one.get("last"), width),
+            steps=one.get("last"), first_steps=one.get("first"),
             logps=one.get("logps"), sampled_logps=one.get("drawn"), events=events,
             event_logps=None if events is None else [said["chances"]], block=block or None, origin=self.origin,
             eos_id=spec.eos_id, attention=spec.causal_block, inexact=inexact,
         )  # fmt: skip
+
+
+def versions_of(more: Mapping[str, Any], steps_NA: Tensor | None, width: int) -> Tensor:
+    """The version of the weights that wrote each position; without steps, the last one. int64 [1, A]"""
+    spans = more.get("weights_from_step") or [(more.get("weights", 0), 0)]
+    found_NA = torch.full((1, width), spans[0][0] if steps_NA is not None else spans[-1][0])
+    for version, step in spans[1:] if steps_NA is not None else ():
+        found_NA[steps_NA >= step] = version
+    return found_NA
 
 
 def seed_of(seed: int, prompt: int, sample: int) -> int:
@@ -190,7 +199,7 @@ def _planned(
     if level:
         found = [replace(one, more=one.more | {MORE: int(level)}) for one in found]
     reasons = [inexact(recipe, one) for one in drawn]
-    return Round(recipe, found, seeds if seeded else [-1] * len(seeds), level, origin, reasons, 0)
+    return Round(recipe, found, seeds if seeded else [-1] * len(seeds), level, origin, reasons)
 
 
 def _ids(pipe: Any, index: int, prompt: Any) -> list[int]:

@@ -27,8 +27,8 @@ FLOORS = (
     "core/provided", "core/registry", "core/refusals", "core/terms", "core/ranks", "core/kernels", "core/memory",
     "core/step", "core/abilities", "core/decoders core/caches core/iterations core/sampling", "core/recipe",
     "core/layers", "core/loading/files", "core/models", "core/loading", "core/engine", "core/pipeline",
-    "kernels", "families", "formats", "structure", "speed", "research", "demo", "lab", "rollouts", "serving", "scale", "cli",
-    "__init__", "__main__",
+    "kernels", "families", "formats", "structure", "speed", "research", "demo", "lab", "rollouts", "serving", "scale",
+    "cli", "__init__", "__main__",
 )  # fmt: skip
 EXCEPTIONS: dict[str, set[str]] = {}  # arrows that run up: there are none
 # Packages beyond torch and the standard library, and who may import them at all.

@@ -5,14 +5,13 @@ Where masks are no matter of chance, those that dinfer draws must be the recorde
 
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dinfer.core.loading.checkpoint import load_network
@@ -126,13 +125,11 @@ def check_policy(golden: Golden, network: Any, found: Passes, want: Any, masks: 
     return got
 
 
-def policy(golden: Golden, folder: Path, family: str, weights: Path, names: Sequence[str] | None = None) -> Any:
-    """The network of a second policy: the configuration of the first one, with other weights. `names`: of these."""
+def policy(golden: Golden, folder: Path, family: str, weights: Path) -> Any:
+    """The network of a second policy: the configuration of the first one, with other weights."""
     with tempfile.TemporaryDirectory() as made:
         shutil.copy(folder / "config.json", made)
-        changed = load_file(weights)
-        kept = {} if names is None else load_file(folder / "model.safetensors")
-        save_file(kept | {name: changed[name] for name in names or changed}, Path(made, "model.safetensors"))
+        shutil.copy(weights, Path(made, "model.safetensors"))
         known = Golden(Path(made)).family(".", family)
         return load_network(Path(made), known, dtype=torch.float32, device=golden.device)
 

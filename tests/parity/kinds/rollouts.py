@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from dinfer.core.engine.runtime import Runtime
 from dinfer.core.pipeline.pipeline import Pipeline
@@ -20,7 +21,7 @@ from dinfer.lab.likelihood import combine, logps, passes
 from dinfer.rollouts.rollouts import Rollouts
 from tests.parity.compare import same
 from tests.parity.golden import Case, Fields, Golden
-from tests.parity.kinds.likelihoods import LOGP, RESULT, policy
+from tests.parity.kinds.likelihoods import LOGP, RESULT
 from tests.parity.plans import ALGORITHMS, quota
 from tests.parity.references import build
 
@@ -66,7 +67,8 @@ def edits(golden: Golden, doc: Fields, name: str) -> str:
     prompt, answer = sequence.take("prompt"), sequence.take("answer")
     plan = ALGORITHMS[params.text("algorithm")]([prompt], params)
     iteration = plan.iteration | {"stop": "off"}
-    made = run(network_of(golden, doc, None, **plan.spec), iteration, plan.decoder, plan.cache, prompt, plan.new_tokens)
+    network = network_of(golden, doc, None, **plan.spec)
+    made = rollout(pipeline(network, iteration, plan.decoder, plan.cache), prompt, plan.new_tokens)
     same("answer", answer, made.answer_ids[0, : len(answer)].tolist())
     assert made.events is not None and made.event_logps is not None and made.logps is not None
     assert made.steps is not None and made.first_steps is not None
@@ -93,14 +95,17 @@ def edits(golden: Golden, doc: Fields, name: str) -> str:
 
 
 def weight_update(golden: Golden, doc: Fields, name: str) -> str:
-    """Tokens and step maps of the same request before and after."""
-    family, names = doc.text("family"), doc.take("names")
-    network = copy.deepcopy(network_of(golden, doc, None))
-    root = golden.root if (golden.root / "models" / family).is_dir() else golden.root.parent / "goldens"
-    other = policy(golden, root / "models" / family, family, golden.root / doc.text("policy"), names=names)
-    for when, model in (("before", network), ("after", other)):
-        model.spec = network.spec
-        want, made = doc.fields(when), rolled(model, doc.take("prompt"), doc.fields("params"), threshold=True)
+    """Tokens and step maps of the same request before and after an update of one engine."""
+    network, prompt = copy.deepcopy(network_of(golden, doc, None)), doc.take("prompt")
+    new, names = load_file(golden.root / doc.text("policy")), doc.take("names")
+    pipe, new_tokens = made_for(network, doc.fields("params"))
+    root, family = root_of(golden, doc.text("family")), doc.text("family")
+    pipe.origin = Golden(root).family(f"models/{family}", family), root / "models" / family
+    for when in ("before", "after"):
+        if when == "after":
+            with pipe.updating() as into:
+                into.load_all({tensor: new[tensor] for tensor in names or new})
+        want, made = doc.fields(when), rollout(pipe, prompt, new_tokens)
         same(f"{when}.answer", want.take("answer"), made.answer_ids[0].tolist())
         first = int(name.rpartition("/")[2] in FROM_ONE)
         same(f"{when}.step_map", want.take("step_map"), [step + first for step in made.step_map("dllm-rl")[0]])
@@ -114,15 +119,26 @@ RUNS = {"trajectory": trajectory, "edits": edits, "weight_update": weight_update
 def network_of(golden: Golden, doc: Fields, stop: int | None, **spec: Any) -> Any:
     """The case's network with its tokens. `stop`: what ends an answer; -1: nothing does; None: EOS."""
     family, mask_id, eos_id = doc.text("family"), doc.take("mask_id"), doc.take("eos_id", 0)
-    root = golden.root if (golden.root / "models" / family).is_dir() else golden.root.parent / "goldens"
-    network = copy.copy(Golden(root, golden.device, golden.networks).network(f"models/{family}", family))
+    own = Golden(root_of(golden, family), golden.device, golden.networks)
+    network = copy.copy(own.network(f"models/{family}", family))
     eos_id = eos_id if stop is None or stop < 0 else stop
     network.spec = replace(network.spec, mask_id=mask_id, eos_id=eos_id, stop_ids=(eos_id,), **spec)
     return network
 
 
-def rolled(network: Any, prompt: list[int], params: Fields, *, threshold: bool = False) -> Rollouts:
-    """A greedy run of the published loops: LLaDA's, or the block-causal engine's."""
+def root_of(golden: Golden, family: str) -> Path:
+    """The folder whose models are the goldens'."""
+    return golden.root if (golden.root / "models" / family).is_dir() else golden.root.parent / "goldens"
+
+
+def rolled(network: Any, prompt: list[int], params: Fields) -> Rollouts:
+    """A greedy run of the published loops."""
+    pipe, new_tokens = made_for(network, params)
+    return rollout(pipe, prompt, new_tokens)
+
+
+def made_for(network: Any, params: Fields) -> tuple[Pipeline, int]:
+    """LLaDA's published loop, or the block-causal engine's, and the length of its answers."""
     block, steps, bar, new_tokens = (params.take(key) for key in ("block", "steps", "threshold", "new_tokens"))
     rule = params.take("rule", "dynamic")
     params.take("denoise_steps", None)
@@ -132,14 +148,18 @@ def rolled(network: Any, prompt: list[int], params: Fields, *, threshold: bool =
         iteration = {"name": "blockwise", "block": block, "stop": "off"}
         decoder = {"name": "threshold", "threshold": bar} if bar is not None else {
             "name": "fixed", "steps": steps // (new_tokens // block), "precision": "float32"}  # fmt: skip
-        return run(network, iteration, decoder, {"name": "none"}, prompt, new_tokens)
+        return pipeline(network, iteration, decoder, {"name": "none"}), new_tokens
     network.spec = replace(network.spec, causal_block=block)
     iteration = {"name": "block_diffusion", "block": block, "stop": ends}
     decoder = quota(steps, 1.0 if rule.endswith("static") else bar)
-    return run(network, iteration, decoder, {"name": "block"}, prompt, new_tokens)
+    return pipeline(network, iteration, decoder, {"name": "block"}), new_tokens
 
 
-def run(network: Any, iteration: Any, decoder: Any, cache: Any, prompt: list[int], new_tokens: int) -> Rollouts:
-    """One sample with all its events."""
+def pipeline(network: Any, iteration: Any, decoder: Any, cache: Any) -> Pipeline:
     recipe = Recipe(network, build(ITERATIONS, iteration), build(DECODERS, decoder), build(CACHES, cache))
-    return Pipeline(recipe, None, Runtime(rows=2)).rollout([prompt], max_new_tokens=new_tokens, record="events")
+    return Pipeline(recipe, None, Runtime(rows=2))
+
+
+def rollout(pipe: Pipeline, prompt: list[int], new_tokens: int) -> Rollouts:
+    """One sample with all its events."""
+    return pipe.rollout([prompt], max_new_tokens=new_tokens, record="events")
