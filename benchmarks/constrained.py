@@ -108,7 +108,7 @@ def main(args: list[str] | None = None) -> None:
         runtime = Runtime(rows=batch, graphs=device.type == "cuda")
         pipes = {name: Pipeline(recipe, None, runtime) for name in languages}
         for pipe in pipes.values():
-            pipe.engine.loops[0].ahead = False
+            pipe.engine.loop.ahead = False
         prompts = random_prompts(spec, batch, given.prompt)
         rows: dict[str, dict[str, list[float]]] = {}
         for run in range(RUNS + 2):  # the first two compile and capture

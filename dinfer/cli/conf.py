@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -253,14 +252,13 @@ def runtime_of(config: dict[str, Any], device: str) -> Runtime:
     return group(config, "runtime", Runtime, **graphs)
 
 
-def beside(base: Pipeline, parts: dict[str, Any], rows: int | None = None) -> Pipeline:
-    """Another recipe around the same network. `rows`: requests in flight; None: as many as there."""
+def beside(base: Pipeline, parts: dict[str, Any]) -> Pipeline:
+    """Another recipe around the same network."""
     from dinfer.core.pipeline import Pipeline
     from dinfer.core.recipe.recipe import compose
 
     names = {kind: parts[kind] for kind in GROUPS if kind != "model"}
-    runtime = base.engine.runtime if rows is None else replace(base.engine.runtime, rows=rows)
-    return Pipeline(compose(base.model, **names), base.tokenizer, runtime)
+    return Pipeline(compose(base.model, **names), base.tokenizer, base.engine.runtime)
 
 
 def ranks_of(config: dict[str, Any]) -> int:

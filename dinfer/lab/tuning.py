@@ -15,12 +15,10 @@ from typing import Any, Literal, Protocol
 from dinfer.core.recipe.recipe import IncompatibleRecipe
 from dinfer.core.registry import CACHES, DECODERS, ITERATIONS, Registry, options_of, unknown
 from dinfer.lab.metrics import Difference, Metrics
-from dinfer.speed.adaptive import CHOSEN
 
 Components = dict[str, dict[str, Any]]  # the components of a recipe but the model, each its name and options
 Space = Mapping[str, Mapping[str, Any]]  # kind -> "name" or option -> a list, or a range {low, high, step}
 Split = Literal["calibration", "heldout"]
-FEW = 3  # recipes of each kind in a table by load
 KINDS: dict[str, Registry] = {"iteration": ITERATIONS, "decoder": DECODERS, "cache": CACHES}
 
 
@@ -39,7 +37,7 @@ class Measured:
 class Objective(Protocol):
     """Measures a recipe. Raises IncompatibleRecipe or ValueError for one that cannot run."""
 
-    def __call__(self, parts: Components, split: Split, rows: int | None = None) -> Measured:
+    def __call__(self, parts: Components, split: Split) -> Measured:
         """`rows`: in flight, on a few problems for each, to know the speed; None: all problems, with `runtime.rows`."""
         ...
 
@@ -204,37 +202,6 @@ def _search(
         trial.set_constraint("drop", one.drop.points - max_drop)
         study.tell(trial, one.speed)
         yield one
-
-
-def by_load(
-    objective: Objective, reference: Components, tried: Sequence[Tried], counts: Sequence[int], *, max_drop: float
-) -> Iterator[dict[str, Any]]:
-    """Yields the rows of the table by which `runtime.load=adaptive` chooses: the reference, and what may replace it.
-
-    These are recipes of the search within `max_drop` that differ from the reference in iteration and cache alone: those
-    with the fewest forwards, for few requests, and those with the fewest positions, for many. Accuracy is that of the
-    held-out problems, which the search has not seen. `counts`: requests in flight at which speed is measured.
-    """
-    within = [
-        one for one in tried
-        if one.drop.points <= max_drop
-        and {kind: one.parts[kind] for kind in one.parts if kind not in CHOSEN}
-        == {kind: reference[kind] for kind in reference if kind not in CHOSEN}
-    ]  # fmt: skip
-    chosen = [reference]
-    for figure in ("nfe", "positions_per_committed"):
-        ranked = sorted(within, key=lambda one: one.metrics[figure] or float("inf"))
-        chosen += [one.parts for one in ranked[:FEW]]
-    before = objective(reference, "heldout")
-    for parts in {json.dumps(parts, sort_keys=True): parts for parts in chosen}.values():
-        found = before if parts == reference else objective(parts, "heldout")
-        row, lost = found.metrics.row(), Difference.between(before.scores, found.scores)
-        figures = ("problems", "accuracy", "accuracy_low", "accuracy_high", "nfe", "positions_per_committed")
-        yield {
-            **{kind: parts[kind] for kind in CHOSEN}, **{name: row[name] for name in figures},
-            "points_lost": lost.points, "points_lost_low": lost.low, "points_lost_high": lost.high,
-            "tokens_per_s": {count: objective(parts, "calibration", count).metrics.row()["tps"] for count in counts},
-        }  # fmt: skip
 
 
 def _sampler(trials: int, seed: int) -> Any:

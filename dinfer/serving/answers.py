@@ -258,16 +258,15 @@ class Answer:
 def cost(tokens: int, counts: Sequence[Counts], form: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """What usage tells under `dinfer`: forwards (NFE) and positions, also for each token of the answer.
 
-    With runtime.load=adaptive also the recipe that rows got. `form`: what `structured` tells.
+    `form`: what `structured` tells.
     """
     forwards, positions, committed = (
         sum(getattr(one, name) for one in counts) for name in ("forwards", "positions", "committed")
     )
-    recipes = [*dict.fromkeys(one.recipe for one in counts if one.recipe)]
     return {
         "forwards": forwards, "tpf": tokens / max(forwards, 1), "positions": positions,
         "positions_per_committed": positions / max(committed, 1),
-        **({"recipe": "; ".join(recipes)} if recipes else {}), **({"structure": form} if form else {}),
+        **({"structure": form} if form else {}),
     }  # fmt: skip
 
 

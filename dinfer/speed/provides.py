@@ -57,20 +57,6 @@ def extend_segments() -> None:
     extend_segments()
 
 
-def load_levels(recipe: Any, runtime: Any) -> Any:
-    """The recipes that requests get by load, see `levels_of`."""
-    from dinfer.speed.adaptive import levels_of
-
-    return levels_of(recipe, runtime)
-
-
-def load_loops(levels: Any, loops: Any) -> Any:
-    """The loops of these recipes as one, see `Loops`."""
-    from dinfer.speed.adaptive import Loops
-
-    return Loops(levels, loops)
-
-
 def guessed_rounds(recipe: Recipe, free: int, limit: int, slices: bool) -> Any:
     """Guesses the steps of a round before the last one has ended, see `Ahead`."""
     from dinfer.speed.settling import Settling, Slicing

@@ -61,17 +61,13 @@ def test_tuning_on_a_task(
         "space.iteration=null",
         checkpoint,
     ]
-    main([*common, "tasks=mini_turns", "count=3", "heldout=2", "table=load.json", "in_flight=[1,2]"])
-    by_load = [((3, 5), 2)] + [((0, 3), 3)] * 2  # the reference alone, since the search had other decoders
-    assert asked == [((0, 3), 3)] * 2 + [((3, 5), 2)] * 2 + by_load
-    (row,) = json.loads((tmp_path / "load.json").read_text())["recipes"]
-    assert row["problems"] == 2 and row["points_lost"] == 0 and [*row["tokens_per_s"]] == ["1", "2"]
+    main([*common, "tasks=mini_turns", "count=3", "heldout=2"])
+    assert asked == [((0, 3), 3)] * 2 + [((3, 5), 2)] * 2
     report = json.loads((tmp_path / "tune.json").read_text())
     assert report["heldout"]["metrics"]["problems"] == 2 and report["heldout"]["drop"]["points"] == 0
     said = capsys.readouterr().out
     quoted = shlex.quote(checkpoint)
     assert f'use it: dinfer generate "question" {quoted} --config-dir conf recipe=tuned' in said
-    assert f"use it: dinfer serve iteration.block=8 {quoted} runtime.load=adaptive" in said
     for more, message in (
         (["tasks=[mini_turns,mini_ages]"], "tune on one task at a time"),
         (["tasks=mini_turns", "count=499", "heldout=2"], "has 500 documents, and 501 are asked for"),

@@ -9,9 +9,6 @@ line. By default that is `recipe=careful`: one token a forward, no cache.
 You may change the space of the search: space.decoder.name=[threshold,factor] space.decoder.threshold.low=0.8
 +space.decoder.steps=[8,16] space.iteration=null.
 
-With table=FILE it also writes the table by which runtime.load=adaptive chooses recipes by the requests in flight:
-accuracy on the held-out problems, forwards, positions, and tokens a second at each number of in_flight.
-
   dinfer tune --max-drop 2 tasks=gsm8k_llada model=llada_8b_instruct device=cuda
   dinfer tune cache=dual decoder=threshold decoder.threshold=0.95   # faster than that one, and as good
 """
@@ -42,7 +39,6 @@ from dinfer.demo.problems import Problem
 from dinfer.lab.outputs import check_file, write
 
 if TYPE_CHECKING:
-    from dinfer.core.pipeline import Pipeline
     from dinfer.lab.tuning import Components, Found, Measured, Split, Tried
 
 GOALS = ("tps", "tpf")
@@ -63,17 +59,14 @@ def run(args: Namespace) -> None:
 def run_search(config: dict[str, Any], *, command: str) -> None:
     """Searches, says what it tries, and writes what it found."""
     need("optuna", "tune", "dinfer tune needs Optuna")
-    from dinfer.lab.tuning import Found, by_load, tune
+    from dinfer.lab.tuning import Found, tune
 
     goal = setting(config, "goal", str)
     if goal not in GOALS:
         raise ValueError(f"goal={goal} must be tps (tokens a second) or tpf (tokens a forward)")
     path = preset_file(Path(setting(config, "preset", str)))
     out = setting(config, "out", str | None)
-    table, counts = setting(config, "table", str | None), setting(config, "in_flight", tuple[int, ...])
-    if not counts or min(counts) < 1:
-        raise ValueError(f"in_flight={list(counts)} must be numbers of requests, such as in_flight=[1,8,32]")
-    for file in (path, *(Path(name) for name in (out, table) if name is not None)):
+    for file in (path, *(Path(name) for name in (out,) if name is not None)):
         check_file(file)
     reference: Components = {kind: config[kind] for kind in GROUPS if kind != "model"}
     found: Found | None = None
@@ -97,40 +90,7 @@ def run_search(config: dict[str, Any], *, command: str) -> None:
                 say(f"{len(tried):>3}  {told(one, goal)}")
                 progress.at("searching" if len(tried) < trials else "checking on held-out problems", len(tried), trials)
         assert found is not None, "a search that finds nothing raises"
-        progress.at("measuring by load")
-        rows = [*by_load(objective, reference, tried, counts, max_drop=drop)] if table else []
     finish(config, found, path, command)
-    if table:
-        write_table(table, objective.base, reference, counts, rows, command)
-
-
-def write_table(
-    path: str,
-    base: Pipeline,
-    reference: Components,
-    counts: Sequence[int],
-    rows: Sequence[dict[str, Any]],
-    command: str,
-) -> None:
-    """Writes the table by which `runtime.load=adaptive` chooses recipes, and says what is in it."""
-    from dinfer.lab.provenance import provenance
-    from dinfer.speed.adaptive import called
-
-    for row in rows:
-        speeds = ", ".join(f"{speed:.4g} at {count}" for count, speed in row["tokens_per_s"].items())
-        print(
-            f"{words('iteration', row['iteration'])} {words('cache', row['cache'])}: {row['accuracy']:.1f}%, "
-            f"{row['points_lost']:.2f} points lost ({row['points_lost_low']:.2f} to {row['points_lost_high']:.2f}), "
-            f"{row['nfe']:.1f} forwards, {row['positions_per_committed']:.2f} positions per token, tokens/s {speeds}"
-        )
-    report = {
-        "command": command, **provenance(base.model.device), "model": called(base.model.spec), "reference": reference,
-        "in_flight": counts, "recipes": rows,
-    }  # fmt: skip
-    write(Path(path), json.dumps(report, indent=1) + "\n")
-    say(f"wrote {path}")
-    same = again(command, *GROUPS, "dtype", "quantize", "device")
-    print(f"use it: dinfer serve {same}runtime.load=adaptive runtime.load_table={path} runtime.max_accuracy_loss=1.0")
 
 
 def again(command: str, *names: str) -> str:
@@ -235,11 +195,6 @@ def save_preset(path: Path, parts: dict[str, dict[str, Any]], heading: Sequence[
 # --- What recipes are measured on -----------------------------------------------------------------------------------
 
 
-def some(rows: int) -> int:
-    """How many problems show the speed of so many in flight."""
-    return max(4 * rows, 16)
-
-
 class Problems:
     """Measures recipes on generated problems; the network is loaded once."""
 
@@ -251,13 +206,13 @@ class Problems:
         self.timed = config["goal"] == "tps"
         self.base = pipeline(config)
 
-    def __call__(self, parts: Components, split: Split, rows: int | None = None) -> Measured:
+    def __call__(self, parts: Components, split: Split) -> Measured:
         from dinfer.lab.metrics import solve
         from dinfer.lab.tuning import Measured
 
-        problems = self.problems[split][: rows and some(rows)]
-        pipe = beside(self.base, parts, rows)
-        if self.timed or rows:  # memory, kernels and graphs are nobody's speed
+        problems = self.problems[split]
+        pipe = beside(self.base, parts)
+        if self.timed:  # memory, kernels and graphs are nobody's speed
             solve(pipe, problems[: pipe.engine.runtime.rows], self.new_tokens)
         return Measured(*solve(pipe, problems, self.new_tokens))
 
@@ -281,14 +236,12 @@ class Task:
             raise ValueError(f"dinfer tune runs on one rank, not on {self.among.size}: start it without torchrun")
         self.base = pipeline(config | {"device": str(self.among.device)})
 
-    def __call__(self, parts: Components, split: Split, rows: int | None = None) -> Measured:
+    def __call__(self, parts: Components, split: Split) -> Measured:
         from dinfer.lab.metrics import Metrics
         from dinfer.lab.tuning import Measured
         from evaluations import run as runs
 
-        first, end = self.bounds[split]
-        documents = first, end if rows is None else min(end, first + some(rows))
-        pipe, settings = beside(self.base, parts, rows), self.settings(documents=documents)
+        pipe, settings = beside(self.base, parts), self.settings(documents=self.bounds[split])
         recipe = {"model": self.config["model"], **parts}
         with TemporaryDirectory(prefix="dinfer-tune-") as folder:
             stem = Path(folder) / "tune"

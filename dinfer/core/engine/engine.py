@@ -9,8 +9,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Protocol
 from weakref import WeakSet
 
 import torch
@@ -27,38 +25,16 @@ from dinfer.core.recipe.recipe import IncompatibleRecipe, Recipe
 from dinfer.core.step.blame import blaming
 
 
-@dataclass(frozen=True, slots=True)
-class LoadLevel:
-    """A recipe, and the number of requests in flight up to which they get it."""
-
-    recipe: Recipe
-    runtime: Runtime
-    told: str = ""  # what stands in the usage of its requests; "": there is one recipe, and nothing to tell
-
-
 ENGINES: WeakSet["Engine"] = WeakSet()  # of this process: several may run one network
 
 
-class Rounds(Protocol):
-    """What an engine runs: a `Loop`, or several of them as one."""
-
-    worker: Worker
-    waiting: deque[Row]
-    updates: deque[tuple[Row, Update]]
-
-    @property
-    def busy(self) -> bool: ...
-    def sweep(self) -> None: ...
-    def round(self) -> None: ...
-
-
-def worker_of(level: LoadLevel, plain: Recipe) -> Worker:
+def worker_of(recipe: Recipe, runtime: Runtime, plain: Recipe) -> Worker:
     """`plain`: the recipe of other ranks, if there are any."""
-    leading = provided("leading_worker") if level.runtime.tensor_parallel > 1 else None
-    found: Worker = (leading and leading(level.recipe, level.runtime, plain)) or Worker(level.recipe, level.runtime)
-    if level.runtime.memory is not None:
-        with on_device(level.recipe.model.device), found.working():
-            found.runtime = needed("within_memory", f"runtime.memory={level.runtime.memory}", "speed")(found)
+    leading = provided("leading_worker") if runtime.tensor_parallel > 1 else None
+    found: Worker = (leading and leading(recipe, runtime, plain)) or Worker(recipe, runtime)
+    if runtime.memory is not None:
+        with on_device(recipe.model.device), found.working():
+            found.runtime = needed("within_memory", f"runtime.memory={runtime.memory}", "speed")(found)
     return found
 
 
@@ -90,17 +66,11 @@ class Engine:
                 f"runtime.expert_parallel={runtime.expert_parallel}, but the model was loaded with {dealt}: load it "
                 "with that runtime"
             )
-        several = None if runtime.load is None else needed("load_levels", f"runtime.load={runtime.load}", "speed")
-        self.levels: list[LoadLevel] = several(recipe, runtime) if several else [LoadLevel(recipe, runtime)]
-        for level in self.levels:
-            if (reason := level.recipe.refused(runtime=level.runtime)) is not None:
-                raise IncompatibleRecipe(reason)
+        if (reason := recipe.refused(runtime=runtime)) is not None:
+            raise IncompatibleRecipe(reason)
         with blaming(recipe.by_kind):
-            self.loops = [Loop(worker_of(level, plain or level.recipe)) for level in self.levels]
-        joined = provided("load_loops") if several else None
-        self.loop: Rounds = joined(self.levels, self.loops) if joined else self.loops[0]
-        worker = self.loop.worker
-        self.recipe, self.runtime = (worker.recipe, worker.runtime) if runtime.load is None else (recipe, runtime)
+            self.loop = Loop(worker_of(recipe, runtime, plain or recipe))
+        self.recipe, self.runtime = self.loop.worker.recipe, self.loop.worker.runtime
         self._turn = threading.Condition()
         self._stepping = False  # a thread runs a round
         self._inbox: deque[Update] = deque()  # of the requests that were added
@@ -112,7 +82,6 @@ class Engine:
 
     @property
     def runner(self) -> Runner:
-        """Where requests have several recipes, that of the greatest load."""
         return self.loop.worker.runner
 
     @property
@@ -138,13 +107,11 @@ class Engine:
 
     def occupancy(self) -> dict[str, int]:
         """Numbers of waiting and running requests, and of pages of keys and values, all and free."""
-        batches = [batch for loop in self.loops if (batch := loop.batch) is not None]  # a round may close it meanwhile
-        return {
-            "waiting": len(self.loop.waiting) + sum(len(one.waiting) for one in self.loops if one is not self.loop),
-            "running": sum(len(batch.rows) for batch in batches),
-            "pages": sum(batch.room.pages for batch in batches),
-            "pages_free": sum(batch.pages.free for batch in batches),
-        }
+        waiting, batch = len(self.loop.waiting), self.loop.batch  # a round may close it meanwhile
+        if batch is None:
+            return {"waiting": waiting, "running": 0, "pages": 0, "pages_free": 0}
+        pages, free = batch.room.pages, batch.pages.free
+        return {"waiting": waiting, "running": len(batch.rows), "pages": pages, "pages_free": free}
 
     def run(self, requests: Sequence[Request], wants: Wants = ONLY_COUNTS) -> Generator[Update]:
         """Yields an update of a request after each of its steps; the last has its completion.
@@ -209,11 +176,10 @@ class Engine:
         runtime, spec = self.runtime, self.recipe.model.spec
         self.gate()
         request.check(spec)
-        for level in self.levels:
-            level.recipe.check(request.options, runtime=level.runtime, request=request)
-            for ability in level.recipe.abilities:
-                if (reason := ability.refusal(level.recipe, request.options, request.more)) is not None:
-                    raise ValueError(reason)
+        self.recipe.check(request.options, runtime=runtime, request=request)
+        for ability in self.recipe.abilities:
+            if (reason := ability.refusal(self.recipe, request.options, request.more)) is not None:
+                raise ValueError(reason)
         need = pages_of(request, self.recipe, runtime.page)
         if runtime.max_length is not None and request.length > runtime.max_length:
             raise ValueError(

@@ -162,8 +162,7 @@ class Loop:
             taken += rows
         if self._flights:
             self._flights.popleft()
-        clock = self.worker.runner.clock
-        self.scheduler.observe(taken, [] if clock is None else clock.read())
+        self.scheduler.observe(taken)
 
     def _enter(self) -> None:
         """Gives waiting requests slots, and makes room first where nothing runs."""

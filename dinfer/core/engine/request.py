@@ -142,11 +142,6 @@ class Counts:
         return self.tokens / self.forwards
 
     @property
-    def recipe(self) -> str:
-        """With runtime.load=adaptive the recipe that the request got; empty otherwise."""
-        return str(self.more.get("recipe", ""))
-
-    @property
     def positions_per_committed(self) -> float:
         """Computed positions, those of the prompt included, per decoded one."""
         return self.positions / max(self.committed, 1)

@@ -101,7 +101,6 @@ class Runner:
 
     def __init__(self, recipe: Recipe, *, graphs: bool) -> None:
         self.recipe, self.graphs = recipe, graphs
-        self.clock: StepClock | None = None  # measures steps of known shapes
         self.compiler: StepCompiler | None = None  # compiles for steps of new shapes
         self.observer: Observer | None = None  # wraps every launch, given its shape and slots
         self.refused: dict[StepShape, str] = {}  # shapes that cannot be captured, and why
@@ -170,12 +169,10 @@ class Runner:
         with nullcontext() if self.observer is None else self.observer(shape, slots):
             met = shape in self._captured or shape in self.refused or (kind in self._seen and not self.graphs)
             self.meeting = None if met else shape
-            clock = nullcontext() if self.clock is None or not met else self.clock.around(asked)
             try:
                 if not met and self.compiler is not None:
                     self.compiler.compile(shape)
-                with clock:
-                    self._run(state, shape, lanes)
+                self._run(state, shape, lanes)
             finally:
                 self.meeting = None
                 self._seen[kind] += 1  # buckets, since the number of shapes has no bound

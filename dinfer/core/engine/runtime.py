@@ -11,10 +11,8 @@ from dinfer.core.registry import check_range, check_types
 
 Kv = Literal["model", "fp8"]
 KV: tuple[str, ...] = get_args(Kv)
-AUTO_CANDIDATES, MOST_CANDIDATES = 7, 16  # the most with `speculate` auto, and at all
+MOST_CANDIDATES = 16
 MOST_ROWS = 1 << 16  # tables of the canvas alone would fill the memory of a host with more
-CHOOSES = "It chooses among recipes of a measured table that lose no more accuracy than is allowed"
-TUNES = "`dinfer tune table=FILE` with this model and this recipe writes one"
 LONGEST_PAGE = 4096  # the shortest request takes a whole page
 
 
@@ -31,21 +29,13 @@ class Runtime:
     # throughput: with a cache that keeps keys, rows of large batches enter a block with a narrow extra pass, which
     # counts in NFE, and prefills wait for others to share a step with, so that first blocks come later
     favour: Literal["latency", "throughput"] = "latency"
-    load: Literal["adaptive"] | None = None  # adaptive: `load_table` says which recipe a request gets (`adaptive.py`)
-    load_table: str | None = None  # a file that `dinfer tune` writes
-    max_accuracy_loss: float | None = None  # points that a recipe of the table may have lost against this one
     share: bool = False  # prompts that begin alike share keys that a cache keeps. Faster; NFE counts fewer prefills
-    speculate: int | Literal["auto"] = 0  # candidates, `abilities/candidates.py`; auto: what pays, as measured
+    speculate: int = 0  # candidates, `dinfer.speed.abilities.candidates`
     graphs: bool = False  # run each step as a CUDA graph
     kv: Kv = "model"  # keep keys and values in the model's dtype or in float8
     compile: Literal["none", "default", "max-autotune"] = "none"  # torch.compile for the body of the model
     tensor_parallel: int = 1  # cards that divide the model among them, one process each
     expert_parallel: bool = False  # each card has some experts whole, not a part of each
-
-    @property
-    def candidates(self) -> int:
-        """The most candidates of a step."""
-        return AUTO_CANDIDATES if self.speculate == "auto" else self.speculate
 
     @property
     def throughput(self) -> bool:
@@ -56,9 +46,7 @@ class Runtime:
         check_types("runtime", self)
         check_range("runtime", self, "max_length", "pages", "positions", "tensor_parallel", least=1)
         check_range("runtime", self, "rows", least=1, most=MOST_ROWS)
-        check_range("runtime", self, "max_accuracy_loss", least=0, most=100)
-        if self.speculate != "auto":
-            check_range("runtime", self, "speculate", least=0, most=MOST_CANDIDATES)
+        check_range("runtime", self, "speculate", least=0, most=MOST_CANDIDATES)
         check_range("runtime", self, "page", least=1, most=LONGEST_PAGE)
         if self.expert_parallel and self.tensor_parallel == 1:
             raise ValueError(
@@ -70,20 +58,8 @@ class Runtime:
                 f"runtime.compile={self.compile} is for one card, since a compiled model holds no sums over cards, and "
                 f"runtime.tensor_parallel={self.tensor_parallel}. Use runtime.compile=none"
             )
-        given = {"load_table": self.load_table, "max_accuracy_loss": self.max_accuracy_loss}
-        for name, value in given.items():
-            if value is None and self.load:
-                raise ValueError(f"runtime.load=adaptive needs runtime.{name}. {CHOOSES}: {TUNES}")
-            if value is not None and self.load is None:
-                raise ValueError(f"runtime.{name}={value} says which recipes may be chosen: add runtime.load=adaptive")
         if self.memory is not None:
             needed("memory_bytes", f"runtime.memory={self.memory}", "speed")(self.memory)
-        room = {"pages": self.pages, "memory": self.memory}
-        for name in (name for name, value in room.items() if self.load and value is not None):
-            raise ValueError(
-                f"runtime.{name}={room[name]} is for one recipe, and with runtime.load=adaptive each has pages of its "
-                f"own: leave {name} out, and set rows and max_length"
-            )
 
 
 class BatchSize(NamedTuple):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dinfer.core.engine.runner import Runner, StepClock
+from dinfer.core.engine.runner import Runner
 from dinfer.core.engine.runtime import BatchSize, Runtime
 from dinfer.core.kernels.dispatch import untouched
 from dinfer.core.memory import PoolSize, kv_dtype
@@ -56,8 +56,6 @@ class Worker:
         self.runner = Runner(recipe, graphs=runtime.graphs)
         self._made_of: tuple[Any, ...] = ()  # the network, when the state was made
         self._aside = torch.cuda.Stream(recipe.model.device) if recipe.model.device.type == "cuda" else None
-        if runtime.speculate == "auto":
-            self.runner.clock = StepClock(recipe.model.device)
 
     @property
     def failure(self) -> Exception | None:
@@ -70,7 +68,7 @@ class Worker:
         def alloc(recipe: Recipe, device: torch.device) -> BatchState:
             return BatchState.alloc(
                 recipe, PoolSize(room.slots, room.length, room.pages, self.runtime.page), dtype=self.kv,
-                device=device, block=room.block, extras=recipe.largest(self.runtime.candidates),
+                device=device, block=room.block, extras=recipe.largest(self.runtime.speculate),
             )  # fmt: skip
 
         device = self.recipe.model.device

@@ -105,8 +105,7 @@ class Pipeline:
         self.recipe, self.tokenizer, self.origin = recipe, tokenizer, origin
         spec = recipe.model.spec
         self.engine = Engine(recipe, runtime)
-        for level in self.engine.levels:
-            _tell_if_inexact(spec.family, spec.attention_layout, level.recipe.cache, level.recipe.alignment)
+        _tell_if_inexact(spec.family, spec.attention_layout, recipe.cache, recipe.alignment)
 
     @property
     def model(self) -> Any:

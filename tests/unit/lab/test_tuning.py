@@ -16,7 +16,7 @@ from dinfer.cli import conf
 from dinfer.cli.commands.tune import preset_file, save_preset
 from dinfer.core.recipe.recipe import IncompatibleRecipe
 from dinfer.lab.metrics import Difference, Sample, measure
-from dinfer.lab.tuning import Components, Found, Measured, NothingFound, Split, Tried, by_load, check_space, tune
+from dinfer.lab.tuning import Components, Found, Measured, NothingFound, Split, Tried, check_space, tune
 
 REFERENCE: Components = {
     "iteration": {"name": "blockwise", "block": 32},
@@ -108,21 +108,6 @@ def test_the_search_turns_away_from_what_is_refused() -> None:
     assert isinstance(found, Found) and found.calibration.speed == 5.0  # four blocks, the lowest threshold, a cache
 
 
-def test_the_table_by_load_has_the_reference_and_recipes_that_decode_as_it_does() -> None:
-    reference = REFERENCE | {"decoder": {"name": "threshold", "threshold": 0.9}}
-    space = {"iteration": {"name": ["multi_block"], "blocks": [2, 4, 8]}, "cache": {"name": ["none", "dual"]}}
-    space["decoder"] = {"threshold": [0.9, 0.95]}
-    objective = Scripted(knee=0.92, heldout_knee=0.95)
-    *tried, _ = tune(objective, space, reference, trials=12, max_drop=10.0, goal="tpf")
-    rows = [*by_load(objective, reference, tried, [1, 4], max_drop=10.0)]  # type: ignore[arg-type]
-    assert {kind: rows[0][kind] for kind in ("iteration", "cache")} == {k: reference[k] for k in ("iteration", "cache")}
-    assert rows[0]["points_lost"] == 0 and rows[0]["accuracy"] == 90 and rows[0]["points_lost_low"] < 0
-    assert 1 < len(rows) <= 7
-    assert all(row["tokens_per_s"][4] == pytest.approx(4 * row["tokens_per_s"][1], rel=1e-4) for row in rows)
-    assert rows[1]["iteration"]["blocks"] == 8 and rows[1]["cache"] == {"name": "dual"}
-    assert all("decoder" not in row for row in rows) and len({json.dumps(row) for row in rows}) == len(rows)
-
-
 def test_what_fails_on_held_out_problems_is_not_found() -> None:
     """Held out, the knee lies higher: the fastest candidates fail, and no more than `verify` are looked at."""
     with pytest.raises(NothingFound, match=r"the 2 fastest recipes keep the accuracy .* but not on the held-out ones"):
@@ -180,7 +165,7 @@ def test_from_the_command_line_to_the_next_command(
     common = [checkpoint, "max_new_tokens=16", "iteration.block=8"]
     main([
         "tune", "--max-drop", "100", "goal=tpf", "trials=4", "count=2", "heldout=2", "families=[turns]", *common,
-        "preset=conf/recipe/mine.yaml", "table=load.json", "in_flight=[1,2]",
+        "preset=conf/recipe/mine.yaml",
         "space.iteration=null", "space.decoder.name=[threshold]", "space.decoder.threshold.low=0.9",
     ])  # fmt: skip
     said, told = capsys.readouterr()
@@ -189,9 +174,6 @@ def test_from_the_command_line_to_the_next_command(
     report = json.loads((tmp_path / "tune.json").read_text())
     assert len(report["tried"]) <= 4 and report["settings"]["max_drop"] == 100
     assert "override /decoder: mine" in path.read_text() and report["parts"]["decoder"]["name"] == "threshold"
-    table = json.loads((tmp_path / "load.json").read_text())
-    assert [*table["recipes"][0]["tokens_per_s"]] == ["1", "2"] and table["reference"]["decoder"]["name"] == "fixed"
-    assert "0.00 points lost" in said and "runtime.load_table=load.json" in said.splitlines()[-1]
     same, *usage = said.split('"question" ')[1].splitlines()[0].split()
     assert (same, usage) == (checkpoint, ["--config-dir", "conf", "recipe=mine"])
     main(["generate", "a", checkpoint, "max_new_tokens=8", *usage])
@@ -212,7 +194,6 @@ def test_from_the_command_line_to_the_next_command(
         (["preset=elsewhere/recipe/careful.yaml"], "is a component or recipe"),
         (["preset=a/recipe/dual.yaml"], "is a component or recipe"),
         (["goal=speed"], "goal=speed must be tps"),
-        (["table=x.json", "in_flight=[]"], "in_flight=[] must be numbers of requests"),
         (["count=0"], "count=0 must be at least 1"),
         (["--max-drop"], "--max-drop: expected one argument"),
     ):

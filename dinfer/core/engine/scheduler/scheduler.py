@@ -5,74 +5,19 @@ for the host between two steps. A step does not change rows that it does not fit
 costs the time of a step.
 """
 
-from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import ceil
-from statistics import median
 from typing import Any, NamedTuple
 
 from dinfer.core.engine.row import PLACE, Row, StepWidth
-from dinfer.core.engine.runtime import AUTO_CANDIDATES, Runtime
+from dinfer.core.engine.runtime import Runtime
 from dinfer.core.engine.scheduler.grouping import LATE, Group, PrefillBatching, free_positions, grouped, opens
 from dinfer.core.provided import provided
 from dinfer.core.recipe.recipe import Recipe
 from dinfer.core.step.cursors import Cursors, Phase
 from dinfer.core.step.shape import KeysOnly, Planned, StepShape, extras_of
 from dinfer.core.step.window import deciding, narrow_width, width_of
-
-# Positions of a step that fill the tiles of a matrix product. One more takes as long as many more: with LLaDA-8B on an
-# H200 a product of 128 rows takes 13.9 us, of 160 rows 19.3 us, and of 256 rows 16.8 us.
-FILLED = (64, 128, 192, 256, 384, 512)
-# Steps that follow a forward without one of their own, by candidates: the mean over the recipes of
-# benchmarks/results/speculation-*.json for 1, 2, 4 and 8, and between them for the others. It counts as what WEIGHT
-# forwards have shown; what the requests show is added to it.
-EXPECTED = (0.0, 0.29, 0.37, 0.42, 0.47, 0.50, 0.53, 0.55, 0.57)
-WEIGHT = 64
-BELIEVED = 3  # measured steps from which on a time is believed
-KEPT = 9  # of which the median is taken
-WORTH = 2  # more positions than so many times those that are free never pay: no number of candidates saves so much
-
-
-@dataclass(slots=True)
-class CandidateChoice:
-    """Tries each number of candidates for steps of a kind, and then takes the one that saves most time."""
-
-    free: int  # positions that take as long as one more step, see `grouping.free_positions`
-    # By rows, width and candidates.
-    times: defaultdict[tuple[int, int, int], deque[float]] = field(
-        default_factory=lambda: defaultdict(lambda: deque(maxlen=KEPT))
-    )
-    forwards: Counter[int] = field(default_factory=Counter)  # by candidates
-    hits: Counter[int] = field(default_factory=Counter)
-
-    def pick(self, rows: int, width: int) -> int:
-        """The number of candidates for a step of so many rows, each with `width` positions."""
-        able = self.choices(rows * width)
-        for count in able:
-            if len(self.times[rows, width, count]) < BELIEVED and len(able) > 1:
-                return count
-        return max(able, key=lambda count: self.speed(rows, width, count)) if len(able) > 1 else 0
-
-    def choices(self, positions: int) -> list[int]:
-        """The numbers of candidates that a step of so many positions without them tries: none, and what fills tiles."""
-        filled = (min(size // positions - 1, AUTO_CANDIDATES) for size in FILLED if size <= WORTH * self.free)
-        return sorted({0, *(count for count in filled if count > 0)})
-
-    def speed(self, rows: int, width: int, count: int) -> float:
-        """Denoise steps a second."""
-        followed = (EXPECTED[count] * WEIGHT + self.hits[count]) / (WEIGHT + self.forwards[count])
-        return (1 + followed) / median(self.times[rows, width, count])
-
-    def timed(self, rows: int, width: int, count: int, seconds: float) -> None:
-        """Learns what a step took on the device."""
-        self.times[rows, width, count].append(seconds)
-
-    def followed(self, count: int, hits: int) -> None:
-        """Learns how many steps of a row followed a forward with `count` candidates."""
-        self.forwards[count] += 1
-        self.hits[count] += hits
-
 
 MISS = 32  # right guesses that pay for a wrong one: each saves the host's time, a few hundredths of a short step
 BURST = 2  # assume that no step commits more than BURST times the row's record
@@ -141,9 +86,8 @@ class Scheduler:
         self._counts_forwards = any(recipe.cache.plan(phase).every for phase in recipe.phases)
         self._deciding = PLACE + self._counts_forwards  # the cursors before this one decide it
         self._free = free_positions(recipe.model.spec)
-        self.choice = CandidateChoice(self._free)
         self._prefills = PrefillBatching(self._free, runtime.positions)
-        self._tries = runtime.candidates > 0 or recipe.facts.versions > 0
+        self._tries = runtime.speculate > 0 or recipe.facts.versions > 0
         self._window = recipe.cache.plan(Phase.WINDOW)
         keeps = self._window.keeps and recipe.iteration.blocks == 1
         simple = keeps and not (self._tries or recipe.facts.phases)  # else no step fits all that may come next
@@ -211,14 +155,8 @@ class Scheduler:
         """Whether a plan depends on nothing of a row that stays where it was."""
         return not (self._tries or self._counts_forwards)
 
-    def observe(self, rows: Collection[Row], measured: Collection[tuple[StepShape, float]] = ()) -> None:
-        """Learns where a round has left its rows, and how long steps took, in seconds."""
-        for shape, seconds in measured:
-            if shape.phase == deciding(self.recipe) and not shape.extra(KeysOnly):
-                self.choice.timed(shape.lanes, shape.width, shape.versions, seconds)
-        for row in rows if self._tries else ():
-            if row.tried:
-                self.choice.followed(row.tried, row.cursors.hits - row.before.hits)
+    def observe(self, rows: Collection[Row]) -> None:
+        """Learns where a round has left its rows."""
         if self._ahead is not None:
             self._ahead.ends.record(rows)
         if self._repeatable:
@@ -278,20 +216,14 @@ class Scheduler:
     def _planned(self, phase: Phase, group: Group, rows: Sequence[Row], expected: Mapping[int, float]) -> Planned:
         forks = self._tries and phase == deciding(self.recipe) and group.width <= self.widest
         candidates = None
-        if self.runtime.candidates:
-            candidates = self._candidates(group.width, rows) if forks else 0
+        if self.runtime.speculate:  # rows without drafts have nothing to try
+            candidates = self.runtime.speculate if forks and any(row.drafted for row in rows) else 0
 
         def opened() -> int:
             some = (opens(row, self._window) for row in rows)
             return ceil(sum(expected.get(slot, own) for slot, own in zip(group.slots, some, strict=True)))
 
         return Planned(len(rows), forks, candidates, group.widest if group.slices else 0, opened)
-
-    def _candidates(self, width: int, rows: Sequence[Row]) -> int:
-        """How many candidates of each row a step evaluates that has room for them."""
-        if not any(row.drafted for row in rows):
-            return 0
-        return self.choice.pick(len(rows), width) if self.runtime.speculate == "auto" else self.runtime.candidates
 
     def _holds(self, phases: dict[Phase, list[Row]]) -> bool:
         """Whether prefills wait for more. Not while a request waits for their keys."""

@@ -15,7 +15,6 @@ from support.matrix import (
     engine_for,
     launched_ahead,
     may_speculate,
-    observed,
     over_shared_model,
     varied_options,
 )
@@ -24,7 +23,6 @@ from support.models import UNIFORM, tiny_model
 import dinfer.core.step.step
 from dinfer.core.engine.request import Completion, Request
 from dinfer.core.engine.runtime import Runtime
-from dinfer.core.engine.scheduler.scheduler import CandidateChoice
 from dinfer.core.recipe.recipe import IncompatibleRecipe, Recipe, compose
 from dinfer.core.registry import DECODERS
 from dinfer.core.step.commits import Commits
@@ -150,57 +148,6 @@ def test_a_chain_of_hits_takes_one_forward() -> None:
 def tried(shapes: list[StepShape]) -> set[int]:
     """The numbers of candidates of steps."""
     return {0 if (extra := shape.extra(Candidates)) is None else extra.count for shape in shapes}
-
-
-def test_auto_tries_each_number_and_measures_it() -> None:
-    recipe = recipe_of()
-    requests = [Request([1, 2, 3], 2 * BLOCK, recipe.resolve({})) for _ in range(8)]
-    engine = engine_for(recipe, rows=1, speculate="auto")
-    shapes = observed(engine)
-    fast, plain = completions(engine, requests), completions(engine_for(recipe, rows=1), requests)
-    assert [said(c) for c in fast] == [said(c) for c in plain]
-    assert tried(shapes) == {0, 7}  # a block of 8 leaves room for all seven
-    crowd = engine_for(recipe, rows=40, speculate="auto")
-    shapes = observed(crowd)
-    completions(crowd, requests[:1] * 40)
-    assert tried(shapes) == {0}  # 40 rows leave no position free
-
-
-@pytest.mark.parametrize(
-    ("milliseconds", "hits", "best"),
-    [
-        ((5.0, 5.1, 5.2, 5.3, 5.4), None, 7),  # free rows, as at batch 1
-        ((4.5, 5.1, 5.7, 7.3, 8.2), None, 1),
-        ((4.5, 4.9, 5.0, 6.7, 6.5), None, 3),  # another row of tiles begins behind 128 positions
-        ((5.0, 8.0, 12.0, 16.0, 20.0), None, 0),  # every expert is read for more rows
-        ((5.0, 5.1, 5.2, 5.3, 5.4), 0, 0),  # nothing is ever hit: no candidate pays
-    ],
-)
-def test_auto_takes_what_saves_most_time(milliseconds: tuple[float, ...], hits: int | None, best: int) -> None:
-    choice = CandidateChoice(free=256)
-    for _ in range(3):
-        for count, taken in zip((0, 1, 3, 5, 7), milliseconds, strict=True):
-            assert choice.pick(1, 32) in (0, 1, 3, 5, 7)
-            choice.timed(1, 32, count, taken / 1000)
-    for count in (1, 3, 5, 7) if hits is not None else ():
-        for _ in range(5000):
-            choice.followed(count, hits or 0)
-    assert choice.pick(1, 32) == best
-    assert choice.pick(64, 32) == 0  # a batch of which none pays
-
-
-@pytest.mark.parametrize(
-    ("positions", "counts"),
-    [
-        (32, [0, 1, 3, 5, 7]),  # 64, 128, 192 and 256 positions in all
-        (64, [0, 1, 2, 3, 5, 7]),
-        (200, [0, 1]),
-        (4, [0, 7]),
-        (300, [0]),
-    ],
-)
-def test_auto_tries_what_fills_tiles(positions: int, counts: list[int]) -> None:
-    assert CandidateChoice(free=256).choices(positions) == counts
 
 
 @pytest.mark.parametrize(
