@@ -33,13 +33,13 @@ from benchmarks.provenance import command_line, provenance, save
 from benchmarks.shapes import random_model
 from benchmarks.tables import lost
 from dinfer import Pipeline, Runtime
-from dinfer.core.engine.scheduler import scheduler
-from dinfer.core.engine.scheduler.grouping import PrefillBatching
-from dinfer.core.engine.scheduler.scheduler import Lookahead
 from dinfer.core.kernels.dispatch import GROUPS, VARIABLE
 from dinfer.core.recipe.recipe import Recipe
 from dinfer.core.step.contracts import ModelSpec
+from dinfer.speed import scheduler
 from dinfer.speed.abilities import open_positions
+from dinfer.speed.grouping import PrefillBatching
+from dinfer.speed.scheduler import Lookahead
 
 BLOCK = 32
 ALL = "all on"

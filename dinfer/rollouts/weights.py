@@ -19,7 +19,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dinfer.core.engine.engine import ENGINES, Engine
-from dinfer.core.engine.row import Row
 from dinfer.core.engine.worker import Worker
 from dinfer.core.loading.checkpoint import LoadPlan
 from dinfer.core.loading.files import ADAPTER
@@ -171,7 +170,7 @@ class Weights:
     def _renew(self, *, recompute: bool) -> None:
         """Forgets what was computed with the old weights."""
         self.state.told = True
-        for loop in (loop for engine in self.engines for loop in engine.loops):
+        for loop in (engine.loop for engine in self.engines):
             loop.worker.renewed()
             if (batch := loop.batch) is None:
                 continue
@@ -188,7 +187,7 @@ class Weights:
         if sink.touched:
             self.state.torn |= sink.touched
             self.state.why = f"an update failed: {error}"
-            for loop in (loop for engine in self.engines for loop in engine.loops):
+            for loop in (engine.loop for engine in self.engines):
                 loop.worker.renewed()
                 if loop.batch is not None:
                     loop.batch.pages.epoch += 1
@@ -218,8 +217,8 @@ def check(state: WeightsState) -> None:
 
 def _finish(engine: Engine) -> None:
     """Runs rounds until what runs or waits now has ended. What comes later waits."""
-    asked = {id(row) for queue in _queues(engine) for row in queue}
-    while any(loop.running for loop in engine.loops) or any(id(row) in asked for q in _queues(engine) for row in q):
+    asked = {id(row) for row in engine.loop.waiting}
+    while engine.loop.running or any(id(row) in asked for row in engine.loop.waiting):
         with engine.between_rounds():
             later = [row for row in engine.loop.waiting if id(row) not in asked]
             for row in later:
@@ -230,21 +229,16 @@ def _finish(engine: Engine) -> None:
                 engine.loop.waiting.extendleft(reversed(later))
 
 
-def _queues(engine: Engine) -> list[Any]:
-    return [engine.loop.waiting, *(loop.waiting for loop in engine.loops if loop is not engine.loop)]
-
-
 def _abort(engine: Engine) -> None:
     """Ends what runs with what it has, and what waits with an error."""
-    for loop in engine.loops:
-        for row in loop.running:
-            row.figures = {**row.figures, "aborted": True}
-        loop.drain(stop=True)
-    for queue in _queues(engine):
-        while queue:
-            row: Row = queue.popleft()
-            row.error = RequestAborted("the request was aborted before it began: the weights were updated")
-            engine.loop.updates.append((row, row.update(engine.recipe)))
+    loop = engine.loop
+    for row in loop.running:
+        row.figures = {**row.figures, "aborted": True}
+    loop.drain(stop=True)
+    while loop.waiting:
+        row = loop.waiting.popleft()
+        row.error = RequestAborted("the request was aborted before it began: the weights were updated")
+        loop.updates.append((row, row.update(engine.recipe)))
 
 
 def _restart(loop: Any) -> None:

@@ -2,14 +2,30 @@
 
 from typing import Any
 
+from dinfer.core.engine.runtime import Runtime
+from dinfer.core.engine.worker import Worker
 from dinfer.core.recipe.recipe import Recipe
 
 
-def step_compiler(recipe: Recipe, alloc: Any, key: Any) -> Any:
-    """Compiles the kernels of new kinds of steps in parallel, see `KernelCompiler`."""
-    from dinfer.speed.startup.kernel_compiler import KernelCompiler
+def runner(recipe: Recipe, runtime: Runtime) -> Any:
+    """Launches steps, as CUDA graphs if the runtime says so, see `GraphRunner`."""
+    from dinfer.speed.graphs import GraphRunner
 
-    return KernelCompiler(recipe, alloc, key)
+    return GraphRunner(recipe, runtime)
+
+
+def loop(worker: Worker) -> Any:
+    """Rounds of steps that overlap, see `OverlappedLoop`."""
+    from dinfer.speed.rounds import OverlappedLoop
+
+    return OverlappedLoop(worker)
+
+
+def drop_graphs() -> None:
+    """Drops the graphs of all runners."""
+    from dinfer.speed.graphs import drop_graphs as drop
+
+    drop()
 
 
 def prepare_compilers(device: Any) -> Any:
@@ -48,17 +64,3 @@ def memory_told(worker: Any) -> str:
     from dinfer.speed.memory import told
 
     return told(worker)
-
-
-def extend_segments() -> None:
-    """Has torch's memory grow so that graphs share it, see `extend_segments`."""
-    from dinfer.speed.memory import extend_segments
-
-    extend_segments()
-
-
-def guessed_rounds(recipe: Recipe, free: int, limit: int, slices: bool) -> Any:
-    """Guesses the steps of a round before the last one has ended, see `Ahead`."""
-    from dinfer.speed.settling import Settling, Slicing
-
-    return (Slicing if slices else Settling)(recipe, free, limit)

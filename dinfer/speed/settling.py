@@ -13,11 +13,11 @@ from math import sqrt
 from typing import NamedTuple
 
 from dinfer.core.engine.row import Row
-from dinfer.core.engine.scheduler.grouping import LATE, Group, cut, opens, settling_pays, sliced
 from dinfer.core.recipe.recipe import Recipe
 from dinfer.core.step.cursors import ACTIVE, Phase
 from dinfer.core.step.shape import KeysOnly, StepShape
-from dinfer.core.step.window import narrow_width, place, width_of
+from dinfer.core.step.window import place, width_of
+from dinfer.speed.grouping import LATE, Group, cut, narrow_width, opens, settling_pays, sliced
 
 MEMORY = 256  # steps with as many open positions after which older ones count half
 RECENT = 32  # blocks that ended, over which rows that end with them are averaged

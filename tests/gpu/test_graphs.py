@@ -117,7 +117,7 @@ def test_sliced_steps_under_graphs_give_the_tokens_of_one_row_alone(
     recipe = compose(model, iteration={**iteration, "block": 16}, decoder="threshold", cache=cache)
     requests = [Request([5, 6, 7 + i], 30 + 7 * i, recipe.resolve({})) for i in range(6)]
     want = [outcome(c) for c in completions(engine_for(recipe, rows=1), requests)]
-    monkeypatch.setattr("dinfer.core.engine.scheduler.grouping.FREE", 1)
+    monkeypatch.setattr("dinfer.speed.grouping.FREE", 1)
     engine = engine_for(recipe, rows=6, graphs=True)
     shapes = observed(engine)
     for _ in range(3):
@@ -207,7 +207,7 @@ def test_requests_that_come_and_go_at_any_time_change_nothing(monkeypatch: pytes
     recipe = compose(model, iteration={"name": "block_diffusion", "block": 8}, decoder="threshold", cache="block")
     requests = requests_for(recipe) * 3
     want = [outcome(c) for c in completions(engine_for(recipe), requests)]
-    monkeypatch.setattr("dinfer.core.engine.scheduler.grouping.settling_pays", lambda *rows: True)
+    monkeypatch.setattr("dinfer.speed.grouping.settling_pays", lambda *rows: True)
     monkeypatch.setattr("dinfer.speed.settling.settling_pays", lambda *rows: True)
     for favour in ("latency", "throughput"):
         engine = engine_for(recipe, rows=4, graphs=True, max_length=64, positions=16, favour=favour)

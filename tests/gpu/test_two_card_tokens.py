@@ -15,12 +15,12 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from dinfer import Pipeline, Runtime, compose
-from dinfer.core.engine.runner import drop_graphs
 from dinfer.core.loading.checkpoint import family_of, load_network, read_config
 from dinfer.core.loading.files import locate
 from dinfer.core.pipeline.tokenizer import read_tokenizer
 from dinfer.core.ranks.ranks import ALONE, Ranks
 from dinfer.core.registry import MODELS
+from dinfer.speed.graphs import drop_graphs
 
 os.environ["DINFER_CHECK_RANKS"] = "1"  # a rank that strays is found in the round in which it does
 

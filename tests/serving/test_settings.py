@@ -12,10 +12,10 @@ from support.serving import served, tiny
 
 import dinfer
 from dinfer.core.engine.request import Wants
-from dinfer.core.engine.runner import bucket
 from dinfer.core.step.shape import StepShape
 from dinfer.serving.served import catalogue, meet_shapes, warm_up
 from dinfer.serving.settings import Settings
+from dinfer.speed.graphs import bucket
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])

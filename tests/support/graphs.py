@@ -29,7 +29,8 @@ class Device:
         }  # fmt: skip
         for name, thing in simulated.items():
             monkeypatch.setattr(torch.cuda, name, thing)
-        monkeypatch.setattr("dinfer.core.engine.runner.denoise_step", self._step)
+        for module in ("dinfer.core.engine.runner", "dinfer.speed.graphs"):
+            monkeypatch.setattr(f"{module}.denoise_step", self._step)
 
     def _step(self, recipe: Recipe, state: Any, shape: StepShape, slot_B: torch.Tensor) -> None:
         assert len(slot_B) == shape.lanes

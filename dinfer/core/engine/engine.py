@@ -24,7 +24,6 @@ from dinfer.core.provided import needed, provided
 from dinfer.core.recipe.recipe import IncompatibleRecipe, Recipe
 from dinfer.core.step.blame import blaming
 
-
 ENGINES: WeakSet["Engine"] = WeakSet()  # of this process: several may run one network
 
 
@@ -69,7 +68,7 @@ class Engine:
         if (reason := recipe.refused(runtime=runtime)) is not None:
             raise IncompatibleRecipe(reason)
         with blaming(recipe.by_kind):
-            self.loop = Loop(worker_of(recipe, runtime, plain or recipe))
+            self.loop: Loop = (provided("loop") or Loop)(worker_of(recipe, runtime, plain or recipe))
         self.recipe, self.runtime = self.loop.worker.recipe, self.loop.worker.runtime
         self._turn = threading.Condition()
         self._stepping = False  # a thread runs a round
@@ -221,8 +220,7 @@ class Engine:
                 self._turn.wait()
             self._stepping = True
         with self._ending_turn():
-            for loop in self.loops:
-                loop.drain()
+            self.loop.drain()
             yield
 
     def resume(self) -> None:

@@ -15,7 +15,7 @@ from dinfer.core.engine.errors import StalledRow
 from dinfer.core.engine.request import Update
 from dinfer.core.engine.row import Row
 from dinfer.core.engine.runtime import BatchSize, pages_of, room_for
-from dinfer.core.engine.scheduler.scheduler import PlannedStep, Scheduler
+from dinfer.core.engine.scheduler import PlannedStep, Scheduler
 from dinfer.core.engine.worker import Worker
 from dinfer.core.memory import Key
 from dinfer.core.step.blame import blamed
@@ -41,13 +41,12 @@ class Loop:
         self.worker, self.recipe, self.runtime = worker, recipe, runtime
         self._compares = recipe.ranks.size > 1 and os.environ.get(CHECK, "0") not in ("", "0")
         self.scheduler = Scheduler(recipe, runtime)
-        self.ahead = runtime.graphs  # launch the next round before the caller has seen the last one
         self.batch: Batch | None = None
         self.waiting: deque[Row] = deque()
         self.updates: deque[tuple[Row, Update]] = deque()  # for the caller to take
         self._room: BatchSize | None = None  # of the last batch
         self._most_pages = 0  # the most pages that memory has held; 0: no limit is known
-        self._flights: deque[deque[Launched]] = deque()  # launched rounds
+        self.flights: deque[deque[Launched]] = deque()  # launched rounds
         self._moved: deque[Row] = deque()  # rows whose last step the caller does not know yet
         self._ended: deque[Row] = deque()  # rows whose error the caller does not know yet
 
@@ -74,31 +73,28 @@ class Loop:
             self._hear()
             self._end()
         self._deliver()
-        if self.ahead:
-            self._overlapped_round()
-        else:
-            self._plain_round()
+        self.take_steps()
         self._hear()
         self._end()
         self._deliver()
 
-    def _plain_round(self) -> None:
+    def take_steps(self) -> None:
         """Launches the steps of a round, and looks at the rows of each when it has ended."""
-        if not self._flights:  # an interrupt may have left a round
-            self._enter()
-            self._launch()
+        if not self.flights:  # an interrupt may have left a round
+            self.enter()
+            self.launch()
         self._land()
 
     def _land(self) -> None:
         """Looks at the rows of each step of the oldest round when it has ended."""
-        for flight, cursors in self._landed():
+        for flight, cursors in self.landed():
             rows, asked = flight[0]
-            self._each(rows, partial(self._move, asked, cursors))
+            self.each(rows, partial(self.move, asked, cursors))
 
     @torch.inference_mode()
     def drain(self, stop: bool = False) -> None:
         """Looks at all rounds under way, and launches none. `stop`: rows then end with what they have."""
-        while self._flights:
+        while self.flights:
             self._land()
         for row in self.running if stop else ():
             row.cursors = row.cursors._replace(phase=Phase.IDLE)
@@ -107,46 +103,14 @@ class Loop:
         self._end()
         self._deliver()
 
-    def _overlapped_round(self) -> None:
-        """The same, but the device runs one step while the host looks at the last, and while the caller has its turn.
-
-        If the last steps have few rows, the next round is launched without them, so that the device need not wait. Of
-        the last step the host first looks at rows that need another step than before. Then it launches the next round,
-        and then it looks at the others.
-        """
-        if not self._flights:
-            self._enter()
-            self._launch()
-        elif self.running:  # otherwise the room may grow first
-            self._admit()
-        if len(self._flights) == 1:
-            self._each([row for rows, _ in self._flights[0] for row in rows], self.scheduler.prepare)
-            self._start(self.scheduler.plan(self.running, in_flight=True))
-        for flight, cursors in self._landed():
-            rows, asked = flight[0]
-            last = len(self._flights) == len(flight) == 1 and self.scheduler.plans_by_place
-            groups: tuple[list[Row], list[Row]] = [], []
-            for row in rows:
-                groups[last and row.stays(cursors)].append(row)
-            self._each(groups[False], partial(self._move, asked, cursors))
-            if groups[True]:
-                self._launch()
-                self._each(groups[True], partial(self._move, asked, cursors))
-            if len(flight) > 1 and len(self._flights) == 1:
-                busy = {row for others, _ in islice(flight, 1, None) for row in others}
-                if self.scheduler.goes_on(self.running, busy):
-                    self._launch(busy)
-        if not self._flights:
-            self._launch()
-
-    def _landed(self) -> Iterator[tuple[deque[Launched], dict[int, list[int]]]]:
+    def landed(self) -> Iterator[tuple[deque[Launched], dict[int, list[int]]]]:
         """The steps of the oldest round, the next one first, each once its cursors are on the host: these, by slot.
 
         An interrupt leaves a step there. The host then looks at all its rows again, which changes nothing of those that
         it has seen.
         """
         taken = list[Row]()
-        while (batch := self.batch) is not None and self._flights and (flight := self._flights[0]):
+        while (batch := self.batch) is not None and self.flights and (flight := self.flights[0]):
             rows, asked = flight[0]
             try:
                 cursors = batch.reader.read(asked)
@@ -160,21 +124,21 @@ class Loop:
             flight.popleft()
             batch.reader.free(asked)
             taken += rows
-        if self._flights:
-            self._flights.popleft()
+        if self.flights:
+            self.flights.popleft()
         self.scheduler.observe(taken)
 
-    def _enter(self) -> None:
+    def enter(self) -> None:
         """Gives waiting requests slots, and makes room first where nothing runs."""
         if self.waiting and not self.running:
             self._grow()
-        self._admit()
+        self.admit()
 
     def _deliver(self) -> None:
         """Queues the updates of the last round for the caller."""
         while self._moved:
             if self._moved[0].error is None:
-                self._each([self._moved[0]], self._tell)
+                self.each([self._moved[0]], self._tell)
             self._moved.popleft()
         while self._ended:
             self._tell(self._ended.popleft())
@@ -182,15 +146,15 @@ class Loop:
     def _tell(self, row: Row) -> None:
         self.updates.append((row, row.update(self.recipe)))
 
-    def _launch(self, busy: Collection[Row] = ()) -> None:
+    def launch(self, busy: Collection[Row] = ()) -> None:
         """Launches the steps of a round. `busy`: rows that are still in a step, and wait for the round after it."""
         rows = [row for row in self.running if row.cursors.phase != Phase.IDLE and row not in busy]
         steps = self.scheduler.plan(rows)
         if rows and not steps:
             self._blame(rows, StalledRow("no step was planned for the requests that run"))
-        self._each(self._start(steps), self.scheduler.prepare)
+        self.each(self.start(steps), self.scheduler.prepare)
 
-    def _admit(self) -> None:
+    def admit(self) -> None:
         """Gives slots to waiting requests, in their order, as long as there is room.
 
         A request that waits for keys which a running one computes lets those behind it go first.
@@ -223,7 +187,7 @@ class Loop:
             self._blame(entered, error)
         finally:
             self.waiting.extendleft(reversed(later))
-        self._each(entered, self.scheduler.update)
+        self.each(entered, self.scheduler.update)
 
     def _place(self, batch: Batch, rows: Sequence[Row]) -> None:
         """Places requests in their slots, all at once. If that fails, one by one, so that an error ends one request."""
@@ -233,15 +197,15 @@ class Loop:
             if len(rows) == 1:
                 self._blame(rows, error)
             else:
-                self._each(rows, lambda row: batch.place([row]))
+                self.each(rows, lambda row: batch.place([row]))
 
-    def _start(self, steps: Sequence[PlannedStep]) -> list[Row]:
+    def start(self, steps: Sequence[PlannedStep]) -> list[Row]:
         """Launches the steps of a round, and returns its rows. An error in a step ends its rows."""
         batch, flight, running = self.batch, deque[Launched](), self.running
         if batch is None or not steps:
             return []
         blocks, drafts = any(row.wants.canvas for row in running), any(row.wants.drafts for row in running)
-        self._flights.append(flight)
+        self.flights.append(flight)
         for shape, slots in steps:
             rows = [batch.rows[slot] for slot in slots]
             try:
@@ -253,7 +217,7 @@ class Loop:
                 self._blame(rows, error)
         return [row for rows, _ in flight for row in rows]
 
-    def _move(self, asked: CursorCopy, cursors: Mapping[int, Sequence[int]], row: Row) -> None:
+    def move(self, asked: CursorCopy, cursors: Mapping[int, Sequence[int]], row: Row) -> None:
         """Notes a row's cursors after a step, if the row still runs. Raises the error of a row that cannot continue."""
         if self.batch is None or row.slot is None or self.batch.rows.get(row.slot) is not row:
             return
@@ -300,9 +264,9 @@ class Loop:
             return
         for row, tokens_S in zip(unread, canvases, strict=True):
             row.canvas = tokens_S[: row.request.length].tolist()
-        self._each(rows, self.batch.leave)
+        self.each(rows, self.batch.leave)
 
-    def _each(self, rows: Iterable[Row], work: Callable[[Row], None]) -> None:
+    def each(self, rows: Iterable[Row], work: Callable[[Row], None]) -> None:
         """Does work for each row. An error ends only that row."""
         for row in rows:
             try:
@@ -375,4 +339,4 @@ class Loop:
     def _close(self) -> None:
         self.batch = None
         self.worker.close()
-        self._flights.clear()
+        self.flights.clear()

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from dinfer.core.engine.runner import Runner
 from dinfer.core.engine.runtime import BatchSize, Runtime
-from dinfer.core.kernels.dispatch import untouched
 from dinfer.core.memory import PoolSize, kv_dtype
 from dinfer.core.provided import provided
 from dinfer.core.recipe.recipe import Recipe
@@ -32,14 +31,6 @@ def made_of(model: Any) -> tuple[Any, ...]:
     return (*((id(module), type(module)) for module in model.modules()), *written)
 
 
-def adapted(model: Any) -> bool:
-    """Whether somebody put an adapter or a hook into a network of this package: a graph would not see it switched."""
-    if not isinstance(model, nn.Module) or not type(model).__module__.startswith("dinfer."):
-        return False
-    ours = ("dinfer.", "torch.nn.modules.")
-    return any(not untouched(one) or not type(one).__module__.startswith(ours) for one in model.modules())
-
-
 class Worker:
     """The state of a batch, and the steps over it."""
 
@@ -53,7 +44,7 @@ class Worker:
             recipe = replace(recipe, model=recipe.model.compiled(runtime.compile))
         self.recipe, self.runtime = recipe, runtime
         self.kv = kv_dtype(runtime.kv, recipe.model.dtype, recipe.model.device)
-        self.runner = Runner(recipe, graphs=runtime.graphs)
+        self.runner: Runner = (provided("runner") or Runner)(recipe, runtime)
         self._made_of: tuple[Any, ...] = ()  # the network, when the state was made
         self._aside = torch.cuda.Stream(recipe.model.device) if recipe.model.device.type == "cuda" else None
 
@@ -73,11 +64,7 @@ class Worker:
 
         device = self.recipe.model.device
         self._made_of = made_of(self.recipe.model)
-        self.runner.graphs = self.runtime.graphs and not adapted(self.recipe.model)
-        self.runner.open(alloc(self.recipe, device))
-        compiler = provided("step_compiler") if device.type == "cuda" and self.runtime.compile == "none" else None
-        if compiler is not None:
-            self.runner.compiler = compiler(self.recipe, alloc, (room, self.runtime))
+        self.runner.open(alloc(self.recipe, device), alloc, (room, self.runtime))
 
     @property
     def outdated(self) -> bool:

@@ -110,17 +110,6 @@ def width_of(cache: CachePolicy, spec: ModelSpec, now: Cursors) -> int:
     return plan.width(place(now), now.forwards, spec.attention_layout)
 
 
-def narrow_width(cache: CachePolicy, spec: ModelSpec, now: Cursors) -> int | None:
-    """Width of a WINDOW step with `KeysOnly` in which a row progresses; None: its own `width_of`. Host side.
-
-    A row that enters a block first runs a pass that only stores keys. This is the width of that pass.
-    """
-    if not (plan := cache.plan(Phase.WINDOW)).keeps or plan.front:  # rows that stay would be as wide as they were
-        return None
-    _, stop, settled = plan.bounds(place(now), spec.attention_layout)
-    return max(stop - settled, spec.attention_block or 1)
-
-
 def prefilled(cache: CachePolicy, spec: ModelSpec, start: int) -> int:
     """The end of the positions that a prefill computes, if the active region begins at `start`. Host side.
 

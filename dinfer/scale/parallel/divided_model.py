@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 
 from dinfer import __version__
-from dinfer.core.engine.runner import drop_graphs
 from dinfer.core.engine.runtime import BatchSize, Runtime
 from dinfer.core.engine.worker import Worker
 from dinfer.core.loading.checkpoint import divisions, load_network, random_network, read_config, read_spec
 from dinfer.core.loading.files import QUANTIZATION
+from dinfer.core.provided import provided
 from dinfer.core.ranks.ranks import ALONE, Ranks
 from dinfer.core.ranks.split import Rank
 from dinfer.core.recipe.recipe import Recipe
@@ -218,7 +218,8 @@ def join(store: dist.Store, rank: int, size: int, device: str) -> Ranks:
 def leave() -> None:
     """Leaves the process group when the other ranks are gone: NCCL would complain at the end of the process."""
     if dist.is_initialized() and dist.get_backend() == "nccl":
-        drop_graphs()
+        if (drop_graphs := provided("drop_graphs")) is not None:
+            drop_graphs()
         cast(dist.ProcessGroup, dist.group.WORLD).abort()
 
 

@@ -11,11 +11,11 @@ import pytest
 
 from benchmarks import ablation
 from benchmarks.shapes import shape
-from dinfer.core.engine.scheduler import scheduler
-from dinfer.core.engine.scheduler.grouping import PrefillBatching
-from dinfer.core.engine.scheduler.scheduler import Lookahead
 from dinfer.core.kernels.dispatch import GROUPS, groups_off
+from dinfer.speed import scheduler
 from dinfer.speed.abilities import open_positions
+from dinfer.speed.grouping import PrefillBatching
+from dinfer.speed.scheduler import Lookahead
 
 
 @pytest.mark.rest  # ten seconds

@@ -13,7 +13,6 @@ from support.models import tiny_model
 
 from dinfer.core.engine.request import Request
 from dinfer.core.engine.row import StepWidth
-from dinfer.core.engine.scheduler.grouping import Group, grouped
 from dinfer.core.memory import PoolSize
 from dinfer.core.recipe.recipe import Recipe, compose
 from dinfer.core.step.contracts import Phase
@@ -22,6 +21,7 @@ from dinfer.core.step.state import BatchState, Entry
 from dinfer.core.step.step import denoise_step
 from dinfer.speed.abilities.open_positions import OpenOnly
 from dinfer.speed.abilities.slices import Places, Sliced
+from dinfer.speed.grouping import Group, grouped
 
 BLOCK = 16
 ITERATIONS = ({"name": "block_diffusion"}, {"name": "multi_block", "blocks": 3, "align": True})
@@ -51,7 +51,7 @@ def test_no_token_depends_on_slices(
     recipe = recipe_of(iteration, **window)
     requests = requests_for(recipe, draws=many > 1)
     alone = [outcome(done) for done in completions(engine_for(recipe, rows=1), requests)]
-    monkeypatch.setattr("dinfer.core.engine.scheduler.grouping.FREE", 1)
+    monkeypatch.setattr("dinfer.speed.grouping.FREE", 1)
     monkeypatch.setattr("dinfer.speed.abilities.open_positions.MANY", many)
     engine = engine_for(recipe, rows=6, page=4)
     shapes = observed(engine)
@@ -77,7 +77,7 @@ def test_rounds_are_launched_ahead_where_it_is_known_who_enters(
     prompts = [[1 + (7 * i + j) % 30 for i in range(BLOCK * (1 + j % 3))] for j in range(12)]
     requests = [Request(ids, BLOCK * (6 + j % 4), recipe.resolve({})) for j, ids in enumerate(prompts)]
     alone = [outcome(done) for done in completions(engine_for(recipe, rows=1), requests)]
-    monkeypatch.setattr("dinfer.core.engine.scheduler.grouping.FREE", 64)
+    monkeypatch.setattr("dinfer.speed.grouping.FREE", 64)
     monkeypatch.setattr("dinfer.speed.abilities.open_positions.MANY", many)
     engine = launched_ahead(engine_for(recipe, rows=12, page=4))
     plan, planned, missed = engine.loop.scheduler.plan, list[bool](), list[bool]()

@@ -28,14 +28,14 @@ from dinfer.core.engine.engine import Engine
 from dinfer.core.engine.errors import NonFiniteLogits
 from dinfer.core.engine.request import Completion, Request, Update, Wants
 from dinfer.core.engine.row import StepWidth
-from dinfer.core.engine.runner import SPARE, bucket, stand_in
-from dinfer.core.engine.scheduler.grouping import FREE, Group, free_positions, grouped
 from dinfer.core.recipe.recipe import Recipe, compose
 from dinfer.core.step.contracts import Phase
 from dinfer.core.step.shape import KeysOnly, Sampled, StepShape
 from dinfer.core.step.step import denoise_step
 from dinfer.core.terms.spec import ExpertSpec
 from dinfer.speed.abilities.open_positions import OpenOnly, scores_open
+from dinfer.speed.graphs import SPARE, bucket, stand_in
+from dinfer.speed.grouping import FREE, Group, free_positions, grouped
 from dinfer.speed.settling import settling
 
 POISON = 37
@@ -111,7 +111,7 @@ def test_large_batches_settle_finished_blocks_in_passes_of_their_own(
     recipe = combination.recipe()
     requests = requests_for(recipe)
     want = alone(recipe, requests)
-    monkeypatch.setattr("dinfer.core.engine.scheduler.grouping.settling_pays", lambda *rows: True)
+    monkeypatch.setattr("dinfer.speed.grouping.settling_pays", lambda *rows: True)
     monkeypatch.setattr("dinfer.speed.settling.settling_pays", lambda *rows: True)
     engine = engine_for(recipe, rows=4, favour="throughput")
     shapes, got = observed(engine), completions(engine, requests)
@@ -157,7 +157,7 @@ def test_models_whose_logits_predict_the_next_token_need_both_blocks(
     recipe = compose(model, iteration={"name": "block_diffusion", "block": block}, decoder="threshold", cache="block")
     requests = requests_for(recipe)
     want = alone(recipe, requests)
-    monkeypatch.setattr("dinfer.core.engine.scheduler.grouping.settling_pays", lambda *rows: True)
+    monkeypatch.setattr("dinfer.speed.grouping.settling_pays", lambda *rows: True)
     monkeypatch.setattr("dinfer.speed.settling.settling_pays", lambda *rows: True)
     got = completions(engine_for(recipe, rows=4, favour="throughput"), requests)
     assert [outcome(c) for c in got] == [outcome(c) for c in want]

@@ -23,7 +23,7 @@ from dinfer.core.engine.engine import Engine
 from dinfer.core.engine.errors import StalledRow
 from dinfer.core.engine.request import Request, Update
 from dinfer.core.engine.runtime import Runtime
-from dinfer.core.engine.scheduler.scheduler import Scheduler
+from dinfer.core.engine.scheduler import Scheduler
 from dinfer.core.layers.linear import quantize
 from dinfer.core.memory import PoolSize
 from dinfer.core.pipeline import Pipeline
@@ -181,7 +181,7 @@ def test_an_interrupt_within_a_step_ends_its_rows_and_no_more(monkeypatch: pytes
 def test_a_row_that_no_step_moves_is_stalled(ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if host and device disagreed, and no step were as wide as the window."""
     monkeypatch.setattr("dinfer.core.engine.row.STALL_LIMIT", 9)
-    monkeypatch.setattr("dinfer.core.engine.scheduler.scheduler.width_of", lambda *given: width_of(*given) - 1)
+    monkeypatch.setattr("dinfer.core.engine.scheduler.width_of", lambda *given: width_of(*given) - 1)
     engine = engine_for(recipe_of(DualCache()))
     engine = launched_ahead(engine) if ahead else engine
     name = engine.add(GOOD[0])
@@ -379,7 +379,7 @@ def test_one_failing_request_of_a_list_ends_the_call(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("dinfer.core.engine.row.STALL_LIMIT", 9)
     engine = engine_for(recipe_of(DualCache()))
     with monkeypatch.context() as narrow, pytest.raises(StalledRow):
-        narrow.setattr("dinfer.core.engine.scheduler.scheduler.width_of", lambda *given: width_of(*given) - 1)
+        narrow.setattr("dinfer.core.engine.scheduler.width_of", lambda *given: width_of(*given) - 1)
         completions(engine, GOOD)
     assert not engine.busy
     assert [outcome(c) for c in completions(engine, GOOD)] == wanted()

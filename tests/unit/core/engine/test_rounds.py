@@ -54,7 +54,7 @@ def test_the_next_round_begins_without_the_rows_of_a_small_step(
 
     monkeypatch.setattr(CanvasReader, "request", logged("launch", CanvasReader.request))
     monkeypatch.setattr(CanvasReader, "read", logged("read", CanvasReader.read))
-    monkeypatch.setattr("dinfer.core.engine.scheduler.scheduler.LATE", late)
+    monkeypatch.setattr("dinfer.speed.scheduler.LATE", late)
     assert run(engine, requests) == want
     steps = "".join(name[0] for name in log)  # as in "llrlr": a round of two steps, and one of one step
     open_steps = [steps[:i].count("l") - steps[:i].count("r") for i in range(len(steps))]
@@ -85,13 +85,13 @@ def test_leaving_rows_out_of_a_round_is_harmless_with_any_recipe(
     recipe = combination.recipe(tiny_model(combination.variant))
     requests = requests_for(recipe)
     want = run(engine_for(recipe, rows=3), requests)
-    monkeypatch.setattr("dinfer.core.engine.scheduler.scheduler.LATE", 0)
+    monkeypatch.setattr("dinfer.speed.scheduler.LATE", 0)
     assert run(launched_ahead(engine_for(recipe, rows=3)), requests) == want
 
 
 def test_a_long_prompt_computes_a_piece_in_every_round_beside_rows_that_settle(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dinfer.core.engine.scheduler.grouping.FREE", 8)
-    monkeypatch.setattr("dinfer.core.engine.scheduler.scheduler.LATE", 1024)  # no round leaves the prompt out
+    monkeypatch.setattr("dinfer.speed.grouping.FREE", 8)
+    monkeypatch.setattr("dinfer.speed.scheduler.LATE", 1024)  # no round leaves the prompt out
     recipe, pieces = diffusing("fixed", steps=BLOCK), 6
     engine = launched_ahead(engine_for(recipe, rows=7, favour="throughput", positions=2 * BLOCK, max_length=128))
     for i in range(6):
@@ -116,7 +116,7 @@ def test_a_round_in_which_all_enter_a_block_is_launched_before_the_last_one_is_r
     many: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With two steps a block every second round is a wide step. With `many` 1, the LM head runs on open positions."""
-    monkeypatch.setattr("dinfer.core.engine.scheduler.grouping.FREE", 8)
+    monkeypatch.setattr("dinfer.speed.grouping.FREE", 8)
     monkeypatch.setattr("dinfer.speed.abilities.open_positions.MANY", many)
     recipe = compose(
         tiny_model("block_causal"), iteration={"name": "block_diffusion", "block": BLOCK, "stop": "off"},
@@ -136,7 +136,7 @@ def test_a_round_in_which_all_enter_a_block_is_launched_before_the_last_one_is_r
 
 
 def test_a_verification_is_not_taken_for_another_draft(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dinfer.core.engine.scheduler.grouping.FREE", 8)
+    monkeypatch.setattr("dinfer.speed.grouping.FREE", 8)
     recipe = diffusing("s2d2")
     plain, ahead = (engine_for(recipe, rows=6, favour="throughput") for _ in range(2))
     assert rounds_of(launched_ahead(ahead), recipe) < 1.1 * rounds_of(plain, recipe)
@@ -218,7 +218,7 @@ def test_turns_pay_where_blocks_are_short_and_rows_are_many() -> None:
 
 def test_a_round_launched_ahead_scores_what_many_rows_most_likely_leave_open(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not what was open before the round under way. Where rows commit less than expected, some sit a step out."""
-    monkeypatch.setattr("dinfer.core.engine.scheduler.grouping.FREE", 8)
+    monkeypatch.setattr("dinfer.speed.grouping.FREE", 8)
     monkeypatch.setattr("dinfer.speed.abilities.open_positions.MANY", 1)
     recipe = compose(
         tiny_model("block_causal"), iteration={"name": "block_diffusion", "block": BLOCK, "stop": "off"},
@@ -242,7 +242,7 @@ def computed(shape: StepShape) -> int:
 
 def test_a_row_that_settles_is_not_expected_to_enter_its_block_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or twice as many rows seemed to enter one as do, and rounds that fit most rows would not be launched ahead."""
-    monkeypatch.setattr("dinfer.core.engine.scheduler.grouping.FREE", 8)
+    monkeypatch.setattr("dinfer.speed.grouping.FREE", 8)
     recipe = diffusing("fixed", steps=7)
     engine = launched_ahead(engine_for(recipe, rows=8, favour="throughput"))
     scheduler, found = engine.loop.scheduler, list[bool]()
@@ -267,7 +267,7 @@ def test_a_row_that_settles_is_not_expected_to_enter_its_block_once_more(monkeyp
 def test_a_step_that_computes_a_prompt_is_not_expected_to_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or the next one would have too little room for what the prompts' rows decode, and some would sit it out."""
     for name, value in (
-        ("core.engine.scheduler.grouping.FREE", 8), ("speed.settling.MEMORY", 4), ("speed.settling.SURE", 1.0),
+        ("speed.grouping.FREE", 8), ("speed.settling.MEMORY", 4), ("speed.settling.SURE", 1.0),
         ("speed.abilities.open_positions.MANY", 1),
     ):  # fmt: skip
         monkeypatch.setattr(f"dinfer.{name}", value)

@@ -17,7 +17,6 @@ from support.models import tiny_model
 from support.thread_ranks import ThreadRanks
 
 from dinfer.core.abilities.reports import Reported
-from dinfer.core.engine.runner import WORTH
 from dinfer.core.engine.runtime import BatchSize, Runtime
 from dinfer.core.engine.worker import Worker
 from dinfer.core.ranks.split import Rank
@@ -26,6 +25,7 @@ from dinfer.core.step.cursors import Phase
 from dinfer.core.step.shape import StepShape
 from dinfer.core.step.told import Level
 from dinfer.scale.parallel.leader_worker import LeadingWorker, shape_of
+from dinfer.speed.graphs import WORTH
 
 BLOCK = 8
 
@@ -97,8 +97,8 @@ def test_a_larger_graph_stands_in_until_its_vain_positions_took_as_long_as_a_cap
             found, self.found = self.found, []
             return found
 
-    monkeypatch.setattr("dinfer.core.engine.runner.StepClock", Clock)
-    monkeypatch.setattr("dinfer.core.engine.runner.time", SimpleNamespace(perf_counter=itertools.count().__next__))
+    monkeypatch.setattr("dinfer.speed.graphs.StepClock", Clock)
+    monkeypatch.setattr("dinfer.speed.graphs.time", SimpleNamespace(perf_counter=itertools.count().__next__))
     device = Device(monkeypatch, None)
     recipe = compose(tiny_model(), iteration={"name": "blockwise", "block": BLOCK}, decoder="threshold", cache="dual")
     worker = Worker(recipe, Runtime(graphs=True))
@@ -125,7 +125,7 @@ def test_ranks_without_a_leader_do_alike_however_long_things_take(monkeypatch: p
     for device.rank, seconds in enumerate((1e-6, 10.0)):
         worker = Worker(recipe, Runtime(graphs=True, tensor_parallel=2))
         worker.open(BatchSize(slots=4, length=64, block=BLOCK, pages=16))
-        monkeypatch.setattr("dinfer.core.engine.runner.StepClock.read", lambda clock, s=seconds: [(four, s)])
+        monkeypatch.setattr("dinfer.speed.graphs.StepClock.read", lambda clock, s=seconds: [(four, s)])
         for lanes in (3, 3, 1, 1, 1):
             worker.launch(replace(three, lanes=lanes), [*range(lanes)])
     assert device.ran[0] == device.ran[1]
@@ -136,9 +136,7 @@ def test_a_larger_graph_stands_in_while_kernels_compile(monkeypatch: pytest.Monk
     compiler = SimpleNamespace(done=False, waited=list[int](), ready=lambda shape: compiler.done)
     compiler.compile = lambda shape: compiler.waited.append(shape.lanes)
     device = Device(monkeypatch, None)
-    monkeypatch.setattr(
-        "dinfer.core.engine.runner.StepClock", lambda device: SimpleNamespace(read=list, around=nullcontext)
-    )
+    monkeypatch.setattr("dinfer.speed.graphs.StepClock", lambda device: SimpleNamespace(read=list, around=nullcontext))
     recipe = compose(tiny_model(), iteration={"name": "blockwise", "block": BLOCK}, decoder="threshold", cache="dual")
     worker = Worker(recipe, Runtime(graphs=True))
     worker.open(BatchSize(slots=8, length=512, block=BLOCK, pages=256))

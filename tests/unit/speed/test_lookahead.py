@@ -29,14 +29,14 @@ from dinfer.core.engine.batch import CanvasReader, CursorCopy
 from dinfer.core.engine.engine import Engine
 from dinfer.core.engine.request import Completion, Request, Wants
 from dinfer.core.engine.row import Row
-from dinfer.core.engine.scheduler import scheduler
-from dinfer.core.engine.scheduler.scheduler import MISS, Lookahead, PlannedStep, Scheduler, stays_open
+from dinfer.core.engine.scheduler import PlannedStep
 from dinfer.core.engine.worker import Worker
 from dinfer.core.recipe.recipe import Recipe, compose
 from dinfer.core.step.contracts import CachePolicy, WindowPlan
 from dinfer.core.step.cursors import Cursors, Phase
 from dinfer.core.step.window import place, width_of
 from dinfer.research.caches.chosen import AdaptiveCache
+from dinfer.speed.scheduler import MISS, FastScheduler, Lookahead, stays_open
 
 BLOCK = 8
 
@@ -116,7 +116,7 @@ def test_wrong_guesses_change_nothing_and_are_given_up(monkeypatch: pytest.Monke
     requests = [Request([5, 6], 12 * BLOCK - 2, recipe.resolve({}))] * 2
     want = run(engine_for(recipe), requests)
     engine, watch = launched_ahead(engine_for(recipe)), Watch(monkeypatch)
-    monkeypatch.setattr("dinfer.core.engine.scheduler.scheduler.stays_open", lambda *row: True)
+    monkeypatch.setattr("dinfer.speed.scheduler.stays_open", lambda *row: True)
     assert run(engine, requests) == want and run(engine, requests) == want
     assert watch.guesses > 0 and watch.open == 0
     assert engine.loop.scheduler.lookahead.balance < MISS and not engine.loop.scheduler.lookahead.pays
@@ -129,8 +129,8 @@ def test_a_wrong_guess_is_harmless_with_any_recipe(combination: Combination, mon
     requests = requests_for(recipe)
     want = run(engine_for(recipe, rows=3), requests)
     engine = launched_ahead(engine_for(recipe, rows=3))
-    monkeypatch.setattr("dinfer.core.engine.scheduler.scheduler.stays_open", lambda *row: True)
-    monkeypatch.setattr("dinfer.core.engine.scheduler.scheduler.MISS", 0)  # however often they are wrong, guesses go on
+    monkeypatch.setattr("dinfer.speed.scheduler.stays_open", lambda *row: True)
+    monkeypatch.setattr("dinfer.speed.scheduler.MISS", 0)  # however often they are wrong, guesses go on
     assert run(engine, requests) == want
 
 
@@ -142,7 +142,7 @@ def test_where_a_row_will_be_is_guessed_of_steps_that_settle(
     recipe = combination.recipe()
     requests = requests_for(recipe) * 2
     want = [settled(completion) for completion in completions(engine_for(recipe), requests)]
-    monkeypatch.setattr("dinfer.core.engine.scheduler.grouping.settling_pays", lambda *rows: True)
+    monkeypatch.setattr("dinfer.speed.grouping.settling_pays", lambda *rows: True)
     monkeypatch.setattr("dinfer.speed.settling.settling_pays", lambda *rows: True)
     monkeypatch.setattr("dinfer.speed.abilities.open_positions.MANY", 1)
     engine = launched_ahead(engine_for(recipe, rows=4, favour="throughput"))
@@ -150,7 +150,7 @@ def test_where_a_row_will_be_is_guessed_of_steps_that_settle(
 
 
 def test_rounds_of_many_rows_are_launched_before_the_last_one_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dinfer.core.engine.scheduler.grouping.FREE", 8)
+    monkeypatch.setattr("dinfer.speed.grouping.FREE", 8)
     recipe = recipe_of(name="fixed", steps=3)
     requests = [Request([5, 6, 7 + i], (3 + i) * BLOCK, recipe.resolve({})) for i in range(6)]
     want = [settled(completion) for completion in completions(engine_for(recipe, rows=6), requests)]
@@ -181,15 +181,15 @@ def test_rounds_are_launched_ahead_though_requests_wait(monkeypatch: pytest.Monk
     """A server under load always has a queue. A request enters in the same round as without guesses."""
     recipe = recipe_of(name="fixed", steps=BLOCK)
     requests = [Request([5, 6, 7 + i], (2 + i % 3) * BLOCK - 3, recipe.resolve({})) for i in range(8)]
-    watch, waiting, plan = Watch(monkeypatch), list[int](), Scheduler.plan
+    watch, waiting, plan = Watch(monkeypatch), list[int](), FastScheduler.plan
 
-    def planned(scheduler: Scheduler, rows: Any, *, in_flight: bool = False) -> list[PlannedStep]:
+    def planned(scheduler: FastScheduler, rows: Any, *, in_flight: bool = False) -> list[PlannedStep]:
         steps = plan(scheduler, rows, in_flight=in_flight)
         if in_flight and steps:
             waiting.append(engine.occupancy()["waiting"])
         return steps
 
-    monkeypatch.setattr(Scheduler, "plan", planned)
+    monkeypatch.setattr(FastScheduler, "plan", planned)
     found = dict[bool, tuple[list[tuple], int]]()
     for pays in (False, True):
         monkeypatch.setattr(Lookahead, "pays", pays)
@@ -245,7 +245,7 @@ def test_a_row_is_planned_when_it_has_moved(monkeypatch: pytest.MonkeyPatch) -> 
         planned.append((now.phase, *place(now)))
         return width_of(cache, spec, now)
 
-    monkeypatch.setattr(scheduler, "width_of", noted)
+    monkeypatch.setattr("dinfer.core.engine.scheduler.width_of", noted)
     run(launched_ahead(engine_for(recipe)), [Request([5, 6], 4 * BLOCK - 2, recipe.resolve({}))])
     assert 0 < len(planned) == len({*planned})
 
@@ -396,8 +396,8 @@ def test_an_interrupt_while_answers_are_read_loses_none(monkeypatch: pytest.Monk
 
 
 def test_room_grows_though_a_wrong_guess_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dinfer.core.engine.scheduler.scheduler.stays_open", lambda *row: True)
-    monkeypatch.setattr("dinfer.core.engine.scheduler.scheduler.MISS", 0)
+    monkeypatch.setattr("dinfer.speed.scheduler.stays_open", lambda *row: True)
+    monkeypatch.setattr("dinfer.speed.scheduler.MISS", 0)
     recipe = recipe_of(name="fixed", steps=BLOCK)
     engine = launched_ahead(engine_for(recipe, rows=4))
     requests = [Request([5, 6, 7 + i], 2 * BLOCK - 3, recipe.resolve({})) for i in range(4)]
@@ -410,8 +410,8 @@ def test_an_error_behind_a_guess_spoils_nothing_that_comes_later(monkeypatch: py
     requests = [Request([5, 6, 7 + i], (1 + i) * BLOCK - 3, recipe.resolve({})) for i in range(2)]
     want = run(engine_for(recipe, rows=2), requests)
     engine, watch = launched_ahead(engine_for(recipe, rows=2)), Watch(monkeypatch)
-    monkeypatch.setattr("dinfer.core.engine.scheduler.scheduler.stays_open", lambda *row: True)
-    monkeypatch.setattr("dinfer.core.engine.scheduler.scheduler.MISS", 0)
+    monkeypatch.setattr("dinfer.speed.scheduler.stays_open", lambda *row: True)
+    monkeypatch.setattr("dinfer.speed.scheduler.MISS", 0)
     with monkeypatch.context() as broken, pytest.raises(MemoryError):
         broken.setattr(Request, "answer", fails)
         run(engine, requests)

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.matrix import BLOCK_CACHED, Combination, completions, engine_for, observed, outcome, requests_for
 
-from dinfer.core.engine.scheduler.grouping import PrefillBatching
 from dinfer.core.step.contracts import Phase
+from dinfer.speed.grouping import PrefillBatching
 
 FREE, PROMPT, WIDTH = 1800, 512, 32
 

@@ -6,7 +6,10 @@ from dataclasses import dataclass
 from math import ceil
 
 from dinfer.core.engine.row import Row, StepWidth
-from dinfer.core.step.contracts import ModelSpec, Phase, WindowPlan
+from dinfer.core.engine.scheduler import cut as equal_parts
+from dinfer.core.step.contracts import CachePolicy, ModelSpec, Phase, WindowPlan
+from dinfer.core.step.cursors import Cursors
+from dinfer.core.step.window import place
 
 # Positions that a dense model computes in the time in which it reads its weights. A step of the LLaDA-8B shape with few
 # positions takes 5.3 ms on an H200, and 2,700 more positions take 57 ms more, so 5.3 ms are worth 250 positions.
@@ -128,11 +131,20 @@ def opens(row: Row, plan: WindowPlan) -> int:
     return min(most, plan.front - min(done, plan.behind))
 
 
-def cut(slots: list[int], width: int, limit: int, *, keys_only: bool = False) -> list[Group]:
+def cut(slots: Sequence[int], width: int, limit: int, *, keys_only: bool = False) -> list[Group]:
     """Steps of at most `limit` positions and at least one row, of equal size."""
-    steps = -(-len(slots) // max(limit // width, 1))
-    rows = -(-len(slots) // steps)
-    return [Group(slots[i : i + rows], width, keys_only) for i in range(0, len(slots), rows)]
+    return [Group([*some], width, keys_only) for some in equal_parts(slots, width, limit)]
+
+
+def narrow_width(cache: CachePolicy, spec: ModelSpec, now: Cursors) -> int | None:
+    """Width of a WINDOW step with `KeysOnly` in which a row progresses; None: its own `width_of`. Host side.
+
+    A row that enters a block first runs a pass that only stores keys. This is the width of that pass.
+    """
+    if not (plan := cache.plan(Phase.WINDOW)).keeps or plan.front:  # rows that stay would be as wide as they were
+        return None
+    _, stop, settled = plan.bounds(place(now), spec.attention_layout)
+    return max(stop - settled, spec.attention_block or 1)
 
 
 MEMORY = 64  # rounds over which the rate of arrivals is averaged

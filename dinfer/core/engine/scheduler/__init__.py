@@ -1,1 +1,0 @@
-"""Which steps a round of the engine takes. Host side."""
