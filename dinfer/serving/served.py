@@ -14,6 +14,7 @@ from dinfer.core.engine.engine import Engine
 from dinfer.core.engine.request import Request, Wants
 from dinfer.core.pipeline import Pipeline
 from dinfer.core.pipeline.inputs import escaped, texts_in
+from dinfer.core.provided import provided
 from dinfer.core.recipe.recipe import Recipe
 from dinfer.core.registry import DECODERS, options_of, values_of
 from dinfer.lab.trace.record import Pieces
@@ -321,6 +322,13 @@ def warm_up(catalogue: Catalogue, prompt_tokens: int) -> None:
         began = time.perf_counter()
         meet_shapes(served, prompt_tokens, times=2 if served.pipe.engine.runtime.graphs else 1)
         LOG.info("%s: warm after %.1f s", served.name, time.perf_counter() - began)
+
+
+def tell_memory(catalogue: Catalogue) -> None:
+    """Says what the engines take of their card."""
+    if (told := provided("memory_told")) is not None:
+        for served in (catalogue[name] for name in catalogue.engines):
+            LOG.info("%s: %s", served.name, told(served.pipe.engine.loop.worker))
 
 
 def meet_shapes(served: Served, prompt_tokens: int, *, times: int) -> None:

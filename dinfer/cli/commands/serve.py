@@ -110,13 +110,14 @@ def made(config: dict[str, Any], others: dict[str, dict[str, Any]], settings: Se
     for preset, other in others.items():
         with of_recipe(preset):
             found[f"{config['name']}:{preset}"] = compose(pipe.model, **other)
-    from dinfer.serving.served import catalogue, warm_up
+    from dinfer.serving.served import catalogue, tell_memory, warm_up
     from dinfer.serving.server import Server  # while a compiler may be at the kernels of `pipe`
 
     new_tokens = setting(config, "max_new_tokens", int)
     server = Server(catalogue(pipe, found, max_new_tokens=new_tokens, created=int(time.time())), settings)
     if settings.warm_up:
         warm_up(server.catalogue, settings.warm_up)
+    tell_memory(server.catalogue)
     return server
 
 

@@ -20,7 +20,7 @@ WIDTH = 16  # bytes that a thread reads at a time
 
 
 class Exchange(NamedTuple):
-    """Memory through which GPUs swap rows of 16-bit numbers. Each writes to all inboxes and reads its own.
+    """Memory through which GPUs swap rows of 16-bit numbers. Each writes to the others' inboxes and reads its own.
 
     A row has two places in an inbox for each rank, and uses them in turn. `count_R` counts its swaps. An empty place
     holds -0.0, and a -0.0 is sent as 0. So a number says by itself that it has arrived, and no flag waits behind it.
@@ -30,13 +30,15 @@ class Exchange(NamedTuple):
     inbox: Tensor  # int16 [2, N, R, width], the rows of each rank
     address_N: Tensor  # int64, where in the memory of each rank's inbox this rank's rows begin
     count_R: Tensor  # int32
+    rank: int
 
     @classmethod
-    def over(cls, inbox: Tensor, places: Sequence[Tensor]) -> Self:
-        """Empties this GPU's inbox. `places`: in each rank's inbox, in order, the rows of this rank [2, R, width]."""
+    def over(cls, inboxes: Sequence[Tensor], rank: int) -> Self:
+        """Empties the inbox of a rank. `inboxes`: of all ranks, in order."""
+        inbox, places = inboxes[rank], [each[:, rank] for each in inboxes]
         inbox.fill_(EMPTY)
         address_N = torch.tensor([place.data_ptr() for place in places], dtype=torch.int64).to(inbox.device)
-        return cls(inbox, address_N, torch.zeros(inbox.shape[2], dtype=torch.int32, device=inbox.device))
+        return cls(inbox, address_N, torch.zeros(inbox.shape[2], dtype=torch.int32, device=inbox.device), rank)
 
     def takes(self, x: Tensor) -> bool:
         """Whether the rows of `x` fit. All programs of a kernel must run at once, or they wait for ever."""
@@ -57,8 +59,9 @@ class SymmetricSum:
         _symmetric_memory.rendezvous(self.buffer, group)
         inbox = _symmetric_memory.empty(2, self.size, ROWS, WIDEST, dtype=torch.int16, device=device)
         memory = _symmetric_memory.rendezvous(inbox, group)
-        others = [memory.get_buffer(rank, inbox.shape, inbox.dtype) for rank in range(self.size)]
-        self.exchange = Exchange.over(inbox, [other[:, group.rank()] for other in others])
+        inboxes = [memory.get_buffer(rank, inbox.shape, inbox.dtype) for rank in range(self.size)]
+        inboxes[group.rank()] = inbox
+        self.exchange = Exchange.over(inboxes, group.rank())
         memory.barrier()  # a rank writes only after the others have emptied their inboxes
         torch.cuda.synchronize(device)
 

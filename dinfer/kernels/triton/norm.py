@@ -21,7 +21,7 @@ MANY = 256  # rows that busy the card with a program each
 @triton.jit
 def _swapped(
     own, inbox_ptr, address_ptr, count_ptr, column, inside,
-    RANKS: tl.constexpr, ROWS: tl.constexpr, WIDEST: tl.constexpr,
+    RANK: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr, WIDEST: tl.constexpr,
 ):  # fmt: skip
     """The sum of a row over all ranks, in their order, rounded once (`Exchange`).
 
@@ -35,19 +35,23 @@ def _swapped(
     bits = own.to(tl.int16, bitcast=True)
     bits = tl.where(bits == EMPTY, 0, bits).to(tl.int16)
     for rank in tl.static_range(RANKS):
-        there_ptr = tl.load(address_ptr + rank).to(tl.pointer_type(tl.int16))
-        tl.store(tl.multiple_of(there_ptr, 16) + place, bits, mask=inside)
+        if rank != RANK:
+            there_ptr = tl.load(address_ptr + rank).to(tl.pointer_type(tl.int16))
+            tl.store(tl.multiple_of(there_ptr, 16) + place, bits, mask=inside)
     total, missing = tl.zeros(place.shape, tl.float32), 1
     while missing > 0:  # it reads all ranks' rows at once: one after the other would take as many times as long
         total, empty = tl.zeros(place.shape, tl.float32), tl.zeros(place.shape, tl.int32)
         for rank in tl.static_range(RANKS):
-            sent = tl.load(inbox_ptr + rank * (ROWS * WIDEST) + place, mask=inside, other=0, volatile=True)
+            sent = bits
+            if rank != RANK:
+                sent = tl.load(inbox_ptr + rank * (ROWS * WIDEST) + place, mask=inside, other=0, volatile=True)
             empty |= (sent == EMPTY).to(tl.int32)
             total += sent.to(own.dtype, bitcast=True).to(tl.float32)
         missing = tl.max(empty, 0)
     for rank in tl.static_range(RANKS):
-        nothing = tl.full(place.shape, EMPTY, tl.int16)
-        tl.store(inbox_ptr + rank * (ROWS * WIDEST) + place, nothing, mask=inside)
+        if rank != RANK:
+            nothing = tl.full(place.shape, EMPTY, tl.int16)
+            tl.store(inbox_ptr + rank * (ROWS * WIDEST) + place, nothing, mask=inside)
     tl.store(count_ptr + row, count + 1)
     return total.to(own.dtype)
 
@@ -55,8 +59,8 @@ def _swapped(
 @triton.jit
 def _plus(
     x, delta_ptr, mix_ptr, plus_ptr, inbox_ptr, address_ptr, count_ptr, column, inside, apart, stride,
-    PARTS: tl.constexpr, MIXED: tl.constexpr, PLUS: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr,
-    WIDEST: tl.constexpr,
+    PARTS: tl.constexpr, MIXED: tl.constexpr, PLUS: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr,
+    ROWS: tl.constexpr, WIDEST: tl.constexpr,
 ):  # fmt: skip
     """A row plus the sum of the parts of its addend, and of other ranks' addends where there are `RANKS`."""
     row = tl.program_id(0)
@@ -66,15 +70,15 @@ def _plus(
         delta += tl.load(plus_ptr + column, mask=inside, other=0.0).to(tl.float32)
     delta = delta.to(x.dtype)
     if RANKS:
-        delta = _swapped(delta, inbox_ptr, address_ptr, count_ptr, column, inside, RANKS, ROWS, WIDEST)
+        delta = _swapped(delta, inbox_ptr, address_ptr, count_ptr, column, inside, RANK, RANKS, ROWS, WIDEST)
     return (x.to(tl.float32) + delta.to(tl.float32)).to(x.dtype)
 
 
 @triton.jit
 def _add(
     x_ptr, delta_ptr, mix_ptr, plus_ptr, sum_ptr, inbox_ptr, address_ptr, count_ptr, width, apart, stride,
-    PARTS: tl.constexpr, MIXED: tl.constexpr, PLUS: tl.constexpr, BLOCK: tl.constexpr, RANKS: tl.constexpr,
-    ROWS: tl.constexpr, WIDEST: tl.constexpr, EARLY: tl.constexpr,
+    PARTS: tl.constexpr, MIXED: tl.constexpr, PLUS: tl.constexpr, BLOCK: tl.constexpr, RANK: tl.constexpr,
+    RANKS: tl.constexpr, ROWS: tl.constexpr, WIDEST: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     follow(EARLY)
     row, column = tl.program_id(0).to(tl.int64) * width, tl.arange(0, BLOCK)
@@ -82,7 +86,7 @@ def _add(
     x = tl.load(x_ptr + row + column, mask=inside, other=0.0)
     x = _plus(
         x, delta_ptr, mix_ptr, plus_ptr + row, inbox_ptr, address_ptr, count_ptr, column, inside, apart, stride,
-        PARTS, MIXED, PLUS, RANKS, ROWS, WIDEST,
+        PARTS, MIXED, PLUS, RANK, RANKS, ROWS, WIDEST,
     )  # fmt: skip
     tl.store(sum_ptr + row + column, x, mask=inside)
 
@@ -92,8 +96,8 @@ def _add_rms_norm(
     x_ptr, delta_ptr, mix_ptr, plus_ptr, weight_ptr, sum_ptr, out_ptr, scale_ptr, square_ptr, wide_ptr,
     inbox_ptr, address_ptr, count_ptr, width, apart, stride, room, eps,
     PARTS: tl.constexpr, MIXED: tl.constexpr, PLUS: tl.constexpr, LARGEST: tl.constexpr, GROUP: tl.constexpr,
-    PIECES: tl.constexpr, BOTH: tl.constexpr, BLOCK: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr,
-    WIDEST: tl.constexpr, EARLY: tl.constexpr,
+    PIECES: tl.constexpr, BOTH: tl.constexpr, BLOCK: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr,
+    ROWS: tl.constexpr, WIDEST: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     row, first = tl.program_id(0).to(tl.int64) * width, tl.program_id(1) * BLOCK
     column = first + tl.arange(0, BLOCK)
@@ -105,7 +109,7 @@ def _add_rms_norm(
     if PARTS:
         x = _plus(
             x, delta_ptr, mix_ptr, plus_ptr + row, inbox_ptr, address_ptr, count_ptr, column, inside, apart, stride,
-            PARTS, MIXED, PLUS, RANKS, ROWS, WIDEST,
+            PARTS, MIXED, PLUS, RANK, RANKS, ROWS, WIDEST,
         )  # fmt: skip
         tl.store(sum_ptr + row + column, x, mask=inside)
     wide = x.to(tl.float32)
@@ -157,8 +161,9 @@ class Addends(NamedTuple):
             (values, parts), strides = addends(delta), (x.numel(), x.shape[-1])
         ranks, rows, widest = (0, 0, 0) if exchange is None else exchange.inbox.shape[1:]
         fixed = {"PARTS": parts, "MIXED": mixed, "PLUS": plus is not None}
-        fixed |= {"RANKS": ranks, "ROWS": rows, "WIDEST": widest}
-        return cls((values, mix, values if plus is None else plus), exchange or (x,) * 3, strides, fixed)
+        fixed |= {"RANK": exchange.rank if exchange else 0, "RANKS": ranks, "ROWS": rows, "WIDEST": widest}
+        swapped = (x,) * 3 if exchange is None else (exchange.inbox, exchange.address_N, exchange.count_R)
+        return cls((values, mix, values if plus is None else plus), swapped, strides, fixed)
 
 
 def add(x_BWD: Tensor, delta_BWD: Tensor | PartialSums, exchange: Exchange | None = None) -> Tensor:

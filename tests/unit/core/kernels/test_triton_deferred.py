@@ -195,7 +195,7 @@ def test_a_norm_adds_up_the_rows_of_all_cards(ranks: int, own: int, parts: int, 
     """The other cards' rows have arrived, three times: a row has two places, and they are empty again afterwards."""
     x, weight_D = draw(1, 5, 64, dtype=SHORT), draw(64).to(SHORT)
     inboxes = [torch.zeros(2, ranks, 8, 96, dtype=torch.int16, device=DEVICE) for _ in range(ranks)]
-    exchange = Exchange.over(inboxes[own], [inbox[:, own] for inbox in inboxes])
+    exchange = Exchange.over(inboxes, own)
     assert exchange.takes(x) and not exchange.takes(x.double()) and not exchange.takes(draw(9, 64, dtype=SHORT))
     for count in range(3):
         values, rows_N5D = draw(parts, 1, 5, 64), draw(ranks, 5, 64, dtype=SHORT)
