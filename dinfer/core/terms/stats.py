@@ -38,10 +38,10 @@ class TokenStats:
             return -self.stat("entropy")
         return self.stat("margin") if by == "margin" else self.top_RL
 
-    def each(self, change: Callable[[Tensor], Tensor]) -> TokenStats:
-        """The same with every statistic that is there changed."""
-        there = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{name: change(stat_RL) for name, stat_RL in there.items() if stat_RL is not None})
+    def each(self, change: Callable[..., Tensor], *others: TokenStats) -> TokenStats:
+        """The same with every statistic that is there changed. `change` gets that of `others`, too, which have it."""
+        there = {field.name: [getattr(one, field.name) for one in (self, *others)] for field in fields(self)}
+        return replace(self, **{name: change(*stats) for name, stats in there.items() if stats[0] is not None})
 
     def where(self, drawn_RL: Tensor | None, offered: TokenStats) -> TokenStats:
         """The same with the drawn tokens of `offered` at these positions; None: at all."""

@@ -59,17 +59,16 @@ SHARES = 8  # the number of positions with logits is rounded up to eighths of th
 
 @dataclass(frozen=True, slots=True)
 class OpenOnly(Extra):
-    """So many open positions get logits, over all lanes. Without it, the whole active blocks do."""
+    """So many open positions get logits, over all lanes, `TOGETHER` at a time. Without it, whole active blocks do."""
 
     count: int
     narrows: ClassVar[bool] = True
     repeats: ClassVar[bool] = False
 
-    def bucket(self, shape: StepShape, vocab: int) -> OpenOnly | None:
+    def bucket(self, shape: StepShape, vocab: int) -> OpenOnly:
         whole = shape.lanes * shape.blocks * shape.block
         share = -(-min(whole, shape.lanes * shape.width) // SHARES)
-        count = -(-self.count // share) * share
-        return OpenOnly(count) if count < whole else None
+        return OpenOnly(min(-(-self.count // share) * share, whole))
 
     def kernels(self) -> OpenOnly:
         return OpenOnly(1)
@@ -79,6 +78,7 @@ class OpenOnly(Extra):
         return most <= self.count
 
 
+TOGETHER = 1024  # positions whose logits are in memory at a time; fewer would leave a product's tiles idle
 MANY = 1024  # positions of active blocks from which on the LM head runs on the open ones alone
 
 
@@ -104,7 +104,7 @@ class OpenPositions(ByExtra[OpenOnly]):
         if not (most >= MANY and plain and scores_open(recipe)):
             return None
         count = planned.open()
-        return OpenOnly(count) if 0 < count < most else None
+        return OpenOnly(min(count, most)) if count > 0 else None
 
     def statistics(self, step: Step, made: Decision) -> TokenStats | None:
         run, view, blocks, live_B = made.known.run, made.view, step.shape.blocks, step.lanes.live_B
@@ -118,17 +118,23 @@ class OpenPositions(ByExtra[OpenOnly]):
         lane_R = torch.arange(rows, device=live_B.device)[:, None] // blocks
         where_X = (run.logits_RL.clamp_min(0) + lane_R * width).flatten()
         h_1MD = run.h_BWD.flatten(0, 1).index_select(0, where_X.index_select(0, index_1M[0].clamp_min(0)))[None]
-        logits_1MV = read_logits(step, run.model, h_1MD)
-        for ability in step.abilities:
-            logits_1MV = ability.allow(step, view, logits_1MV)
-        stats = statistics(step, logits_1MV, index_1M >= 0)
+        parts = zip(h_1MD.split(TOGETHER, 1), (index_1M >= 0).split(TOGETHER, 1), strict=True)
+        found = [self._scored(step, made, *part) for part in parts]
         back_X = place_1X[0].clamp(0, count - 1)
 
-        def placed(stat_1M: Tensor) -> Tensor:
-            return stat_1M[0].index_select(0, back_X).view(rows, length).masked_fill(~flags_RL, 0)
+        def placed(*stats_1M: Tensor) -> Tensor:
+            return (stats_1M[0] if len(stats_1M) == 1 else torch.cat(stats_1M, 1))[0].index_select(0, back_X).view(rows, length).masked_fill(~flags_RL, 0)
 
         step.narrow(live_B & fits_B)
-        return stats.each(placed)
+        return found[0].each(placed, *found[1:])
+
+    def _scored(self, step: Step, made: Decision, h_1MD: Tensor, wanted_1M: Tensor) -> TokenStats:
+        """The statistics of some positions, in no order of the view's."""
+        assert made.known.run is not None
+        logits_1MV = read_logits(step, made.known.run.model, h_1MD)
+        for ability in step.abilities:
+            logits_1MV = ability.allow(step, made.view, logits_1MV)
+        return statistics(step, logits_1MV, wanted_1M)
 
 
 @ABILITIES.register("key_passes", after=("following", "watching"))

@@ -26,6 +26,7 @@ from dinfer.core.engine.engine import Engine
 from dinfer.core.engine.request import Request
 from dinfer.core.recipe.recipe import Recipe, compose
 from dinfer.core.step.contracts import BlockView, Decoder, Proposal, State, TokenStats
+from dinfer.core.step.scores import read_logits
 from dinfer.core.step.shape import KeysOnly, StepShape
 from dinfer.speed.abilities.open_positions import OpenOnly
 from dinfer.speed.settling import PATIENCE, alternating_pays
@@ -217,9 +218,18 @@ def test_turns_pay_where_blocks_are_short_and_rows_are_many() -> None:
 
 
 def test_a_round_launched_ahead_scores_what_many_rows_most_likely_leave_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not what was open before the round under way. Where rows commit less than expected, some sit a step out."""
+    """Not what was open before the round under way. Where rows commit less than expected, some sit a step out.
+
+    And never the logits of more than some positions at a time.
+    """
     monkeypatch.setattr("dinfer.speed.grouping.FREE", 8)
     monkeypatch.setattr("dinfer.speed.abilities.open_positions.MANY", 1)
+    monkeypatch.setattr("dinfer.speed.abilities.open_positions.TOGETHER", 5)
+    together = list[int]()
+    monkeypatch.setattr(
+        "dinfer.speed.abilities.open_positions.read_logits",
+        lambda step, model, h_1MD: (together.append(h_1MD.shape[1]), read_logits(step, model, h_1MD))[1],
+    )
     recipe = compose(
         tiny_model("block_causal"), iteration={"name": "block_diffusion", "block": BLOCK, "stop": "off"},
         decoder={"name": "fixed", "steps": 4}, cache="block",
@@ -232,7 +242,7 @@ def test_a_round_launched_ahead_scores_what_many_rows_most_likely_leave_open(mon
         shapes = observed(engine)
         assert [completion.canvas for completion in completions(engine, requests)] == want
         scored.append(sum(computed(shape) for shape in shapes))
-    assert scored[1] < scored[0]
+    assert scored[1] < scored[0] and max(together) == 5 and len({*together}) > 1
 
 
 def computed(shape: StepShape) -> int:
