@@ -73,9 +73,9 @@ def edits(golden: Golden, doc: Fields, name: str) -> str:
     assert made.events is not None and made.event_logps is not None and made.logps is not None
     assert made.steps is not None and made.first_steps is not None
     # The last forward's changes behind the answer are not recorded: the published loop has cut them off.
-    last, ours = int(made.forwards[0]) - 1, made.events[0]
-    kept_E = (ours[:, 1] < len(answer)) | (ours[:, 0] < last)
-    ours, said_E = ours[kept_E].tolist(), made.event_logps[0][kept_E]
+    last, event_E4 = int(made.forwards[0]) - 1, made.events[0]
+    kept_E = (event_E4[:, 1] < len(answer)) | (event_E4[:, 0] < last)
+    ours, said_E = event_E4[kept_E].tolist(), made.event_logps[0][kept_E]
     want, mask_id = expected.items("events"), doc.take("mask_id")
     kinds = ["mask" if new < 0 else "write" if old < 0 else "edit" for *_, old, new in ours]
     same("kinds", [one.take("kind") for one in want], kinds)

@@ -1,0 +1,269 @@
+"""GRPO of the model in the box: the right answer in few forwards is rewarded. One process, on a CPU.
+
+    python -m benchmarks.grpo train --estimator diffu_grpo --seed 0 --rounds 12 --folder RUN --seconds 300
+    python -m benchmarks.grpo compare --out benchmarks/results/grpo-loops-cpu.json
+    python -m benchmarks.grpo table RUN ... --out benchmarks/results/grpo-cpu.json
+
+`train` goes on where it stopped, until --seconds are over or all rounds are done. Before the first round and after the
+last, unseen problems are answered greedily. `compare` runs whole rounds with dinfer's sampler and with a plain loop
+over the same network, one after the other, from the same weights.
+
+Shape suffixes: N samples, P their prompt, A positions of an answer, T both, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import dinfer
+from benchmarks.provenance import command_line, provenance, save
+from dinfer.demo.problems import Problem, generate, is_correct, stream
+from dinfer.lab.likelihood import combine, logps, passes
+from dinfer.rollouts.rollouts import Rollouts
+
+FAMILIES = ("ages", "chains", "sharing", "travel", "turns", "walks")  # whose answers fit into two blocks
+BLOCK, NEW, GROUP, ROWS = 32, 64, 8, 32
+SLOW = 24.0  # forwards that earn nothing beside the right answer
+OPTIONS: dict[str, dict[str, Any]] = {"diffu_grpo": {}, "tracerl": {"shrink": 4}}
+
+
+def setting_of(given: Namespace) -> dict[str, Any]:
+    """What decides a run's figures."""
+    return {key: value for key, value in vars(given).items() if key not in ("folder", "seconds", "out", "runs", "task")}
+
+
+def loaded(threshold: float) -> Any:
+    pipe = dinfer.load(
+        "tiny", device="cpu", iteration={"name": "blockwise", "block": BLOCK}, cache="dual",
+        decoder={"name": "threshold", "threshold": threshold}, runtime=dinfer.Runtime(rows=64),
+    )  # fmt: skip
+    pipe.model.requires_grad_(True)
+    return pipe
+
+
+def plain(pipe: Any, prompts: list[list[int]], seed: int, given: Namespace) -> Rollouts:
+    """The loop that trainers run: a group at a time, the whole canvas in every forward, in eager torch."""
+    spec, generator, found = pipe.model.spec, torch.Generator().manual_seed(seed), list[Rollouts]()
+    for prompt in prompts:
+        tokens_NT = torch.tensor([prompt + [spec.mask] * NEW] * GROUP)
+        step_NA, forwards_N, stopped_N = torch.full((GROUP, NEW), -1), torch.zeros(GROUP).long(), torch.zeros(GROUP) > 0
+        for begin in range(len(prompt), len(prompt) + NEW, BLOCK):
+            block = slice(begin, begin + BLOCK)
+            while bool((open_NT := tokens_NT[:, block] == spec.mask)[~stopped_N].any()):
+                with torch.inference_mode():
+                    logits_NTV = pipe.model.score(tokens_NT)[:, block]
+                noise = -torch.rand(logits_NTV.shape, generator=generator).double().clamp_min(1e-20).log()
+                token_NB = (logits_NTV.double() / given.temperature - noise.log()).argmax(-1)
+                chance_NB = logits_NTV.softmax(-1).gather(-1, token_NB[..., None])[..., 0].masked_fill(~open_NT, -1)
+                best_NB = torch.zeros_like(open_NT).scatter(1, chance_NB.argmax(1, keepdim=True), True)
+                takes_NB = open_NT & ((chance_NB >= given.threshold) | best_NB) & ~stopped_N[:, None]
+                tokens_NT[:, block] = torch.where(takes_NB, token_NB, tokens_NT[:, block])
+                places = slice(begin - len(prompt), begin - len(prompt) + BLOCK)
+                step_NA[:, places] = torch.where(takes_NB, forwards_N[:, None], step_NA[:, places])
+                forwards_N += ~stopped_N & open_NT.any(-1)
+            stopped_N = torch.isin(tokens_NT[:, len(prompt) :], torch.tensor(spec.stop_ids)).any(-1) & given.stops
+        found.append(as_rollouts(tokens_NT, step_NA, forwards_N, len(prompt), pipe))
+    return Rollouts.cat(found)
+
+
+def as_rollouts(tokens_NT: Tensor, step_NA: Tensor, forwards_N: Tensor, prompt: int, pipe: Any) -> Rollouts:
+    spec, count = pipe.model.spec, len(tokens_NT)
+    answer_NA = tokens_NT[:, prompt:].masked_fill(step_NA < 0, spec.eos_id)
+    ends_NA = torch.isin(answer_NA, torch.tensor(spec.stop_ids)) & (step_NA >= 0)
+    width_N = torch.full((count,), NEW)
+    stop_N = torch.where(ends_NA.any(1), ends_NA.long().argmax(1) + 1, NEW)
+    return Rollouts(
+        prompt_ids=tokens_NT[:, :prompt], prompt_lengths=torch.full((count,), prompt), answer_ids=answer_NA,
+        lengths=(step_NA >= 0).sum(1), widths=width_N, stops=stop_N, stopped=ends_NA.any(1), forwards=forwards_N,
+        seeds=torch.full((count,), -1), versions=torch.zeros(count, NEW).long(), steps=step_NA.int(),
+        first_steps=step_NA.int(), logps=None, sampled_logps=None, events=None, event_logps=None, block=BLOCK,
+        origin="prompt", eos_id=spec.eos_id, attention=None, inexact="",
+    )  # fmt: skip
+
+
+def sampled(pipe: Any, problems: list[Problem], seed: int, given: Namespace, sampler: str) -> Rollouts:
+    prompts = [pipe.encode(problem.question) for problem in problems]
+    if sampler == "plain":
+        return plain(pipe, prompts, seed, given)
+    made: Rollouts = pipe.rollout(
+        prompts, n=GROUP, max_new_tokens=NEW, seed=seed, record="steps", temperature=given.temperature
+    )
+    return made
+
+
+def rewarded(pipe: Any, problems: list[Problem], made: Rollouts, given: Namespace) -> tuple[Tensor, Tensor]:
+    """Rewards, and which answers are right. [prompts, GROUP] each"""
+    texts = [pipe.decode(ids) for ids in made.to_trl()["completion_ids"]]
+    right = torch.tensor([is_correct(problems[n // GROUP], text) for n, text in enumerate(texts)]).float()
+    quick = (1 - made.forwards / SLOW).clamp(0, 1)
+    return (right * (1 + given.quick * quick)).view(-1, GROUP), right.view(-1, GROUP)
+
+
+def updated(pipe: Any, made: Rollouts, rewards: Tensor, optimizer: Any, given: Namespace, seed: int) -> None:
+    """One pass over the samples whose groups differ, with d1's ratio of a single inner iteration."""
+    spread = rewards.std(1, keepdim=True)
+    advantage_N = ((rewards - rewards.mean(1, keepdim=True)) / (spread + 1e-4)).flatten()
+    chosen = torch.randperm(len(made), generator=torch.Generator().manual_seed(seed))
+    chosen = chosen[advantage_N[chosen].abs() > 1e-6].tolist()
+    for begin in range(0, len(chosen), ROWS):
+        rows = chosen[begin : begin + ROWS]
+        drawn = passes(given.estimator, pipe.model.spec, made[rows].samples(), seed=seed, **OPTIONS[given.estimator])
+        scored = combine(drawn, logps(pipe.model, drawn, batch_tokens=1 << 16))
+        token_NA = scored.per_token.sum(0)
+        counted_NA = scored.counted & (torch.arange(token_NA.shape[1]) < made[rows].stops[:, None])
+        ratio_NA = (token_NA - token_NA.detach()).exp()
+        gain_N = (ratio_NA * advantage_N[rows, None] * counted_NA).sum(1) / counted_NA.sum(1).clamp_min(1)
+        optimizer.zero_grad()
+        (-gain_N.mean()).backward()
+        torch.nn.utils.clip_grad_norm_(pipe.model.parameters(), 1.0)
+        optimizer.step()
+
+
+def judged(pipe: Any, count: int) -> dict[str, float]:
+    """Greedy answers to unseen problems."""
+    problems = generate("heldout", count=count, seed=0, families=FAMILIES)
+    results = pipe.generate([problem.question for problem in problems], max_new_tokens=NEW)
+    right = [is_correct(problem, result.text) for problem, result in zip(problems, results, strict=True)]
+    tokens, forwards = (sum(getattr(result.counts, name) for result in results) for name in ("tokens", "forwards"))
+    return {
+        "problems": count, "accuracy": sum(right) / count, "tokens_a_forward": tokens / forwards,
+        "forwards_an_answer": forwards / count,
+    }  # fmt: skip
+
+
+def problems_of(given: Namespace, first: int) -> Iterator[list[Problem]]:
+    """The prompts of each round from one on."""
+    source = stream("train", 1000 + given.seed, FAMILIES)
+    groups = iter(lambda: [*islice(source, given.prompts)], [])
+    return islice(groups, first, None)
+
+
+def train(given: Namespace) -> None:
+    """Rounds until the time is over, each saved."""
+    began, folder = time.monotonic(), given.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    notes, pipe = folder / "run.json", loaded(given.threshold)
+    report: dict[str, Any] = json.loads(notes.read_text()) if notes.is_file() else {
+        "setting": setting_of(given), **provenance(torch.device("cpu")), "rounds": [],
+    }  # fmt: skip
+    names = dict(pipe.model.named_parameters())
+    optimizer = torch.optim.AdamW(names.values(), lr=given.lr, weight_decay=0.0)
+    if report["rounds"]:
+        restore(folder, names, optimizer)
+    elif "before" not in report:
+        report["before"] = judged(pipe, given.answers)
+        notes.write_text(json.dumps(report, indent=1))
+    for problems in problems_of(given, len(report["rounds"])):
+        if len(report["rounds"]) >= given.rounds or time.monotonic() - began > given.seconds:
+            break
+        report["rounds"].append(one_round(pipe, problems, optimizer, given, len(report["rounds"]), "engine"))
+        keep(folder, names, optimizer)
+        notes.write_text(json.dumps(report, indent=1))
+        print(json.dumps(report["rounds"][-1]), flush=True)
+    if len(report["rounds"]) >= given.rounds and "after" not in report:
+        report["after"] = judged(pipe, given.answers)
+        notes.write_text(json.dumps(report, indent=1))
+    print(json.dumps({key: report.get(key) for key in ("before", "after")}), flush=True)
+
+
+def one_round(
+    pipe: Any, problems: list[Problem], optimizer: Any, given: Namespace, number: int, sampler: str
+) -> dict[str, float]:
+    """Samples, rewards, and updates the weights in place. CPU seconds of both parts."""
+    seed, began = 10_000 * given.seed + number, time.process_time()
+    made = sampled(pipe, problems, seed, given, sampler)
+    between = time.process_time()
+    rewards, right = rewarded(pipe, problems, made, given)
+    updated(pipe, made, rewards, optimizer, given, seed)
+    return {
+        "right": float(right.mean()), "reward": float(rewards.mean()), "forwards": float(made.forwards.float().mean()),
+        "sampling_cpu_s": round(between - began, 2), "update_cpu_s": round(time.process_time() - between, 2),
+    }  # fmt: skip
+
+
+def keep(folder: Path, names: dict[str, Tensor], optimizer: Any) -> None:
+    """Weights and moments, where the next piece of the run finds them."""
+    held = {f"w.{name}": tensor.detach() for name, tensor in names.items()}
+    for name, tensor in names.items():
+        held |= {f"{key}.{name}": optimizer.state[tensor][key].clone() for key in ("exp_avg", "exp_avg_sq", "step")
+                 if tensor in optimizer.state}  # fmt: skip
+    save_file({name: tensor.contiguous().clone() for name, tensor in held.items()}, folder / "next.safetensors")
+    (folder / "next.safetensors").replace(folder / "state.safetensors")
+
+
+def restore(folder: Path, names: dict[str, Tensor], optimizer: Any) -> None:
+    held = load_file(folder / "state.safetensors")
+    with torch.no_grad():
+        for name, tensor in names.items():
+            tensor.copy_(held[f"w.{name}"])
+            if f"step.{name}" in held:
+                optimizer.state[tensor] = {key: held[f"{key}.{name}"] for key in ("step", "exp_avg", "exp_avg_sq")}
+
+
+def compare(given: Namespace) -> None:
+    """Rounds of both samplers by turns, each pair from the same weights."""
+    report: dict[str, Any] = {
+        "setting": setting_of(given), **provenance(torch.device("cpu")), "rounds": [],
+    }  # fmt: skip
+    for number, problems in enumerate(islice(problems_of(given, 0), given.rounds)):
+        for sampler in ("engine", "plain"):
+            pipe = loaded(given.threshold)
+            sampled(pipe, problems[:1], 0, given, sampler)  # what is done once
+            optimizer = torch.optim.AdamW(pipe.model.parameters(), lr=given.lr)
+            report["rounds"].append(
+                {"sampler": sampler, **one_round(pipe, problems, optimizer, given, number, sampler)}
+            )
+            print(json.dumps(report["rounds"][-1]), flush=True)
+    for sampler in ("engine", "plain"):
+        own = [one for one in report["rounds"] if one["sampler"] == sampler]
+        sampling, whole = sum(one["sampling_cpu_s"] for one in own), sum(one["update_cpu_s"] for one in own)
+        count = len(own) * given.prompts * GROUP
+        report[sampler] = {"rollouts_a_cpu_s": count / sampling, "rounds_a_cpu_h": 3600 * len(own) / (sampling + whole)}
+    report["rollouts_ratio"] = report["engine"]["rollouts_a_cpu_s"] / report["plain"]["rollouts_a_cpu_s"]
+    report["rounds_ratio"] = report["engine"]["rounds_a_cpu_h"] / report["plain"]["rounds_a_cpu_h"]
+    print(json.dumps({key: report[key] for key in ("engine", "plain", "rollouts_ratio", "rounds_ratio")}))
+    save(report, given.out)
+
+
+def table(given: Namespace) -> None:
+    """What the runs of some folders came to."""
+    runs = [json.loads((folder / "run.json").read_text()) for folder in given.runs]
+    report = {**provenance(torch.device("cpu")), "runs": runs}
+    for run in runs:
+        print(run["setting"]["estimator"], run["setting"]["seed"], len(run["rounds"]), run["before"], run.get("after"))
+    save(report, given.out)
+
+
+def main() -> None:
+    parser = command_line(__doc__)
+    parser.add_argument("task", choices=("train", "compare", "table"))
+    parser.add_argument("runs", type=Path, nargs="*")
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--estimator", choices=sorted(OPTIONS), default="diffu_grpo")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--answers", type=int, default=200, help="unseen problems")
+    parser.add_argument("--seconds", type=float, default=300.0)
+    parser.add_argument("--threshold", type=float, default=0.6)
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--quick", type=float, default=0.5, help="reward of a right answer for needing few forwards")
+    parser.add_argument("--lr", type=float, default=1e-4)
+    parser.add_argument("--stops", action="store_true", help="the plain loop ends an answer at its stop token, too")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    {"train": train, "compare": compare, "table": table}[given.task](given)
+
+
+if __name__ == "__main__":
+    main()
