@@ -2,18 +2,20 @@
 
     python -m tools.convert_ar run BASE OUT [--text FILE.jsonl]
     python -m tools.convert_ar draw|train|measure BASE OUT ...
-    torchrun --nproc-per-node 4 -m tools.convert_ar ...
+    torchrun --nproc-per-node 4 -m tools.convert_ar draw|train BASE OUT ...
 
 BASE is a folder or a GGUF file. OUT gets an adapter in PEFT's format, which `dinfer model=a2d` loads on BASE, or with
 `--rank 0` a whole checkpoint. `draw` lets the base write the text; `train` trains, and goes on where it was broken off;
 `measure` writes a table of tokens a forward and what the base says of the text. `run` does all of them, and
 distils before it measures: `train --weights OUT --paced` is trained on masks that the model itself would leave open.
+One process does it; with torchrun, several train together, and each draws.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -23,11 +25,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from tools.convert_ar import draw, measure
 from tools.convert_ar.base import Base, ConversionError, load
-from tools.convert_ar.train import STATE, Settings, Texts, Trainer, adapt
+from tools.convert_ar.train import COPIES, STATE, Settings, Texts, Trainer, adapt
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -44,9 +46,11 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--conversations", type=int, default=100_000, help="to be drawn, by all processes")
     parser.add_argument("--draw-seconds", type=float, default=1200.0)
     parser.add_argument("--temperature", type=float, default=0.0, help="of answers that are drawn")
-    parser.add_argument("--most-repeats", type=float, default=0.15, help="share of 4-grams, of answers that are kept")
+    parser.add_argument("--most-repeats", type=float, default=0.25, help="share of 4-grams, of answers that are kept")
     parser.add_argument("--held", type=int, default=200, help="conversations to measure with, as they come")
     parser.add_argument("--new", type=int, default=128, help="tokens of an answer when measuring")
+    parser.add_argument("--thresholds", type=float, nargs="+", default=[1.0, 0.9, 0.7, 0.5], help="to measure")
+    parser.add_argument("--float8", action="store_true", help="store the adapter in float8, half the size")
     for field in fields(Settings):
         flag = f"--{field.name.replace('_', '-')}"
         if field.type == "bool":
@@ -62,9 +66,11 @@ def settings_of(args: argparse.Namespace, **changes: Any) -> Settings:
     """Raises ConversionError for a length that is no multiple of each block."""
     given = {field.name: getattr(args, field.name) for field in fields(Settings)}
     made = Settings(**given | {"blocks": tuple(args.blocks)} | changes)
-    wrong = [block for block in made.blocks if block < 1 or made.length % block]
+    wrong = [block for block in made.blocks if block < 1 or made.width % block]
     if wrong:
-        raise ConversionError(f"--length {made.length} must be a multiple of each of --blocks, and {wrong[0]} is none")
+        raise ConversionError(f"--width {made.width} must be a multiple of each of --blocks, of {wrong[0]} too")
+    if made.width < (least := (1 + COPIES) * (made.length + max(made.blocks))):
+        raise ConversionError(f"--width {made.width} must be at least {least}, for {1 + COPIES} copies of --length")
     return made
 
 
@@ -74,7 +80,7 @@ def write_drawn(base: Base, args: argparse.Namespace) -> None:
     sizes = {"rows": args.rows, "length": args.length, "seed": args.seed * 64 + me, "temperature": args.temperature}
     held, text = args.out / "held.jsonl", args.out / f"text-{me}.jsonl"
     if me == 0 and not held.is_file():
-        few = {"rows": min(args.rows, 2 * args.held), "conversations_wanted": args.held, "plain": True}
+        few = {"rows": min(args.rows, 2 * args.held), "conversations_wanted": args.held, "whole": True}
         draw.write_text(base, held, seconds=args.draw_seconds, **sizes | {"seed": args.seed + 900_001} | few)
     if text.is_file():
         return
@@ -98,24 +104,22 @@ def train(base: Base, args: argparse.Namespace, settings: Settings, out: Path, s
         trainer.resume(out)
     elif start is not None:
         trainer.resume(start, weights_only=True)
-    trainer.run(Texts.read(texts_of(args), base, settings.length, max(settings.blocks)))
+    trainer.run(Texts.read(texts_of(args), base, settings.length))
     if trainer.me == 0:
-        write(base, out, settings)
-        question = [*base.chat.before, *base.tokenizer("What is a cat?")["input_ids"], *base.chat.after]
-        print("What is a cat?", measure.sample(base, question, min(settings.blocks)))
+        write(base, out, settings, float8=args.float8)
 
 
-def write(base: Base, out: Path, settings: Settings) -> None:
+def write(base: Base, out: Path, settings: Settings, *, float8: bool) -> None:
     """The adapter, or the whole model, with the config.json that says how it decodes."""
     kind = base.model.config.model_type
     told = {"model_type": f"a2d-{kind}", "mask_token_id": base.chat.mask, "block_size": min(settings.blocks)}
+    told |= {"eos_token_id": base.chat.stop, "shift": settings.shift}
     if settings.rank:
         base.model.peft_config["default"].base_model_name_or_path = Path(base.model.config._name_or_path).name
         base.model.save_pretrained(out)
         sizes = ("hidden_size", "num_hidden_layers", "vocab_size")
         told["base"] = {name: getattr(base.model.config, name) for name in sizes}
-        state = {name: one.half() for name, one in _saved(out).items()}
-        save_file(state, out / "adapter_model.safetensors", {"format": "pt"})
+        narrow(out, float8=float8)
     else:
         base.model.save_pretrained(out)
         base.tokenizer.save_pretrained(out)
@@ -125,20 +129,34 @@ def write(base: Base, out: Path, settings: Settings) -> None:
     (out / name).write_text(json.dumps(told, indent=1) + "\n")
 
 
-def _saved(out: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    return load_file(out / "adapter_model.safetensors")
+def narrow(out: Path, *, float8: bool) -> None:
+    """Stores the adapter's matrices in float16, or in float8 with one factor, that config and tensors share."""
+    file, config = out / "adapter_model.safetensors", out / "adapter_config.json"
+    tensors = load_file(file)
+    if not float8:
+        save_file({name: one.half() for name, one in tensors.items()}, file, {"format": "pt"})
+        return
+    factor = 2.0 ** math.floor(math.log2(448 / max(float(one.abs().max()) for one in tensors.values())))
+    eighths = {name: (one.float() * factor).to(torch.float8_e4m3fn) for name, one in tensors.items()}
+    save_file(eighths, file, {"format": "pt"})
+    said = json.loads(config.read_text())
+    config.write_text(json.dumps(said | {"lora_alpha": said["lora_alpha"] / factor**2}, indent=1) + "\n")
 
 
 def measured(base: Base, args: argparse.Namespace, out: Path) -> None:
-    """OUT/scores-BLOCKS.json of the conversations that were held back."""
+    """OUT/scores.json of the conversations that were held back, by the engine."""
     with (args.out / "held.jsonl").open() as file:
         rows = [json.loads(line) for line in file]
-    table = measure.grid(base, [(row["tokens"], row["answer"]) for row in rows], tuple(args.blocks), args.new)
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        name = f"scores-{'-'.join(map(str, args.blocks))}.json"
-        (out / name).write_text(json.dumps({"command": sys.argv, "scores": table}, indent=1) + "\n")
+    prompts = [row["tokens"][: row["answer"]] for row in rows]
+    given = [row["tokens"][row["answer"] :][: args.new] for row in rows]
+    table = [{"what": "text of the base", **measure.judged(base, prompts, given, [len(one) for one in given])}]
+    for block in args.blocks:
+        for threshold in args.thresholds:
+            pipe = measure.loaded(args.base, out, block, threshold, device=args.device)
+            scores = measure.scored(base, pipe, prompts, args.new)
+            table.append({"block": block, "threshold": threshold, **scores})
+            print({name: value for name, value in table[-1].items() if name != "samples"}, flush=True)
+    (out / "scores.json").write_text(json.dumps({"command": sys.argv, "scores": table}, indent=1) + "\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -161,7 +179,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.what == "draw":
             return 0
         torch.manual_seed(args.seed)
-        adapt(base, args.rank)
+        if args.what != "measure":
+            adapt(base, args.rank)
         if args.what == "train":
             train(base, args, settings, args.out, args.weights)
         if args.what == "run":
@@ -170,8 +189,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             paced = settings_of(args, paced=True, rate=args.rate / 2, steps=-(-args.steps // 2))
             train(base, args, paced, args.out, args.out / "first")
             barrier()
-        if args.what == "measure":
-            Trainer(base, settings, args.out).resume(args.weights or args.out, weights_only=True)
         if args.what in ("run", "measure"):
             measured(base, args, args.weights or args.out)
     except ConversionError as error:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -40,7 +41,7 @@ class Base:
     chat: Chat
     device: torch.device
     dtype: torch.dtype  # of matrix products
-    cached: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    turns: list[Tensor] = field(default_factory=list)  # cos and sin of all positions, once they were asked for
 
     @property
     def body(self) -> Any:
@@ -64,9 +65,14 @@ class Base:
         return self.model.get_output_embeddings().weight
 
     def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin of positions [T], each [T, E]."""
-        cos, sin = self.body.rotary_emb(torch.zeros(1, device=self.device), positions[None])
-        return cos[0].float(), sin[0].float()
+        """cos and sin of positions [...], each [..., E]."""
+        if not self.turns:
+            every = torch.arange(self.model.config.max_position_embeddings, device=self.device)
+            self.turns += [
+                one[0].float() for one in self.body.rotary_emb(torch.zeros(1, device=self.device), every[None])
+            ]
+        cos, sin = (table[positions] for table in self.turns)
+        return cos, sin
 
     def layers(self) -> list[Weights]:
         return [_weights(layer) for layer in self.body.layers]
@@ -168,23 +174,28 @@ def mlp(x: Tensor, w: Weights, eps: float, dtype: torch.dtype) -> Tensor:
     return x + project(F.silu(project(h, w, "gate_proj")) * project(h, w, "up_proj"), w, "down_proj")
 
 
-def masked_layer(
-    x: Tensor, w: Weights, cos: Tensor, sin: Tensor, seen: Tensor, shape: Any, dtype: torch.dtype
-) -> Tensor:
-    """A layer over whole sequences. x [B, T, D] float32; `seen` [T, T]: 0 where a row sees a column, else -inf."""
-    heads, kv_heads, _, eps = shape
-    q, k, v = heads_of(norm(x, w["norm1"], eps).to(dtype), w, cos, sin, shape)
-    k, v = (one.repeat_interleave(heads // kv_heads, 1) for one in (k, v))
-    mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=seen[None, None].expand(len(x), heads, -1, -1))
-    x = x + project(mixed.transpose(1, 2).flatten(2), w, "o_proj")
-    return mlp(x, w, eps, dtype)
+def mixed(q: Tensor, k: Tensor, v: Tensor, seen: Any) -> Tensor:
+    """Attention. [B, N, T, E]; `seen`: a mask that is added, [T, T] or [B, T, T], or a BlockMask of flex attention."""
+    heads = q.shape[1] // k.shape[1]
+    k, v = (one.repeat_interleave(heads, 1) for one in (k, v))
+    if isinstance(seen, Tensor):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen.unsqueeze(-3))
+    found: Tensor = flex_attention(q, k, v, block_mask=seen)
+    return found
 
 
-def hidden(base: Base, layers: list[Weights], tokens: Tensor, positions: Tensor, seen: Tensor, layer: Any) -> Tensor:
-    """What the head is applied to. tokens [B, T], positions [T], seen [T, T] -> [B, T, D]"""
+def masked_layer(x: Tensor, w: Weights, cos: Tensor, sin: Tensor, seen: Any, shape: Any, dtype: torch.dtype) -> Tensor:
+    """A layer over whole sequences. x [B, T, D] float32; cos and sin [T, E] or [B, 1, T, E]; `seen`: see `mixed`."""
+    q, k, v = heads_of(norm(x, w["norm1"], shape[3]).to(dtype), w, cos, sin, shape)
+    x = x + project(mixed(q, k, v, seen).transpose(1, 2).flatten(2), w, "o_proj")
+    return mlp(x, w, shape[3], dtype)
+
+
+def hidden(base: Base, layers: list[Weights], tokens: Tensor, positions: Tensor, seen: Any, layer: Any) -> Tensor:
+    """What the head is applied to. tokens [B, T], positions [T] or [B, T], `seen`: see `mixed` -> [B, T, D]"""
     x = F.embedding(tokens, base.table()).float()
     x = x.requires_grad_(torch.is_grad_enabled())  # as later layers' inputs: one compiled layer serves all
-    cos, sin = base.rotation(positions)
+    cos, sin = (table if positions.dim() == 1 else table[:, None] for table in base.rotation(positions))
     for w in layers:
         x = layer(x, w, cos, sin, seen, base.shape, base.dtype)
     return norm(x, base.body.norm.weight, base.shape[3]).to(base.dtype)

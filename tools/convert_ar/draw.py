@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -23,101 +24,122 @@ STARTS = (
     "What's the difference between", "In one sentence,", "Hi", "Hello", "Fix", "Classify", "Answer", "Make a plan for",
 )  # fmt: skip
 """How every second question begins, so that they are of many kinds."""
-TOP = 64  # tokens that a draw is from
+LEAST = 0.01  # tokens with a smaller share of the most likely one's probability are not drawn
 
 
 class Sampler:
-    """Draws many rows side by side. With a thousand rows a card is never idle."""
+    """Draws many conversations side by side. A row whose conversation ended begins another, so a card is never idle."""
 
-    def __init__(self, base: Base, rows: int, length: int, parts: int = 4) -> None:
-        self.base, self.rows, self.length = base, rows, length
+    def __init__(self, base: Base, rows: int, length: int, temperature: float) -> None:
+        self.base, self.rows, self.length, self.answers_at = base, rows, length, temperature
         self.layers: list[Weights] = cast(base.layers(), base.dtype)
         self.head = base.head().to(base.dtype)
         _, kv_heads, size, _ = base.shape
         where = {"device": base.device}
-        self.keys = torch.zeros(len(self.layers), 2, rows, kv_heads, length, size, dtype=base.dtype, **where)
-        self.token, self.next = (torch.zeros(rows, dtype=torch.long, **where) for _ in "ab")
-        self.at = torch.zeros((), dtype=torch.long, **where)
-        self.temperature = torch.ones(rows, 1, **where)
-        self.places = torch.arange(length, **where)
+        self.keys = torch.zeros(len(self.layers), 2, rows, length, kv_heads, size, dtype=base.dtype, **where)
+        self.tokens = torch.zeros(rows, length, dtype=torch.long, **where)
+        self.forced = torch.full((rows, length), -1, **where)
+        self.at, self.since = (torch.zeros(rows, dtype=torch.long, **where) for _ in "ab")
+        self.ended = torch.zeros(rows, dtype=torch.bool, **where)
+        self.row, self.places = torch.arange(rows, **where), torch.arange(length, **where)
+        self.after = torch.tensor(base.chat.after, **where)
         self.cos, self.sin = base.rotation(self.places)
-        self.widths = [-(-length * (part + 1) // parts) for part in range(parts)]
+        self.replay = self.step
+
+    def capture(self) -> None:
+        """Makes a step one launch. On a card."""
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            self.step()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.step()
+        self.replay = graph.replay
+
+    def begin(self, rows: Tensor, forced: Tensor) -> None:
+        """New conversations in some rows, which begin with the tokens of `forced` [R, L] that are not -1."""
+        self.forced[rows], self.tokens[rows, 0] = forced, forced[:, 0]
+        self.at[rows], self.since[rows], self.ended[rows] = 0, -1, False
 
     @torch.no_grad()
-    def step(self, width: int) -> None:
-        """Feeds `token` at `at`, whose row sees `width` places at most, and draws `next`."""
+    def step(self) -> None:
+        """Feeds each row's token and writes the next: a forced one, one that opens an answer, or a drawn one."""
+        drawn, full = self.drawn(self.logits()), self.at == self.length - 1
+        at = (self.at + 1).clamp(max=self.length - 1)
+        given = self.forced.gather(1, at[:, None])[:, 0]
+        chosen = torch.where(given < 0, drawn, given)
+        since = torch.where((self.since < 0) | full, self.since, self.since + 1)
+        opening = (since > 0) & (since < len(self.after))
+        chosen = torch.where(opening, self.after[since.clamp(0, len(self.after) - 1)], chosen)
+        stopped = (chosen == self.base.chat.stop) & (given < 0) & ~opening
+        self.ended |= (stopped & (since > 0)) | (at == self.length - 1)
+        self.since.copy_(torch.where(stopped & (since < 0), 0, since))
+        self.tokens.scatter_(1, at[:, None], torch.where(full, self.tokens[:, -1], chosen)[:, None])
+        self.at.copy_(at)
+
+    def logits(self) -> Tensor:
         heads, kv_heads, size, eps = self.base.shape
-        x = F.embedding(self.token, self.base.table()).float()[:, None]
-        cos, sin = (table.index_select(0, self.at[None]) for table in (self.cos, self.sin))
-        seen = (self.places[:width] <= self.at)[None, None, None]
+        x = F.embedding(self.tokens.gather(1, self.at[:, None]), self.base.table()).float()
+        cos, sin = (table[self.at][:, None, None] for table in (self.cos, self.sin))
+        unseen = (self.places > self.at[:, None])[:, None, None]
         for i, w in enumerate(self.layers):
             q, k, v = heads_of(norm(x, w["norm1"], eps).to(self.base.dtype), w, cos, sin, self.base.shape)
             for j, one in enumerate((k, v)):
-                self.keys[i, j].index_copy_(2, self.at[None], one)
-            keys, values = self.keys[i, 0, :, :, :width], self.keys[i, 1, :, :, :width]
+                self.keys[i, j, self.row, self.at] = one[:, :, 0]
+            keys, values = (self.keys[i, j].transpose(1, 2) for j in (0, 1))
             scores = (q.reshape(self.rows, kv_heads, heads // kv_heads, size) @ keys.transpose(-1, -2)).float()
-            shares = (scores * size**-0.5).masked_fill(~seen, -1e30).softmax(-1).to(q.dtype)
-            mixed = (shares @ values).reshape(self.rows, 1, heads * size)
-            x = mlp(x + project(mixed, w, "o_proj"), w, eps, self.base.dtype)
-        h = norm(x[:, 0], self.base.body.norm.weight, eps).to(self.base.dtype)
-        best, ids = (h @ self.head.T).float().topk(min(TOP, len(self.head)), -1)
-        share = (best / self.temperature.clamp(min=1e-3)).softmax(-1)
-        drawn = (share / torch.empty_like(share).exponential_()).argmax(-1, keepdim=True)
-        self.next.copy_(ids.gather(1, torch.where(self.temperature > 1e-3, drawn, 0))[:, 0])
-        self.at.add_(1)
+            shares = (scores * size**-0.5).masked_fill(unseen, -1e30).softmax(-1).to(q.dtype)
+            found = (shares @ values).reshape(self.rows, 1, heads * size)
+            x = mlp(x + project(found, w, "o_proj"), w, eps, self.base.dtype)
+        return (norm(x[:, 0], self.base.body.norm.weight, eps).to(self.base.dtype) @ self.head.T).float()
 
-    @torch.no_grad()
-    def draw(self, forced: Tensor, open_: int, temperatures: tuple[float, float]) -> Tensor:
-        """Rows of `length` tokens: those of `forced` [B, L] where it is not -1, others drawn.
+    def drawn(self, logits: Tensor) -> Tensor:
+        """A token of each row: at temperature 1 in questions, of those with a share above `LEAST` of the best one's."""
+        temperature = torch.where(self.since < 0, 1.0, self.answers_at)[:, None]
+        logits[:, self.base.chat.mask] = -torch.inf
+        rare = logits < logits.amax(-1, keepdim=True) + math.log(LEAST)
+        noise = -torch.empty_like(logits).exponential_().clamp_(min=1e-20).log_()
+        return (logits + noise * temperature).masked_fill_(rare, -torch.inf).argmax(-1)
 
-        The temperature is the first until a row's first `open_` token that was drawn, and then the second.
+    def conversations(self, openings: Callable[[int], Tensor], every: int = 16) -> Iterator[tuple[list[int], int]]:
+        """Each conversation up to its stop token, or to the end of the row, and where the answer begins. Endless.
+
+        Questions of fewer than 4 tokens, or that do not end within half of a row, and answers of fewer than 4 tokens
+        are left out. `openings`: how so many conversations begin.
         """
-        self.at.zero_()
-        self.temperature.fill_(temperatures[0])
-        tokens = forced.clone()
-        self.token.copy_(tokens[:, 0])
-        answering = torch.zeros(self.rows, 1, dtype=torch.bool, device=self.base.device)
-        for at in range(1, self.length):
-            self.step(next(width for width in self.widths if width >= at))
-            given = tokens[:, at]
-            chosen = torch.where(given < 0, self.next, given)
-            answering |= ((given < 0) & (chosen == open_))[:, None]
-            self.temperature.copy_(torch.where(answering, temperatures[1], temperatures[0]))
-            tokens[:, at] = chosen
-            self.token.copy_(chosen)
-        return tokens
+        before, opening = len(self.base.chat.before), len(self.after)
+        self.begin(self.row, openings(self.rows))
+        while True:
+            for _ in range(every):
+                self.replay()
+            over = self.ended | ((self.since < 0) & (self.at > self.length // 2))
+            rows = over.nonzero()[:, 0]
+            found = zip(self.tokens[rows].tolist(), self.at[rows].tolist(), self.since[rows].tolist(), strict=True)
+            done = list(found)
+            if done:
+                self.begin(rows, openings(len(done)).to(self.base.device))
+            for row, at, since in done:
+                answer = at - since + opening
+                if since < opening or answer - opening - before < 4:
+                    continue
+                text = row[: at + 1]
+                if self.base.chat.stop in text[answer:]:
+                    text = text[: text.index(self.base.chat.stop, answer) + 1]
+                if len(text) - answer >= 4:
+                    yield text, answer
 
 
-def openings(base: Base, rows: int, length: int, seed: int, *, plain: bool) -> Tensor:
+def openings(base: Base, rows: int, length: int, draws: random.Random, *, plain: bool) -> Tensor:
     """The forced beginnings of rows, -1 behind them. `plain`: none says how the question begins."""
-    draws = random.Random(seed)
     forced = torch.full((rows, length), -1)
     for row in range(rows):
         ids = list(base.chat.before)
         if not plain and draws.random() < 0.5:
             ids += base.tokenizer(draws.choice(STARTS), add_special_tokens=False)["input_ids"]
         forced[row, : len(ids)] = torch.tensor(ids)
-    return forced.to(base.device)
-
-
-def conversations(base: Base, rows: Tensor, *, finished: bool = True) -> Iterator[tuple[list[int], int]]:
-    """Each row's question and answer up to the stop token, and where the answer begins.
-
-    Rows are left out whose question does not end, is shorter than 4 tokens or has no opening of an answer behind it;
-    and with `finished` those whose answer has no end, or fewer than 4 tokens.
-    """
-    start, after, stop = len(base.chat.before), list(base.chat.after), base.chat.stop
-    for row in rows.tolist():
-        if stop not in row[start:]:
-            continue
-        end = row.index(stop, start)
-        answer = end + len(after)
-        if end - start < 4 or row[end:answer] != after or base.chat.mask in row:
-            continue
-        last = row.index(stop, answer) if stop in row[answer:] else None
-        if finished and (last is None or last - answer < 4):
-            continue
-        yield row[: len(row) if last is None else last + 1], answer
+    return forced
 
 
 def repeats(tokens: list[int], n: int = 4) -> float:
@@ -128,28 +150,30 @@ def repeats(tokens: list[int], n: int = 4) -> float:
 
 def write_text(
     base: Base, path: Path, *, rows: int, length: int, conversations_wanted: int, seconds: float, seed: int,
-    temperature: float, most_repeats: float = 1.0, plain: bool = False,
+    temperature: float, most_repeats: float = 1.0, whole: bool = False,
 ) -> int:  # fmt: skip
     """Draws until there are as many conversations as wanted, or the time is up. Returns how many were kept.
 
-    A line of the file has `tokens` and `answer`, the index of the answer's first token.
+    A line of the file has `tokens` and `answer`, the index of the answer's first token. `whole`: only conversations
+    that end, whose questions begin as the model likes.
     """
     torch.manual_seed(seed)
-    sampler, begun, kept, drawn = Sampler(base, rows, length), time.monotonic(), 0, 0
+    draws, stop = random.Random(seed), base.chat.stop
+    sampler, begun, kept, drawn = Sampler(base, rows, length, temperature), time.monotonic(), 0, 0
+    if base.device.type == "cuda":
+        sampler.capture()
     bar = tqdm(total=conversations_wanted, desc="drawing", unit="conversation", mininterval=5)
     part = path.with_suffix(".part")
     with part.open("w") as file:
-        while kept < conversations_wanted and (not drawn or time.monotonic() - begun < seconds):
-            forced = openings(base, rows, length, seed * 1_000_003 + drawn, plain=plain)
-            tokens = sampler.draw(forced, base.chat.stop, (1.0, temperature))
-            drawn += rows
-            for conversation, answer in conversations(base, tokens):
-                if repeats(conversation[answer:]) > most_repeats or kept == conversations_wanted:
-                    continue
-                file.write(json.dumps({"tokens": conversation, "answer": answer}) + "\n")
+        for tokens, answer in sampler.conversations(lambda n: openings(base, n, length, draws, plain=whole)):
+            drawn += len(tokens)
+            if repeats(tokens[answer:]) <= most_repeats and (tokens[-1] == stop or not whole):
+                file.write(json.dumps({"tokens": tokens, "answer": answer}) + "\n")
                 kept += 1
                 bar.update()
+            if kept == conversations_wanted or time.monotonic() - begun > seconds:
+                break
     bar.close()
     part.replace(path)
-    print(f"{path}: kept {kept} of {drawn} rows, {drawn * length / (time.monotonic() - begun):,.0f} tokens/s")
+    print(f"{path}: kept {kept}, {drawn / (time.monotonic() - begun):,.0f} tokens of conversations a second")
     return kept

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from tools.convert_ar.base import Base, Weights, cast, causal_scores, hidden, masked_layer, visible
+import dinfer
+from dinfer.core.loading.files import ADAPTER, locate
+from tools.convert_ar.base import Base, Weights, cast, causal_scores
 from tools.convert_ar.draw import repeats
 
 
@@ -29,49 +32,8 @@ def unadapted(layers: list[Weights]) -> list[Weights]:
 
 
 @torch.no_grad()
-def answers(
-    base: Base, layers: list[Weights], prompts: list[list[int]], *, block: int, threshold: float, new: int = 128
-) -> tuple[list[list[int]], list[int]]:
-    """Greedy answers block by block, and the forwards of each.
-
-    A forward fills all masks of a row's block whose token has at least the probability `threshold`, and the surest
-    mask. An answer ends with the block that holds the stop token. Everything is computed anew in each forward.
-    """
-    chat, device, rows = base.chat, base.device, len(prompts)
-    length = -(-(max(map(len, prompts)) + new) // block) * block
-    places = torch.arange(length, device=device)
-    blocks = places // block
-    seen = visible(blocks[:, None] >= blocks[None], base.dtype)
-    starts = torch.tensor([len(prompt) for prompt in prompts], device=device)
-    x = torch.full((rows, length), chat.mask, device=device)
-    for i, prompt in enumerate(prompts):
-        x[i, : len(prompt)] = torch.tensor(prompt, device=device)
-    last, now = starts + new, starts // block
-    live, forwards = torch.ones(rows, dtype=torch.bool, device=device), torch.zeros(rows, dtype=torch.long)
-    while live.any():
-        inside = (blocks == now[:, None]) & (places < last[:, None]) & (places >= starts[:, None])
-        masked = inside & (x == chat.mask) & live[:, None]
-        h = hidden(base, layers, x, places, seen, masked_layer)[masked]
-        logits = (h @ base.head().to(h.dtype).T).float()
-        logits[:, chat.mask] = -torch.inf
-        sure, picks = torch.zeros(x.shape, device=device), x.clone()
-        best, ids = logits.softmax(-1).max(-1)
-        sure[masked], picks[masked] = best, ids
-        taken = masked & (sure >= threshold)
-        taken |= masked & (places == sure.masked_fill(~masked, -1).argmax(1)[:, None])
-        x = torch.where(taken, picks, x)
-        forwards += live.cpu()
-        done = live & ~(inside & (x == chat.mask)).any(1)
-        ended = (inside & (x == chat.stop)).any(1) | ((now + 1) * block >= last)
-        live, now = live & ~(done & ended), torch.where(done, now + 1, now)
-    found = [row[start:end] for row, start, end in zip(x.tolist(), starts.tolist(), last.tolist(), strict=True)]
-    cut = [one[: one.index(chat.stop) + 1] if chat.stop in one else one for one in found]
-    return cut, forwards.tolist()
-
-
-@torch.no_grad()
 def judged(base: Base, prompts: list[list[int]], found: list[list[int]], forwards: list[int]) -> dict[str, Any]:
-    """The score of answers, over all processes. NLL is by the base, without the adapter."""
+    """The score of answers. NLL is by the base, without the adapter."""
     layers = unadapted(cast(base.layers(), base.dtype))
     sums = torch.zeros(5, dtype=torch.float64)
     for i in range(0, len(prompts), 16):
@@ -80,41 +42,40 @@ def judged(base: Base, prompts: list[list[int]], found: list[list[int]], forward
         for (prompt, answer), score in zip(part, scores, strict=True):
             sums += torch.tensor([1, len(answer), -float(score[len(prompt) - 1 :].sum()), repeats(answer), 0])
     sums[4] = sum(forwards)
-    if dist.is_initialized():
-        sums = sums.to(base.device)
-        dist.all_reduce(sums)
     rows, tokens, nll, again, calls = sums.tolist()
     score = Score(int(rows), int(tokens), nll / tokens, again / rows, int(calls), tokens / max(calls, 1))
     return asdict(score)
 
 
-def share(rows: list[Any]) -> list[Any]:
-    """Those of this process."""
-    return rows[dist.get_rank() :: dist.get_world_size()] if dist.is_initialized() else rows
+def loaded(
+    base: Path,
+    adapter: Path | str | None,
+    block: int,
+    threshold: float = 1.0,
+    *,
+    mask: int | None = None,
+    **changes: Any,
+) -> Any:
+    """The converted model in the engine; without an adapter the base, as blocks of one token.
+
+    At threshold 1, one token is filled a forward. `mask`: of a base that is decoded alone. `changes`: of the recipe, and
+    of `dinfer.load`.
+    """
+    model: dict[str, Any] = {"name": "a2d", "checkpoint": str(base), "block": block}
+    model |= {"mask_id": mask} if adapter is None else {"adapter": str(adapter)}
+    shift = adapter and json.loads((locate(str(adapter), needed=ADAPTER) / "diffusion.json").read_text()).get(
+        "shift", 0
+    )
+    parts: dict[str, Any] = {
+        "iteration": {"name": "block_diffusion", "block": block, "lead": block if shift else 0}, "cache": "block",
+        "decoder": {"name": "threshold", "threshold": threshold},
+    }  # fmt: skip
+    return dinfer.load(model, **parts | changes)
 
 
-def grid(base: Base, conversations: list[tuple[list[int], int]], blocks: tuple[int, ...], new: int) -> list[Any]:
-    """Scores by block length and threshold, and of the conversations as they are. Threshold 2: one token a forward."""
-    mine = share(conversations)
-    prompts = [tokens[:start] for tokens, start in mine]
-    layers = cast(base.layers(), base.dtype)
-    given = [tokens[start:][:new] for tokens, start in mine]
-    table: list[Any] = [{"what": "text of the base", **judged(base, prompts, given, [len(one) for one in given])}]
-    told = not dist.is_initialized() or dist.get_rank() == 0
-    if told:
-        print(table[0], flush=True)
-    for block in blocks:
-        for threshold in (2.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4):
-            found, forwards = answers(base, layers, prompts, block=block, threshold=threshold, new=new)
-            row = {"block": block, "threshold": threshold, **judged(base, prompts, found, forwards)}
-            row["samples"] = [base.tokenizer.decode(one) for one in found[:3]]
-            table.append(row)
-            if told:
-                print({name: value for name, value in row.items() if name != "samples"}, flush=True)
-    return table
-
-
-def sample(base: Base, prompt: list[int], block: int) -> str:
-    """One answer at threshold 0.9."""
-    found, _ = answers(base, cast(base.layers(), base.dtype), [prompt], block=block, threshold=0.9, new=64)
-    return str(base.tokenizer.decode(found[0]))
+def scored(base: Base, pipe: Any, prompts: list[list[int]], new: int) -> dict[str, Any]:
+    """The scores of a pipeline's answers, and the first few."""
+    found = pipe.generate_ids(prompts, max_new_tokens=new)
+    answers = [one.ids + [base.chat.stop] * one.stopped for one in found]
+    scores = judged(base, prompts, answers, [one.counts.forwards for one in found])
+    return scores | {"samples": [one.text for one in found[:4]]}

@@ -1,8 +1,9 @@
 """Trains an adapter, or all weights, to fill masked blocks behind clean ones.
 
-A sequence is fed twice, noised | clean, with one mask: a noised position sees its own block and the clean blocks
-before it, a clean one its own block and those before (block diffusion, arXiv:2503.09573). The logits at a position
-predict the token there. Only answers are noised.
+A conversation is fed clean, but for its last block, and behind it twice noised, where its answer is: a noised position
+sees its own block and the clean blocks before it, a clean one its own block and those before (block diffusion,
+arXiv:2503.09573). Conversations are packed side by side. Logits predict the next token, as the base's do, so the first
+token of a block comes from the clean block before it (arXiv:2509.26328); or with `shift` 0 their own.
 """
 
 from __future__ import annotations
@@ -11,31 +12,37 @@ import json
 import math
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
 from tqdm import tqdm
 
 from tools.convert_ar.base import LINEAR, Base, ConversionError, Layer, cast, hidden, masked_layer, visible
 
 STATE, PROGRESS = "state.safetensors", "state.json"
+COPIES = 2  # noised ones of each answer
 
 
 @dataclass(frozen=True)
 class Settings:
     """How a training run goes. The learning rate warms up for 50 steps and falls to a tenth."""
 
-    steps: int = 2000
+    steps: int = 4000
     seconds: float = math.inf  # where the run ends, if its steps have not
-    batch: int = 64  # sequences a process
-    length: int = 384
+    batch: int = 24  # rows of `width` tokens a process, into which conversations are packed
+    width: int = 2048
+    length: int = 384  # of a conversation, at most
     blocks: tuple[int, ...] = (16, 32)  # process i trains with blocks[i % len(blocks)]; one process, with each in turn
+    shift: int = 1  # logits predict the next token; 0: their own
     rate: float = 1e-3
     rank: int = 40  # of the adapter; 0: all weights are trained
     seed: int = 0
@@ -43,38 +50,6 @@ class Settings:
     certainty: float = 0.0  # weight of the entropy where the model is right (dParallel, arXiv:2509.26488)
     save_every: float = 60.0  # seconds
     compile: bool = True
-
-
-@dataclass
-class Texts:
-    """Conversations of one length on a device."""
-
-    tokens_BL: Tensor
-    open_BL: Tensor  # answers, up to the end of the block that holds the stop token
-
-    @classmethod
-    def read(cls, paths: list[Path], base: Base, length: int, block: int) -> Texts:
-        """From JSONL files whose lines have `tokens` and `answer`, or `prompt` and `answer` as text, or `messages`.
-
-        Raises ConversionError if no line has an answer that fits.
-        """
-        rows = [row for path in paths for row in _lines(path, base)]
-        rows = [row for row in rows if 0 < row[1] < len(row[0]) <= length]
-        if not rows:
-            raise ConversionError(
-                f"{', '.join(map(str, paths))}: no line has an answer that fits into {length} tokens: give lines with "
-                '"prompt" and "answer", or a larger --length'
-            )
-        tokens = torch.full((len(rows), length), base.chat.stop)
-        ends, starts = (torch.tensor([pick(row) for row in rows])[:, None] for pick in (_end, lambda row: row[1]))
-        for i, (ids, _) in enumerate(rows):
-            tokens[i, : len(ids)] = torch.tensor(ids)
-        places = torch.arange(length)[None]
-        return cls(tokens, (places >= starts) & (places < -(-ends // block) * block))
-
-
-def _end(row: tuple[list[int], int]) -> int:
-    return len(row[0])
 
 
 def _lines(path: Path, base: Base) -> Iterator[tuple[list[int], int]]:
@@ -99,33 +74,130 @@ def _lines(path: Path, base: Base) -> Iterator[tuple[list[int], int]]:
             yield asked + encode(answer) + [base.chat.stop], len(asked)
 
 
-def doubled(length: int, block: int, device: torch.device) -> Tensor:
-    """Which of noised | clean positions a row sees. bool [2L, 2L]"""
-    q = torch.arange(length, device=device) // block
-    own, before, upto = q[:, None] == q[None], q[:, None] > q[None], q[:, None] >= q[None]
-    return torch.cat([torch.cat([own, before], 1), torch.cat([torch.zeros_like(own), upto], 1)])
+@dataclass
+class Texts:
+    """Conversations as token ids, and where the answer of each begins."""
+
+    rows: list[tuple[np.ndarray, int]]
+    stop: int
+
+    @classmethod
+    def read(cls, paths: list[Path], base: Base, length: int) -> Texts:
+        """From JSONL files whose lines have `tokens` and `answer`, or `prompt` and `answer` as text, or `messages`.
+
+        Raises ConversionError if no line has an answer that fits.
+        """
+        rows = [row for path in paths for row in _lines(path, base)]
+        rows = [row for row in rows if 0 < row[1] < len(row[0]) <= length]
+        if not rows:
+            raise ConversionError(
+                f"{', '.join(map(str, paths))}: no line has an answer that fits into {length} tokens: give lines with "
+                '"prompt" and "answer", or a larger --length'
+            )
+        return cls([(np.array(ids, dtype=np.int64), answer) for ids, answer in rows], base.chat.stop)
+
+    def layout(self, row: int, block: int, shift: int) -> np.ndarray | None:
+        """A conversation as it is fed: a line of `FIELDS` each. int64 [F, T], T a multiple of `block`
+
+        None if it was cut off in its first block. One that was cut off ends with its last whole block.
+        """
+        ids, answer = self.rows[row]
+        first, end = answer // block * block, -(-len(ids) // block) * block
+        if ids[-1] != self.stop:
+            end = len(ids) // block * block
+        if end <= answer:
+            return None
+        ids = np.concatenate([ids, np.full(max(end - len(ids), 0), self.stop)])
+        noised = np.arange(first, end)
+        place = np.concatenate([np.arange(end - block), *[noised] * COPIES])
+        copy = np.repeat(np.arange(COPIES + 1), [end - block, *[end - first] * COPIES])
+        own = np.arange(len(place)) - shift
+        told = np.where((place % block == 0) & (shift == 1), place - shift, own).clip(0)
+        return np.stack([ids[place], place, copy, (copy > 0) & (place >= answer), told])
 
 
-def masks(open_BL: Tensor, block: int) -> Tensor:
-    """A draw of what is masked: half of the blocks uniformly, the others mostly behind a prefix. bool [B, L]
+FIELDS = ("token", "place", "copy", "open", "told", "doc")
+"""Of a position that is fed: its token, its place in the conversation, 0 or which noised copy it is in, whether it is
+of an answer in a noised copy, where in the row the logits are that predict it, and which conversation it is of."""
+
+
+def packed(texts: Texts, draws: np.random.Generator, block: int, settings: Settings) -> Tensor:
+    """Rows full of conversations. int64 [F, B, T]"""
+    rows = np.zeros((len(FIELDS), settings.batch, settings.width), dtype=np.int64)
+    rows[FIELDS.index("doc")] = -1
+    used, misses, doc = [0] * settings.batch, 0, 0
+    while misses < 8:
+        one = texts.layout(int(draws.integers(len(texts.rows))), block, settings.shift)
+        size = settings.width + 1 if one is None else one.shape[1]
+        row = next((i for i, full in enumerate(used) if full + size <= settings.width), None)
+        if one is None or row is None:
+            misses += 1
+            continue
+        at = slice(used[row], used[row] + size)
+        one[FIELDS.index("told")] += used[row]
+        rows[:-1, row, at], rows[-1, row, at] = one, doc
+        used[row], doc = used[row] + size, doc + 1
+    return torch.from_numpy(rows)
+
+
+class Batch:
+    """What `packed` made, on a device. All [B, T]. The tensors stay the same, so that compiled programs do."""
+
+    def __init__(self, rows: int, width: int, block: int, device: torch.device) -> None:
+        self.block = block
+        self.fields = torch.zeros(len(FIELDS), rows, width, dtype=torch.long, device=device)
+        self.token, self.place, self.copy, _, self.told, self.doc = self.fields
+        self.own = torch.zeros_like(self.place)  # which block of the conversation
+        self.open, self.lead = (torch.zeros(rows, width, dtype=torch.bool, device=device) for _ in "ab")
+        self.sees = sight(self.doc, self.copy, self.own)
+
+    def fill(self, rows: Tensor, shift: int) -> Batch:
+        """With `shift`, `lead` are the first positions of blocks: the clean block before predicts and decodes them."""
+        self.fields.copy_(rows)
+        self.own.copy_(self.place // self.block)
+        self.open.copy_(self.fields[FIELDS.index("open")] > 0)
+        self.lead.copy_(self.open & (self.place % self.block == 0) & (shift > 0))
+        return self
+
+    def seen(self, dtype: torch.dtype) -> Any:
+        """For `hidden`: of flex attention on a card, a mask that is added elsewhere."""
+        rows, width = self.token.shape
+        if self.token.is_cuda:
+            return create_block_mask(self.sees, rows, None, width, width, self.token.device, _compile=True)
+        places = torch.arange(width)
+        return visible(self.sees(torch.arange(rows)[:, None, None], places, places[:, None], places), dtype)
+
+
+def sight(doc: Tensor, copy: Tensor, own: Tensor) -> Any:
+    """Whether a query sees a key, as flex attention asks it. All [B, T]"""
+
+    def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        noised = (copy[row, query] == copy[row, key]) & (own[row, query] == own[row, key])
+        clean = (copy[row, key] == 0) & (own[row, key] < own[row, query])
+        return (doc[row, query] == doc[row, key]) & (noised | clean)
+
+    return sees
+
+
+def masks(open_NK: Tensor) -> Tensor:
+    """A draw of what is masked in blocks: half of them uniformly, the others mostly behind a prefix. bool [N, K]
 
     The latter is what decoding meets. Each block with an open position has at least one mask.
     """
-    open_BNK = open_BL.unflatten(1, (-1, block))
-    one, device = (*open_BNK.shape[:2], 1), open_BL.device
-    uniform = torch.rand(open_BNK.shape, device=device) < torch.rand(one, device=device)
+    (blocks, block), device = open_NK.shape, open_NK.device
+    one = (blocks, 1)
+    uniform = torch.rand(open_NK.shape, device=device) < torch.rand(one, device=device)
     behind = torch.arange(block, device=device) >= torch.randint(block, one, device=device)
-    behind &= torch.rand(open_BNK.shape, device=device) >= 0.4 * torch.rand(one, device=device)
+    behind &= torch.rand(open_NK.shape, device=device) >= 0.4 * torch.rand(one, device=device)
     found = torch.where(torch.rand(one, device=device) < 0.5, uniform, behind)
-    least = torch.rand(open_BNK.shape, device=device).masked_fill(~open_BNK, -1).argmax(-1, keepdim=True)
+    least = torch.rand(open_NK.shape, device=device).masked_fill(~open_NK, -1).argmax(-1, keepdim=True)
     found |= torch.arange(block, device=device) == least
-    return (found & open_BNK).flatten(1)
+    return found & open_NK
 
 
-def weights_of(masked_BL: Tensor, block: int) -> Tensor:
-    """Less for masks that have many masks before them in their block, which nobody can know. float [B, L]"""
-    before = masked_BL.unflatten(1, (-1, block)).cumsum(-1).flatten(1) - 1
-    return (0.92 ** before.float()).clamp(min=0.25)
+def weights_of(masked_NK: Tensor) -> Tensor:
+    """Less for masks that have many masks before them in their block, which nobody can know. float [N, K]"""
+    return (0.92 ** (masked_NK.cumsum(-1) - 1).clamp(min=0).float()).clamp(min=0.25)
 
 
 class Trainer:
@@ -142,51 +214,50 @@ class Trainer:
         self.layers = cast(base.layers(), base.dtype)
         self.layer: Layer = torch.compile(masked_layer, dynamic=False) if settings.compile else masked_layer
         self.step, self.spent = 0, 0.0
-        self.places = torch.arange(settings.length, device=base.device).repeat(2)
-        self.seen = {
-            block: visible(doubled(settings.length, block, base.device), base.dtype) for block in settings.blocks
-        }
+        self.batches = {block: Batch(settings.batch, settings.width, block, base.device) for block in settings.blocks}
 
-    def block(self) -> int:
+    def block(self, step: int) -> int:
         blocks = self.settings.blocks
-        return blocks[(self.me if self.ranks >= len(blocks) else self.step) % len(blocks)]
+        return blocks[(self.me if self.ranks >= len(blocks) else step) % len(blocks)]
 
-    def scores(self, tokens_BL: Tensor, masked_BL: Tensor, block: int) -> Tensor:
-        """Logits at masks. [M, V]"""
-        noised = torch.where(masked_BL, self.base.chat.mask, tokens_BL)
-        fed = torch.cat([noised, tokens_BL], 1)
-        h = hidden(self.base, self.layers, fed, self.places, self.seen[block], self.layer)
-        return h[:, : tokens_BL.shape[1]][masked_BL] @ self.base.head().to(h.dtype).T
+    def scores(self, batch: Batch, masked_BT: Tensor, wanted_BT: Tensor, seen: Any) -> Tensor:
+        """Logits that predict the tokens at `wanted`. [M, V]"""
+        noised = torch.where(masked_BT, self.base.chat.mask, batch.token)
+        h = hidden(self.base, self.layers, noised, batch.place, seen, self.layer)
+        row, place = wanted_BT.nonzero(as_tuple=True)
+        return h[row, batch.told[row, place]] @ self.base.head().to(h.dtype).T
 
     @torch.no_grad()
-    def left_open(self, tokens_BL: Tensor, masked_BL: Tensor, block: int) -> Tensor:
-        """The masks that the model would not fill in a forward, by a threshold that is drawn for each row."""
-        logits = self.scores(tokens_BL, masked_BL, block).float()
-        sure = torch.zeros(masked_BL.shape, device=logits.device)
-        sure[masked_BL] = (logits.amax(-1) - logits.logsumexp(-1)).exp()
-        kept = masked_BL & (sure < 0.4 + 0.5 * torch.rand(len(sure), 1, device=sure.device))
-        return torch.where(kept.any(1, keepdim=True), kept, masked_BL)
+    def left_open(self, batch: Batch, masked_BT: Tensor, seen: Any) -> Tensor:
+        """The masks that the model would not fill in a forward, by a threshold that is drawn for each block."""
+        logits = self.scores(batch, masked_BT, masked_BT, seen).float()
+        sure = torch.zeros(masked_BT.shape, device=logits.device)
+        sure[masked_BT] = (logits.amax(-1) - logits.logsumexp(-1)).exp()
+        masked, sure = masked_BT.view(-1, batch.block), sure.view(-1, batch.block)
+        kept = masked & (sure < 0.4 + 0.5 * torch.rand(len(sure), 1, device=sure.device))
+        return torch.where(kept.any(1, keepdim=True), kept, masked).view_as(masked_BT)
 
-    def loss(self, tokens_BL: Tensor, open_BL: Tensor) -> Tensor:
-        block = self.block()
-        masked = masks(open_BL, block)
-        if self.settings.paced:
-            masked = self.left_open(tokens_BL, masked, block)
-        logits, wanted = self.scores(tokens_BL, masked, block).float(), tokens_BL[masked]
-        weight = weights_of(masked, block)[masked]
-        loss = (F.cross_entropy(logits, wanted, reduction="none") * weight).sum() / weight.sum()
-        if self.settings.certainty:
+    def loss(self, batch: Batch) -> Tensor:
+        settings, seen = self.settings, batch.seen(self.base.dtype)
+        masked = masks((batch.open & ~batch.lead).view(-1, batch.block)).view_as(batch.open)
+        if settings.paced:
+            masked = self.left_open(batch, masked, seen)
+        wanted = masked | batch.lead
+        logits, tokens = self.scores(batch, masked, wanted, seen).float(), batch.token[wanted]
+        weight = weights_of(masked.view(-1, batch.block)).view_as(masked)[wanted]
+        loss = (F.cross_entropy(logits, tokens, reduction="none") * weight).sum() / weight.sum()
+        if settings.certainty:
             logs = logits.log_softmax(-1)
-            entropy = -(logs.exp() * logs).sum(-1) * (logits.argmax(-1) == wanted)
-            loss = loss + self.settings.certainty * (entropy * weight).sum() / weight.sum()
+            entropy = -(logs.exp() * logs).sum(-1) * (logits.argmax(-1) == tokens)
+            loss = loss + settings.certainty * (entropy * weight).sum() / weight.sum()
         return loss
 
-    def advance(self, tokens_BL: Tensor, open_BL: Tensor, done: float) -> Tensor:
+    def advance(self, batch: Batch, done: float) -> Tensor:
         """One step of the optimizer. `done`: the share of the run that is over."""
         rate = self.settings.rate * min(1, (self.step + 1) / 50) * (0.1 + 0.9 * (1 + math.cos(math.pi * done)) / 2)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        loss = self.loss(tokens_BL, open_BL)
+        loss = self.loss(batch)
         loss.backward()
         if self.ranks > 1:
             grads = [one.grad for one in self.parameters.values() if one.grad is not None]
@@ -202,21 +273,24 @@ class Trainer:
 
     def run(self, texts: Texts) -> None:
         """Trains to the end, and writes the loss to OUT/loss.jsonl."""
-        settings, device = self.settings, self.base.device
-        draws = torch.Generator().manual_seed(settings.seed * 1009 + self.me + self.step * 7919)
+        settings = self.settings
+        draws = np.random.default_rng((settings.seed, self.me, self.step))
         torch.manual_seed(settings.seed * 1013 + self.me + self.step)
         begun, saved, spent = time.monotonic(), time.monotonic(), self.spent
         bar = tqdm(total=settings.steps, initial=self.step, desc="training", disable=self.me > 0, mininterval=10)
-        while (done := max(self.step / settings.steps, self.spent / settings.seconds)) < 1:
-            rows = torch.randint(len(texts.tokens_BL), (settings.batch,), generator=draws)
-            loss = self.advance(texts.tokens_BL[rows].to(device), texts.open_BL[rows].to(device), done)
-            bar.update()
-            if self.step % 20 == 0 or self.step == settings.steps:  # processes agree on the time
-                self.spent = self._agreed(spent + time.monotonic() - begun)
-                self._log(loss, bar)
-                if self.me == 0 and time.monotonic() - saved > settings.save_every:
-                    self.save()
-                    saved = time.monotonic()
+        with ThreadPoolExecutor(1) as ahead:  # packs the next step's conversations
+            due = ahead.submit(packed, texts, draws, self.block(self.step), settings)
+            while (done := max(self.step / settings.steps, self.spent / settings.seconds)) < 1:
+                batch = self.batches[self.block(self.step)].fill(due.result(), settings.shift)
+                due = ahead.submit(packed, texts, draws, self.block(self.step + 1), settings)
+                loss = self.advance(batch, done)
+                bar.update()
+                if self.step % 20 == 0 or self.step == settings.steps:  # processes agree on the time
+                    self.spent = self._agreed(spent + time.monotonic() - begun)
+                    self._log(loss, bar)
+                    if self.me == 0 and time.monotonic() - saved > settings.save_every:
+                        self.save()
+                        saved = time.monotonic()
         bar.close()
         if self.me == 0:
             self.save()

@@ -1,7 +1,7 @@
 """A2D: Llama and Qwen checkpoints that became diffusion models (github.com/ZHZisZZ/dllm; tools/convert_ar).
 
 Two kinds share a config: mdlm, whose positions all see each other, and bd3lm, of attention blocks. Logits predict the
-token at their own position.
+token at their own position; where config.json says `shift`, the next one, as tools/convert_ar trains it.
 """
 
 from dataclasses import dataclass
@@ -47,6 +47,9 @@ class A2d(BlockFamily):
 
     def spec(self, config: dict[str, Any]) -> ModelSpec:
         config = self.converted(config)
+        shift = config.get("shift", 0)
+        if shift not in (0, 1) or type(shift) is not int:
+            raise ValueError(f"config.json: shift={shift!r} must be 0, or 1 if logits predict the next token")
         parent = config["model_type"].removeprefix("a2d-")
         scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
         stretch = stretched(scaling) if scaling.get("rope_type") == "llama3" else None
@@ -60,6 +63,7 @@ class A2d(BlockFamily):
             qkv_bias=parent == "qwen2",
             qk_norm=parent == "qwen3",
             rope_stretch=stretch,
+            shift=shift,
             causal_block=None if self.whole() else self.attention_block(config),
             **self.body(config),
         )
@@ -72,10 +76,13 @@ class A2d(BlockFamily):
         kind = config.get("model_type")
         if kind not in PARENTS:
             return config
+        if self.adapter is None and self.block == 1:
+            return config | {"shift": 1}  # the next token is all that such a block holds
         if self.adapter is None:
             raise ValueError(
                 f"config.json: model_type={kind!r} is an autoregressive model, which fills no masks: give "
-                "model.adapter, an adapter that makes it a diffusion model, as tools/convert_ar writes one"
+                "model.adapter, an adapter that makes it a diffusion model, as tools/convert_ar writes one, or "
+                "model.block=1 to decode it token by token"
             )
         folder = locate(self.adapter, needed=ADAPTER)
         if not (folder / DIFFUSION).is_file():

@@ -1,9 +1,12 @@
 """tools/convert_ar on models of two layers."""
 
 import json
+import random
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -14,12 +17,12 @@ transformers = pytest.importorskip("transformers")
 from tools.convert_ar import base as bases  # noqa: E402
 from tools.convert_ar import draw, measure  # noqa: E402
 from tools.convert_ar.__main__ import main  # noqa: E402
-from tools.convert_ar.train import doubled, masks  # noqa: E402
+from tools.convert_ar.train import Batch, Settings, Texts, masks, packed  # noqa: E402
 
 TEMPLATE = "{% for m in messages %}[{{ m.content }}{% endfor %}]"
 SIZES = {
     "vocab_size": 24, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 4, "max_position_embeddings": 64, "tie_word_embeddings": True,
+    "num_key_value_heads": 2, "head_dim": 4, "max_position_embeddings": 64, "tie_word_embeddings": True, "initializer_range": 0.7, "eos_token_id": 1,
 }  # fmt: skip
 
 
@@ -63,32 +66,64 @@ def test_layers_are_those_of_transformers(base: bases.Base) -> None:
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
 
 
-def test_sampler_draws_what_the_model_finds_most_likely(base: bases.Base) -> None:
-    sampler = draw.Sampler(base, rows=2, length=12, parts=3)
-    forced = torch.full((2, 12), -1)
-    forced[:, :3] = torch.tensor([[0, 5, 6], [0, 9, 3]])
-    tokens = sampler.draw(forced, base.chat.stop, (1e-4, 1e-4))
-    wanted = base.model(tokens).logits.argmax(-1)
-    assert tokens[:, 3:].tolist() == wanted[:, 2:-1].tolist()
+def test_sampler_begins_another_conversation_where_one_ended(base: bases.Base) -> None:
+    """Answers are the most likely tokens, and rows are what the model computes for each alone."""
+    torch.manual_seed(0)
+    sampler = draw.Sampler(base, rows=3, length=24, temperature=0.0)
+    draws = random.Random(0)
+    drawn = sampler.conversations(lambda n: draw.openings(base, n, 24, draws, plain=True), every=3)
+    for tokens, answer in islice(drawn, 12):
+        opening = list(base.chat.after)
+        assert tokens[0] == 0 and tokens[answer - len(opening) : answer] == opening and len(tokens) >= answer + 4
+        assert len(tokens) == 24 or tokens.index(base.chat.stop, answer) == len(tokens) - 1
+        logits = base.model(torch.tensor([tokens])).logits[0]
+        logits[:, base.chat.mask] = -torch.inf
+        wanted = logits.argmax(-1)
+        assert tokens[answer:] == wanted[answer - 1 : -1].tolist()
 
 
-def test_a_noised_row_sees_its_block_and_clean_ones_before_it() -> None:
-    seen = doubled(4, 2, torch.device("cpu"))
-    assert seen.int().tolist()[2] == [0, 0, 1, 1, 1, 1, 0, 0]
-    assert seen.int().tolist()[6] == [0, 0, 0, 0, 1, 1, 1, 1]
+def batch_of(rows: list[tuple[list[int], int]], block: int, shift: int) -> Batch:
+    texts = Texts([(np.array(ids), answer) for ids, answer in rows], stop=1)
+    settings = Settings(batch=2, width=32, length=8, shift=shift)
+    return Batch(2, 32, block, torch.device("cpu")).fill(
+        packed(texts, np.random.default_rng(0), block, settings), shift
+    )
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_what_is_packed_is_predicted_from_where_a_forward_alone_would(base: bases.Base, shift: int) -> None:
+    """Logits of every noised block are those of a sequence of clean blocks and this one, whatever lies beside it."""
+    batch = batch_of([([0, 5, 6, 1, 7, 8, 9, 3, 1], 4), ([0, 5, 1, 3, 4, 1], 3)], block=4, shift=shift)
+    torch.manual_seed(0)
+    masked = masks((batch.open & ~batch.lead).view(-1, 4)).view_as(batch.open)
+    fed = torch.where(masked, base.chat.mask, batch.token)
+    seen = batch.seen(torch.float32)
+    h = bases.hidden(base, base.layers(), fed, batch.place, seen, bases.masked_layer)
+    checked = 0
+    for row, at in (masked | batch.lead).nonzero().tolist():
+        doc, place = batch.doc[row, at], int(batch.place[row, at])
+        own = (batch.doc[row] == doc) & (batch.place[row] // 4 == place // 4) & (batch.copy[row] == batch.copy[row, at])
+        before = (batch.doc[row] == doc) & (batch.copy[row] == 0) & (batch.place[row] < place // 4 * 4)
+        ids = torch.cat([fed[row, before], fed[row, own]])[None]
+        blocks = torch.arange(ids.shape[1]) // 4
+        sight = bases.visible(blocks[:, None] >= blocks, torch.float32)
+        alone = bases.hidden(base, base.layers(), ids, torch.arange(ids.shape[1]), sight, bases.masked_layer)
+        torch.testing.assert_close(h[row, batch.told[row, at]], alone[0, place - shift], atol=1e-5, rtol=1e-4)
+        checked += 1
+    assert checked > 8
 
 
 def test_each_open_block_has_a_mask_and_only_open_positions_do() -> None:
-    open_BL = torch.arange(12)[None].repeat(64, 1) >= 5
-    found = masks(open_BL, 4)
-    assert not (found & ~open_BL).any()
-    assert found.unflatten(1, (3, 4)).any(-1)[:, 1:].all()
+    open_NK = (torch.arange(12) >= 5).view(3, 4).repeat(64, 1)
+    found = masks(open_NK)
+    assert not (found & ~open_NK).any()
+    assert found.any(-1)[open_NK.any(-1)].all()
 
 
 def test_training_ends_where_it_would_have_after_a_stop_and_loads(folder: Path, tmp_path: Path) -> None:
     text = str(write_text(tmp_path / "text.jsonl"))
     common = [
-        "--text", text, "--length", "32", "--blocks", "4", "--batch", "4", "--rank", "2", "--no-compile",
+        "--text", text, "--length", "32", "--blocks", "4", "--batch", "2", "--width", "112", "--rank", "2", "--no-compile",
         "--device", "cpu", "--rate", "0.02",
     ]  # fmt: skip
     out = tmp_path / "out"
@@ -102,13 +137,22 @@ def test_training_ends_where_it_would_have_after_a_stop_and_loads(folder: Path, 
     assert all(value.dtype == torch.float16 for value in load_file(out / "adapter_model.safetensors").values())
 
 
-def test_answers_take_one_token_a_forward_or_all(base: bases.Base) -> None:
-    layers, prompts = base.layers(), [[0, 4, 5, 1], [0, 6, 1]]
-    one = measure.answers(base, layers, prompts, block=4, threshold=2.0, new=9)
-    every = measure.answers(base, layers, prompts, block=4, threshold=0.0, new=9)
-    assert [len(answer) for answer in one[0]] <= one[1]
-    assert max(every[1]) <= 4
-    score = measure.judged(base, prompts, *one)
+def test_an_adapter_that_changes_nothing_answers_as_its_base(folder: Path, base: bases.Base, tmp_path: Path) -> None:
+    """At blocks of one token the engine decodes the base itself; float8 halves the file."""
+    prompts = [[0, 4, 5, 1], [0, 6, 1]]
+    args = ["train", str(folder), str(tmp_path), "--text", str(write_text(tmp_path / "text.jsonl")), "--rank", "2"]
+    sizes = ["--length", "16", "--blocks", "4", "--batch", "1", "--width", "64", "--no-compile", "--device", "cpu"]
+    assert main([*args, *sizes, "--steps", "1", "--float8"]) == 0
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    assert {one.dtype for one in tensors.values()} == {torch.float8_e4m3fn}
+    pipe = measure.loaded(folder, tmp_path, 4, 0.9)
+    assert pipe.recipe.iteration.lead == 4
+    assert pipe.generate_ids(prompts, max_new_tokens=9)[0].counts.forwards < 12
+    alone = measure.loaded(folder, None, 1, mask=base.chat.mask)
+    score = measure.scored(base, alone, prompts, 9)
+    found = alone.generate_ids(prompts, max_new_tokens=9)
+    wanted = [base.model(torch.tensor([p + f.ids])).logits[0].argmax(-1).tolist() for p, f in zip(prompts, found)]
+    assert [f.ids for f in found] == [w[len(p) - 1 : -1] for p, w in zip(prompts, wanted)]
     assert score["answers"] == 2 and score["nll"] > 0
 
 
@@ -118,7 +162,8 @@ def test_answers_take_one_token_a_forward_or_all(base: bases.Base) -> None:
         ({"base": "nowhere"}, "neither a GGUF file nor a folder"),
         ({"text": '{"prompt": "a"}'}, "has no answer"),
         ({"text": '{"prompt": "a", "answer": "' + "b" * 99 + '"}'}, "no line has an answer that fits"),
-        ({"length": "30"}, "must be a multiple"),
+        ({"width": "150"}, "must be a multiple"),
+        ({"width": "64"}, "must be at least 108"),
     ],
 )
 def test_bad_input_is_one_sentence(
@@ -127,7 +172,8 @@ def test_bad_input_is_one_sentence(
     text = tmp_path / "text.jsonl"
     text.write_text(change.get("text", '{"prompt": "a", "answer": "b"}') + "\n")
     args = ["train", change.get("base", str(folder)), str(tmp_path / "out"), "--text", str(text), "--blocks", "4"]
-    assert main([*args, "--length", change.get("length", "32"), "--device", "cpu", "--rank", "2", "--steps", "1"]) == 1
+    args += ["--length", "32", "--width", change.get("width", "128"), "--rank", "2", "--steps", "1"]
+    assert main([*args, "--device", "cpu"]) == 1
     (error,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("python -m")]
     assert said in error
     assert not [*(tmp_path / "out").glob("*")]
