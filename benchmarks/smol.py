@@ -1,66 +1,84 @@
-"""What answers of a converted model are worth beside those of the model it came from, on a CPU.
+"""A converted model beside the model it came from: the same weights, engine, prompts and machine.
 
-    python -m benchmarks.smol BASE.gguf --held OUT/held.jsonl --out benchmarks/results/smol-cpu.json
+    python -m benchmarks.smol BASE --held OUT/held.jsonl --flights 1 64 --out benchmarks/results/smol-h100.json
 
-For each recipe: the base's NLL of the answers in nats a token, the share of 4-grams that occurred before, and tokens a
-forward. The base's greedy answers have been drawn by tools/convert_ar and are in OUT/held.jsonl.
+For each recipe and number of requests in flight: tokens a second from the first request to the last, the base's NLL of
+these answers in nats a token, the share of 4-grams that occurred before, tokens a forward. The base is decoded token
+by token (`model.block=1`). A first pass over the prompts compiles and captures, a second one is timed.
 """
 
 from __future__ import annotations
 
 import json
+import time
+from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import dinfer
 from benchmarks.provenance import command_line, provenance, save
+from dinfer import Pipeline, Runtime
 from tools.convert_ar.base import Base, load
-from tools.convert_ar.measure import judged
+from tools.convert_ar.measure import judged, loaded
 
 
-def answered(base: Base, prompts: list[list[int]], recipe: dict[str, Any], new: int) -> dict[str, Any]:
-    """Scores of one recipe. `recipe`: `adapter`, `block` and `threshold`; above 1, one token is filled a forward."""
-    pipe = dinfer.load(
-        {"name": "a2d", "checkpoint": recipe["base"], "adapter": recipe["adapter"], "block": recipe["block"]},
-        iteration={"name": "block_diffusion", "block": recipe["block"]}, cache="block",
-        decoder={"name": "threshold", "threshold": recipe["threshold"]},
-    )  # fmt: skip
-    found = pipe.generate_ids(prompts, max_new_tokens=new)
+def timed(base: Base, pipe: Pipeline, prompts: list[list[int]], new: int, **options: Any) -> dict[str, Any]:
+    """Scores and speed of one recipe."""
+    pipe.generate_ids(prompts, max_new_tokens=new, **options)
+    begun = time.perf_counter()
+    found = pipe.generate_ids(prompts, max_new_tokens=new, **options)
+    seconds = time.perf_counter() - begun
     answers = [one.ids + [base.chat.stop] * one.stopped for one in found]
     scores = judged(base, prompts, answers, [one.counts.forwards for one in found])
-    return recipe | scores | {"samples": [one.text for one in found[:4]]}
+    return {"tokens_per_s": scores["tokens"] / seconds, "seconds": seconds} | scores | {"sample": found[0].text}
+
+
+def recipes(given: Namespace, base: Base) -> Iterator[tuple[dict[str, Any], Any, list[dict[str, Any]]]]:
+    """What is measured, its pipeline, and the options of its requests."""
+    where = {"device": given.device, "dtype": given.dtype, "quantize": given.quantize}
+    if given.parent:
+        yield {"model": "parent"}, loaded(given.base, None, 1, mask=base.chat.mask, **where), [{}]
+    for adapter in given.adapter:
+        for block in given.blocks:
+            pipe = loaded(given.base, adapter, block, **where)
+            yield {"model": adapter, "block": block}, pipe, [{"threshold": one} for one in given.thresholds]
 
 
 def main() -> None:
     """Writes the table of all recipes asked for."""
-    parser = command_line(__doc__)
+    parser = command_line(__doc__, device="cpu")
     parser.add_argument("base", type=Path)
     parser.add_argument("--held", type=Path, required=True, help="held.jsonl of tools/convert_ar")
-    parser.add_argument("--adapter", nargs="+", default=["smol"])
+    parser.add_argument("--adapter", nargs="*", default=["smol"])
+    parser.add_argument("--parent", action="store_true", help="the base, token by token")
     parser.add_argument("--blocks", type=int, nargs="+", default=[16, 32])
     parser.add_argument("--thresholds", type=float, nargs="+", default=[1.0, 0.9, 0.7, 0.5])
-    parser.add_argument("--rows", type=int, default=16)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--flights", type=int, nargs="+", default=[16], help="requests in flight")
+    parser.add_argument("--most", type=int, default=200, help="prompts; fewer with few in flight")
     parser.add_argument("--new", type=int, default=128)
+    parser.add_argument("--dtype")
+    parser.add_argument("--quantize")
     args = parser.parse_args()
-    device = torch.device("cpu")
-    base = load(args.base, device, torch.float32)
+    device = torch.device(args.device)
+    base = load(args.base, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     with args.held.open() as file:
-        held = [json.loads(line) for line in file][: args.rows]
+        held = [json.loads(line) for line in file]
     prompts = [one["tokens"][: one["answer"]] for one in held]
-    given = [one["tokens"][one["answer"] :][: args.new] for one in held]
-    table: dict[str, Any] = {
-        **provenance(device), "prompts": len(prompts), "new_tokens": args.new,
-        "parent_greedy": judged(base, prompts, given, [len(one) for one in given]), "recipes": [],
-    }  # fmt: skip
-    for adapter in args.adapter:
-        for block in args.blocks:
-            for threshold in args.thresholds:
-                recipe = {"base": str(args.base), "adapter": adapter, "block": block, "threshold": threshold}
-                row = answered(base, prompts, recipe, args.new)
+    table: dict[str, Any] = {**provenance(device), "new_tokens": args.new, "recipes": []}
+    for named, pipe, options in recipes(args, base):
+        for flight in args.flights:
+            count = min(args.most, 12 * flight)
+            asked = (prompts * -(-count // len(prompts)))[:count]
+            runtime = Runtime(rows=flight, graphs=device.type == "cuda")
+            side = Pipeline(pipe.recipe, pipe.tokenizer, runtime)
+            for one in options:
+                row = named | one | {"in_flight": flight}
+                row |= timed(base, side, asked, args.new, temperature=args.temperature, **one)
                 table["recipes"].append(row)
-                print({name: value for name, value in row.items() if name not in ("samples", "base")}, flush=True)
+                print({name: value for name, value in row.items() if name != "sample"}, flush=True)
                 save(table, args.out)
 
 

@@ -58,8 +58,8 @@ def loaded(
 ) -> Any:
     """The converted model in the engine; without an adapter the base, as blocks of one token.
 
-    At threshold 1, one token is filled a forward. `mask`: of a base that is decoded alone. `changes`: of the recipe, and
-    of `dinfer.load`.
+    At threshold 1, one token is filled a forward. `mask`: of a base that is decoded alone. `changes`: of the recipe
+    and of `dinfer.load`.
     """
     model: dict[str, Any] = {"name": "a2d", "checkpoint": str(base), "block": block}
     model |= {"mask_id": mask} if adapter is None else {"adapter": str(adapter)}

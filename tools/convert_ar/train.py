@@ -50,6 +50,7 @@ class Settings:
     certainty: float = 0.0  # weight of the entropy where the model is right (dParallel, arXiv:2509.26488)
     save_every: float = 60.0  # seconds
     compile: bool = True
+    flex: bool = True  # on a card, attention leaves out what nothing sees
 
 
 def _lines(path: Path, base: Base) -> Iterator[tuple[list[int], int]]:
@@ -159,13 +160,13 @@ class Batch:
         self.lead.copy_(self.open & (self.place % self.block == 0) & (shift > 0))
         return self
 
-    def seen(self, dtype: torch.dtype) -> Any:
-        """For `hidden`: of flex attention on a card, a mask that is added elsewhere."""
-        rows, width = self.token.shape
-        if self.token.is_cuda:
-            return create_block_mask(self.sees, rows, None, width, width, self.token.device, _compile=True)
-        places = torch.arange(width)
-        return visible(self.sees(torch.arange(rows)[:, None, None], places, places[:, None], places), dtype)
+    def seen(self, dtype: torch.dtype, *, flex: bool) -> Any:
+        """For `hidden`: of flex attention on a card, else a mask that is added."""
+        (rows, width), device = self.token.shape, self.token.device
+        if flex and device.type == "cuda":
+            return create_block_mask(self.sees, rows, None, width, width, device, _compile=True)
+        places, row = torch.arange(width, device=device), torch.arange(rows, device=device)
+        return visible(self.sees(row[:, None, None], places, places[:, None], places), dtype)
 
 
 def sight(doc: Tensor, copy: Tensor, own: Tensor) -> Any:
@@ -238,7 +239,8 @@ class Trainer:
         return torch.where(kept.any(1, keepdim=True), kept, masked).view_as(masked_BT)
 
     def loss(self, batch: Batch) -> Tensor:
-        settings, seen = self.settings, batch.seen(self.base.dtype)
+        settings = self.settings
+        seen = batch.seen(self.base.dtype, flex=settings.flex)
         masked = masks((batch.open & ~batch.lead).view(-1, batch.block)).view_as(batch.open)
         if settings.paced:
             masked = self.left_open(batch, masked, seen)

@@ -22,7 +22,8 @@ from tools.convert_ar.train import Batch, Settings, Texts, masks, packed  # noqa
 TEMPLATE = "{% for m in messages %}[{{ m.content }}{% endfor %}]"
 SIZES = {
     "vocab_size": 24, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 4, "max_position_embeddings": 64, "tie_word_embeddings": True, "initializer_range": 0.7, "eos_token_id": 1,
+    "num_key_value_heads": 2, "head_dim": 4, "max_position_embeddings": 64, "tie_word_embeddings": True,
+    "initializer_range": 0.7, "eos_token_id": 1,
 }  # fmt: skip
 
 
@@ -59,6 +60,13 @@ def write_text(path: Path) -> Path:
     return path
 
 
+def likely(base: bases.Base, tokens: list[int]) -> list[int]:
+    """What the model finds most likely behind each token, but for the mask."""
+    logits = base.model(torch.tensor([tokens])).logits[0]
+    logits[:, base.chat.mask] = -torch.inf
+    return logits.argmax(-1).tolist()
+
+
 def test_layers_are_those_of_transformers(base: bases.Base) -> None:
     tokens = torch.tensor([[3, 5, 7, 4, 9, 11]])
     wanted = base.model(tokens).logits.log_softmax(-1)[0, :-1].gather(1, tokens[0, 1:, None])[:, 0]
@@ -76,10 +84,7 @@ def test_sampler_begins_another_conversation_where_one_ended(base: bases.Base) -
         opening = list(base.chat.after)
         assert tokens[0] == 0 and tokens[answer - len(opening) : answer] == opening and len(tokens) >= answer + 4
         assert len(tokens) == 24 or tokens.index(base.chat.stop, answer) == len(tokens) - 1
-        logits = base.model(torch.tensor([tokens])).logits[0]
-        logits[:, base.chat.mask] = -torch.inf
-        wanted = logits.argmax(-1)
-        assert tokens[answer:] == wanted[answer - 1 : -1].tolist()
+        assert tokens[answer:] == likely(base, tokens)[answer - 1 : -1]
 
 
 def batch_of(rows: list[tuple[list[int], int]], block: int, shift: int) -> Batch:
@@ -97,7 +102,7 @@ def test_what_is_packed_is_predicted_from_where_a_forward_alone_would(base: base
     torch.manual_seed(0)
     masked = masks((batch.open & ~batch.lead).view(-1, 4)).view_as(batch.open)
     fed = torch.where(masked, base.chat.mask, batch.token)
-    seen = batch.seen(torch.float32)
+    seen = batch.seen(torch.float32, flex=False)
     h = bases.hidden(base, base.layers(), fed, batch.place, seen, bases.masked_layer)
     checked = 0
     for row, at in (masked | batch.lead).nonzero().tolist():
@@ -123,8 +128,8 @@ def test_each_open_block_has_a_mask_and_only_open_positions_do() -> None:
 def test_training_ends_where_it_would_have_after_a_stop_and_loads(folder: Path, tmp_path: Path) -> None:
     text = str(write_text(tmp_path / "text.jsonl"))
     common = [
-        "--text", text, "--length", "32", "--blocks", "4", "--batch", "2", "--width", "112", "--rank", "2", "--no-compile",
-        "--device", "cpu", "--rate", "0.02",
+        "--text", text, "--length", "32", "--blocks", "4", "--batch", "2", "--width", "112", "--rank", "2",
+        "--device", "cpu", "--rate", "0.02", "--no-compile",
     ]  # fmt: skip
     out = tmp_path / "out"
     assert main(["train", str(folder), str(out), *common, "--steps", "20"]) == 0
@@ -151,8 +156,8 @@ def test_an_adapter_that_changes_nothing_answers_as_its_base(folder: Path, base:
     alone = measure.loaded(folder, None, 1, mask=base.chat.mask)
     score = measure.scored(base, alone, prompts, 9)
     found = alone.generate_ids(prompts, max_new_tokens=9)
-    wanted = [base.model(torch.tensor([p + f.ids])).logits[0].argmax(-1).tolist() for p, f in zip(prompts, found)]
-    assert [f.ids for f in found] == [w[len(p) - 1 : -1] for p, w in zip(prompts, wanted)]
+    for prompt, answer in zip(prompts, found, strict=True):
+        assert answer.ids == likely(base, prompt + answer.ids)[len(prompt) - 1 : -1]
     assert score["answers"] == 2 and score["nll"] > 0
 
 
