@@ -37,7 +37,7 @@ def timed(base: Base, pipe: Pipeline, prompts: list[list[int]], new: int, **opti
 
 def recipes(given: Namespace, base: Base) -> Iterator[tuple[dict[str, Any], Any, list[dict[str, Any]]]]:
     """What is measured, its pipeline, and the options of its requests."""
-    where = {"device": given.device, "dtype": given.dtype, "quantize": given.quantize}
+    where = {"device": given.device, "dtype": given.dtype, "quantize": given.quantize} | json.loads(given.recipe)
     if given.parent:
         yield {"model": "parent"}, loaded(given.base, None, 1, mask=base.chat.mask, **where), [{}]
     for adapter in given.adapter:
@@ -59,6 +59,7 @@ def main() -> None:
     parser.add_argument("--flights", type=int, nargs="+", default=[16], help="requests in flight")
     parser.add_argument("--most", type=int, default=200, help="prompts; fewer with few in flight")
     parser.add_argument("--new", type=int, default=128)
+    parser.add_argument("--recipe", default="{}", help="other parts of the recipe, as JSON")
     parser.add_argument("--dtype")
     parser.add_argument("--quantize")
     args = parser.parse_args()

@@ -96,6 +96,9 @@ def load(path: Path, device: torch.device, dtype: torch.dtype, mask: str | None 
             f"{path}: model_type={model.config.model_type!r} cannot be converted; the base must be one of "
             f"{', '.join(FAMILIES)}"
         )
+    if gguf:  # whose weights are floats now; transformers would save none of a quantised model
+        model.hf_quantizer, model.is_quantized = None, False
+        del model.config.quantization_config, model.config._model_name_or_path
     model.requires_grad_(False).eval().to(device)
     return Base(model, tokenizer, chat_of(tokenizer, model.config, mask), device, dtype)
 
