@@ -55,13 +55,16 @@ _ADDRESSES = {
     **{f"step.{name}": f"core.terms.{name}" for name in ("plan", "spec", "stats")},
     **{f"recipe.{name}": f"core.{name}" for name in ("refusals", "registry")},
     **{f"kernels.{name}": f"core.kernels.{name}" for name in (
-        "advance", "attention", "canvas", "dispatch", "linear", "moe", "norm", "packed", "random", "rotary",
+        "advance", "attention", "canvas", "dispatch", "linear", "moe", "norm", "random", "rotary",
         "selection", "token_stats", "types",
     )},
     **{f"{at}models.{name}": f"families.models.{name}" for at in ("", "core.") for name in (
         "a2d", "diffusion_gemma", "dream", "fast_dllm_v2", "llada_moe", "rnd1", "sdar", "stable_diffcoder",
     )},
-    "layers.gemma": "families.gemma",
+    "layers.gemma": "families.gemma", "kernels.packed": "formats.kernels.packed",
+    "layers.formats.blocks": "formats.rounding.blocks",
+    "layers.formats.int4": "formats.rounding.int4", "layers.formats.format": "core.layers.format",
+    "layers.formats.plain": "core.layers.format",
     "caches.chosen": "research.caches.chosen", "decoders.renoise": "research.decoders.renoise",
     "decoders.s2d2": "research.decoders.s2d2", "loading.inspect": "lab.inspect", "analysis": "lab",
     "parallel": "scale.parallel", "engine.async_engine": "serving.async_engine", "startup": "speed.startup",

@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dinfer.core.layers.formats.format import Format
+from dinfer.core.layers.format import Format
 from dinfer.core.layers.linear import format_of, formatted
 from dinfer.core.loading.checkpoint import family_of, layout, read_config, read_spec
 from dinfer.core.loading.files import GGUF, CheckpointError, locate, read_object, refuse

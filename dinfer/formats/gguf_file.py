@@ -30,7 +30,7 @@ from dinfer.core.loading.safetensors_io import FLOATS, Slices, Stored
 from dinfer.core.ranks.split import Placement
 
 if TYPE_CHECKING:
-    from dinfer.core.layers.formats.blocks import Blocks, Section
+    from dinfer.formats.rounding.blocks import Blocks, Section
 
 
 TEXTS = "tokenizer.ggml.tokens"
@@ -487,7 +487,7 @@ def blocks_of(
     These are matrices all of whose weights are blocks of some type. `changed`: weights that an adapter changes.
     """
     from dinfer.core.kernels.dispatch import has_native  # only here: networks are heavy to import
-    from dinfer.core.layers.formats.blocks import Blocks, Section
+    from dinfer.formats.rounding.blocks import Blocks, Section
 
     sections: dict[str, list[tuple[int, Section]]] = {}
     others = set() if has_native() else {place.parameter for place in placements.values()}

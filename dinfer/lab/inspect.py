@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from jinja2 import TemplateError
 
-from dinfer.core.layers.formats.plain import PLAIN
+from dinfer.core.layers.format import PLAIN
 from dinfer.core.layers.linear import format_of, formatted, roundings
 from dinfer.core.loading.checkpoint import LoadPlan, empty_network, family_of, headers, layout, read_spec, small_files
 from dinfer.core.loading.files import (

@@ -16,10 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dinfer.core.kernels.packed import flat
-from dinfer.core.layers.formats.blocks import Blocks
-from dinfer.core.layers.formats.int4 import Int4
-from dinfer.core.layers.formats.plain import Plain
+from dinfer.core.layers.format import PLAIN, Plain
 from dinfer.core.layers.linear import formatted
 from dinfer.core.loading.checkpoint import LoadPlan
 from dinfer.core.loading.files import ADAPTER, CheckpointError, locate, refuse
@@ -130,12 +127,9 @@ class Writer:
         sha, place = hashlib.sha256(), self.names.place(name)
         module, own = self._weights.get(place.parameter, (None, ""))
         weight = (self._parameters[place.parameter],) if module is None else module.weight_of(own)
-        form = None if module is None else module.formats[own]
-        if isinstance(form, Int4):
-            weight = flat(*weight), weight[1]
+        form = PLAIN if module is None else module.formats[own]
         for _, target in place.pieces(self.rank):
-            for part in weight:
-                held = part.detach() if isinstance(form, Blocks) else part.detach()[target[: part.ndim]]
+            for held in form.held(weight, target):
                 sha.update(held.contiguous().view(torch.uint8).cpu().numpy().tobytes())
         return sha.hexdigest()
 

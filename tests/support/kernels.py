@@ -7,11 +7,12 @@ from typing import Any
 import torch
 
 from dinfer.core.kernels.deferred import close
-from dinfer.core.kernels.linear import linear, rounded, scaled_linear
-from dinfer.core.kernels.moe import ExpertWeight, Gate, ScaledExperts, Shared, expert_mixture
+from dinfer.core.kernels.linear import linear
+from dinfer.core.kernels.moe import ExpertWeight, Gate, PlainExperts, Shared, expert_mixture
 from dinfer.core.kernels.norm import swiglu
-from dinfer.core.kernels.packed import PackedExperts
 from dinfer.core.kernels.types import FLOAT8, Dealt, Matrices
+from dinfer.formats.kernels.packed import PackedExperts
+from dinfer.formats.kernels.scaled import ScaledExperts, rounded, scaled_linear
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -38,6 +39,8 @@ def experts_of(weight: torch.Tensor, scale: torch.Tensor | None = None) -> Exper
     if weight.dtype == torch.uint8:
         assert scale is not None
         return PackedExperts(weight, scale)
+    if scale is None:
+        return PlainExperts(Matrices(weight))
     return ScaledExperts(Matrices(weight, scale), rounds=weight.dtype == FLOAT8)
 
 

@@ -1,4 +1,4 @@
-"""Linear maps with weights as they are, or in 8 bits with a scale for each output.
+"""Linear maps with weights as they are, and rows rounded to 8 bits.
 
 Shape suffixes: R rows, K inputs, O outputs.
 """
@@ -7,16 +7,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dinfer.core.kernels.deferred import close, held, rows, widened
-from dinfer.core.kernels.dispatch import native, native_few_bits, on_hopper, triton, use_triton
-from dinfer.core.kernels.types import FLOAT8, LARGEST, Deferred, PartialSums, Rounded, WeightPart
+from dinfer.core.kernels.deferred import close
+from dinfer.core.kernels.dispatch import native, on_hopper, triton, use_triton
+from dinfer.core.kernels.types import FLOAT8, LARGEST, Deferred, PartialSums, Rounded
 
 BLOCK = 1 << 19  # values of a weight that are widened at a time
 FEW = 32  # rows up to which the kernel is faster than cuBLAS
 MORE = 64  # the same from Hopper on
 MOST = 128  # the same from Hopper on, for a map of at most `SMALL` outputs whose parts the consumer adds up
 SMALL = 4096
-LARGE = 6_000_000  # numbers that come out, from which on torch's product of float8 is faster than the kernel
 
 
 def check_float8(device: torch.device, what: str, instead: str) -> None:
@@ -41,11 +40,6 @@ def round_rows(x: Tensor, dtype: torch.dtype = FLOAT8) -> Rounded:
 def few(x: Tensor, most: int = FEW) -> bool:
     """Whether our kernel is faster than torch for 16-bit rows, which holds up to `most` rows."""
     return x.numel() // x.shape[-1] <= most and x.dtype.itemsize == 2 and not torch.compiler.is_compiling()
-
-
-def rounded(x: Deferred) -> Rounded:
-    """Rows in float8, as they come or rounded now."""
-    return x if isinstance(x, Rounded) else round_rows(close(x))
 
 
 def linear(
@@ -81,29 +75,3 @@ def widened_linear(x: Tensor, weight_OK: Tensor, bias_O: Tensor | None) -> Tenso
         out[..., first : first + len(block)] = F.linear(wide, block.float())
         first += len(block)
     return out if bias_O is None else out + bias_O
-
-
-def _large(x: Rounded, weight_OK: Tensor) -> bool:
-    """Whether torch's product of float8 takes these inputs and is faster than our kernel. It returns only bfloat16."""
-    outputs, width = weight_OK.shape
-    able = weight_OK.dtype == FLOAT8 and x.dtype == torch.bfloat16 and outputs % 16 == width % 16 == 0
-    return able and x.scale.numel() * outputs >= LARGE and on_hopper(x.values)
-
-
-def scaled_linear(x: Deferred, weight_OK: Tensor, scale_O: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """As `linear`, for a weight in 8 bits with a scale for each output; rows may be rounded. [..., K] -> [..., O]"""
-    x = rows(x)
-    if use_triton(held(x), "linear"):
-        if isinstance(x, Rounded) and _large(x, weight_OK):
-            scales = x.scale.view(-1, 1), scale_O[None, :]
-            values_RK = x.values.view(-1, x.values.shape[-1])
-            out = torch._scaled_mm(values_RK, weight_OK.T, *scales, bias_O, out_dtype=x.dtype, use_fast_accum=True)
-            return out.view(*x.scale.shape, -1)
-        kernel = triton("linear").linear
-
-        return close(kernel(x, weight_OK, bias_O, scale_O))
-    if isinstance(x, Tensor) and weight_OK.dtype == torch.int8 and (found := native_few_bits(x, "linear")) is not None:
-        out = found.native_linear(x, [WeightPart("int8", weight_OK, scale_O[:, None])])
-    else:
-        out = F.linear(widened(x), weight_OK.to(torch.float32)) * scale_O
-    return (out if bias_O is None else out + bias_O).to(x.dtype)

@@ -8,22 +8,21 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dinfer.core.kernels.deferred import close, held, rows, rows_of, to_add, widened
+from dinfer.core.kernels.deferred import close, held, rows, rows_of, to_add
 from dinfer.core.kernels.dispatch import native_few_bits, triton, use_triton
-from dinfer.core.kernels.linear import few, linear, round_rows, rounded, scaled_linear
+from dinfer.core.kernels.linear import few, linear, round_rows
 from dinfer.core.kernels.norm import geglu, swiglu
 from dinfer.core.kernels.types import Dealt, Deferred, InputFormat, Matrices, PartialSums, Plan, Rounded, WeightPart
 
 TILE = 16
 DEFERRED = 8192  # tokens up to which the consumer adds up the outputs of their experts
 TOGETHER = 1024  # tokens up to which a shared expert is one more of the experts; for more, cuBLAS is faster
-PIECE = 128  # values between gate and down that share a scale where they are rounded to float8
 Gate = Callable[[Deferred, InputFormat], Deferred]
 GATES: dict[Gate, str] = {swiglu: "silu", geglu: "gelu"}  # their names in the kernels
 
@@ -126,33 +125,28 @@ class ExpertWeight(ABC):
         raise NotImplementedError
 
 
-class ScaledExperts(ExpertWeight):
-    """Values in the dtype of the rows, or in 8 bits with a scale for each output.
+class PlainExperts(ExpertWeight):
+    """Values in the dtype of the rows."""
 
-    `rounds`: inputs are rounded to float8, each row at its own scale.
-    """
+    def __init__(self, matrices: Matrices) -> None:
+        self.matrices, self.each = matrices, matrices.each
 
-    def __init__(self, matrices: Matrices, rounds: bool = False) -> None:
-        self.matrices, self.each, self.rounds = matrices, matrices.each, rounds
-        self.piece = PIECE if rounds and self.each.shape[-1] % PIECE == 0 else None
-
-    def joined(self, shared: ExpertWeight) -> ScaledExperts | None:
-        if not isinstance(shared, ScaledExperts) or shared.each.dtype != self.each.dtype:
+    def joined(self, shared: ExpertWeight) -> Self | None:
+        if not isinstance(shared, type(self)) or shared.each.dtype != self.each.dtype:
             return None
         more = self.matrices._replace(shared=shared.each, shared_scale=shared.matrices.scale)
-        return ScaledExperts(more, self.rounds) if shared.each.shape == self.each.shape[1:] else None
+        return self.alike(more) if shared.each.shape == self.each.shape[1:] else None
+
+    def alike(self, matrices: Matrices) -> Self:
+        """Others of the same format."""
+        return type(self)(matrices)
+
+    def taken(self, x: Deferred) -> Tensor | Rounded:
+        """Rows as the product takes them."""
+        return rows(x)
 
     def one(self, x_RK: Deferred, expert: int) -> Tensor:
-        scale_XO = self.matrices.scale
-        if scale_XO is None:
-            return close(linear(x_RK, self.each[expert]))
-        return scaled_linear(self._taken(x_RK), self.each[expert], scale_XO[expert])
-
-    def parts(self) -> Sequence[WeightPart]:
-        scale_XO = self.matrices.scale
-        if scale_XO is None or self.each.dtype != torch.int8:
-            return ()
-        return [WeightPart("int8", self.each, scale_XO[..., None])]
+        return close(linear(x_RK, self.each[expert]))
 
     def rows_of_tile(self, pairs_per_expert: float) -> int:
         size = self.each.dtype.itemsize
@@ -163,23 +157,15 @@ class ScaledExperts(ExpertWeight):
     def gated_rows(self, x_ND: Deferred, plan: Plan, gated: Gate, down: ExpertWeight) -> Deferred:
         expert_linear = triton("moe").expert_linear
 
-        return expert_linear(self._taken(x_ND), self.matrices, plan, GATES[gated], down.piece)
+        return expert_linear(self.taken(x_ND), self.matrices, plan, GATES[gated], down.piece)
 
     def mixed_rows(self, x_PK: Deferred, plan: Plan) -> Tensor:
         expert_linear = triton("moe").expert_linear
 
-        return close(expert_linear(self._taken(x_PK), self.matrices, plan))
+        return close(expert_linear(self.taken(x_PK), self.matrices, plan))
 
     def tiles(self, x_ITK: Deferred, expert_I: Tensor) -> Tensor:
-        x, scale_XO = self._taken(x_ITK), self.matrices.scale
-        if scale_XO is None:
-            return close(x) @ self.each.index_select(0, expert_I).mT
-        weight_IOK = self.each.view(torch.int8).index_select(0, expert_I).view(self.each.dtype)
-        out_ITO = widened(x).flatten(2) @ weight_IOK.float().mT
-        return (out_ITO * scale_XO.index_select(0, expert_I)[:, None]).to(x.dtype)
-
-    def _taken(self, x: Deferred) -> Tensor | Rounded:
-        return rounded(x) if self.rounds else rows(x)
+        return close(x_ITK) @ self.each.index_select(0, expert_I).mT
 
 
 class Shared(NamedTuple):

@@ -1,4 +1,4 @@
-"""Linear layers whose weights any format of `dinfer.core.layers.formats` holds, and rounding a network to one.
+"""Linear layers whose weights any format of `dinfer.core.layers.format` holds, and rounding a network to one.
 
 Kernels of one layer leave unfinished values to those of the next (`Deferred`). A module that takes part has a method
 `deferred`. What somebody put around or into such a module, an adapter, a parametrization or a hook, is never passed
@@ -15,8 +15,7 @@ from dinfer.core.kernels.deferred import close, share
 from dinfer.core.kernels.dispatch import on_own_device, untouched
 from dinfer.core.kernels.moe import ExpertWeight, wide_linear
 from dinfer.core.kernels.types import Deferred, InputFormat
-from dinfer.core.layers.formats.format import FORMATS, Format, Weight
-from dinfer.core.layers.formats.plain import PLAIN
+from dinfer.core.layers.format import FORMATS, PLAIN, Format, Weight
 from dinfer.core.ranks.ranks import Ranks
 
 
@@ -146,6 +145,8 @@ def format_of(name: str, device: torch.device | None = None) -> Format:
 
     Raises ValueError for a name that is not one, and for a device, if it is given, that cannot compute with it.
     """
+    if not roundings():
+        raise ValueError(f"quantize={name} needs dinfer.formats, which this installation leaves out")
     if name not in roundings():
         raise ValueError(f"quantize={name!r} is not known; use one of {', '.join(roundings())}, or null for none")
     found: Format = FORMATS.get(name)()

@@ -24,8 +24,7 @@ from dinfer.core.kernels.moe import Gate, Shared, block_experts, expert_mixture,
 from dinfer.core.kernels.norm import add, add_rms_norm, rms_norm, swiglu
 from dinfer.core.kernels.rotary import projections, queries_keys_values, rotary_table
 from dinfer.core.kernels.types import Dealt, Deferred, Grouped, HeadNorm, InGroups, InputFormat, Projections, Table
-from dinfer.core.layers.formats.format import Untraced, untraced
-from dinfer.core.layers.formats.plain import PLAIN
+from dinfer.core.layers.format import PLAIN, Untraced, untraced
 from dinfer.core.layers.linear import Embedding, Formatted, Linear, Router, apply, fused, inputs_of
 from dinfer.core.ranks.ranks import ALONE, Ranks
 from dinfer.core.step.model import Attend

@@ -53,7 +53,7 @@ from dinfer.core.step.model import ModelFamily
 from dinfer.core.terms.spec import ExpertLayout, ModelSpec
 
 if TYPE_CHECKING:
-    from dinfer.core.layers.formats.format import Format
+    from dinfer.core.layers.format import Format
     from dinfer.core.layers.linear import Formatted
 
 
@@ -215,8 +215,7 @@ class LoadPlan:
         and its rows are widened when they are looked up: beside weights in few bits a wide table would be a large part
         of the model. A table that is also the head is widened, for speed.
         """
-        from dinfer.core.layers.formats.int4 import Int4  # only here: networks are heavy to import
-        from dinfer.core.layers.formats.plain import Plain
+        from dinfer.core.layers.format import Plain  # only here: networks are heavy to import
         from dinfer.core.layers.linear import taken
 
         takes, changed = taken(quantize), () if self.adapter is None else self.adapter.pairs
@@ -226,7 +225,7 @@ class LoadPlan:
         found: dict[str, Any] = {}
         for parameter, (kind, *others) in kinds.items():  # all weights of a parameter must be alike
             if kind is not None and not others and kind[0] in takes:
-                found[parameter] = Int4(*kind[1:]) if kind[0] == Int4.stored else takes[kind[0]]
+                found[parameter] = takes[kind[0]].like(*kind[1:])
         found.pop(TABLE, None)  # none of these formats looks up rows
         if blocks:
             found |= needed("gguf_blocks", f"{self.folder.name}, a GGUF file,", "formats")(

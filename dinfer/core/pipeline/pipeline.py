@@ -614,7 +614,7 @@ def load(
     is a mapping, whose options of the family. Parts that are not given are those of the preset, of the preset for this
     hub name or folder, or of the family's published recipe, as on the command line. `device`:
     None takes CUDA if there is any. `dtype`: None takes float32 on a CPU and the checkpoint's own elsewhere.
-    `quantize`: "fp8", "int8" or "int4" rounds the weights of linear layers and experts (`dinfer.core.layers.formats`).
+    `quantize`: "fp8", "int8" or "int4" rounds the weights of linear layers and experts (`dinfer.formats.rounding`).
     `runtime`: None runs up to 32 requests at a time, as CUDA graphs where the device is CUDA. With `tensor_parallel`
     above 1, other processes have the other shares of the model (docs/scaling/tensor_parallel.md). Raises ValueError for
     parts or settings that do not fit, and CheckpointError, also one, for a checkpoint that cannot be had or read.

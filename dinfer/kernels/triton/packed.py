@@ -196,7 +196,7 @@ def linear(
     x: Tensor | Grouped, values: Tensor, scale_OG: Tensor, bias_O: Tensor | None,
     config: Config | None = None, split: bool = False,
 ) -> Tensor | PartialSums:  # fmt: skip
-    """See `dinfer.core.kernels.packed.packed_linear`; `split`: the consumer adds up the parts."""
+    """See `dinfer.formats.kernels.packed.packed_linear`; `split`: the consumer adds up the parts."""
     (outputs, groups), width = scale_OG.shape, x.shape[-1]
     rows, group = x.shape[:-1].numel(), width // groups
     many, tall, together, warps, most, parts = config or config_for(rows, outputs, groups)
@@ -243,7 +243,7 @@ def _unpack(
 
 
 def unpack(values: Tensor, scale_OG: Tensor, dtype: torch.dtype) -> Tensor:
-    """See `dinfer.core.kernels.packed.unpack`."""
+    """See `dinfer.formats.kernels.packed.unpack`."""
     outputs, groups = scale_OG.shape
     out = values.new_empty(outputs, 2 * values.numel() // outputs, dtype=dtype)
     _unpack[(triton.cdiv(outputs, 32), groups)](

@@ -15,15 +15,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from dinfer.core.kernels import dispatch, packed
+from dinfer.core.kernels import dispatch
 from dinfer.core.kernels.attention import paged_attention
 from dinfer.core.kernels.dispatch import native_few_bits
-from dinfer.core.kernels.linear import linear, round_rows, scaled_linear
+from dinfer.core.kernels.linear import linear, round_rows
 from dinfer.core.kernels.norm import add_rms_norm, swiglu
-from dinfer.core.kernels.packed import widened
 from dinfer.core.kernels.rotary import projections, rotary_table, rotate_and_store
 from dinfer.core.kernels.types import HeadNorm, WeightPart
 from dinfer.formats.gguf_file import dequantised
+from dinfer.formats.kernels import packed
+from dinfer.formats.kernels.packed import widened
+from dinfer.formats.kernels.scaled import scaled_linear
 from dinfer.kernels.cpu import linear as native
 
 SHAPES = [(2, 64, 7), (3, 128, 13), (4, 2048, 12), (9, 4160, 29)]  # rows, inputs, outputs: whole tiles and the rest

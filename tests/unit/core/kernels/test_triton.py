@@ -12,6 +12,7 @@ pytestmark = [pytest.mark.gpu] if CUDA else []
 from dinfer.core.kernels import attention, linear, moe, norm, rotary  # noqa: E402
 from dinfer.core.kernels.deferred import close, widened  # noqa: E402
 from dinfer.core.kernels.types import FLOAT8, HeadNorm, Matrices, Projections, Rounded  # noqa: E402
+from dinfer.formats.kernels.scaled import scaled_linear  # noqa: E402
 from dinfer.kernels.triton import attention as triton_attention  # noqa: E402
 from dinfer.kernels.triton import linear as triton_linear  # noqa: E402
 from dinfer.kernels.triton import moe as triton_moe  # noqa: E402
@@ -292,10 +293,7 @@ def test_linear(
     if quantized:
         weight_OK, scale_O = linear.round_rows(weight_OK, torch.int8)[:2]
     got = triton_linear.linear(x, weight_OK, bias_O, scale_O, config=config)
-    if scale_O is None:
-        want = linear.linear(x, weight_OK, bias_O)
-    else:
-        want = linear.scaled_linear(x, weight_OK, scale_O, bias_O)
+    want = linear.linear(x, weight_OK, bias_O) if scale_O is None else scaled_linear(x, weight_OK, scale_O, bias_O)
     torch.testing.assert_close(got, want, **CLOSE[dtype])
     assert torch.equal(got, triton_linear.linear(x, weight_OK, bias_O, scale_O, config=config))
 
@@ -321,7 +319,7 @@ def test_float8(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
         scales = gate_up.scale, down.scale
         return [
             *(widened(some) for some in rounded),
-            linear.scaled_linear(rounded[2], weight.values, weight.scale),
+            scaled_linear(rounded[2], weight.values, weight.scale),
             close(normed),
             *(expert_mlps(x[0], *experts, scales=scales, shared=one) for one in (None, alike, other)),
             expert_mlps(normed, *experts, scales=scales, shared=other),

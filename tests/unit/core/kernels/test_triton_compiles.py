@@ -84,7 +84,8 @@ def test_the_kernels_of_every_recipe_compile(monkeypatch: pytest.MonkeyPatch) ->
 @torch.inference_mode()
 def test_products_with_weights_in_4_bits_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter does not run their PTX. Groups of 128 and 32, dense and of experts."""
-    from dinfer.core.kernels import norm, packed
+    from dinfer.core.kernels import norm
+    from dinfer.formats.kernels import packed
     from dinfer.kernels.triton import moe
 
     with recorded_launches(monkeypatch) as launches, torch.device("meta"):
@@ -129,8 +130,8 @@ def test_attention_of_many_queries_compiles(monkeypatch: pytest.MonkeyPatch) -> 
 @torch.inference_mode()
 def test_weights_in_4_bits_are_multiplied_before_ampere_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton compiles no products of integers there, so weights are unpacked."""
-    from dinfer.core.kernels import packed
     from dinfer.core.kernels.moe import expert_mixture
+    from dinfer.formats.kernels import packed
 
     with recorded_launches(monkeypatch) as launches, torch.device("meta"):
         monkeypatch.setattr(packed, "multiplies_integers", lambda tensor: False)

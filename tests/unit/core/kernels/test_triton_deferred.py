@@ -15,6 +15,7 @@ from dinfer.core.kernels import linear, norm, rotary  # noqa: E402
 from dinfer.core.kernels.deferred import close  # noqa: E402
 from dinfer.core.kernels.types import HeadNorm, InputFormat, PartialSums, Projections  # noqa: E402
 from dinfer.core.ranks.symmetric import EMPTY, Exchange  # noqa: E402
+from dinfer.formats.kernels.scaled import scaled_linear  # noqa: E402
 from dinfer.kernels.triton import linear as triton_linear  # noqa: E402
 from dinfer.kernels.triton import moe as triton_moe  # noqa: E402
 from dinfer.kernels.triton import moe as triton_route  # noqa: E402
@@ -46,10 +47,7 @@ def test_a_linear_map_in_parts(
     got = triton_linear.linear(x, weight_OK, bias_O, scale_O, config)
     assert isinstance(got, PartialSums) and got.shape == (2, rows, outputs)
     assert got.values.shape[0] == parts and got.values.dtype == torch.float32
-    if scale_O is None:
-        want = linear.linear(x, weight_OK, bias_O)
-    else:
-        want = linear.scaled_linear(x, weight_OK, scale_O, bias_O)
+    want = linear.linear(x, weight_OK, bias_O) if scale_O is None else scaled_linear(x, weight_OK, scale_O, bias_O)
     torch.testing.assert_close(close(got), want, **CLOSE[dtype])
 
 
@@ -107,12 +105,12 @@ def test_large_products_of_float8_are_torchs(
     """Only in bfloat16, and of whole pieces of 16."""
     x, weight_OK, bias_O = draw(2, 5, 64, dtype=dtype), draw(outputs, 64, dtype=dtype), draw(outputs, dtype=dtype)
     rows, (weight_OK, scale_O, *_) = linear.round_rows(x), linear.round_rows(weight_OK)
-    want = linear.scaled_linear(rows, weight_OK, scale_O, bias_O)
+    want = scaled_linear(rows, weight_OK, scale_O, bias_O)
     monkeypatch.setattr(linear, "LARGE", 10 * outputs)
     monkeypatch.setattr(linear, "on_hopper", lambda _: True)
     monkeypatch.setattr(linear, "use_triton", lambda *_: True)
     monkeypatch.setattr(triton_linear, "linear", lambda *_: want)
-    got = linear.scaled_linear(rows, weight_OK, scale_O, bias_O)
+    got = scaled_linear(rows, weight_OK, scale_O, bias_O)
     assert (got is not want) == torchs
     torch.testing.assert_close(got, want, atol=0.1, rtol=2e-2)
 

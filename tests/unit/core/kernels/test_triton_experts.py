@@ -11,8 +11,9 @@ from support.kernels import CLOSE, CUDA, DEVICE, SHORT, draw, expert_mlps, in_8_
 triton = pytest.importorskip("triton")
 pytestmark = [pytest.mark.gpu] if CUDA else []
 
-from dinfer.core.kernels import linear, moe, norm, packed  # noqa: E402
+from dinfer.core.kernels import linear, moe, norm  # noqa: E402
 from dinfer.core.kernels.types import FLOAT8, Dealt, Matrices, Rounded  # noqa: E402
+from dinfer.formats.kernels import packed  # noqa: E402
 from dinfer.kernels.triton import moe as triton_moe  # noqa: E402
 
 

@@ -9,9 +9,10 @@ from support.kernels import CLOSE, CUDA, draw, expert_mlps, in_8_bits
 triton = pytest.importorskip("triton")
 pytestmark = [pytest.mark.gpu] if CUDA else []
 
-from dinfer.core.kernels import norm, packed  # noqa: E402
+from dinfer.core.kernels import norm  # noqa: E402
 from dinfer.core.kernels.deferred import close  # noqa: E402
 from dinfer.core.kernels.types import GROUPED_ROWS, Grouped, InGroups, PartialSums  # noqa: E402
+from dinfer.formats.kernels import packed  # noqa: E402
 from dinfer.kernels.triton import attention as triton_attention  # noqa: E402
 from dinfer.kernels.triton import moe as triton_moe  # noqa: E402
 from dinfer.kernels.triton import norm as triton_norm  # noqa: E402

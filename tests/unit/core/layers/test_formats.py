@@ -11,9 +11,9 @@ from support.models import tiny_model
 from torch import Tensor
 
 from dinfer.core.kernels.deferred import close
-from dinfer.core.kernels.moe import ExpertWeight, ScaledExperts
+from dinfer.core.kernels.moe import ExpertWeight, PlainExperts
 from dinfer.core.kernels.types import Matrices
-from dinfer.core.layers.formats.format import FORMATS, Format, Weight
+from dinfer.core.layers.format import FORMATS, Format, Weight
 from dinfer.core.layers.linear import format_of, formatted
 
 IDS = torch.arange(12)[None]
@@ -35,7 +35,7 @@ class Codebook(Format):
         return torch.nn.functional.linear(close(x), self.meant(weight), bias_O)
 
     def experts(self, weight: Weight) -> ExpertWeight:
-        return ScaledExperts(Matrices(self.meant(weight)))
+        return PlainExperts(Matrices(self.meant(weight)))
 
     def meant(self, weight: Weight) -> Tensor:
         return weight[1][weight[0].long()]

@@ -9,14 +9,15 @@ from support.models import tiny_model
 
 import dinfer
 from dinfer.core.kernels.deferred import widened
-from dinfer.core.kernels.linear import check_float8, round_rows, rounded, scaled_linear
-from dinfer.core.kernels.packed import pack, packed_linear, tiled, unpack
+from dinfer.core.kernels.linear import check_float8, round_rows
 from dinfer.core.kernels.types import FLOAT8, LARGEST
-from dinfer.core.layers.formats.format import FORMATS
+from dinfer.core.layers.format import FORMATS
 from dinfer.core.layers.linear import Linear, format_of, formatted, quantize
 from dinfer.core.loading.checkpoint import load_network
 from dinfer.core.loading.files import locate
 from dinfer.core.registry import MODELS
+from dinfer.formats.kernels.packed import pack, packed_linear, tiled, unpack
+from dinfer.formats.kernels.scaled import rounded, scaled_linear
 
 
 @pytest.fixture

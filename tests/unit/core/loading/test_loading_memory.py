@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from dinfer.core.layers.formats.format import Weight
-from dinfer.core.layers.formats.int4 import Int4
+from dinfer.core.layers.format import Weight
 from dinfer.core.loading.checkpoint import load_network
 from dinfer.core.loading.files import locate
 from dinfer.core.models.llada import Llada
+from dinfer.formats.rounding.int4 import Int4
 
 LARGE = {
     "model_type": "llada", "d_model": 1024, "n_heads": 8, "n_layers": 5, "mlp_hidden_size": 3072, "vocab_size": 2000,
@@ -30,8 +30,8 @@ import sys
 from pathlib import Path
 import torch
 from dinfer.core.ranks.split import WHOLE, Rank
-from dinfer.core.kernels import packed
-from dinfer.core.layers.formats import plain
+from dinfer.formats.kernels import packed
+from dinfer.formats.rounding import eight_bits as plain
 from dinfer.core.loading.checkpoint import load_network
 from dinfer.core.loading.files import locate
 from dinfer.core.models.llada import Llada

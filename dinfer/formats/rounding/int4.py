@@ -1,11 +1,16 @@
-"""Weights in 4 bits, two values a byte, with a scale for each group of inputs (`dinfer.core.kernels.packed`)."""
+"""Weights in 4 bits, two values a byte, with a scale for each group of inputs (`dinfer.formats.kernels.packed`)."""
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dinfer.core.kernels.dispatch import multiplies_integers, prepare_native
 from dinfer.core.kernels.moe import ExpertWeight
-from dinfer.core.kernels.packed import (
+from dinfer.core.kernels.types import Deferred, InGroups, InputFormat
+from dinfer.core.layers.format import FORMATS, Format, Weight, untraced
+from dinfer.formats.kernels.packed import (
     PackedExperts,
     flat,
     group_of,
@@ -15,8 +20,6 @@ from dinfer.core.kernels.packed import (
     packed_linear,
     tiled,
 )
-from dinfer.core.kernels.types import Deferred, InGroups, InputFormat
-from dinfer.core.layers.formats.format import FORMATS, Format, Weight, untraced
 
 
 @FORMATS.register("int4")
@@ -29,6 +32,12 @@ class Int4(Format):
     def __init__(self, group: int | None = None, scales: torch.dtype = torch.bfloat16) -> None:
         """`group`, in inputs, and the dtype of `scales` are those of the checkpoint. None: the default group."""
         self.group, self.scales = group, scales
+
+    def like(self, *details: Any) -> Format:
+        return Int4(*details)
+
+    def held(self, weight: Weight, at: tuple[slice, ...]) -> Sequence[Tensor]:
+        return super().held((flat(*weight), weight[1]), at)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Weight:
         *lead, outputs, width = shape

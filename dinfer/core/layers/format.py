@@ -1,20 +1,26 @@
-"""The contract of a format of weights. A new format is a file in this package that registers a class in `FORMATS`.
+"""The contract of a format of weights, and weights as they are.
+
+A format is how a weight is made, held and multiplied. A new one is a file in a folder `rounding` of a layer, and
+registers a class in `FORMATS`.
 
 Shape suffixes: O outputs, K inputs, X experts.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, ParamSpec, TypeVar, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from dinfer.core.kernels.moe import ExpertWeight
-from dinfer.core.kernels.types import Deferred, InputFormat
+from dinfer.core.kernels.linear import linear
+from dinfer.core.kernels.moe import ExpertWeight, PlainExperts
+from dinfer.core.kernels.types import Deferred, InputFormat, Matrices
+from dinfer.core.provided import packages
 from dinfer.core.registry import Registry
 
-FORMATS: Registry = Registry("format", "dinfer.core.layers.formats")
+FORMATS: Registry = Registry("format", *packages("rounding"))
 
 Weight = tuple[Tensor, ...]
 """The tensors of a weight: its values, which are a parameter, and the format's buffers (`beside`)."""
@@ -53,6 +59,10 @@ class Format(ABC):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Format":
         """Itself, so that a copy of a network can be quantized too: code compares formats by identity."""
+        return self
+
+    def like(self, *details: Any) -> "Format":
+        """The same for a checkpoint's weight of which `details` say more, such as the inputs of a group."""
         return self
 
     def check(self, device: torch.device, what: str) -> None:
@@ -95,6 +105,10 @@ class Format(ABC):
         for held, made in zip(weight, self.make(values), strict=True):
             held.detach()[at[:-1]].copy_(made)
 
+    def held(self, weight: Weight, at: tuple[slice, ...]) -> Sequence[Tensor]:
+        """What it holds of a part of a weight, in the order of outputs."""
+        return [part.detach()[at[: part.ndim]] for part in weight]
+
     def settled(self, weight: Weight) -> Weight:
         """A weight that is all there, as its device reads it fastest: as it is, unless a format says otherwise."""
         return weight
@@ -111,3 +125,32 @@ class Format(ABC):
         """The bytes of a weight."""
         with torch.device("meta"):
             return sum(tensor.nbytes for tensor in self.empty(shape, dtype))
+
+
+@FORMATS.register("plain")
+class Plain(Format):
+    """Floats of the model's dtype, or of the format's own."""
+
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        self.dtype = dtype
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Weight:
+        return (torch.empty(shape, dtype=self.dtype or dtype),)
+
+    def make(self, weight: Tensor) -> Weight:
+        return (weight,)
+
+    def linear(self, x: Deferred, weight: Weight, bias_O: Tensor | None, *, parts: bool = False) -> Deferred:
+        return linear(x, weight[0], bias_O, parts=parts)
+
+    def widened(self, weight: Weight) -> Tensor:
+        return weight[0]
+
+    def rows(self, weight: Weight, index: Tensor) -> Tensor:
+        return F.embedding(index, weight[0])
+
+    def experts(self, weight: Weight) -> ExpertWeight:
+        return PlainExperts(Matrices(*weight))
+
+
+PLAIN = Plain()

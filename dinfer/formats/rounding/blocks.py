@@ -1,4 +1,4 @@
-"""Weights as the blocks of a GGUF file, for a CPU (`dinfer.core.kernels.packed`)."""
+"""Weights as the blocks of a GGUF file, for a CPU (`dinfer.formats.kernels.packed`)."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,9 +9,9 @@ from torch import Tensor
 from dinfer.core.kernels.deferred import close
 from dinfer.core.kernels.dispatch import prepare_native
 from dinfer.core.kernels.moe import ExpertWeight
-from dinfer.core.kernels.packed import BlockExperts, Dequantise, blocks_linear, widened
 from dinfer.core.kernels.types import Deferred, WeightPart
-from dinfer.core.layers.formats.format import Format, Weight, untraced
+from dinfer.core.layers.format import Format, Weight, untraced
+from dinfer.formats.kernels.packed import BlockExperts, Dequantise, blocks_linear, widened
 
 
 class Section(NamedTuple):
@@ -46,6 +46,9 @@ class Blocks(Format):
             WeightPart(section.kind, piece.unflatten(-1, (section.outputs, section.bytes)))
             for section, piece in zip(self.sections, pieces, strict=True)
         ]
+
+    def held(self, weight: Weight, at: tuple[slice, ...]) -> Sequence[Tensor]:
+        return [weight[0].detach()]
 
     def place(self, weight: Weight, row: int, blocks: Tensor) -> None:
         """Fills rows of a weight, or of each of several weights, with blocks of a file. uint8 [..., O, B]"""

@@ -1,47 +1,18 @@
-"""Weights with a number for each value: floats, and 8 bits with a scale for each output."""
+"""Weights in 8 bits, with a scale for each output."""
 
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from dinfer.core.kernels.dispatch import prepare_native
-from dinfer.core.kernels.linear import check_float8, linear, round_rows, rounded, scaled_linear
-from dinfer.core.kernels.moe import ExpertWeight, ScaledExperts
+from dinfer.core.kernels.linear import check_float8, round_rows
+from dinfer.core.kernels.moe import ExpertWeight
 from dinfer.core.kernels.types import FLOAT8, Deferred, InputFormat, Matrices
-from dinfer.core.layers.formats.format import FORMATS, Format, Weight, untraced
+from dinfer.core.layers.format import FORMATS, Format, Weight, untraced
+from dinfer.formats.kernels.scaled import ScaledExperts, rounded, scaled_linear
 
 PIECE = 1 << 24  # values to round at a time, so that their float32 copies need little memory
-
-
-@FORMATS.register("plain")
-class Plain(Format):
-    """Floats of the model's dtype, or of the format's own."""
-
-    def __init__(self, dtype: torch.dtype | None = None) -> None:
-        self.dtype = dtype
-
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Weight:
-        return (torch.empty(shape, dtype=self.dtype or dtype),)
-
-    def make(self, weight: Tensor) -> Weight:
-        return (weight,)
-
-    def linear(self, x: Deferred, weight: Weight, bias_O: Tensor | None, *, parts: bool = False) -> Deferred:
-        return linear(x, weight[0], bias_O, parts=parts)
-
-    def widened(self, weight: Weight) -> Tensor:
-        return weight[0]
-
-    def rows(self, weight: Weight, index: Tensor) -> Tensor:
-        return F.embedding(index, weight[0])
-
-    def experts(self, weight: Weight) -> ExpertWeight:
-        return ScaledExperts(Matrices(*weight))
-
-
-PLAIN = Plain()
 
 
 class EightBits(Format):

@@ -1,0 +1,1 @@
+"""Products with rounded weights, as torch references."""

@@ -1,0 +1,1 @@
+"""Formats of rounded weights, a file each."""
