@@ -116,7 +116,7 @@ def read(found: Outcome, pieces: list[tuple[float, bytes]]) -> None:
         for event in chunk.decode().split("\n\n"):
             if event == "data: [DONE]":
                 found.done = True
-            elif event:
+            elif event and not event.startswith(":"):  # a sign of life
                 message = json.loads(event.removeprefix("data: "))
                 if "error" in message:
                     found.error = message["error"]["message"]

@@ -14,12 +14,12 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
 import dinfer
-from dinfer.serving.apis import chats, completions, decisions, infill, messages, read, responses, tokens
+from dinfer.serving.apis import chats, completions, decisions, edits, infill, messages, read, responses, tokens
 from dinfer.serving.errors import ApiError, of_validation
 from dinfer.serving.guard import Guard
 from dinfer.serving.server import Server
 
-APIS = (chats, completions, decisions, infill, messages, read, responses, tokens)
+APIS = (chats, completions, decisions, edits, infill, messages, read, responses, tokens)
 NO_STATE = "is not served: this server keeps no state"
 # Paths of the same APIs, and why this server has none of them.
 ABSENT = {

@@ -26,6 +26,9 @@ from dinfer.serving.run import check
 from dinfer.serving.server import Server
 from dinfer.serving.settings import NO_LIMIT, Settings
 
+# Paths whose requests take the fields of forms, and the field of each path with the seed of what it draws.
+HELD = "/v1/chat/completions", "/v1/completions", "/v1/infill", "/v1/fim/completions", "/v1/edit/completions"
+SEEDED = {**dict.fromkeys(HELD, "seed"), "/v1/responses": "seed", "/v1/messages": "dinfer"}
 PREFIX = "batch_req_"  # of the ids of answers
 BEGIN = f'{{"id": "{PREFIX}'.encode()  # of the lines of answers
 
@@ -46,7 +49,10 @@ class Ask(Strict):
 
     custom_id: Annotated[str, Field(min_length=1)]
     method: Literal["POST"]
-    url: Literal["/v1/chat/completions", "/v1/completions", "/v1/infill"]
+    url: Literal[
+        "/v1/chat/completions", "/v1/completions", "/v1/infill", "/v1/messages", "/v1/responses", "/v1/decisions",
+        "/v1/systemone", "/v1/read", "/v1/fim/completions", "/v1/edit/completions",
+    ]  # fmt: skip
     body: dict[str, Any]
 
 
@@ -135,11 +141,12 @@ def run(
                 name = ask.custom_id
                 if (first := seen.setdefault(name, line.number)) != line.number:
                     raise ApiError(400, f"custom_id={name!r:.80} is that of line {first} too", "custom_id", "duplicate")
+                own = held(ask, form)
             except ApiError as error:
                 keep(refusal(line, error))
             else:
                 if line.id not in output.ids:
-                    if (own := held(ask, form)) is not ask:
+                    if own is not ask:
                         formed.add(line.id)
                     yield line.id, with_seed(own, setup, line.number)
 
@@ -200,7 +207,7 @@ def refusal(line: Line, error: ApiError) -> dict[str, Any]:
 
 def told(answer_id: str, name: str | None, response: Any, error: Mapping[str, Any] | None) -> dict[str, Any]:
     """An answer in OpenAI's batch format."""
-    kept = None if error is None else {key: error[key] for key in ("code", "message", "param")}
+    kept = None if error is None else {key: error.get(key) for key in ("code", "message", "param")}
     return {"id": answer_id, "custom_id": name, "response": response, "error": kept}
 
 
@@ -225,6 +232,9 @@ FIELDS = {"schema": "guided_json", "regex": "guided_regex", "choice": "guided_ch
 def held(ask: Ask, form: Mapping[str, Any]) -> Ask:
     """The request with this form, unless a field of its own says one, or its answer must call a function."""
     body = ask.body
+    if form and ask.url not in HELD:
+        told = f"{ask.url} takes no form of the command: say it in the line, or leave out {', '.join(form)}"
+        raise ApiError(400, told, "url", "unsupported_value")
     calls = body.get("tools") and body.get("tool_choice") not in (None, "auto", "none")
     if not form or calls or any(body.get(field) is not None for field in (*HeldFields.model_fields, "forms")):
         return ask
@@ -237,11 +247,15 @@ def held(ask: Ask, form: Mapping[str, Any]) -> Ask:
 
 def with_seed(ask: Ask, setup: Mapping[str, Any], number: int) -> Ask:
     """The request with a seed, unless it has one: that of the setup and the line's number, so that a run repeats."""
-    mine = ask.body.get("dinfer")
-    if ask.body.get("seed") is not None or (isinstance(mine, dict) and {"seed", "sampling.seed"} & mine.keys()):
+    mine, field = ask.body.get("dinfer"), SEEDED.get(ask.url)
+    if field is None or (mine is not None and not isinstance(mine, dict)):
+        return ask  # nothing is drawn, or the answer says what is wrong
+    if ask.body.get("seed") is not None or {"seed", "sampling.seed"} & (mine or {}).keys():
         return ask
     first = (setup.get("sampling") or {}).get("seed", -1)
-    return ask.model_copy(update={"body": ask.body | {"seed": max(first, 0) + number}})
+    seed = {"seed": max(first, 0) + number}
+    own = seed if field == "seed" else {"dinfer": {**(mine or {}), **seed}}
+    return ask.model_copy(update={"body": ask.body | own})
 
 
 def renamed(answer: dict[str, Any]) -> dict[str, Any]:

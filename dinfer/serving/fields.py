@@ -101,7 +101,7 @@ class Neutral(Strict):
 
     aliases: ClassVar[Mapping[str, str]] = {}  # other names of fields
 
-    model: str
+    model: str = ""  # empty: the first that is served
 
     @model_validator(mode="before")
     @classmethod

@@ -35,6 +35,8 @@ ID_HEADERS = (b"x-request-id", b"request-id", b"x-typesafe-request-id")  # of Op
 LEAST_RATE = 16_384  # bytes a second of a body that takes longer than `send_timeout`
 BODIES = 16  # times `max_body` that the bodies of all requests may take
 GONE = 499  # nginx's status for a client that has left; only the log shows it
+SILENCE = 10.0  # seconds without an event, after which a stream gets a sign of life
+EVENTS = b"text/event-stream; charset=utf-8"
 # What a request holds: its place in the queue, and its rows. `Guard` releases them however the request ends. A response
 # cannot, because it may never be sent, or not to the end.
 HELD: ContextVar[AsyncExitStack] = ContextVar("held")
@@ -249,14 +251,19 @@ class Guard:
         async with AsyncExitStack() as held:
             HELD.set(held)
             work = asyncio.create_task(app())
+            sign: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # of life, that is being sent
+            sign.set_result(None)
             try:
                 while not work.done() and not gone.done():
-                    await asyncio.wait({work, gone}, timeout=send.left(), return_when=asyncio.FIRST_COMPLETED)
+                    left = min(send.left(), send.silence())
+                    await asyncio.wait({work, gone}, timeout=max(left, 0), return_when=asyncio.FIRST_COMPLETED)
+                    if send.silence() <= 0 and sign.done() and not work.done():
+                        sign = asyncio.create_task(send.sign(scope["path"]))
             finally:
                 here = work.done()
-                for task in (work, gone):
+                for task in (work, gone, sign):
                     task.cancel()
-                results = await asyncio.gather(work, gone, return_exceptions=True)
+                results = await asyncio.gather(work, gone, sign, return_exceptions=True)
         if here and isinstance(results[0], BaseException):
             raise results[0]
         return here
@@ -273,19 +280,42 @@ class _Sending:
         """`limit`: seconds that the client may take to read a message."""
         self._send, self._id, self._limit = send, request_id.encode(), limit
         self._since: float | None = None  # start of the message that is being sent
+        self._last: float | None = None  # end of the last one, of a stream of events
         self.status = 0
         self.complete = False
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
+            if (b"content-type", EVENTS) in message.get("headers", []):
+                self._last = time.perf_counter()
             given = list(message.get("headers", []))
             own = [*SAFE_HEADERS, *((name, self._id) for name in ID_HEADERS)]
             message = {**message, "headers": [*given, *(header for header in own if header not in given)]}
+        if message["type"] == "http.response.body" and not message.get("more_body"):
+            self._last = None
+        await self._timed(message)
+        self.complete = message["type"] == "http.response.body" and not message.get("more_body")
+
+    async def _timed(self, message: Message) -> None:
         self._since = time.perf_counter()
         await self._send(message)
         self._since = None
-        self.complete = message["type"] == "http.response.body" and not message.get("more_body")
+        if self._last is not None:
+            self._last = time.perf_counter()
+
+    def silence(self) -> float:
+        """Seconds until a stream of events needs a sign of life, or proxies and clients think that it has ended."""
+        if self._last is None or self._since is not None:
+            return SILENCE
+        return self._last + SILENCE - time.perf_counter()
+
+    async def sign(self, path: str) -> None:
+        """Sends what clients pass over: an event of Anthropic's API, else a comment."""
+        if self._last is None:
+            return
+        ping = b'event: ping\ndata: {"type": "ping"}\n\n' if path == "/v1/messages" else b": ping\n\n"
+        await self._timed({"type": "http.response.body", "body": ping, "more_body": True})
 
     def left(self) -> float:
         """Seconds until the client may be late. Raises NotRead if it is late.

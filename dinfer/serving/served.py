@@ -269,8 +269,11 @@ class Catalogue(dict[str, Served]):
         return found
 
     def find(self, name: str, decoder: Any = None) -> Served:
-        """The model of that name, with `decoder` the recipe of it that has this decoder. Raises ApiError."""
-        name = self.aliases.get(name, name)
+        """The model of that name, with `decoder` the recipe of it that has this decoder. Raises ApiError.
+
+        No name is that of the first model, as other servers have it; the answer tells it.
+        """
+        name = self.aliases.get(name, name) or next(iter(self))
         if name not in self:
             raise ApiError(
                 404, f"model={name!r:.80} is not served. Served: {', '.join(self)}", "model", "model_not_found"

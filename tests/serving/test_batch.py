@@ -101,6 +101,33 @@ def test_what_is_wrong_with_a_line_is_its_answer(dinfer: CommandLine) -> None:
 
 
 @pytest.mark.rest
+def test_lines_may_be_of_any_api(dinfer: CommandLine) -> None:
+    turns = {"messages": [{"role": "user", "content": question(0)}]}
+    asked = [{"type": "choice", "instructions": "Which?", "choices": [{"value": "a"}, {"value": "b"}]}]
+    bodies: dict[str, Any] = {
+        "messages": turns | {"max_tokens": 16, "temperature": 1.0},
+        "responses": {"input": question(0), "max_output_tokens": 16},
+        "decisions": {"input": question(0), "questions": asked}, "read": turns | {"choice": ["1", "2"]},
+        "systemone": {"state": question(0), "questions": {"q": {"type": "noul", "instructions": "Is it so?"}}},
+        "fim/completions": {"prompt": "1 + 1 =", "suffix": " done", "max_tokens": 4},
+    }  # fmt: skip
+    lines = [
+        {"custom_id": path, "url": f"/v1/{path}", "body": {"model": "tiny"} | body} for path, body in bodies.items()
+    ]
+    lines.append({"custom_id": "wrong", "url": "/v1/messages", "body": {"model": "tiny", **turns}})
+    write(*(json.dumps({"method": "POST"} | one) for one in lines))
+    said = dinfer("batch", "in.jsonl", "out.jsonl", *QUICK)
+    assert said.status == 0 and "7 answers, 1 error" in said.err, said.err
+    got = answers()
+    assert all(got[path]["error"] is None and got[path]["response"]["body"]["model"] == "tiny" for path in bodies), got
+    wrong = got["wrong"]
+    assert wrong["response"]["body"]["type"] == "error" and "max_tokens" in wrong["error"]["message"]
+    formed = dinfer("batch", "in.jsonl", "formed.jsonl", "regex=[0-9]+", *QUICK)
+    assert formed.status == 0, formed.err
+    assert "takes no form of the command" in answers("formed.jsonl")["responses"]["error"]["message"]
+    assert answers("formed.jsonl")["fim/completions"]["response"]["body"]["choices"][0]["text"].isdecimal()
+
+
 def test_a_kill_loses_and_repeats_nothing(dinfer: CommandLine) -> None:
     write(*(line(i) for i in range(30)))
     process = subprocess.Popen(

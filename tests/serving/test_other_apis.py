@@ -13,6 +13,8 @@ pytest.importorskip("fastapi")
 
 from support.serving import QUESTION, Client, pieces, served
 
+from dinfer.serving import guard
+from dinfer.serving.apis.edits import Region
 from dinfer.serving.settings import Settings
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
@@ -93,6 +95,70 @@ def test_streams_join_to_the_whole_answer(client: Client, path: str) -> None:
         assert bool(calls) == (more is TOOLS[path]) and not thought
         drafts = client.ask(path, ask | {"stream": True, "dinfer": {"drafts": True}})
         assert streamed(path, drafts) == streamed(path, told) and any("dinfer" in one for one in events(drafts))
+
+
+@pytest.mark.parametrize("path", ASKS)
+def test_a_silent_stream_gets_signs_of_life(client: Client, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask = {"model": "tiny", "stream": True} | ASKS[path]
+    whole = streamed(path, client.ask(path, ask))
+    monkeypatch.setattr(guard, "SILENCE", 0.0005)
+    response = client.ask(path, ask)
+    ping = 'event: ping\ndata: {"type": "ping"}\n\n' if path == MESSAGES else ": ping\n\n"
+    assert ping in response.text
+    heard = httpx.Response(200, text=response.text.replace(ping, ""))
+    assert streamed(path, heard) == whole
+    assert "ping" not in client.ask(path, ask | {"stream": False}).text
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES, "/v1/completions"])
+def test_a_request_without_a_model_goes_to_the_first(client: Client, path: str) -> None:
+    own = {"/v1/completions": {"prompt": QUESTION, "max_tokens": 8}, RESPONSES: {"top_k": 3, "repetition_penalty": 1.1}}
+    answer = client.ask(path, ASKS.get(path, {}) | own.get(path, {}))
+    assert answer.status_code == 200 and answer.json()["model"] == "tiny", answer.text
+    assert client.ask(path, ASKS.get(path, {}) | own.get(path, {}) | {"top_k": "x"}).json()["error"]["param"] == "top_k"
+
+
+def test_the_tokenizer_is_told_without_paths_of_this_machine(client: Client) -> None:
+    told = client.ask("/tokenizer_info").json()
+    assert told["tokenizer_class"] and "<|user|>" in told["chat_template"] and told["model_max_length"] == 256
+    assert not any("/" in str(value) for name, value in told.items() if name != "chat_template")
+
+
+EDIT = """<|recently_viewed_code_snippets|>
+<|recently_viewed_code_snippet|>
+code_snippet_file_path: b.py
+x = 1
+<|/recently_viewed_code_snippet|>
+<|/recently_viewed_code_snippets|>
+<|current_file_content|>
+current_file_path: a.py
+a = 1
+<|code_to_edit|>
+b =<|cursor|> 2
+<|/code_to_edit|>
+c = 3
+<|/current_file_content|>
+<|edit_diff_history|>
+--- a.py
++++ a.py
+<|/edit_diff_history|>"""
+
+
+def test_a_region_of_a_file_is_a_gap_between_fences(client: Client) -> None:
+    region = Region.of(EDIT)
+    assert region.text == "b = 2" and region.behind == "\nc = 3\n"
+    assert region.before.startswith("code_snippet_file_path: b.py") and region.before.endswith("a.py\na = 1\n")
+    ask = {"model": "tiny", "messages": [{"role": "user", "content": EDIT}]}
+    whole = client.ask("/v1/edit/completions", ask)
+    assert whole.status_code == 200, whole.text
+    message = whole.json()["choices"][0]["message"]["content"]
+    assert message.startswith("```\n") and message.endswith("\n```") and whole.json()["object"] == "chat.completion"
+    told = pieces(client.ask("/v1/edit/completions", ask | {"stream": True}))
+    assert "".join(one["choices"][0]["delta"].get("content") or "" for one in told) == message
+    assert told[-1]["choices"][0]["finish_reason"] == whole.json()["choices"][0]["finish_reason"]
+    for wrong in ("no parts", EDIT.replace("<|/code_to_edit|>", ""), EDIT.replace("c = 3", "c = 3\n" * 200)):
+        error = client.ask("/v1/edit/completions", ask | {"messages": [{"role": "user", "content": wrong}]})
+        assert error.status_code == 400 and error.json()["error"]["param"] == "messages.0.content", error.text
 
 
 @pytest.mark.parametrize("path", ASKS)

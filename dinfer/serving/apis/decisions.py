@@ -139,7 +139,7 @@ class Score(Asked):
 
 
 class DecisionRequest(Strict):
-    model: str
+    model: str = ""
     input: Text | list[QuestionTurn]
     questions: Annotated[
         list[Annotated[Predicate | Choice | Score, Field(discriminator="type")]], Field(min_length=1, max_length=400)
@@ -157,7 +157,7 @@ class DecisionRequest(Strict):
         places = [("input", data.get("input")), *asked]
         for where, part in ((where, part) for where, one in places for part in _parts(one)):
             if part.get("type") in ("input_image", "input_file", "input_audio"):
-                raise refused(f"{where}.type", part["type"], "is not supported: the model reads text alone")
+                raise refused(f"{where}.type", part["type"], "is not supported: text input only")
         return {field: value for field, value in data.items() if value is not None and field not in IGNORED}
 
     @model_validator(mode="after")
@@ -240,7 +240,7 @@ class SystemOneRequest(BaseModel):
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
-    model: str
+    model: str = ""
     state: Plain
     questions: Annotated[
         dict[Text, Annotated[Noul | SystemChoice | SystemScore, Field(discriminator="type")]], Field(min_length=1)

@@ -150,8 +150,11 @@ class StreamOptions(Strict):
     include_obfuscation: bool | None = None  # no event has the field, either way
 
 
+SAMPLING = "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "min_tokens"
+
+
 class ResponsesRequest(Strict):
-    model: str
+    model: str = ""
     input: Text | Items
     instructions: Text | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -171,6 +174,12 @@ class ResponsesRequest(Strict):
     chat_template_kwargs: dict[Text, Any] = {}
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] = []
     seed: int | None = None
+    top_k: Any = None  # this and the next are vLLM's; the chat checks them
+    min_p: Any = None
+    repetition_penalty: Any = None
+    frequency_penalty: Any = None
+    presence_penalty: Any = None
+    min_tokens: Any = None
     dinfer: Own = Own()
 
     @model_validator(mode="before")
@@ -201,6 +210,7 @@ class ResponsesRequest(Strict):
             "reasoning_effort": self.reasoning.effort, "verbosity": self.text.verbosity, "seed": self.seed,
             "stop": self.stop, "chat_template_kwargs": self.chat_template_kwargs, "dinfer": self.dinfer,
             "logprobs": self.top_logprobs is not None, "top_logprobs": self.top_logprobs,
+            **{name: getattr(self, name) for name in SAMPLING},
         }  # fmt: skip
         if self.tools:
             body["tools"] = [{"type": "function", "function": _bare(one)} for one in self.tools]

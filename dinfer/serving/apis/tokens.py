@@ -13,6 +13,12 @@ from dinfer.serving.fields import ChatMessage, Conversation, Neutral, Text
 from dinfer.serving.generating import encoded
 from dinfer.serving.server import Server
 
+# What is told of a tokenizer. Its configuration also has paths of this machine.
+TOLD = (
+    "chat_template", "bos_token", "eos_token", "pad_token", "unk_token", "add_bos_token", "add_prefix_space",
+    "clean_up_tokenization_spaces", "split_special_tokens",
+)  # fmt: skip
+
 
 class TokenizeRequest(Neutral, Conversation):
     """A text, or a conversation."""
@@ -52,6 +58,14 @@ def add(app: FastAPI, server: Server) -> None:
             "model": served.name, "tokens": tokens, "count": len(tokens), "max_model_len": served.max_length,
             "token_strs": known and known.convert_ids_to_tokens(tokens),
         }  # fmt: skip
+
+    @app.get("/tokenizer_info")
+    async def tokenizer_info() -> dict[str, Any]:
+        """The first model's tokenizer, as its configuration has it. lm-eval asks for it."""
+        served = server.catalogue.find("")
+        known: Any = served.pipe.tokenizer
+        told = {name: value for name in TOLD if (value := getattr(known, name, None)) is not None}
+        return told | {"tokenizer_class": type(known).__name__, "model_max_length": served.max_length}
 
     @app.post("/detokenize")
     @app.post("/v1/detokenize")

@@ -33,6 +33,7 @@ export async function* events(path, body, signal) {
     for (let end = rest.indexOf("\n\n"); end >= 0; end = rest.indexOf("\n\n")) {
       const data = rest.slice(0, end).replace(/^data: /, "");
       rest = rest.slice(end + 2);
+      if (data.startsWith(":")) continue; // a sign of life
       if (data === "[DONE]") return;
       const message = JSON.parse(data);
       if (message.error) throw Object.assign(new Error(message.error.message), { code: message.error.code });
