@@ -12,6 +12,7 @@ from dinfer.core.registry import check_range
 
 LEAST_KEY = 8  # characters
 NO_LIMIT = 10**9
+DECISIONS = "choice", "noul", "score"  # kinds of questions, as System One names them
 
 
 def is_loopback(host: str) -> bool:
@@ -42,6 +43,7 @@ class Settings:
     grace: float = 30.0  # seconds that running requests have after SIGTERM
     log_prompts: bool = False
     aliases: dict[str, str] | None = None  # other names of served models, for clients that choose none
+    calibration: dict[str, float] | None = None  # temperatures of decisions by their kind; null: 1
 
     def __post_init__(self) -> None:
         check_range("", self, "max_requests", "max_tokens", "max_body", "max_connections", "max_new_tokens", least=1)
@@ -50,6 +52,11 @@ class Settings:
                 raise ValueError(f"{name}={getattr(self, name)} must be more than 0 seconds")
         check_range("", self, "grace", "warm_up", least=0)
         check_range("", self, "port", least=0, most=65535, what="0 for any free one, else ")
+        for kind, temperature in (self.calibration or {}).items():
+            if kind not in DECISIONS:
+                raise ValueError(f"calibration: {kind!r} is no kind of decision. Kinds: {', '.join(DECISIONS)}")
+            if not 0 < temperature < NO_LIMIT:
+                raise ValueError(f"calibration.{kind}={temperature} must be more than 0")
         if not is_loopback(self.host) and self.api_key is None and not self.insecure:
             raise ValueError(
                 f"host={self.host} can be reached from other machines, and there is no api_key. Set "

@@ -9,8 +9,13 @@ line. By default that is `recipe=careful`: one token a forward, no cache.
 You may change the space of the search: space.decoder.name=[threshold,factor] space.decoder.threshold.low=0.8
 +space.decoder.steps=[8,16] space.iteration=null.
 
+With labelled=FILE it fits temperatures instead, by which probabilities of /v1/decisions agree with how often they are
+right, and writes them as a preset for `dinfer serve`. A line of FILE is the body of a request to /v1/decisions and its
+`answers`: true or false, the value of a choice, the number of a level.
+
   dinfer tune --max-drop 2 tasks=gsm8k_llada model=llada_8b_instruct device=cuda
   dinfer tune cache=dual decoder=threshold decoder.threshold=0.95   # faster than that one, and as good
+  dinfer tune labelled=decisions.jsonl preset=conf/recipe/sure.yaml model=llada2_mini
 """
 
 from __future__ import annotations
@@ -32,8 +37,10 @@ from dinfer.cli import conf
 from dinfer.cli.application import Parser, launch
 from dinfer.cli.commands.compare import read as evaluated
 from dinfer.cli.commands.eval import settings_of, tasks_of
+from dinfer.cli.commands.serve import made, needed
 from dinfer.cli.conf import GROUPS, beside, counted, need, pipeline, problems_of, ranks_of, setting
 from dinfer.cli.terminal import Report, say, several
+from dinfer.core.pipeline.inputs import named
 from dinfer.core.registry import options_of
 from dinfer.demo.problems import Problem
 from dinfer.lab.outputs import check_file, write
@@ -42,6 +49,7 @@ if TYPE_CHECKING:
     from dinfer.lab.tuning import Components, Found, Measured, Split, Tried
 
 GOALS = ("tps", "tpf")
+NO_ROUND = 10.0**9  # seconds: nobody waits for an answer
 
 
 def arguments(parser: Parser) -> None:
@@ -58,6 +66,8 @@ def run(args: Namespace) -> None:
 
 def run_search(config: dict[str, Any], *, command: str) -> None:
     """Searches, says what it tries, and writes what it found."""
+    if (labelled := setting(config, "labelled", str | None)) is not None:
+        return calibrate(config, labelled, command)
     need("optuna", "tune", "dinfer tune needs Optuna")
     from dinfer.lab.tuning import Found, tune
 
@@ -91,6 +101,47 @@ def run_search(config: dict[str, Any], *, command: str) -> None:
                 progress.at("searching" if len(tried) < trials else "checking on held-out problems", len(tried), trials)
         assert found is not None, "a search that finds nothing raises"
     finish(config, found, path, command)
+
+
+def calibrate(config: dict[str, Any], labelled: str, command: str) -> None:
+    """Fits temperatures of decisions on labelled ones, says what they do to others, and writes them as a preset."""
+    needed("dinfer tune labelled=")
+    path = preset_file(Path(setting(config, "preset", str)))
+    check_file(path)
+    from dinfer.lab.calibration import MOST
+    from dinfer.serving.batch_file import settings
+    from dinfer.serving.calibrating import calibrated, parsed
+    from dinfer.serving.errors import ApiError
+
+    try:
+        with named(f"labelled={labelled}"), Path(labelled).open("rb") as file:
+            asked = parsed(file)
+        with Report() as progress:
+            progress.at("loading the model")
+            server = made(config | {"name": "model", "max_new_tokens": 1}, {}, settings(NO_ROUND))
+            progress.at("reading")
+            found = calibrated(server, asked)
+    except ApiError as error:
+        raise ValueError(f"labelled={labelled}: {error.message}") from error
+    lines = []
+    for one in found:
+        before, after = one.before, one.after
+        lines.append(
+            f"{one.kind}, {one.fitted} questions: temperature {after.temperature:.3f}. On {after.questions} others, of "
+            f"which {100 * after.accuracy:.1f}% are right: expected calibration error {before.ece:.3f} before and "
+            f"{after.ece:.3f} after, log loss {before.log_loss:.3f} and {after.log_loss:.3f}"
+            + (", the most there is: this model's answers tell nothing" if after.temperature > 0.99 * MOST else "")
+        )
+    print("\n".join(lines))
+    known = {one.kind: round(one.after.temperature, 4) for one in found}
+    head = ["# @package _global_", f"# Fitted by `{command}`.", *(f"# {line}" for line in lines)]
+    write(path, "\n".join([*head, OmegaConf.to_yaml({"calibration": known})]))
+    say(f"wrote {path}")
+    folder = path.parent.parent
+    where = "" if folder.resolve() == conf.folder().resolve() else f"--config-dir {folder} "
+    print(
+        f"use it: dinfer serve {again(command, 'model', 'dtype', 'quantize', 'device')}{where}{conf.RECIPE}={path.stem}"
+    )
 
 
 def again(command: str, *names: str) -> str:

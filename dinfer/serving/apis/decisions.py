@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 from string import ascii_uppercase
 from typing import Annotated, Any, Literal, Self
@@ -17,7 +19,7 @@ from typing import Annotated, Any, Literal, Self
 from fastapi import FastAPI
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from dinfer.core.engine.request import Counts
+from dinfer.core.engine.request import Completion, Counts, Request
 from dinfer.serving.answers import cost
 from dinfer.serving.errors import at_field, invalid, refused
 from dinfer.serving.fields import MAX_CHOICES, SEEDS, SWITCHES, Own, Text, objects_in, readable
@@ -32,6 +34,7 @@ PROMPT = 1  # the version of the wording of questions, on which thresholds depen
 IGNORED = {"prompt_cache_key", "prompt_cache_options", "safety_identifier"}
 Plain = Annotated[Any, AfterValidator(readable)]  # any JSON
 Kind = Literal["predicate", "choice", "score"]
+KINDS: dict[Kind, str] = {"predicate": "noul", "choice": "choice", "score": "score"}  # System One's names
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +60,35 @@ class Question:
         return letters[: len(self.options)]
 
     @property
-    def written(self) -> str:
-        """What the model is asked."""
-        lines = [self.text] if self.text else []
-        for label, (text, about) in zip(self.labels, self.options, strict=True):
-            said = [one for one in ("" if self.values or self.kind == "predicate" else text, about) if one]
-            if said or self.values:
-                lines.append(f"{label}) {': '.join(said)}".removesuffix(") "))
+    def reply(self) -> str:
+        """What the model is to write."""
+        if self.values:
+            return "one of these"
         asked = {"predicate": "yes or no", "score": "one number"}.get(self.kind, "one letter")
-        asked = "the letters of one" if len(self.options) > 26 else asked
-        return "\n".join([*lines, f"Reply with {'one of these' if self.values else asked}."])
+        return "the letters of one" if len(self.options) > 26 else asked
+
+    def written(self, shift: int = 0) -> str:
+        """The question and its options. `shift`: of how many the first stand last."""
+        lines = []
+        shifted = self.shifted(shift)
+        for label, (text, about) in zip(self.labels, self.options, strict=True):
+            if self.kind == "choice" and not self.values:  # the label belongs to the place
+                text, about = shifted[len(lines)]
+            said = [one for one in ("" if self.values or self.kind == "predicate" else text, about) if one]
+            lines.append(f"{label}) {': '.join(said)}".removesuffix(") ") if said or self.values else "")
+        if self.kind != "choice" or self.values:
+            lines = [*lines[shift % len(lines) :], *lines[: shift % len(lines)]]
+        return "\n".join(filter(None, [self.text, *lines]))
+
+    def shifted(self, shift: int) -> Sequence[tuple[str, str]]:
+        shift %= len(self.options)
+        return [*self.options[shift:], *self.options[:shift]]
+
+    def shares(self, probabilities: Mapping[str, float], shift: int) -> list[float]:
+        """The probability of each option, of those of the labels."""
+        told = [probabilities[label] for label in self.labels]
+        shift = -shift % len(told) if self.kind == "choice" and not self.values else 0
+        return [*told[shift:], *told[:shift]]
 
 
 class Reads(Own):
@@ -77,13 +99,19 @@ class Reads(Own):
     steps: Annotated[int, Field(ge=1, le=STEPS)] = 1
     seeds: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
     seed: Annotated[int, Field(ge=0, lt=SEEDS - MAX_CHOICES)] = 0
-    temperature: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0  # of a calibration
+    # Below it, the other seeds are read too; null: all are.
+    sure: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
+    joint: bool = False  # all questions stand in one prompt and all slots in one answer
+    # Of a calibration; null: the server's.
+    temperature: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     labels: Literal["letters", "values"] = "letters"  # what the model is asked for
 
     @model_validator(mode="after")
     def _nothing_written(self) -> Self:
         if told := self.model_dump(include={"drafts", "posterior"}, exclude_defaults=True):
             raise refused(f"dinfer.{min(told)}", True, "has no effect here: nothing is written")
+        if self.sure is not None and self.seeds == 1:
+            raise refused("dinfer.sure", self.sure, "says when no further seed is read: give seeds, too")
         return self
 
 
@@ -291,7 +319,18 @@ class Decided:
     """What is known of one question."""
 
     probabilities: list[float]  # of its options, in the order asked
-    mass: float  # what the model gave the labels together
+    mass: float = 1.0  # what the model gave the labels together
+    errors: list[float] | None = None  # standard errors of the probabilities, over several seeds
+    seeds: int = 0  # that were read; 0: there is one option
+
+    @classmethod
+    def over(cls, reads: Sequence[tuple[list[float], float]]) -> Decided:
+        """The mean of reads, each probabilities and mass."""
+        columns = [*zip(*(shares for shares, _ in reads), strict=True)]
+        scale, many = math.sqrt(len(reads)), len(reads) > 1
+        errors = [statistics.stdev(column) / scale for column in columns] if many else None
+        means = [*map(statistics.fmean, columns)]
+        return cls(means, statistics.fmean(mass for _, mass in reads), errors, len(reads))
 
     @property
     def best(self) -> int:
@@ -313,39 +352,109 @@ class Decided:
         return max(0.0, 1 - spread / (sum(abs(i - (n - 1) / 2) for i in range(n)) / n))
 
 
+@dataclass(frozen=True, slots=True)
+class Sheet:
+    """Questions that are read from one canvas, and the request that reads them."""
+
+    asked: Sequence[int]  # numbers of the questions
+    shift: int  # of how many options the first stand last
+    prompt: list[int]
+    layout: Any
+    row: Request
+
+    def shares(self, questions: Sequence[Question], done: Completion) -> dict[int, tuple[list[float], float]]:
+        """Probabilities and mass of each question."""
+        with at_field(questions[self.asked[0]].where):
+            slots = self.layout.reading(self.prompt, [done]).slots
+        return {
+            number: (questions[number].shares(slot.probabilities, self.shift), slot.mass)
+            for number, slot in zip(self.asked, slots.values(), strict=True)
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """Reads the questions of one request."""
+
+    server: Server
+    served: Served
+    turns: list[dict[str, Any]]
+    questions: Sequence[Question]
+    own: Reads
+
+    async def sheet(self, asked: Sequence[int], seed: int) -> Sheet:
+        """The questions of these numbers. Raises ApiError."""
+        masked = self.served.pipe.model.spec.mask_id is not None  # else every seed is other noise
+        shift, several = (seed if masked else 0), [self.questions[number] for number in asked]
+        answer, slots = None, {"1": several[0].labels}
+        if self.own.joint:
+            text = "\n".join(f"{i}. {one.written(shift)}" for i, one in enumerate(several, 1))
+            lines = [f"{i}: {one.reply}" for i, one in enumerate(several, 1)]
+            text = "\n".join([text, "Reply with a line for each:", *lines])
+            answer = "\n".join(f"{i}: [SLOT:{i}]" for i in range(1, len(several) + 1))
+            slots = {f"{i}": one.labels for i, one in enumerate(several, 1)}
+        else:
+            text = f"{several[0].written(shift)}\nReply with {several[0].reply}.".lstrip("\n")
+        turns, where = self.turns, several[0].where
+        *before, last = turns if turns and turns[-1]["role"] == "user" else [*turns, {"role": "user", "content": ""}]
+        turn = {"role": "user", "content": "\n\n".join(filter(None, [last["content"], text]))}
+        off: dict[str, Any] = dict.fromkeys(SWITCHES, False)
+        prompt = await encoded(self.server, self.served, [*before, turn], where, variables=off)
+        if self.served.thinks(prompt):
+            raise refused("model", self.served.name, "begins with a thought that its template cannot leave out")
+        with at_field(where):
+            layout = await asyncio.to_thread(self.served.pipe.layout, answer, slots, None)
+            (row,) = layout.requests(self.served.pipe.engine, prompt, self.own.steps, 1, 0 if masked else seed)
+        return Sheet(asked, shift, prompt, layout, row)
+
+    async def read(self, numbers: Sequence[int], seeds: Sequence[int]) -> tuple[list[Sheet], list[Completion]]:
+        """So many reads of these questions. Raises ApiError."""
+        groups = [numbers] if self.own.joint else [[number] for number in numbers]
+        sheets = [await self.sheet(asked, self.own.seed + seed) for seed in seeds for asked in groups]
+        tokens = sum(len(one.prompt) for one in sheets)
+        rows = [one.row for one in sheets]
+        async with self.server.running(self.served, rows, self.own, Wanted(), tokens) as events:
+            done = {event.row: event.completion async for event in events if event.completion is not None}
+        return sheets, [done[i] for i in range(len(sheets))]
+
+    def tempered(self, number: int, shares: Sequence[float]) -> list[float]:
+        temperature = self.temperature(self.questions[number].kind)
+        weights = [share ** (1 / temperature) for share in shares]
+        return [weight / sum(weights) for weight in weights]
+
+    def temperature(self, kind: Kind) -> float:
+        known = self.server.settings.calibration or {}
+        return self.own.temperature or known.get(KINDS[kind], 1.0)
+
+
 async def decided(
     server: Server, served: Served, turns: list[dict[str, Any]], questions: Sequence[Question], own: Reads
 ) -> tuple[list[Decided], dict[str, Any], int]:
     """The answers in order, what usage tells under `dinfer`, and the tokens of the prompts. Raises ApiError."""
-    read = [one for one in questions if len(one.options) > 1]
-    server.admission.check(len(read) * own.seeds)  # before any of them is encoded
-    prompts, layouts, rows = [], [], []
-    for one in read:
-        *before, last = turns if turns and turns[-1]["role"] == "user" else [*turns, {"role": "user", "content": ""}]
-        asked = {"role": "user", "content": "\n\n".join(filter(None, [last["content"], one.written]))}
-        off: dict[str, Any] = dict.fromkeys(SWITCHES, False)
-        prompt = await encoded(server, served, [*before, asked], one.where, variables=off)
-        if served.thinks(prompt):
-            raise refused("model", served.name, "begins with a thought that its template cannot leave out")
-        with at_field(one.where):
-            layout = await asyncio.to_thread(served.pipe.layout, None, None, one.labels)
-            rows += layout.requests(served.pipe.engine, prompt, own.steps, own.seeds, own.seed)
-        prompts.append(prompt)
-        layouts.append(layout)
-    tokens = sum(map(len, prompts))
-    async with server.running(served, rows, own, Wanted(), tokens) as events:
-        done = {event.row: event.completion async for event in events if event.completion is not None}
-    found, counts = list[Decided](), list[Counts]()
-    for i, one in enumerate(read):
-        with at_field(one.where):
-            reading = layouts[i].reading(prompts[i], [done[i * own.seeds + k] for k in range(own.seeds)])
-        slot = next(iter(reading.slots.values()))
-        weights = [slot.probabilities[label] ** (1 / own.temperature) for label in one.labels]
-        found.append(Decided([weight / sum(weights) for weight in weights], slot.mass))
-        counts += reading.counts
-    each = iter(found)
-    answers = [next(each) if len(one.options) > 1 else Decided([1.0], 1.0) for one in questions]
-    told = {"mass": [one.mass for one in answers], "temperature": own.temperature, "prompt_version": PROMPT}
+    reader = Reader(server, served, turns, questions, own)
+    left = [number for number, one in enumerate(questions) if len(one.options) > 1]
+    server.admission.check((1 if own.joint else len(left)) * own.seeds)  # before any of them is encoded
+    reads: dict[int, list[tuple[list[float], float]]] = {number: [] for number in left}
+    first = 1 if own.sure is not None else own.seeds
+    tokens, counts = 0, list[Counts]()
+    for seeds in (range(first), range(first, own.seeds)):
+        if own.sure is not None and seeds:
+            unsure = [number for number in left if not reads[number] or max(reads[number][0][0]) < own.sure]
+            left = left if own.joint and unsure else unsure  # of one canvas, all are read
+        if not left or not seeds:
+            continue
+        sheets, done = await reader.read(left, seeds)
+        for sheet, completion in zip(sheets, done, strict=True):
+            for number, (shares, mass) in sheet.shares(questions, completion).items():
+                reads[number].append((reader.tempered(number, shares), mass))
+            counts.append(replace(completion.counts, more={}))
+        tokens += sum(len(one.prompt) for one in sheets)
+    answers = [Decided.over(reads[i]) if i in reads else Decided([1.0]) for i in range(len(questions))]
+    told = {
+        "mass": [one.mass for one in answers], "seeds": [one.seeds for one in answers],
+        "standard_errors": [one.errors for one in answers],
+        "temperature": [reader.temperature(one.kind) for one in questions], "prompt_version": PROMPT,
+    }  # fmt: skip
     return answers, cost(0, counts) | told, tokens
 
 
