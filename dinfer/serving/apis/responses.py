@@ -150,7 +150,7 @@ class StreamOptions(Strict):
     include_obfuscation: bool | None = None  # no event has the field, either way
 
 
-SAMPLING = "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "min_tokens"
+SAMPLING = {"top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "min_tokens"}
 
 
 class ResponsesRequest(Strict):
@@ -210,7 +210,7 @@ class ResponsesRequest(Strict):
             "reasoning_effort": self.reasoning.effort, "verbosity": self.text.verbosity, "seed": self.seed,
             "stop": self.stop, "chat_template_kwargs": self.chat_template_kwargs, "dinfer": self.dinfer,
             "logprobs": self.top_logprobs is not None, "top_logprobs": self.top_logprobs,
-            **{name: getattr(self, name) for name in SAMPLING},
+            **self.model_dump(include=SAMPLING),
         }  # fmt: skip
         if self.tools:
             body["tools"] = [{"type": "function", "function": _bare(one)} for one in self.tools]

@@ -64,7 +64,8 @@ def add(app: FastAPI, server: Server) -> None:
         """The first model's tokenizer, as its configuration has it. lm-eval asks for it."""
         served = server.catalogue.find("")
         known: Any = served.pipe.tokenizer
-        told = {name: value for name in TOLD if (value := getattr(known, name, None)) is not None}
+        given = {**known.init_kwargs, **known.special_tokens_map, "chat_template": known.chat_template}
+        told = {name: value for name, value in given.items() if name in TOLD and isinstance(value, str | bool)}
         return told | {"tokenizer_class": type(known).__name__, "model_max_length": served.max_length}
 
     @app.post("/detokenize")
