@@ -13,7 +13,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,14 +48,24 @@ def rollout(
     prompt; and what each answer is held to, as `Pipeline.generate` takes it. Raises ValueError before any work, and the
     error of a request that fails.
     """
-    plan = _planned(pipe, prompts, n, max_new_tokens, seed, record, whole_blocks, more)
-    done: dict[int, Rollouts] = {}
-    for update in pipe.engine.run(plan.requests):
+    asked = Asked(n, max_new_tokens, seed, record, whole_blocks)
+    made, done = planned(pipe, prompts, asked, **more), dict[int, Rollouts]()
+    for update in pipe.engine.run(made.requests):
         if update.completion is not None:
-            done[update.index] = plan.read(update.index, update.completion)
+            done[update.index] = made.read(update.index, update.completion)
             if on_finish is not None:
                 on_finish(update.index, done[update.index])
-    return Rollouts.cat([done[index] for index in range(len(plan.requests))])
+    return Rollouts.cat([done[index] for index in range(len(made.requests))])
+
+
+class Asked(NamedTuple):
+    """What a rollout is to be, see `rollout`."""
+
+    n: int = 1
+    max_new_tokens: int | Sequence[int] = 128
+    seed: int | Sequence[int] = 0
+    record: str = "logps"
+    whole_blocks: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,11 +169,9 @@ def inexact(recipe: Recipe, options: Mapping[str, Any]) -> str:
     return ""
 
 
-def _planned(
-    pipe: Any, prompts: Sequence[Any], n: int, max_new_tokens: Any, seed: Any, record: str, whole: bool,
-    more: dict[str, Any],
-) -> Round:  # fmt: skip
-    """The requests, all checked. Raises ValueError."""
+def planned(pipe: Any, prompts: Sequence[Any], asked: Asked, **more: Any) -> Round:
+    """The requests of a rollout, all checked. Raises ValueError."""
+    n, max_new_tokens, seed, record, whole = asked
     recipe: Recipe = pipe.recipe
     names = [option.name for option in recipe.request_options]
     refuse_names("rollout", more, [*OWN, "options", *names])

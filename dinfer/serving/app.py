@@ -14,12 +14,13 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
 import dinfer
-from dinfer.serving.apis import chats, completions, decisions, edits, infill, messages, read, responses, tokens
+from dinfer.serving.apis import chats, completions, decisions, edits, infill, messages, read, responses, rollouts, tokens
 from dinfer.serving.errors import ApiError, of_validation
 from dinfer.serving.guard import Guard
 from dinfer.serving.server import Server
 
 APIS = (chats, completions, decisions, edits, infill, messages, read, responses, tokens)
+FOR_TRAINERS = (rollouts,)  # with rollouts=true alone
 NO_STATE = "is not served: this server keeps no state"
 # Paths of the same APIs, and why this server has none of them.
 ABSENT = {
@@ -49,7 +50,7 @@ def application(server: Server) -> FastAPI:
     app.add_middleware(Guard, settings=server.settings, refuse=server.refuse)
     handle_errors(app)
     add_operations(app, server)
-    for api in APIS:
+    for api in (*APIS, *(FOR_TRAINERS if server.settings.rollouts else ())):
         api.add(app, server)
     return app
 

@@ -52,6 +52,8 @@ def serve(config: dict[str, Any]) -> None:
     settings.keys()  # raises where there are none
     others, config = recipes(config, "serve"), config | {"name": name_of(config)}
     if setting(config, "replicas", int | None) is not None:
+        if settings.rollouts:
+            raise ValueError("rollouts=true is of one process, whose weights a trainer replaces: leave out replicas")
         return serve_replicas(config, others, settings)
     if config["autoscaling"] is not None:
         raise ValueError(f"autoscaling={config['autoscaling']} is for replicas: give replicas= too, the least of them")
