@@ -14,7 +14,18 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
 import dinfer
-from dinfer.serving.apis import chats, completions, decisions, edits, infill, messages, read, responses, rollouts, tokens
+from dinfer.serving.apis import (
+    chats,
+    completions,
+    decisions,
+    edits,
+    infill,
+    messages,
+    read,
+    responses,
+    rollouts,
+    tokens,
+)
 from dinfer.serving.errors import ApiError, of_validation
 from dinfer.serving.guard import Guard
 from dinfer.serving.server import Server
