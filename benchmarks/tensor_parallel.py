@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -182,18 +182,27 @@ class Group:
             process.wait()
 
 
-def supervise(groups: Sequence[Group], until: float) -> dict[str, Any]:
-    """Runs groups side by side until all is done or no time is left. Returns outcomes by the names of cases."""
+def supervise(groups: Sequence[Group], until: float) -> Iterator[dict[str, Any]]:
+    """Runs groups side by side until all is done or no time is left. Yields outcomes as they come, by names of cases.
+
+    Whoever kills this process loses the running cases alone.
+    """
     for group in groups:
         group.start()
+    told, goes_on = set[str](), True
     try:
-        while any([group.look() for group in groups]) and time.perf_counter() < until:
+        while goes_on and time.perf_counter() < until:
+            goes_on = any([group.look() for group in groups])
+            found = {name: one for group in groups for name, one in group.found.items() if name not in told}
+            told |= found.keys()
+            yield found
             time.sleep(0.05)
     finally:
         for group in groups:
             group.stop()
-    missing = {case.name: {"failed": "no time was left"} for group in groups for case in group.cases}
-    return missing | {name: found for group in groups for name, found in group.found.items()}
+    yield {
+        case.name: {"failed": "no time was left"} for group in groups for case in group.cases if case.name not in told
+    }
 
 
 def compared(report: dict[str, Any]) -> None:
@@ -227,12 +236,14 @@ def main(args: list[str] | None = None) -> None:
             Group([case for case in cases if any(part in case.name for part in given.only)], own, given, folder)
             for cases, own in parts
         ]  # fmt: skip
-        found = supervise([group for group in groups if group.cases], until)
-        report.update(found)
-        compared(report)
-        for name, one in found.items():
-            print(json.dumps({name: one | {"canvas": None, "kernels": None, "steps": None}}, indent=1), flush=True)
-        save(report, given.out)
+        for found in supervise([group for group in groups if group.cases], until):
+            if not found:
+                continue
+            report.update(found)
+            compared(report)
+            for name, one in found.items():
+                print(json.dumps({name: one | {"canvas": None, "kernels": None, "steps": None}}, indent=1), flush=True)
+            save(report, given.out)
 
     tiny = [case._replace(shape=TINY.get(case.shape, case.shape)) for case in CASES] if given.tiny else CASES
     with tempfile.TemporaryDirectory() as folder:

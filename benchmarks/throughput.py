@@ -46,6 +46,7 @@ from dinfer.core.registry import check_range, option
 from dinfer.core.step.contracts import BlockView, Decoder, Proposal, State, TokenStats
 from dinfer.demo.problems import generate
 from dinfer.scale.parallel.divided_model import Source, divided
+from dinfer.speed.memory import graph_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,7 +277,10 @@ def memory(engine: Engine, before: int) -> dict[str, float]:
     """Bytes beyond the weights: of keys and values, and of all else that torch has taken from the card."""
     kv = pool(engine)
     keys = kv.k_JPTGE.nbytes + kv.v_JPTGE.nbytes
-    return {"kv_gb": keys / 1e9, "beyond_weights_and_kv_gb": (torch.cuda.max_memory_reserved() - before - keys) / 1e9}
+    return {
+        "kv_gb": keys / 1e9, "beyond_weights_and_kv_gb": (torch.cuda.max_memory_reserved() - before - keys) / 1e9,
+        "graphs_gb": graph_bytes(kv.k_JPTGE.device) / 1e9,
+    }  # fmt: skip
 
 
 def numbers(text: str) -> list[int]:

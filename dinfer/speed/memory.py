@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 META = torch.device("meta")
 UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 LEAST = 1e6  # bytes: a smaller number above 1 is no number of bytes that anybody means
+MORE = "use quantize, or more cards by runtime.tensor_parallel"
 SPARE = 1.15  # of what the largest steps took: others may draw, or be guided
 TIMES = 3  # of a step: eagerly, as it is captured, as a graph
 
@@ -62,7 +63,7 @@ def free_and_total(device: torch.device) -> tuple[int, int]:
 
 
 def gigabytes(count: float) -> str:
-    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
 def held(network: Any) -> int:
@@ -93,7 +94,7 @@ def fits(
     if weights > most:
         raise ValueError(
             f"{said}, and the weights{' of each card' if rank.ranks > 1 else ''} take {gigabytes(weights)}: "
-            + ("raise runtime.memory" if weights <= free else "use quantize, or more cards by runtime.tensor_parallel")
+            + ("raise runtime.memory, and leave room for keys" if weights <= free else MORE)
         )
 
 
@@ -121,19 +122,20 @@ def within(worker: Worker) -> Runtime:
     assert runtime.memory is not None
     free, total = free_and_total(device)
     budget = memory_bytes(runtime.memory, total)
-    weights = torch.cuda.memory_reserved(device) if device.type == "cuda" else held(worker.recipe.model)
+    weights = held(worker.recipe.model)
+    before = max(torch.cuda.memory_reserved(device), weights) if device.type == "cuda" else weights
     steps, page = int(SPARE * measured(worker)), page_bytes(worker)
     need = -(-(runtime.max_length or 1) // runtime.page)
-    pages = min(budget - weights, free_and_total(device)[0]) - steps
+    pages = min(budget - before, free_and_total(device)[0]) - steps
     if (pages := pages // page) < need:
-        least = weights + steps + need * page
+        least = before + steps + need * page
         fix = f"use at least {math.ceil(100 * least / total) / 100:.2f}, which is {gigabytes(least)}"
-        if least > weights + free:
+        if least > before + free:
             fix = "lower runtime.rows, runtime.positions or runtime.max_length, or use quantize"
         raise ValueError(
             f"runtime.memory={runtime.memory} is {gigabytes(budget)}, and {gigabytes(free)} are free. Weights take "
-            f"{gigabytes(weights)}, steps and graphs {gigabytes(steps)}, and keys of the longest request "
-            f"{gigabytes(need * page)}: {fix}"
+            f"{gigabytes(weights)}, what else this process holds {gigabytes(before - weights)}, steps and graphs "
+            f"{gigabytes(steps)}, and keys of the longest request {gigabytes(need * page)}: {fix}"
         )
     return replace(runtime, pages=pages)
 

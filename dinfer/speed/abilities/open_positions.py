@@ -123,7 +123,8 @@ class OpenPositions(ByExtra[OpenOnly]):
         back_X = place_1X[0].clamp(0, count - 1)
 
         def placed(*stats_1M: Tensor) -> Tensor:
-            return (stats_1M[0] if len(stats_1M) == 1 else torch.cat(stats_1M, 1))[0].index_select(0, back_X).view(rows, length).masked_fill(~flags_RL, 0)
+            stat_M = (stats_1M[0] if len(stats_1M) == 1 else torch.cat(stats_1M, 1))[0]
+            return stat_M.index_select(0, back_X).view(rows, length).masked_fill(~flags_RL, 0)
 
         step.narrow(live_B & fits_B)
         return found[0].each(placed, *found[1:])
