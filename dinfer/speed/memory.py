@@ -81,13 +81,16 @@ def fits(
     """Raises ValueError if a card has no memory for its share of the weights. Reads no weight."""
     from dinfer.core.layers import linear
     from dinfer.core.loading.checkpoint import LoadPlan, empty_network
+    from dinfer.core.loading.files import GGUF
 
     linear.taken(quantize)  # raises for a name that is none
     rank = Rank(0, runtime.tensor_parallel, runtime.expert_parallel)
     plan, (free, total) = LoadPlan.read(folder, family), free_and_total(device)
     dtype = dtype or plan.dtype
     wanted = None if quantize is None else linear.format_of(quantize, device)
-    weights = held(empty_network(family, plan.spec, dtype, META, plan.formats(dtype, quantize, rank), rank, wanted))
+    blocks = rank.ranks == 1 and device.type == "cpu" and folder.suffix == GGUF and quantize is None
+    formats = plan.formats(dtype, quantize, rank, blocks=blocks)
+    weights = held(empty_network(family, plan.spec, dtype, META, formats, rank, wanted))
     most, said = free, f"the card has {gigabytes(free)} free of {gigabytes(total)}"
     if runtime.memory is not None and (budget := memory_bytes(runtime.memory, total)) < free:
         most, said = budget, f"runtime.memory={runtime.memory} is {gigabytes(budget)}"

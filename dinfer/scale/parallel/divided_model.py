@@ -130,13 +130,13 @@ def divided(
     `checks`: what else raises ValueError before a process starts. Raises ValueError, RankFailed, and what loading
     raises. A process that torchrun has started as another rank does not return from here: it ends when rank 0 does.
     """
+    for name, value in SETTINGS.items():  # of the ranks that torchrun has started, too
+        os.environ.setdefault(name, value)
     if follows(size):
         serve_torchrun()
     check(source, size, device, expert_parallel)
     if checks is not None:
         checks()
-    for name, value in SETTINGS.items():
-        os.environ.setdefault(name, value)
     ranks = started(size, lambda path: torchrun_store().set(PLACE, path), follow)
     folder = None if source.folder is None else str(source.folder)
     mine, theirs = ranks.together("identity", folder, work=lambda: identity(source.folder), patience=LONG)

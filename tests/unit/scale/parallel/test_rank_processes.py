@@ -162,6 +162,20 @@ def test_what_cannot_run_is_refused_before_anything_starts(
         dinfer.load("tiny", device=given.get("device", "cpu"), runtime=runtime)
 
 
+def test_ranks_of_torchrun_have_the_settings_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Multicast hangs on hosts where it is broken. torchrun's other ranks never came to the line that forbids it."""
+    module, here = dinfer.scale.parallel.divided_model, dict[str, str | None]()
+    for name in module.SETTINGS:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(module, "follows", lambda size: True)
+    monkeypatch.setattr(module, "serve_torchrun", lambda: here.update({n: os.environ.get(n) for n in module.SETTINGS}))
+    monkeypatch.setattr(module, "check", lambda *given: (_ for _ in ()).throw(ValueError("a rank does not come here")))
+    with pytest.raises(ValueError, match="does not come here"):
+        dinfer.load("tiny", device="cpu", runtime=TWO)
+    assert here == module.SETTINGS
+
+
 def test_a_missing_nccl_is_named(untouched: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
