@@ -6,6 +6,7 @@ stay paused and say why, until an update has written what the failed one left.
 """
 
 import json
+import logging
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -19,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dinfer.core.engine.engine import ENGINES, Engine
+from dinfer.core.engine.errors import RequestAborted, Unready
 from dinfer.core.engine.worker import Worker
 from dinfer.core.loading.checkpoint import LoadPlan
 from dinfer.core.loading.files import ADAPTER
@@ -26,7 +28,7 @@ from dinfer.core.loading.safetensors_io import read
 from dinfer.core.provided import needed, provided
 from dinfer.core.step.cursors import CURSORS
 from dinfer.core.step.window import first_phase
-from dinfer.rollouts import writing
+from dinfer.rollouts import sleeping, transport, writing
 from dinfer.rollouts.abilities.versions import Seen
 from dinfer.rollouts.state import WeightsState, state_of
 
@@ -34,15 +36,12 @@ Pending = Literal["finish", "abort", "keep", "recompute"]
 """What becomes of requests on the way: they end first, they end with what they have, they go on with the keys that they
 have, or they go on and compute their keys anew."""
 PENDING: tuple[str, ...] = get_args(Pending)
+LOG = logging.getLogger("dinfer")
 BUCKET = 1 << 28  # bytes that rank 0 sends to the others at a time
 
 
-class WeightsIncomplete(RuntimeError):
+class WeightsIncomplete(Unready):
     """The weights are a mixture, or forgotten: no request may run."""
-
-
-class RequestAborted(RuntimeError):
-    """A request was aborted before it began."""
 
 
 class Weights:
@@ -86,6 +85,8 @@ class Weights:
         if version is not None and (type(version) is not int or version < 0):
             raise ValueError(f"version={version!r:.40} must be an integer, 0 or more")
         family, state = self.family, self.state
+        if "weights" in state.asleep:
+            raise ValueError("the weights sleep: wake them first, with tags=['weights']")
         if not state.turn.acquire(blocking=False):
             raise ValueError("another update of these weights is under way: wait for its end")
         sink = WeightSink(self, family, staged)
@@ -110,17 +111,68 @@ class Weights:
         if state.torn:
             raise self._incomplete()
 
-    def pause(self, pending: Literal["finish", "abort", "keep"] = "keep") -> None:
+    def pause(self, pending: Pending = "keep") -> None:
         """Stops rounds until `resume`. `pending`: as for `updating`."""
         self.state.held = True
         with self._stopped(pending):
-            pass
+            if pending == "recompute":
+                for loop in (loop for engine in self.engines for loop in engine.loops if loop.running):
+                    _restart(loop)
 
     def resume(self) -> None:
         """Ends a pause. Raises WeightsIncomplete where weights are missing."""
         if self.state.torn:
             raise self._incomplete()
         self.state.held = False
+        self._go_on()
+
+    def sleep(self, level: int = 1, *, pending: Literal["finish", "abort"] = "finish") -> dict[str, int]:
+        """Gives memory back until `wake`. Returns the bytes before and after: of the card, or of RAM.
+
+        Level 0 is a pause. Level 1 frees keys, and on a card moves weights to the host's memory. Level 2 forgets the
+        weights: after `wake`, an update must write all of them before a request runs.
+        """
+        if type(level) is not int or level not in (0, 1, 2):
+            raise ValueError(f"level={level!r:.20} must be 0, 1 or 2")
+        if pending not in ("finish", "abort"):
+            raise ValueError(f"pending={pending!r:.20} is not known; use finish or abort: what sleeps has no requests")
+        state, everywhere = self.state, partial(writing_everywhere, self.recipe)
+        if state.asleep:
+            raise ValueError(f"{' and '.join(state.asleep)} sleep already: wake them first")
+        if level == 0:
+            state.held = True
+        with self._stopped(pending):
+            before = sum(everywhere(sleeping.trim))
+            if level:
+                graphs = sum(engine.runner.captured for engine in self.engines)
+                for loop in (loop for engine in self.engines for loop in engine.loops):
+                    loop.close()
+                state.asleep = {"keys": level}
+                if level == 2 or self.pipe.model.device.type == "cuda":
+                    everywhere(sleeping.forget, level == 1)
+                    state.asleep["weights"] = level
+                if level == 2:
+                    state.torn, state.why = {*writing.Names(self.pipe.model, self.family).pieces}, "sleep forgot them"
+                if graphs:
+                    LOG.warning("%d CUDA graphs are dropped: memory wakes at other addresses", graphs)
+            return {"before": before, "after": sum(everywhere(sleeping.trim))}
+
+    def wake(self, tags: Sequence[str] = ("weights", "keys")) -> None:
+        """Takes memory again: of weights, of keys, or of both. Keys are allocated with the next request.
+
+        A trainer that shares the card wakes the weights, updates them, frees its own, and then wakes the keys.
+        """
+        state = self.state
+        if wrong := [tag for tag in tags if tag not in ("weights", "keys")]:
+            raise ValueError(f"tags={wrong[0]!r:.20} is not known; use weights, keys or both")
+        with self._stopped("keep"):
+            if "weights" in tags and state.asleep.pop("weights", None):
+                writing_everywhere(self.recipe, sleeping.restore)
+                for loop in (loop for engine in self.engines for loop in engine.loops):
+                    loop.worker.renewed()
+            if "keys" in tags:
+                state.asleep.pop("keys", None)
+            state.held = False if not state.asleep else state.held
         self._go_on()
 
     def forget_keys(self) -> None:
@@ -311,6 +363,27 @@ class WeightSink:
         self._everywhere(writing.check_folder, str(folder))
         self.touched |= {*self._names.pieces}
         self._everywhere(writing.fill_from, str(folder))
+
+    def receive(
+        self, group: Any, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], *,
+        flat: bool = False,
+    ) -> None:  # fmt: skip
+        """Tensors that rank 0 of a process group broadcasts in this order. All are checked before the first comes.
+
+        `flat`: as one tensor of all their bytes. Rank 0 of a divided model takes part alone, and hands on the shares.
+        """
+        told = [(n, transport.dtype_named(d), s) for n, d, s in zip(names, dtypes, shapes, strict=True)]
+        for name, dtype, shape in told:
+            self._names.check(name, shape, dtype)
+        for name, tensor in transport.received(group, told, self._weights.pipe.model.device, flat=flat):
+            self.load(name, tensor)
+
+    def open(self, handles: Sequence[Mapping[str, Any]]) -> None:
+        """Tensors of another process on the same card, by what its `transport.handle_of` tells. Raises ValueError."""
+        for one in handles:
+            self._names.check(one["name"], one["shape"], transport.dtype_named(one["dtype"]))
+        for one in handles:
+            self.load(*transport.opened(one))
 
     def changed(self) -> None:
         """The caller has written to the parameters of `pipe.model` itself, to whichever and however."""

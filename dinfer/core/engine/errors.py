@@ -15,3 +15,11 @@ class StalledRow(RuntimeError):
 
 class BrokenContract(RuntimeError):
     """A component did what its contract excludes."""
+
+
+class RequestAborted(RuntimeError):
+    """A request was aborted before it began."""
+
+
+class Unready(RuntimeError):
+    """The engine takes no requests for now, and its message says what it waits for."""

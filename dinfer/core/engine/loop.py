@@ -118,7 +118,7 @@ class Loop:
                     self.worker.compare_ranks()
             except Exception as error:  # the device has failed, and nothing on it is reliable
                 self._blame(self.running, error)
-                self._close()
+                self.close()
                 return
             yield flight, cursors
             flight.popleft()
@@ -297,7 +297,7 @@ class Loop:
             for room in self._rooms(full, max(pages_of(r, self.recipe, self.runtime.page) for r in requests)):
                 if self.batch is not None and self.batch.room.holds(room) and not self.worker.outdated:
                     return
-                self._close()  # first, since memory may not hold both
+                self.close()  # first, since memory may not hold both
                 try:
                     self._open(room)
                 except Exception as error:
@@ -336,7 +336,8 @@ class Loop:
         self.scheduler.widest = widest(self.recipe, batch.state.block, room.length)
         self.batch, self._room = batch, room
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Frees the batch. Nothing may run."""
         self.batch = None
         self.worker.close()
         self.flights.clear()

@@ -263,3 +263,45 @@ def test_requests_on_the_way(pending: Any, cache: str, folders: Any) -> None:
         if cache == "none":
             assert [one.canvas for one in ended] != old
     assert answers(pipe) == answers(fresh)
+
+
+def test_sleep_gives_memory_back_and_wakes_in_stages(folders: Any) -> None:
+    """Level 2 forgets the weights: nothing runs before an update has written all of them."""
+    pipe, new = pipeline(folders("llada", "A"), "llada"), new_weights(folders, "llada")
+    before, weights = answers(pipe), pipe.weights
+    for _ in range(3):
+        weights.sleep(1)
+        with pytest.raises(WeightsIncomplete, match="sleeps .*: call wake first"):
+            answers(pipe)
+        weights.wake()
+        assert answers(pipe) == before
+    weights.sleep(2)
+    assert pipe.engine.loop.batch is None
+    assert sum(tensor.nbytes for tensor in held_places(pipe)) == 0
+    with pytest.raises(ValueError, match="the weights sleep: wake them first"), pipe.updating():
+        pass
+    with pytest.raises(ValueError, match="keys and weights sleep already"):
+        weights.sleep(1)
+    weights.wake(["weights"])
+    (first, *rest) = sorted(new)
+    with pytest.raises(WeightsIncomplete, match=f"sleep forgot them.*1 tensors .* {first}"), pipe.updating() as into:
+        into.load_all({name: new[name] for name in rest})
+    with pipe.updating() as into:
+        into.load(first, new[first])
+    with pytest.raises(WeightsIncomplete, match="sleeps .keys."):
+        answers(pipe)
+    weights.wake(["keys"])
+    assert answers(pipe) == answers(pipeline(folders("llada", "B"), "llada"))
+    for wrong, told in ((lambda: weights.sleep(3), "level=3 must be"), (lambda: weights.wake(["x"]), "tags='x'")):
+        with pytest.raises(ValueError, match=told):
+            wrong()
+
+
+def test_memory_is_really_given_back() -> None:
+    """So that a trainer in another process has it."""
+    family, config = family_for(CONFIG), CONFIG | {"d_model": 512, "mlp_hidden_size": 4096}
+    network = random_network(family, family.spec(config), dtype=torch.float32, device=CPU)
+    pipe = Pipeline(compose(network, **parts_of("llada")), None, Runtime(page=4), (family, Path()))
+    size = sum(tensor.nbytes for tensor in held_places(pipe))
+    found = pipe.weights.sleep(2)
+    assert size > 50e6 and found["before"] - found["after"] > 0.9 * size

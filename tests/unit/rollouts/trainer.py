@@ -1,0 +1,24 @@
+"""A trainer in a process of its own, which broadcasts weights over gloo: PORT FILE FLAT LAST."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from safetensors.torch import load_file
+
+from dinfer.rollouts.transport import broadcast, join
+
+
+def main(port: str, file: str, flat: str, last: str) -> None:
+    """`last`: the number of tensors after which it ends without a word."""
+    group = join("127.0.0.1", int(port), 0, 2, patience=60)
+    tensors = [*load_file(file).values()][: int(last)]
+    if flat == "1":
+        tensors = [torch.cat([one.contiguous().view(torch.uint8).flatten() for one in tensors])]
+    for tensor in tensors:
+        broadcast(group, tensor)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
