@@ -15,3 +15,10 @@ def weights_of(pipe: Any) -> Any:
     from dinfer.rollouts.weights import Weights
 
     return Weights(pipe)
+
+
+def transport() -> Any:
+    """How weights come from another process: the module `dinfer.rollouts.transport`."""
+    from dinfer.rollouts import transport as module
+
+    return module

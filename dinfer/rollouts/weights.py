@@ -116,7 +116,7 @@ class Weights:
         self.state.held = True
         with self._stopped(pending):
             if pending == "recompute":
-                for loop in (loop for engine in self.engines for loop in engine.loops if loop.running):
+                for loop in (engine.loop for engine in self.engines if engine.loop.running):
                     _restart(loop)
 
     def resume(self) -> None:
@@ -126,14 +126,19 @@ class Weights:
         self.state.held = False
         self._go_on()
 
-    def sleep(self, level: int = 1, *, pending: Literal["finish", "abort"] = "finish") -> dict[str, int]:
+    def sleep(
+        self, level: int = 1, tags: Sequence[str] = ("weights", "keys"), *,
+        pending: Literal["finish", "abort"] = "finish",
+    ) -> dict[str, int]:  # fmt: skip
         """Gives memory back until `wake`. Returns the bytes before and after: of the card, or of RAM.
 
         Level 0 is a pause. Level 1 frees keys, and on a card moves weights to the host's memory. Level 2 forgets the
-        weights: after `wake`, an update must write all of them before a request runs.
+        weights: after `wake`, an update must write all of them before a request runs. `tags`: with "keys" alone the
+        weights stay.
         """
         if type(level) is not int or level not in (0, 1, 2):
             raise ValueError(f"level={level!r:.20} must be 0, 1 or 2")
+        _check_tags(tags)
         if pending not in ("finish", "abort"):
             raise ValueError(f"pending={pending!r:.20} is not known; use finish or abort: what sleeps has no requests")
         state, everywhere = self.state, partial(writing_everywhere, self.recipe)
@@ -145,13 +150,13 @@ class Weights:
             before = sum(everywhere(sleeping.trim))
             if level:
                 graphs = sum(engine.runner.captured for engine in self.engines)
-                for loop in (loop for engine in self.engines for loop in engine.loops):
+                for loop in (engine.loop for engine in self.engines):
                     loop.close()
                 state.asleep = {"keys": level}
-                if level == 2 or self.pipe.model.device.type == "cuda":
+                if "weights" in tags and (level == 2 or self.pipe.model.device.type == "cuda"):
                     everywhere(sleeping.forget, level == 1)
                     state.asleep["weights"] = level
-                if level == 2:
+                if level == 2 and "weights" in tags:
                     state.torn, state.why = {*writing.Names(self.pipe.model, self.family).pieces}, "sleep forgot them"
                 if graphs:
                     LOG.warning("%d CUDA graphs are dropped: memory wakes at other addresses", graphs)
@@ -163,12 +168,11 @@ class Weights:
         A trainer that shares the card wakes the weights, updates them, frees its own, and then wakes the keys.
         """
         state = self.state
-        if wrong := [tag for tag in tags if tag not in ("weights", "keys")]:
-            raise ValueError(f"tags={wrong[0]!r:.20} is not known; use weights, keys or both")
+        _check_tags(tags)
         with self._stopped("keep"):
             if "weights" in tags and state.asleep.pop("weights", None):
                 writing_everywhere(self.recipe, sleeping.restore)
-                for loop in (loop for engine in self.engines for loop in engine.loops):
+                for loop in (engine.loop for engine in self.engines):
                     loop.worker.renewed()
             if "keys" in tags:
                 state.asleep.pop("keys", None)
@@ -248,6 +252,11 @@ class Weights:
         return incomplete(self.state)
 
 
+def _check_tags(tags: Sequence[str]) -> None:
+    if wrong := [tag for tag in tags if tag not in ("weights", "keys")]:
+        raise ValueError(f"tags={wrong[0]!r:.20} is not known; use weights, keys or both")
+
+
 def incomplete(state: WeightsState) -> WeightsIncomplete:
     """The error that says which tensors are missing."""
     names = sorted(state.torn)
@@ -272,7 +281,7 @@ def _finish(engine: Engine) -> None:
     asked = {id(row) for row in engine.loop.waiting}
     while engine.loop.running or any(id(row) in asked for row in engine.loop.waiting):
         with engine.between_rounds():
-            later = [row for row in engine.loop.waiting if id(row) not in asked]
+            later = [row for row in [*engine.loop.waiting] if id(row) not in asked]
             for row in later:
                 engine.loop.waiting.remove(row)
             try:

@@ -258,15 +258,16 @@ class Answer:
 def cost(tokens: int, counts: Sequence[Counts], form: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """What usage tells under `dinfer`: forwards (NFE) and positions, also for each token of the answer.
 
-    `form`: what `structured` tells.
+    `form`: what `structured` tells. After an update of the weights also their version.
     """
     forwards, positions, committed = (
         sum(getattr(one, name) for one in counts) for name in ("forwards", "positions", "committed")
     )
+    versions = [one.more["weights"] for one in counts if "weights" in one.more]
     return {
         "forwards": forwards, "tpf": tokens / max(forwards, 1), "positions": positions,
         "positions_per_committed": positions / max(committed, 1),
-        **({"structure": form} if form else {}),
+        **({"structure": form} if form else {}), **({"weight_version": max(versions)} if versions else {}),
     }  # fmt: skip
 
 

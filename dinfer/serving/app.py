@@ -14,6 +14,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
 import dinfer
+from dinfer.core.engine.errors import Unready
 from dinfer.serving.apis import (
     chats,
     completions,
@@ -25,13 +26,14 @@ from dinfer.serving.apis import (
     responses,
     rollouts,
     tokens,
+    weights,
 )
 from dinfer.serving.errors import ApiError, of_validation
 from dinfer.serving.guard import Guard
 from dinfer.serving.server import Server
 
 APIS = (chats, completions, decisions, edits, infill, messages, read, responses, tokens)
-FOR_TRAINERS = (rollouts,)  # with rollouts=true alone
+FOR_TRAINERS = (rollouts, weights)  # with rollouts=true alone
 NO_STATE = "is not served: this server keeps no state"
 # Paths of the same APIs, and why this server has none of them.
 ABSENT = {
@@ -72,6 +74,10 @@ def handle_errors(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         raise of_validation(error) from error
+
+    @app.exception_handler(Unready)
+    async def unready(request: Request, error: Unready) -> Response:
+        raise ApiError(503, str(error), code="not_ready", retry_after=1) from error
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:

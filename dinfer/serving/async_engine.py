@@ -156,6 +156,8 @@ class AsyncEngine:
 
         A round with a new shape may take `NEW_SHAPE` times as long.
         """
+        if self.engine.paused and self._since is not None:  # it waits for `resume`
+            self._since = time.perf_counter()
         began, limit = self._since, limit if self.engine.runner.meeting is None else limit * NEW_SHAPE
         if self.failure is None and began is not None and time.perf_counter() - began > limit:
             self.failure = error = EngineHung(f"a round of steps has taken longer than {limit:g} seconds")

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from dinfer.core.engine.errors import BrokenContract, NonFiniteLogits, RankFailed, StalledRow
+from dinfer.core.engine.errors import BrokenContract, NonFiniteLogits, RankFailed, RequestAborted, StalledRow
 from dinfer.core.engine.request import Completion, Counts, Request, Update, Wants
 from dinfer.core.pipeline.tokenizer import Decode, GrowingText
 from dinfer.core.step.mixins import Edits
@@ -132,7 +132,9 @@ class Drafts:
 
 
 # Errors that concern no other request.
-OF_ONE_REQUEST = (NonFiniteLogits, StalledRow, BrokenContract, MemoryError, torch.OutOfMemoryError, TimeoutError)
+OF_ONE_REQUEST = (
+    NonFiniteLogits, StalledRow, BrokenContract, MemoryError, torch.OutOfMemoryError, TimeoutError, RequestAborted,
+)  # fmt: skip
 
 LOG = logging.getLogger("dinfer.serving")
 
@@ -223,6 +225,8 @@ def failure(error: Exception) -> ApiError:
             503, "the server has no memory left for this request: try again later, or ask for less",
             code="out_of_memory", retry_after=5,
         )  # fmt: skip
+    if isinstance(error, RequestAborted):
+        return ApiError(503, str(error), code="aborted", retry_after=1)
     if isinstance(error, RankFailed):  # of all rows at once, and the command ends with this error
         return ApiError(503, "the engine has failed: RankFailed", code="engine_failed")
     LOG.error("a row failed", exc_info=error)

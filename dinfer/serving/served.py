@@ -5,8 +5,8 @@ import logging
 import random
 import secrets
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -45,6 +45,7 @@ class Served:
     recipe: Recipe  # equals `pipe.recipe`, except for defaults of per-request options
     max_new_tokens: int  # the default of a request
     created: int
+    told: dict[str, Callable[[], Any]] = field(default_factory=dict)  # more for its entry in /v1/models
 
     @property
     def decoder(self) -> str:
@@ -121,18 +122,18 @@ class Served:
         values, chosen = {f"{o.kind}.{o.name}": o.default for o in self.recipe.request_options}, dict[str, str]()
         given = [(name, name, value) for name, value in asked.asked.items()]
         given += [(f"dinfer.{name}", name, value) for name, value in (asked.dinfer.model_extra or {}).items()]
-        for field, name, value in given:
+        for where, name, value in given:
             full = next((known for known in values if name in (known, known.partition(".")[2])), None)
             if full is None:
                 known = ", ".join(values)
                 raise refused(
-                    field, value, f"is not an option of {self.name!r}. It has {known}, drafts, decoder, deadline."
+                    where, value, f"is not an option of {self.name!r}. It has {known}, drafts, decoder, deadline."
                 )
             if full in chosen:
-                raise invalid(field, f" and {chosen[full]} say the same: give one")
-            with at_field(field):
+                raise invalid(where, f" and {chosen[full]} say the same: give one")
+            with at_field(where):
                 self.recipe.resolve({full: value})
-            chosen[full], values[full] = field, value
+            chosen[full], values[full] = where, value
         if values.get("sampling.temperature", 0) and values["sampling.seed"] < 0:
             values["sampling.seed"] = secrets.randbelow(SEEDS)
         return values
@@ -236,6 +237,7 @@ class Served:
                 "max_new_tokens": self.max_new_tokens,
                 "recipe": {kind: str(part) for kind, part in parts.items()},
                 "options": offered,
+                **{name: value() for name, value in self.told.items()},
             },
         }  # fmt: skip
 
@@ -307,7 +309,7 @@ def catalogue(pipe: Pipeline, recipes: Mapping[str, Recipe], *, max_new_tokens: 
             kind.append(replace(part, **{info.name: info.default for info in options_of(part) if info.per_request}))
         found = next(((own, engine) for other, own, engine in made if other == kind), None)
         if found is None:
-            own = pipe if recipe is pipe.recipe else Pipeline(recipe, pipe.tokenizer, pipe.engine.runtime)
+            own = pipe if recipe is pipe.recipe else Pipeline(recipe, pipe.tokenizer, pipe.engine.runtime, pipe.origin)
             found = own, AsyncEngine(own.engine, thread)
             made.append((kind, *found))
         served[name] = Served(name, *found, recipe, max_new_tokens, created)

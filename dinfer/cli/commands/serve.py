@@ -107,7 +107,7 @@ def made(config: dict[str, Any], others: dict[str, dict[str, Any]], settings: Se
 
     runtime, most = pipe.engine.runtime, pipe.model.spec.max_length
     if runtime.max_length is not None and runtime.max_length > most:  # no longer canvases than the model has positions
-        pipe = Pipeline(pipe.recipe, pipe.tokenizer, replace(runtime, max_length=most))
+        pipe = Pipeline(pipe.recipe, pipe.tokenizer, replace(runtime, max_length=most), pipe.origin)
     found = {config["name"]: pipe.recipe}
     for preset, other in others.items():
         with of_recipe(preset):

@@ -39,7 +39,7 @@ def test_broadcasts(how: str, folders: Any) -> None:  # noqa: F811
         told = [*new], [str(one.dtype) for one in new.values()], [[*one.shape] for one in new.values()]
         try:
             if how == "lost":
-                with pytest.raises(RuntimeError, match="closed|reset|peer|Connection"), pipe.updating() as into:
+                with pytest.raises(RuntimeError, match=r"closed|reset|peer|Connection"), pipe.updating() as into:
                     into.receive(group, *told)
                 with pytest.raises(WeightsIncomplete, match="an update failed"):
                     answers(pipe)

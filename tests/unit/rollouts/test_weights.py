@@ -271,7 +271,7 @@ def test_sleep_gives_memory_back_and_wakes_in_stages(folders: Any) -> None:
     before, weights = answers(pipe), pipe.weights
     for _ in range(3):
         weights.sleep(1)
-        with pytest.raises(WeightsIncomplete, match="sleeps .*: call wake first"):
+        with pytest.raises(WeightsIncomplete, match=r"sleeps .*: call wake first"):
             answers(pipe)
         weights.wake()
         assert answers(pipe) == before
@@ -288,7 +288,7 @@ def test_sleep_gives_memory_back_and_wakes_in_stages(folders: Any) -> None:
         into.load_all({name: new[name] for name in rest})
     with pipe.updating() as into:
         into.load(first, new[first])
-    with pytest.raises(WeightsIncomplete, match="sleeps .keys."):
+    with pytest.raises(WeightsIncomplete, match=r"sleeps .keys."):
         answers(pipe)
     weights.wake(["keys"])
     assert answers(pipe) == answers(pipeline(folders("llada", "B"), "llada"))

@@ -1,0 +1,123 @@
+"""A trainer's requests to a server: the paths and fields of SGLang's and vLLM's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.serving import Client, served
+
+import dinfer
+from dinfer.serving.settings import Settings
+
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "3 + 4 = ?"}], "max_tokens": 32}
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[Client]:
+    pipe = dinfer.load("tiny", device="cpu", runtime=dinfer.Runtime(rows=8))
+    with served(Settings(rollouts=True), pipe) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model in the box with other weights."""
+    pipe = dinfer.load("tiny", device="cpu")
+    with torch.no_grad():
+        for parameter in pipe.model.parameters():
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(parameter))))
+    folder = tmp_path_factory.mktemp("other") / "tiny"
+    pipe.save(folder)
+    return folder
+
+
+def text(client: Client) -> str:
+    answer = client.ask("/v1/chat/completions", CHAT).json()
+    return str(answer["choices"][0]["message"]["content"])
+
+
+def test_sglangs_update_from_disk(client: Client, other: Path) -> None:
+    before = text(client)
+    assert client.ask("/get_weight_version").json() == {"weight_version": "0"}
+    body = {"model_path": str(other), "weight_version": "7", "flush_cache": True, "abort_all_requests": False}
+    answer = client.ask("/update_weights_from_disk", body)
+    assert (answer.status_code, answer.json()) == (200, {"success": True, "message": "", "num_paused_requests": 0})
+    told = client.ask("/v1/chat/completions", CHAT).json()
+    fresh = dinfer.load(
+        str(other), device="cpu", **{kind: vars(client.pipe.recipe)[kind] for kind in ("iteration", "decoder", "cache")}
+    )
+    assert told["choices"][0]["message"]["content"] == fresh.generate("3 + 4 = ?", max_new_tokens=32).text
+    assert told["usage"]["dinfer"]["weight_version"] == 7
+    assert client.ask("/v1/models").json()["data"][0]["dinfer"]["weight_version"] == 7
+    assert "dinfer_weight_version 7.0" in client.ask("/metrics").text
+    sums = client.ask("/weights_checker", {"action": "checksum"}).json()["checksums"]
+    assert sums == fresh.weights.checksums()
+    back = {"model_path": str(client.pipe.origin[1]), "weight_version": 8, "flush_cache": True}
+    assert client.ask("/update_weights_from_disk", back).json()["success"] and text(client) == before
+
+
+def test_vllms_four_phases_and_what_waits_meanwhile(client: Client) -> None:
+    before = text(client)
+
+    async def trained() -> list[Any]:
+        await client.http.post("/pause?mode=keep")
+        assert (await client.http.get("/is_paused")).json() == {"is_paused": True}
+        waiting = asyncio.create_task(client.http.post("/v1/chat/completions", json=CHAT))
+        await asyncio.sleep(0.05)
+        found = [await client.http.post("/start_weight_update", json={"is_checkpoint_format": True})]
+        found.append(await client.http.post("/finish_weight_update", json={"weight_version": "12"}))
+        assert not waiting.done()
+        found += [await client.http.post("/resume"), await waiting]
+        return found
+
+    answers = client.loop.run(trained())
+    assert [answer.status_code for answer in answers] == [200] * 4
+    assert answers[-1].json()["choices"][0]["message"]["content"] == before
+    assert client.ask("/weight_info").json() == {"weight_version": "12"}
+    assert client.ask("/get_world_size").json() == {"world_size": 1}
+
+
+def test_a_failed_update_stops_requests_until_one_succeeds(client: Client, tmp_path: Path) -> None:
+    before = text(client)
+    absent = client.ask("/update_weights_from_disk", {"model_path": str(tmp_path / "nothing")})
+    assert absent.status_code == 400 and not absent.json()["success"] and "is no folder" in absent.json()["message"]
+    assert text(client) == before
+    for path, body in (
+        ("/update_weights_from_tensor", {"serialized_named_tensors": ["gASV"]}),
+        ("/update_weights_from_disk", {"model_path": "x", "recapture_cuda_graph": True}),
+        ("/update_weights_from_disk", {"model_path": "x", "unknown": 1}),
+        ("/update_weights", {"update_info": {"names": ["x"]}}),
+        ("/finish_weight_update", {}),
+        ("/update_weights_from_distributed", {"names": [], "dtypes": [], "shapes": []}),
+        ("/destroy_weights_update_group", {"group_name": "none"}),
+    ):
+        assert client.ask(path, body).status_code == 400, path
+
+
+def test_sleep_and_wake(client: Client) -> None:
+    before = text(client)
+    assert client.ask("/release_memory_occupation", {"tags": ["weights", "kv_cache"], "level": 2}).json()["success"]
+    assert client.ask("/is_sleeping").json() == {"is_sleeping": True}
+    refused = client.ask("/v1/chat/completions", CHAT)
+    assert refused.status_code == 503 and "sleep" in refused.json()["error"]["message"]
+    assert client.ask("/resume_memory_occupation", {"tags": ["weights"]}).json()["success"]
+    assert not client.ask("/continue_generation", {}).json()["success"]  # nothing is there yet
+    assert client.ask("/update_weights_from_disk", {"model_path": str(client.pipe.origin[1])}).json()["success"]
+    assert client.ask("/resume_memory_occupation", {"tags": ["kv_cache"]}).json()["success"]
+    assert text(client) == before
+    for path in ("/sleep?level=1", "/wake_up", "/flush_cache", "/pause?mode=wait", "/resume"):
+        assert client.ask(path, {}).status_code == 200, path
+    assert client.ask("/update_weight_version", {"new_version": 13, "abort_all_requests": True}).json()["success"]
+    assert client.ask("/weight_version").json() == {"weight_version": "13"} and text(client) == before
+
+
+def test_others_have_no_such_paths() -> None:
+    with served() as client:
+        assert client.ask("/flush_cache", {}).status_code == 404
+    with pytest.raises(ValueError, match=r"rollouts=true lets clients replace the weights, and host=0\.0\.0\.0"):
+        Settings(rollouts=True, host="0.0.0.0", insecure=True)
