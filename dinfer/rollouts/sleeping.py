@@ -1,7 +1,6 @@
 """Gives memory back while a trainer needs it: keys, and weights.
 
-On a card a tensor that wakes is elsewhere, so CUDA graphs are dropped, unless its addresses were reserved
-(`dinfer.rollouts.reserved`).
+What wakes may be elsewhere in memory, so CUDA graphs are dropped.
 """
 
 import ctypes

@@ -259,6 +259,7 @@ def add(app: FastAPI, server: Server) -> None:
     add_groups(app, updates)
     add_states(app, updates)
     add_phases(app, updates)
+    add_pauses(app, updates)
 
 
 def add_updates(app: FastAPI, updates: Updates) -> None:
@@ -365,8 +366,7 @@ def add_states(app: FastAPI, updates: Updates) -> None:
 
 
 def add_phases(app: FastAPI, updates: Updates) -> None:
-    """vLLM's four phases of an update, pauses and sleep."""
-    weights = updates.weights
+    """vLLM's four phases of an update."""
 
     @app.post("/init_weight_transfer_engine")
     async def init(body: Init) -> dict[str, str]:
@@ -391,6 +391,11 @@ def add_phases(app: FastAPI, updates: Updates) -> None:
         """Ends it."""
         await updates.run(lambda: updates.finish(number(None if body is None else body.weight_version)))
         return {"message": "Weight update finished"}
+
+
+def add_pauses(app: FastAPI, updates: Updates) -> None:
+    """vLLM's pauses and sleep, and what it tells."""
+    weights = updates.weights
 
     @app.get("/weight_info")
     async def info() -> dict[str, Any]:

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import torch
 from safetensors.torch import load_file
 
-from dinfer.rollouts.transport import broadcast, join
+from dinfer.rollouts.transport import broadcast, join, leave
 
 
 def main(port: str, file: str, flat: str, last: str) -> None:
     """`last`: the number of tensors after which it ends without a word."""
     group = join("127.0.0.1", int(port), 0, 2, patience=60)
-    tensors = [*load_file(file).values()][: int(last)]
+    every = [*load_file(file).values()]
+    tensors = every[: int(last)]
     if flat == "1":
         tensors = [torch.cat([one.contiguous().view(torch.uint8).flatten() for one in tensors])]
     for tensor in tensors:
         broadcast(group, tensor)
+    if len(tensors) < len(every) and flat == "0":
+        os._exit(0)
+    leave(group)
 
 
 if __name__ == "__main__":
