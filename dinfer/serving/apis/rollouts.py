@@ -204,6 +204,8 @@ def told(
     sample = made.read(place, done)
     (answer,) = sample.to_sglang()
     answer["meta_info"] |= {"id": rid, "cached_tokens": 0, "seed": int(sample.seeds[0]), "exact": sample.exact}
+    if done.counts.more.get("aborted"):
+        answer["meta_info"]["finish_reason"] = {"type": "abort", "message": "the weights were updated, or paused"}
     if not body.return_step_maps:
         for name in [key for key in answer["meta_info"] if key == "step_maps" or key.startswith("dllm_")]:
             del answer["meta_info"][name]
