@@ -13,6 +13,7 @@ import json
 import time
 from argparse import Namespace
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,31 @@ def timed(base: Base, pipe: Pipeline, prompts: list[list[int]], new: int, **opti
     return {"tokens_per_s": scores["tokens"] / seconds, "seconds": seconds} | scores | {"sample": found[0].text}
 
 
+def evaluated(pipe: Any, tasks: list[str], limit: int | None) -> dict[str, Any]:
+    """The metrics of lm-eval's tasks, by the recipe of the pipeline."""
+    import lm_eval
+
+    from evaluations.adapter import DinferLM
+    from evaluations.harness import register
+    from evaluations.sandbox import Limits, in_sandbox
+
+    with in_sandbox(Limits()):
+        found = lm_eval.simple_evaluate(
+            model=DinferLM(pipe), tasks=tasks, task_manager=register(), apply_chat_template=True, limit=limit,
+            confirm_run_unsafe_code=True, bootstrap_iters=0,
+        )  # fmt: skip
+    shown = {
+        task: {
+            name.split(",")[0]: value
+            for name, value in scores.items()
+            if isinstance(value, float) and "_stderr" not in name
+        }
+        for task, scores in found["results"].items()
+    }
+    samples = {task: [one["filtered_resps"] for one in found["samples"][task][:8]] for task in shown}
+    return {"tasks": shown, "documents": {task: len(found["samples"][task]) for task in shown}, "task_samples": samples}
+
+
 def recipes(given: Namespace, base: Base) -> Iterator[tuple[dict[str, Any], Any, list[dict[str, Any]]]]:
     """What is measured, its pipeline, and the options of its requests."""
     where = {"device": given.device, "dtype": given.dtype, "quantize": given.quantize} | json.loads(given.recipe)
@@ -44,6 +70,13 @@ def recipes(given: Namespace, base: Base) -> Iterator[tuple[dict[str, Any], Any,
         for block in given.blocks:
             pipe = loaded(given.base, adapter, block, **where)
             yield {"model": adapter, "block": block}, pipe, [{"threshold": one} for one in given.thresholds]
+
+
+def of_options(pipe: Pipeline, runtime: Runtime, options: dict[str, Any]) -> Pipeline:
+    """The same, where these options are those of all requests."""
+    recipe = pipe.recipe
+    decoder = replace(recipe.decoder, **options)
+    return Pipeline(replace(recipe, decoder=decoder), pipe.tokenizer, runtime)
 
 
 def main() -> None:
@@ -60,6 +93,8 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=200, help="prompts; fewer with few in flight")
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--recipe", default="{}", help="other parts of the recipe, as JSON")
+    parser.add_argument("--tasks", nargs="*", default=[], help="of lm-eval, with the most requests in flight")
+    parser.add_argument("--limit", type=int, help="documents of each task")
     parser.add_argument("--dtype")
     parser.add_argument("--quantize")
     args = parser.parse_args()
@@ -78,8 +113,10 @@ def main() -> None:
             for one in options:
                 row = named | one | {"in_flight": flight}
                 row |= timed(base, side, asked, args.new, temperature=args.temperature, **one)
+                if args.tasks and flight == args.flights[-1]:
+                    row |= evaluated(of_options(side, runtime, one), args.tasks, args.limit)
                 table["recipes"].append(row)
-                print({name: value for name, value in row.items() if name != "sample"}, flush=True)
+                print({name: value for name, value in row.items() if "sample" not in name}, flush=True)
                 save(table, args.out)
 
 
