@@ -110,7 +110,7 @@ class Sampler:
         are left out. `openings`: how so many conversations begin.
         """
         before, opening = len(self.base.chat.before), len(self.after)
-        self.begin(self.row, openings(self.rows))
+        self.begin(self.row, openings(self.rows).to(self.base.device))
         while True:
             for _ in range(every):
                 self.replay()
