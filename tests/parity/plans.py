@@ -29,12 +29,14 @@ class Plan:
     pads_B: Sequence[int] | None = None  # padding in front of each prompt
     options: dict[str, Any] = field(default_factory=dict)  # of every request
     drawn: Drawn | None = None  # makes the decoder, with recorded random numbers; row b is the request of seed b
+    sampled: Callable[[Fields], Any] | None = None  # makes the sampling, with recorded random numbers
     wraps: Callable[[Any], Any] | None = None  # what the reference changes of the model's forward
     every_step: bool = False  # compare the canvas after each step too, but for those that change nothing
     keep_masks: bool = False  # the reference returns what an early stop left undecoded as masks, not as EOS
     drop_eos: bool = False  # the reference returns a single row without its EOS tokens
     response: bool = False  # the reference returns what it generated, without the prompt
     answer: int | None = None  # the reference returns so many new tokens at most, up to the first EOS, and no prompt
+    cut: bool = False  # the reference returns the prompt and the answer, up to the first EOS
     computed: bool = False  # compare the positions that each forward computes, too; of a single row
     filled: bool = False  # the reference fills rows of a batch up with EOS
     grows: bool = False  # the canvas of the reference ends where ours holds EOS; nothing counts there

@@ -40,7 +40,7 @@ class Sdar(BlockFamily):
 
     @classmethod
     def matches(cls, config: dict[str, Any]) -> bool:
-        return config.get("model_type") in ("sdar", "sdar_moe")
+        return config.get("model_type") in ("sdar", "sdar_moe") and config.get("use_regular_causal") is not True
 
     def spec(self, config: dict[str, Any]) -> ModelSpec:
         self.refuse_others(config)

@@ -15,7 +15,7 @@ from dinfer.core.engine.request import Wants
 from dinfer.core.engine.runtime import Runtime
 from dinfer.core.recipe.recipe import Recipe
 from dinfer.core.registry import CACHES, DECODERS, ITERATIONS
-from tests.parity import multi_block
+from tests.parity import causal, multi_block
 from tests.parity.compare import at_most, same
 from tests.parity.golden import Case, Fields, Golden, GoldenError, Skip, need
 from tests.parity.plans import ALGORITHMS, Plan
@@ -106,7 +106,8 @@ def _recipe(
         options["frequencies"] = str(scratch / "token_counts.json")
     decoder = build(DECODERS, options) if plan.drawn is None else plan.drawn(options, doc, bare, plan.new_tokens)
     iteration = build(ITERATIONS, plan.iteration, **plan.sweep)
-    return ReferenceRecipe(network, iteration, decoder, build(CACHES, plan.cache))
+    sampling = {} if plan.sampled is None else {"sampling": plan.sampled(doc)}
+    return ReferenceRecipe(network, iteration, decoder, build(CACHES, plan.cache), **sampling)
 
 
 def _same_steps(doc: Fields, plan: Plan, found: Found, row: int, want: list[list[int]]) -> None:
@@ -128,8 +129,8 @@ def _same_steps(doc: Fields, plan: Plan, found: Found, row: int, want: list[list
 def _same_answers(doc: Fields, plan: Plan, prompts: list[list[int]], rows: list[list[int]]) -> None:
     """The canvases at the end, and what the reference returned."""
     eos_id = doc.take("eos_id")
-    if plan.answer is not None:
-        rows = [answer(row, len(prompt), plan.answer, eos_id) for row, prompt in zip(rows, prompts, strict=True)]
+    if (limit := plan.new_tokens if plan.cut else plan.answer) is not None:
+        rows = [answer(row, len(prompt), limit, eos_id) for row, prompt in zip(rows, prompts, strict=True)]
     if doc.take("final_array", None) is not None:
         same("final_array", doc.take("final_array"), rows)
     if plan.answer is not None or plan.response:
@@ -179,10 +180,11 @@ def answer(row: list[int], prompt: int, limit: int, eos_id: int) -> list[int]:
 
 def _plan(prompts: list[list[int]], params: Fields) -> Plan:
     algorithm = params.text("algorithm")
-    if algorithm not in ALGORITHMS:
+    known = ALGORITHMS | causal.ALGORITHMS
+    if algorithm not in known:
         raise Skip(f"algorithm {algorithm!r} has no translation yet")
     params.where = f"algorithm {algorithm!r}"
-    plan = ALGORITHMS[algorithm](prompts, params)
+    plan = known[algorithm](prompts, params)
     params.finish()
     for registry, config in ((ITERATIONS, plan.iteration), (DECODERS, plan.decoder), (CACHES, plan.cache)):
         need(registry, config["name"])

@@ -1,0 +1,1 @@
+"""Decoders of single families."""

@@ -1,0 +1,1 @@
+"""Iterations of single families."""

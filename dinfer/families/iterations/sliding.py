@@ -1,0 +1,43 @@
+"""A window of fixed length that begins at the first open position (I-DLM, WeDLM; DSB's constant window)."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from dinfer.core.registry import ITERATIONS, option
+from dinfer.core.step.contracts import BlockAfter, Iteration, Moved, RowCursors, State
+from dinfer.core.step.mixins import Pads, Slides
+
+
+@ITERATIONS.register("sliding")
+@dataclass(frozen=True, kw_only=True)
+class Sliding(Iteration, Slides, Pads):
+    """The next `block` positions from the first open one on. It moves with every commit there.
+
+    It has no blocks, so decoders never begin anew, and schedules by blocks have one.
+    """
+
+    paper = "I-DLM, github.com/thuEcstasy/I-DLM; WeDLM, github.com/Tencent/WeDLM"
+
+    block: int = option(32, "positions that may be decoded at once", least=1)
+    stop: Literal["cut", "off"] = option("cut", "at a stop token: 'cut' once all before it is decoded; 'off': go on")
+    whole: bool = option(False, "the window has all its positions up to the last token, and decodes beyond it (WeDLM)")
+
+    def padding(self, new_tokens: int) -> int:
+        return self.block - 1 if self.whole else 0
+
+    def first_region(self, prompt: int, length: int) -> tuple[int, int]:
+        return prompt, min(prompt + self.block, length)
+
+    def advance(self, lanes: RowCursors, after: BlockAfter, state: State) -> Moved:
+        open_BX = after.open_BKL.flatten(1)
+        first_B = lanes.start_B + open_BX.to(torch.int64).argmax(-1)
+        start_B = torch.where(open_BX.any(-1), first_B, after.next_B)
+        done_B = start_B >= lanes.length_B - self.padding(0)
+        if self.stop == "cut":
+            ends_BX = after.stop_BKL.flatten(1) & ~after.given_BKL.flatten(1)
+            done_B = done_B | (ends_BX & (open_BX.cumsum(-1) == 0)).any(-1)
+        start_B = torch.where(done_B, lanes.start_B, start_B)
+        end_B = torch.where(done_B, lanes.end_B, torch.minimum(start_B + self.block, lanes.length_B))
+        return Moved(start_B, end_B, lanes.block_B, torch.zeros_like(done_B)[:, None], done_B)

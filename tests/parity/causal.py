@@ -1,0 +1,108 @@
+"""Plans of causal models that decode in parallel: I-DLM, Nemotron-Labs-Diffusion and WeDLM."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dinfer.core.kernels.random import nucleus
+from dinfer.core.sampling.gumbel import StandardSampling
+from dinfer.core.step.contracts import BlockView, Decoder, ModelSpec
+from dinfer.core.step.model import Options
+from dinfer.core.terms.stats import Draw, VocabularySlice
+from dinfer.families.decoders.isd import ISD
+from tests.parity.golden import Fields
+from tests.parity.plans import Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedSampling(StandardSampling):
+    """Draws the first token whose cumulated share exceeds a recorded number: of a row, its step and a position.
+
+    -1 stands for all positions of a step.
+    """
+
+    draws: dict[tuple[int, int, int], float]
+
+    def draw(
+        self, logits_RLV: Tensor, count_RV: Tensor, view: BlockView, options: Options, spec: ModelSpec, top: int,
+        columns: VocabularySlice,
+    ) -> Draw:  # fmt: skip
+        whole = torch.ones_like(options["top_p"])  # top_p is of what top_k leaves, in these references
+        draw = super().draw(logits_RLV, count_RV, view, options | {"top_p": whole}, spec, top, columns)
+        none = torch.zeros_like(options["top_k"])
+        cut_RLV = nucleus(draw.logits_RLV, options | {"top_k": none}, spec.mask_id, spec.vocab, columns)
+        draw = replace(draw, logits_RLV=cut_RLV)
+        share_RLV = draw.logits_RLV.double().softmax(-1).cumsum(-1)
+        drawn_RL = (share_RLV <= recorded(self.draws, view)[..., None]).sum(-1).clamp_max(spec.vocab - 1)
+        only_RLV = torch.full_like(draw.logits_RLV, -1e9).scatter(-1, drawn_RL[..., None], 0.0)
+        return replace(draw, logits_RLV=only_RLV, scale_R1=torch.zeros_like(draw.scale_R1))
+
+
+def recorded(draws: dict[tuple[int, int, int], float], view: BlockView) -> Tensor:
+    """The recorded numbers of the positions of a view; 0.5 where nothing was drawn. float64 [R, L]"""
+    rows = zip(view.seed_R.tolist(), view.forward_R.tolist(), view.pos_RL.tolist(), strict=True)
+    found = [[draws.get((row, step, pos), draws.get((row, step, -1), 0.5)) for pos in pos_L] for row, step, pos_L in rows]
+    return torch.tensor(found, dtype=torch.float64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedISD(ISD):
+    """ISD whose numbers for acceptance and for corrections are recorded."""
+
+    accepts: dict[tuple[int, int, int], float]
+    corrections: dict[tuple[int, int, int], float]
+
+    def draws(self, view: BlockView, which: int) -> Tensor:
+        return recorded(self.corrections if which else self.accepts, view)
+
+
+def _recorded_isd(options: dict[str, Any], doc: Fields, prompts: list[list[int]], new_tokens: int) -> Decoder:
+    accepts, corrections = {}, {}
+    for row, rounds in enumerate(doc.take("rounds")):
+        for step, each in enumerate(rounds, 1):
+            corrections[row, step, -1] = each.get("residual_draw", 0.5)
+            for place, draw in enumerate(each.get("accept_draws", ())):
+                accepts[row, step, each["cached"] + 1 + place] = draw
+    options = {name: value for name, value in options.items() if name != "name"}
+    return RecordedISD(**options, accepts=accepts, corrections=corrections)
+
+
+def _isd_draws(doc: Fields) -> RecordedSampling:
+    draws = {}
+    for row, rounds in enumerate(doc.take("rounds")):
+        draws[row, 0, -1] = rounds[0]["first_token_draw"]
+        draws |= {(row, step, -1): each["token_draw"] for step, each in enumerate(rounds, 1) if "token_draw" in each}
+    return RecordedSampling(draws=draws)
+
+
+def _isd(prompts: list[list[int]], params: Fields) -> Plan:
+    """I-DLM's IDLMBlockN."""
+    stride, heat = params.take("gen_block_size"), params.take("temperature")
+    drawn, verified = heat > 0, params.take("verify_num_specs", 0)
+    decoder: dict[str, Any] = {"name": "isd", "stride": stride, "verified": verified}
+    options: dict[str, Any] = {}
+    if drawn:
+        options = {"temperature": heat, "top_k": params.take("top_k"), "top_p": params.take("top_p")}
+        decoder |= {"accept": "ratio", "alpha": params.take("verify_alpha", 1.0)}
+    sure = params.take("confidence_accept_threshold", 0.0)
+    if not params.take("use_spec_verify", True):
+        decoder |= {"accept": "sure", "sure": sure} if sure else {"accept": "all"}
+    if params.take("fast_verify", False):
+        top = params.take("fast_verify_topk")
+        decoder |= {"accept": "top", "top": [*(params.take("fast_verify_topk_per_spec", None) or ()), top]}
+    decoder["correct"] = params.take("output_correction", False)
+    params.take("conditional_lora", False)
+    sliding = {"name": "sliding", "block": 2 * stride - 1}
+    return Plan(
+        sliding, decoder, {"name": "block_at_once"}, params.take("max_new_tokens"), options=options, cut=True,
+        drawn=_recorded_isd if drawn else None, sampled=_isd_draws if drawn else None,
+    )  # fmt: skip
+
+
+ALGORITHMS: dict[str, Callable[[list[list[int]], Fields], Plan]] = {
+    "idlm_isd": _isd,
+}
