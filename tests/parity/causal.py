@@ -95,10 +95,10 @@ def _isd(prompts: list[list[int]], params: Fields) -> Plan:
         top = params.take("fast_verify_topk")
         decoder |= {"accept": "top", "top": [*(params.take("fast_verify_topk_per_spec", None) or ()), top]}
     decoder["correct"] = params.take("output_correction", False)
-    params.take("conditional_lora", False)
     sliding = {"name": "sliding", "block": 2 * stride - 1}
     return Plan(
         sliding, decoder, {"name": "block_at_once"}, params.take("max_new_tokens"), options=options, cut=True,
+        adapted=params.take("conditional_lora", False),
         drawn=_recorded_isd if drawn else None, sampled=_isd_draws if drawn else None,
     )  # fmt: skip
 

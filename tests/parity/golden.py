@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -101,15 +101,16 @@ class Golden:
 
     root: Path
     device: torch.device = CPU
-    networks: dict[Path, Any] = field(default_factory=dict)
+    networks: dict[tuple[Path, bool], Any] = field(default_factory=dict)
 
-    def network(self, folder: str, family: str) -> Any:
-        """The model of a folder below the root, in float32."""
-        path = self.root / folder
-        if path not in self.networks:
+    def network(self, folder: str, family: str, adapted: bool = False) -> Any:
+        """The model of a folder below the root, in float32. `adapted`: with the adapter there, which drafts take."""
+        key = (path := self.root / folder), adapted
+        if key not in self.networks:
             known = self.family(folder, family)
-            self.networks[path] = load_network(path, known, dtype=torch.float32, device=self.device)
-        return self.networks[path]
+            known = replace(known, draft_adapter=str(path)) if adapted else known
+            self.networks[key] = load_network(path, known, dtype=torch.float32, device=self.device)
+        return self.networks[key]
 
     def tensors(self, path: Path, *names: str) -> list[Tensor]:
         """Some tensors of a safetensors file. Raises GoldenError if one is missing."""

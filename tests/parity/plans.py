@@ -36,6 +36,7 @@ class Plan:
     drop_eos: bool = False  # the reference returns a single row without its EOS tokens
     response: bool = False  # the reference returns what it generated, without the prompt
     answer: int | None = None  # the reference returns so many new tokens at most, up to the first EOS, and no prompt
+    adapted: bool = False  # drafts take the adapter in the model's folder
     cut: bool = False  # the reference returns the prompt and the answer, up to the first EOS
     computed: bool = False  # compare the positions that each forward computes, too; of a single row
     filled: bool = False  # the reference fills rows of a batch up with EOS

@@ -298,7 +298,7 @@ def load_network(
         filling.warn(dtype)
     linear.settle(network)
     imported()
-    return network
+    return family.finished(network)
 
 
 class _Filling:

@@ -132,6 +132,10 @@ class ModelFamily(Component):
     def weights(self, spec: ModelSpec, experts: ExpertLayout = "separate") -> dict[str, Placement]:
         """Every tensor the checkpoint must have, and where it goes."""
 
+    def finished(self, network: Any) -> Any:
+        """The network once it holds the checkpoint's weights. A family may add to it."""
+        return network
+
     def copies(self, spec: ModelSpec) -> dict[str, str]:
         """Names of tied weights that some programs also save, and for each the name in `weights` that it repeats."""
         return {}

@@ -15,6 +15,7 @@ from dinfer.core.step.ability import ByPart, Decision, Forward, Step
 from dinfer.core.step.contracts import State
 from dinfer.core.step.cursors import BlockView, Phase, Status
 from dinfer.core.step.mixins import KeepsNothing, Slides
+from dinfer.families.gated import GatedPass, GatedTransformer
 
 PLAIN_KEYS = Trait(lambda cache: not (isinstance(cache, KeepsNothing) or cache.plan(Phase.WINDOW).keeps))
 
@@ -61,6 +62,12 @@ class Drafting(ByPart[Drafts]):
         fed_BW = draft_BL.gather(1, place_BW.clamp(0, draft_BL.shape[1] - 1))
         run.tokens_BW = torch.where(open_BW & (fed_BW >= 0), fed_BW, run.tokens_BW)
         return None
+
+    def feed(self, step: Step, run: Forward) -> None:
+        network = step.recipe.model
+        if isinstance(network, GatedTransformer) and step.shape.phase != Phase.PREFILL:
+            open_BW = (run.status_BW == int(Status.OPEN)) & (run.pos_BW >= 0)
+            run.model = GatedPass(network, open_BW & (run.tokens_BW == network.spec.mask_id))
 
     def adjust(self, step: Step, view: BlockView, logits_RLV: Tensor, state: State) -> Tensor:
         options = step.state.options(step.recipe, step.lanes.slot_B, "sampling", step.shape.blocks)

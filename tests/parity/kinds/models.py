@@ -22,6 +22,7 @@ ATTENTION = {
     "full_bidirectional_with_padding": "bidirectional",
     "block_causal": "block_causal",
     "causal": "causal",
+    "causal_gated_lora": "causal",
 }
 
 
@@ -42,10 +43,10 @@ def cases(golden: Golden, path: Path, doc: Fields) -> Iterator[Case]:
 def run(golden: Golden, path: Path, doc: Fields, case: Fields) -> str:
     """Compares the logits of all real tokens."""
     folder = path.parent.relative_to(golden.root).as_posix()
-    network = golden.network(folder, doc.take("family"))
+    attention = case.take("attention")
+    network = golden.network(folder, doc.take("family"), attention == "causal_gated_lora")
     if network.spec.encoder:
         return uniform.run_model(golden, network, case, path.with_suffix(".safetensors"))
-    attention = case.take("attention")
     if attention not in ATTENTION:
         raise Skip(f"attention {attention!r:.60} of a model case is not there yet")
 
@@ -60,9 +61,13 @@ def run(golden: Golden, path: Path, doc: Fields, case: Fields) -> str:
     if rule["attention"] == "block_causal":
         rule["block_length"] = case.take("block_length")
     bounds = {"atol": case.take("atol"), "rtol": case.take("rtol")}
-    if mask_BT is None and pos_BT is None:
+    if mask_BT is None and pos_BT is None and attention != "causal_gated_lora":
         worst = golden.close("logits", logits_BTV, network.score(ids_BT, **rule), **bounds)
         return f"largest difference {worst:.2g}"
+    if attention == "causal_gated_lora":
+        with network.gate.on(tensor("lora_rows") > 0):
+            got_BTV = network.score(ids_BT, attention="causal")
+        return f"largest difference {golden.close('logits', logits_BTV, got_BTV, **bounds):.2g}"
     worst = 0.0
     for row, ids_T in enumerate(ids_BT):
         part = real_tokens(row, ids_T, mask_BT, pos_BT, rule["attention"])

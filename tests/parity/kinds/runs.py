@@ -91,7 +91,7 @@ def _recipe(
     golden: Golden, doc: Fields, plan: Plan, bare: list[list[int]], scratch: Path, computed: list[list[int]]
 ) -> Recipe:
     """The network with the plan's components. Its forwards note in `computed` which positions they compute."""
-    network = copy.copy(golden.network(doc.text("model"), doc.text("family")))  # shares the weights
+    network = copy.copy(golden.network(doc.text("model"), doc.text("family"), plan.adapted))  # shares the weights
     ids = {"mask_id": doc.take("mask_id"), "eos_id": doc.take("eos_id"), "stop_ids": (doc.take("eos_id"),)}
     network.spec = replace(network.spec, **ids, **plan.spec)
     if not all(0 <= token < network.spec.vocab for prompt in bare for token in prompt):

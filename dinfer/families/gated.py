@@ -1,0 +1,109 @@
+"""Weights that only some rows of a forward take: a low-rank part of linear layers, switched by row (I-DLM, Nemotron).
+
+Shape suffixes: B lanes, W positions, R ranks of the low-rank part, O outputs, K inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dinfer.core.layers.transformer import Transformer
+from dinfer.core.loading.files import ADAPTER, locate
+from dinfer.core.provided import needed
+from dinfer.core.ranks.split import Placement
+from dinfer.core.step.model import Attend
+
+
+class Gate:
+    """Which rows of the forward that is running take the low-rank part; shared by its layers."""
+
+    def __init__(self) -> None:
+        self.rows_BW: Tensor | None = None  # bool; None: none do, and nothing is computed for them
+
+    @contextmanager
+    def on(self, rows_BW: Tensor) -> Iterator[None]:
+        """Opens the gate for these rows. bool [B, W]"""
+        self.rows_BW = rows_BW
+        try:
+            yield
+        finally:
+            self.rows_BW = None
+
+
+class GatedLinear(nn.Module):
+    """W x + b, and scale * B A x in rows whose gate is open."""
+
+    def __init__(self, base: nn.Module, gate: Gate, a_RK: Tensor, b_OR: Tensor) -> None:
+        super().__init__()
+        self.base, self.gate = base, gate
+        self.a, self.b = (nn.Parameter(x, requires_grad=False) for x in (a_RK, b_OR))
+
+    def forward(self, x_BWK: Tensor) -> Tensor:
+        """[B, W, K] -> [B, W, O]"""
+        y_BWO = self.base(x_BWK)
+        if (rows_BW := self.gate.rows_BW) is None:
+            return y_BWO
+        low_BWR = (x_BWK.view(*rows_BW.shape, -1) @ self.a.T) * rows_BW[..., None]
+        return y_BWO + (low_BWR @ self.b.T).view_as(y_BWO)
+
+
+class GatedTransformer(Transformer):
+    """A transformer some of whose linear layers have a low-rank part that single rows take."""
+
+    gate: Gate
+
+    def add(self, pairs: Mapping[str, tuple[Tensor, Tensor]], scale: float, placements: Mapping[str, Placement]) -> None:
+        """Adds the pairs A [r, K] and B [o, r], by the checkpoint's names of the matrices that they change."""
+        self.gate, parts = Gate(), dict[str, list[tuple[Placement, Tensor, Tensor]]]()
+        for name, (a_RK, b_OR) in pairs.items():
+            place = placements[name]
+            parts.setdefault(place.parameter.removesuffix(".weight"), []).append((place, a_RK, b_OR * scale))
+        for path, some in parts.items():
+            base = self.get_submodule(path)
+            a_RK = torch.cat([a_RK for _, a_RK, _ in some])
+            out = sum(place.shape[0] for place in placements.values() if place.parameter == f"{path}.weight")
+            b_OR = torch.zeros(out, len(a_RK), dtype=a_RK.dtype)
+            rank = 0
+            for place, _, own_OR in some:  # parts of one matrix: each fills its own rows from its own ranks
+                b_OR[place.row : place.row + len(own_OR), rank : rank + own_OR.shape[1]] = own_OR
+                rank += own_OR.shape[1]
+            like = dict(device=self.device, dtype=self.dtype)
+            owner, _, name = path.rpartition(".")
+            setattr(self.get_submodule(owner), name, GatedLinear(base, self.gate, a_RK.to(**like), b_OR.to(**like)))
+
+
+@dataclass(frozen=True, slots=True)
+class GatedPass:
+    """A forward of a network in which some rows take the low-rank part."""
+
+    network: GatedTransformer
+    rows_BW: Tensor
+
+    def embed(self, tokens_BW: Tensor) -> Tensor:
+        return self.network.embed(tokens_BW)
+
+    def forward(self, x_BWD: Tensor, attend: Any) -> Tensor:
+        """All hidden states, whatever is read. [B, W, D]"""
+        with self.network.gate.on(self.rows_BW):
+            return self.network.forward(x_BWD, whole(attend))
+
+    def logits(self, h_BLD: Tensor) -> Tensor:
+        return self.network.logits(h_BLD)
+
+
+def whole(attend: Any) -> Attend:
+    """The same attention, of which all hidden states are read: rows keep the places of their gates."""
+    return replace(attend, needed_BX=None)
+
+
+def gated(network: GatedTransformer, adapter: str, placements: Mapping[str, Placement]) -> GatedTransformer:
+    """The network with an adapter's low-rank parts. Raises ValueError for an adapter that does not fit."""
+    read = needed("read_adapter", f"model.draft_adapter={adapter}", "formats")(locate(adapter, needed=ADAPTER), placements)
+    network.add(read.pairs, read.scale, placements)
+    return network
