@@ -15,9 +15,12 @@ from torch import Tensor, nn
 
 from dinfer.core.layers.transformer import Transformer
 from dinfer.core.loading.files import ADAPTER, locate
+from dinfer.core.models._family import HubFamily
 from dinfer.core.provided import needed
 from dinfer.core.ranks.split import Placement
+from dinfer.core.registry import option
 from dinfer.core.step.model import Attend
+from dinfer.core.terms.spec import ModelSpec
 
 
 class Gate:
@@ -56,11 +59,12 @@ class GatedLinear(nn.Module):
 class GatedTransformer(Transformer):
     """A transformer some of whose linear layers have a low-rank part that single rows take."""
 
-    gate: Gate
+    gate: Gate | None = None  # None: it has no such parts
 
     def add(self, pairs: Mapping[str, tuple[Tensor, Tensor]], scale: float, placements: Mapping[str, Placement]) -> None:
         """Adds the pairs A [r, K] and B [o, r], by the checkpoint's names of the matrices that they change."""
-        self.gate, parts = Gate(), dict[str, list[tuple[Placement, Tensor, Tensor]]]()
+        gate = Gate()
+        self.gate, parts = gate, dict[str, list[tuple[Placement, Tensor, Tensor]]]()
         for name, (a_RK, b_OR) in pairs.items():
             place = placements[name]
             parts.setdefault(place.parameter.removesuffix(".weight"), []).append((place, a_RK, b_OR * scale))
@@ -75,7 +79,7 @@ class GatedTransformer(Transformer):
                 rank += own_OR.shape[1]
             like = dict(device=self.device, dtype=self.dtype)
             owner, _, name = path.rpartition(".")
-            setattr(self.get_submodule(owner), name, GatedLinear(base, self.gate, a_RK.to(**like), b_OR.to(**like)))
+            setattr(self.get_submodule(owner), name, GatedLinear(base, gate, a_RK.to(**like), b_OR.to(**like)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +94,7 @@ class GatedPass:
 
     def forward(self, x_BWD: Tensor, attend: Any) -> Tensor:
         """All hidden states, whatever is read. [B, W, D]"""
+        assert self.network.gate is not None
         with self.network.gate.on(self.rows_BW):
             return self.network.forward(x_BWD, whole(attend))
 
@@ -102,8 +107,29 @@ def whole(attend: Any) -> Attend:
     return replace(attend, needed_BX=None)
 
 
-def gated(network: GatedTransformer, adapter: str, placements: Mapping[str, Placement]) -> GatedTransformer:
-    """The network with an adapter's low-rank parts. Raises ValueError for an adapter that does not fit."""
+def passing(network: Any, rows_BW: Tensor) -> GatedPass | None:
+    """A forward in which these rows take the low-rank part; None: the network has none."""
+    if isinstance(network, GatedTransformer) and network.gate is not None:
+        return GatedPass(network, rows_BW)
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedFamily(HubFamily):
+    """A family whose drafts may take an adapter that its tokens do not."""
+
+    draft_adapter: str | None = option(None, "hub name or folder of a PEFT LoRA adapter that drafting rows alone take")
+
+    def network(self, spec: ModelSpec) -> Transformer:
+        return GatedTransformer(spec)
+
+    def finished(self, network: Any) -> Any:
+        if self.draft_adapter is not None:
+            add(network, self.draft_adapter, self.weights(network.spec))
+        return network
+
+
+def add(network: GatedTransformer, adapter: str, placements: Mapping[str, Placement]) -> None:
+    """Adds an adapter's low-rank parts. Raises ValueError for an adapter that does not fit."""
     read = needed("read_adapter", f"model.draft_adapter={adapter}", "formats")(locate(adapter, needed=ADAPTER), placements)
     network.add(read.pairs, read.scale, placements)
-    return network

@@ -14,7 +14,7 @@ from dinfer.core.step.contracts import BlockView, Decoder, ModelSpec
 from dinfer.core.step.model import Options
 from dinfer.core.terms.stats import Draw, VocabularySlice
 from dinfer.families.decoders.isd import ISD
-from tests.parity.golden import Fields
+from tests.parity.golden import Fields, Skip
 from tests.parity.plans import Plan
 
 
@@ -79,7 +79,7 @@ def _isd_draws(doc: Fields) -> RecordedSampling:
     return RecordedSampling(draws=draws)
 
 
-def _isd(prompts: list[list[int]], params: Fields) -> Plan:
+def _isd(doc: Fields, prompts: list[list[int]], params: Fields) -> Plan:
     """I-DLM's IDLMBlockN."""
     stride, heat = params.take("gen_block_size"), params.take("temperature")
     drawn, verified = heat > 0, params.take("verify_num_specs", 0)
@@ -103,6 +103,33 @@ def _isd(prompts: list[list[int]], params: Fields) -> Plan:
     )  # fmt: skip
 
 
-ALGORITHMS: dict[str, Callable[[list[list[int]], Fields], Plan]] = {
+def _blocks(doc: Fields, prompts: list[list[int]], params: Fields) -> Plan:
+    """Nemotron's `generate`: blocks behind the first token that a causal pass gives."""
+    new_tokens, block, threshold = (params.take(name) for name in ("max_new_tokens", "block_length", "threshold"))
+    if params.take("temperature") or params.take("max_thinking_tokens") is not None:
+        raise Skip("Nemotron: draws and limits of thinking are not there yet")
+    iteration = {"name": "seeded", "block": block}
+    decoder = {"name": "threshold", "threshold": threshold}
+    if threshold is None:
+        decoder = {"name": "fixed", "steps": block}
+    return Plan(iteration, decoder, {"name": "block_at_once"}, new_tokens, cut=True, padding=1)
+
+
+def _linear_spec(doc: Fields, prompts: list[list[int]], params: Fields) -> Plan:
+    """Nemotron's `linear_spec_generate`, which may go beyond what was asked for."""
+    params.take("max_new_tokens")
+    block, threshold = params.take("block_length"), params.take("threshold")
+    if params.take("temperature") or params.take("max_thinking_tokens", None) is not None:
+        raise Skip("Nemotron: draws and limits of thinking are not there yet")
+    new_tokens = len(doc.take("output_ids")[0]) - len(prompts[0])
+    return Plan(
+        {"name": "seeded_drafts", "block": block}, {"name": "linear_spec", "threshold": threshold},
+        {"name": "block_at_once"}, new_tokens, cut=True, adapted=params.take("draft_adapter", False),
+    )  # fmt: skip
+
+
+ALGORITHMS: dict[str, Callable[[Fields, list[list[int]], Fields], Plan]] = {
     "idlm_isd": _isd,
+    "nemotron_generate": _blocks,
+    "nemotron_linear_spec": _linear_spec,
 }

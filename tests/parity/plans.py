@@ -36,6 +36,7 @@ class Plan:
     drop_eos: bool = False  # the reference returns a single row without its EOS tokens
     response: bool = False  # the reference returns what it generated, without the prompt
     answer: int | None = None  # the reference returns so many new tokens at most, up to the first EOS, and no prompt
+    padding: int = 0  # positions behind those that the reference is asked for, see `Pads`
     adapted: bool = False  # drafts take the adapter in the model's folder
     cut: bool = False  # the reference returns the prompt and the answer, up to the first EOS
     computed: bool = False  # compare the positions that each forward computes, too; of a single row
@@ -46,7 +47,7 @@ class Plan:
     def request(self, prompt: list[int], mask_id: int, options: list[float]) -> Request:
         """The run of one row."""
         if not self.constraints:
-            return Request(prompt, self.new_tokens, options)
+            return Request(prompt, self.new_tokens, options, padding=self.padding)
         places = range(self.new_tokens)
         tokens = [self.constraints.get(place, mask_id) for place in places]
         gaps = [False] * len(prompt) + [place not in self.constraints for place in places]

@@ -3,7 +3,6 @@
 Shape suffixes: B lanes, W positions, X query, key and value heads, E head size, Y entries of a key/value pool.
 """
 
-import math
 from functools import cache
 
 import torch
@@ -13,12 +12,12 @@ from dinfer.core.kernels.deferred import close, held, to_add
 from dinfer.core.kernels.dispatch import native, triton, use_triton
 from dinfer.core.kernels.norm import rms_norm
 from dinfer.core.kernels.types import FLOAT8, LARGEST, Deferred, HeadNorm, InputFormat, Projections, Table
-from dinfer.core.terms.spec import RopeStretch
+from dinfer.core.terms.spec import Stretch
 
 
 def rotary_table(
     pos_BW: Tensor, dim: int, theta: float, dtype: torch.dtype, pairs: int | None = None,
-    stretch: RopeStretch | None = None,
+    stretch: Stretch | None = None,
 ) -> Table:  # fmt: skip
     """cos and signed sin of the angles pos * theta^(-2i / dim), for both halves. [B, W, 1, dim]
 
@@ -36,14 +35,12 @@ def rotary_table(
 
 def frequencies(
     dim: int, theta: float, dtype: torch.dtype, pairs: int | None, device: torch.device,
-    stretch: RopeStretch | None = None,
+    stretch: Stretch | None = None,
 ) -> Tensor:  # fmt: skip
     """The angle by which each pair turns from one position to the next. [dim / 2]"""
     frequency = torch.pow(theta, -torch.arange(0, dim, 2, device=device, dtype=dtype) / dim)
     if stretch is not None:
-        turns = stretch.length * frequency / (2 * math.pi)  # within the positions before the change
-        kept = ((turns - stretch.low) / (stretch.high - stretch.low)).clamp(0, 1)
-        frequency = frequency * (kept + (1 - kept) / stretch.factor)
+        frequency = stretch.scaled(frequency)
     return frequency if pairs is None else frequency * (torch.arange(dim // 2, device=device) < pairs)
 
 

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 
 def _check_counts(said: str, **values: int) -> None:
@@ -64,6 +64,12 @@ class LocalAttention:
         _check_counts("{} of the local layers", window=self.window, kv_heads=self.kv_heads, head_dim=self.head_dim)
 
 
+class Stretch(Protocol):
+    """How rotary frequencies were changed for longer texts."""
+
+    def scaled(self, frequency_X: Any) -> Any: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeStretch:
     """How rotary frequencies were changed for longer texts (Llama 3.1, arXiv:2407.21783).
@@ -80,6 +86,12 @@ class RopeStretch:
     def __post_init__(self) -> None:
         if not self.low < self.high:
             raise ValueError(f"rope_scaling: low_freq_factor={self.low} must be below high_freq_factor={self.high}")
+
+    def scaled(self, frequency_X: Any) -> Any:
+        """The frequencies of the pairs of a head, changed. Tensors [E / 2]"""
+        turns_X = self.length * frequency_X / (2 * math.pi)  # within the positions before the change
+        kept_X = ((turns_X - self.low) / (self.high - self.low)).clamp(0, 1)
+        return frequency_X * (kept_X + (1 - kept_X) / self.factor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +110,7 @@ class ModelSpec:
     rope_theta: float
     rope_dim: int | None = None  # entries of a head that are rotated, the first ones; None: all
     rope_pairs: int | None = None  # pairs of entries that are rotated, at the angles of a whole head; None: all
-    rope_stretch: RopeStretch | None = None  # None: frequencies are powers of rope_theta
+    rope_stretch: Stretch | None = None  # None: frequencies are powers of rope_theta
     qkv_bias: bool = False
     qk_norm: bool = False  # RMSNorm of each query and key head, before it is rotated
     experts: ExpertSpec | None = None

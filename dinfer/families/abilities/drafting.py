@@ -15,7 +15,7 @@ from dinfer.core.step.ability import ByPart, Decision, Forward, Step
 from dinfer.core.step.contracts import State
 from dinfer.core.step.cursors import BlockView, Phase, Status
 from dinfer.core.step.mixins import KeepsNothing, Slides
-from dinfer.families.gated import GatedPass, GatedTransformer
+from dinfer.families.gated import passing
 
 PLAIN_KEYS = Trait(lambda cache: not (isinstance(cache, KeepsNothing) or cache.plan(Phase.WINDOW).keeps))
 
@@ -64,10 +64,10 @@ class Drafting(ByPart[Drafts]):
         return None
 
     def feed(self, step: Step, run: Forward) -> None:
-        network = step.recipe.model
-        if isinstance(network, GatedTransformer) and step.shape.phase != Phase.PREFILL:
+        if step.shape.phase != Phase.PREFILL:
             open_BW = (run.status_BW == int(Status.OPEN)) & (run.pos_BW >= 0)
-            run.model = GatedPass(network, open_BW & (run.tokens_BW == network.spec.mask_id))
+            masks_BW = open_BW & (run.tokens_BW == step.recipe.model.spec.mask)
+            run.model = passing(step.recipe.model, masks_BW) or run.model
 
     def adjust(self, step: Step, view: BlockView, logits_RLV: Tensor, state: State) -> Tensor:
         options = step.state.options(step.recipe, step.lanes.slot_B, "sampling", step.shape.blocks)

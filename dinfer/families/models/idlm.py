@@ -3,11 +3,10 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from dinfer.core.layers.transformer import Transformer
-from dinfer.core.models._family import PLAIN, HubFamily, complete
+from dinfer.core.models._family import PLAIN, complete
 from dinfer.core.registry import MODELS, option
 from dinfer.core.terms.spec import ModelSpec
-from dinfer.families.gated import GatedTransformer, gated
+from dinfer.families.gated import GatedFamily
 from dinfer.families.qwen import QWEN
 
 EXPECTED = PLAIN | {"attention_bias": (False, None), "use_regular_causal": (True, None)}
@@ -15,7 +14,7 @@ EXPECTED = PLAIN | {"attention_bias": (False, None), "use_regular_causal": (True
 
 @MODELS.register("idlm")
 @dataclass(frozen=True, kw_only=True)
-class Idlm(HubFamily):
+class Idlm(GatedFamily):
     """I-DLM checkpoints, whose config is SDAR's with `use_regular_causal`."""
 
     paper = "I-DLM, github.com/thuEcstasy/I-DLM"
@@ -25,7 +24,6 @@ class Idlm(HubFamily):
     published_stops: ClassVar[tuple[int, ...]] = (151645,)
 
     checkpoint: str = option("yifanyu/I-DLM-8B", "hub name or folder")
-    draft_adapter: str | None = option(None, "hub name or folder of a PEFT LoRA adapter that masks alone take, as they draft")
 
     @classmethod
     def matches(cls, config: dict[str, Any]) -> bool:
@@ -37,11 +35,3 @@ class Idlm(HubFamily):
         return ModelSpec(
             family="idlm", mlp=config["intermediate_size"], qk_norm=True, shift=1, causal_block=1, **self.body(config)
         )
-
-    def network(self, spec: ModelSpec) -> Transformer:
-        return Transformer(spec) if self.draft_adapter is None else GatedTransformer(spec)
-
-    def finished(self, network: Any) -> Any:
-        if self.draft_adapter is None:
-            return network
-        return gated(network, self.draft_adapter, self.weights(network.spec))

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dinfer.core.layers.transformer import WholeAttend
 from tests.parity.golden import Case, Fields, Golden, Skip
 from tests.parity.kinds import uniform
 
@@ -26,6 +27,20 @@ ATTENTION = {
 }
 
 
+
+
+def block_behind(length: int, block: int) -> Tensor:
+    """Causal but for the last `block` rows, which see everything. bool [T, T]"""
+    seen_TT = torch.ones(length, length, dtype=torch.bool).tril()
+    seen_TT[-block:] = True
+    return seen_TT
+
+
+# Attention that no argument of `score` stands for: what each row sees, of length and block length.
+SEEN = {
+    "causal_then_block": block_behind,
+    "causal_in_fed_order": lambda length, block: torch.ones(length, length, dtype=torch.bool).tril(),
+}
 FILES = "models/*/cases.json"
 
 
@@ -47,6 +62,8 @@ def run(golden: Golden, path: Path, doc: Fields, case: Fields) -> str:
     network = golden.network(folder, doc.take("family"), attention == "causal_gated_lora")
     if network.spec.encoder:
         return uniform.run_model(golden, network, case, path.with_suffix(".safetensors"))
+    if attention in SEEN:
+        return seen(golden, network, case, path.with_suffix(".safetensors"))
     if attention not in ATTENTION:
         raise Skip(f"attention {attention!r:.60} of a model case is not there yet")
 
@@ -75,6 +92,19 @@ def run(golden: Golden, path: Path, doc: Fields, case: Fields) -> str:
             got_TV = network.score(ids_T[None, part], **rule)[0]
             where = f"logits[{row}, {part.start}:{part.stop}]"
             worst = max(worst, golden.close(where, logits_BTV[row, part], got_TV, **bounds))
+    return f"largest difference {worst:.2g}"
+
+
+def seen(golden: Golden, network: Any, case: Fields, path: Path) -> str:
+    """Compares logits of whole sequences whose rows see what `SEEN` says."""
+    ids_BT, logits_BTV = golden.tensors(path, f"{case.take('name')}.input_ids", f"{case.take('name')}.logits")
+    pos_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device).expand_as(ids_BT)
+    if case.take("attention") == "causal_in_fed_order":
+        pos_BT = golden.tensors(path, f"{case.take('name')}.position_ids")[0]
+    seen_TT = SEEN[case.take("attention")](ids_BT.shape[1], case.take("block_length", 0)).to(ids_BT.device)
+    attend = WholeAttend(pos_BT, seen_TT.expand(len(ids_BT), -1, -1))
+    got_BTV = network.logits(network(network.embed(ids_BT), attend))
+    worst = golden.close("logits", logits_BTV, got_BTV, atol=case.take("atol"), rtol=case.take("rtol"))
     return f"largest difference {worst:.2g}"
 
 

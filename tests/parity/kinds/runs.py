@@ -47,7 +47,7 @@ def run(golden: Golden, doc: Fields) -> str:
     """Generates as the reference did; compares the tokens of every row, and the forwards of the longest."""
     golden.family(doc.text("model"), doc.text("family"))
     prompts, mask_id = doc.rows("prompt_ids", int), doc.take("mask_id")
-    plan = _plan(prompts, doc.fields("params"))
+    plan = _plan(prompts, doc)
     if any(mask_id in prompt for prompt in prompts):
         raise Skip("prompts that hold mask tokens are not there yet")
     with TemporaryDirectory() as scratch:
@@ -178,9 +178,10 @@ def answer(row: list[int], prompt: int, limit: int, eos_id: int) -> list[int]:
     return row[: min(end, prompt + limit)]
 
 
-def _plan(prompts: list[list[int]], params: Fields) -> Plan:
+def _plan(prompts: list[list[int]], doc: Fields) -> Plan:
+    params = doc.fields("params")
     algorithm = params.text("algorithm")
-    known = ALGORITHMS | causal.ALGORITHMS
+    known = ALGORITHMS | {name: partial(plan, doc) for name, plan in causal.ALGORITHMS.items()}
     if algorithm not in known:
         raise Skip(f"algorithm {algorithm!r} has no translation yet")
     params.where = f"algorithm {algorithm!r}"
