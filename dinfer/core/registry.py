@@ -18,6 +18,7 @@ import importlib.util
 import inspect
 import math
 import pkgutil
+import re
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -29,7 +30,9 @@ from typing import Any, Generic, Literal, TypeVar, Union, cast, get_args, get_or
 
 from dinfer.core.provided import packages
 
-CONTRACTS = ("dinfer.core.step.",)  # modules of what components derive from, which has no options
+CONTRACTS = re.compile(
+    r"dinfer\.(core\.step|\w+\.abilities)\."
+)  # modules of what components derive from, without options
 TYPES: dict[str, Any] = {"int": int, "float": float, "bool": bool, "str": str}
 EXACT = 2**53  # per-request options are columns of one float64 tensor, which holds integers up to here
 T = TypeVar("T", bound=type)
@@ -91,7 +94,7 @@ def _classes(module: str, trees: Mapping[str, ast.Module | None]) -> Classes:
             source = node.module or ""
             known = _classes(source, trees)
             for name in (alias.name for alias in node.names):
-                if name in known or source.startswith(CONTRACTS):
+                if name in known or CONTRACTS.match(source):
                     found[name] = known.get(name, Description("", "", ()))
         elif isinstance(node, ast.ClassDef):
             bases = found.copy()

@@ -15,12 +15,9 @@ from torch import Tensor, nn
 
 from dinfer.core.layers.transformer import Transformer
 from dinfer.core.loading.files import ADAPTER, locate
-from dinfer.core.models._family import HubFamily
 from dinfer.core.provided import needed
 from dinfer.core.ranks.split import Placement
-from dinfer.core.registry import option
 from dinfer.core.step.model import Attend
-from dinfer.core.terms.spec import ModelSpec
 
 
 class Gate:
@@ -61,7 +58,9 @@ class GatedTransformer(Transformer):
 
     gate: Gate | None = None  # None: it has no such parts
 
-    def add(self, pairs: Mapping[str, tuple[Tensor, Tensor]], scale: float, placements: Mapping[str, Placement]) -> None:
+    def add(
+        self, pairs: Mapping[str, tuple[Tensor, Tensor]], scale: float, placements: Mapping[str, Placement]
+    ) -> None:
         """Adds the pairs A [r, K] and B [o, r], by the checkpoint's names of the matrices that they change."""
         gate = Gate()
         self.gate, parts = gate, dict[str, list[tuple[Placement, Tensor, Tensor]]]()
@@ -114,22 +113,8 @@ def passing(network: Any, rows_BW: Tensor) -> GatedPass | None:
     return None
 
 
-@dataclass(frozen=True, kw_only=True)
-class GatedFamily(HubFamily):
-    """A family whose drafts may take an adapter that its tokens do not."""
-
-    draft_adapter: str | None = option(None, "hub name or folder of a PEFT LoRA adapter that drafting rows alone take")
-
-    def network(self, spec: ModelSpec) -> Transformer:
-        return GatedTransformer(spec)
-
-    def finished(self, network: Any) -> Any:
-        if self.draft_adapter is not None:
-            add(network, self.draft_adapter, self.weights(network.spec))
-        return network
-
-
-def add(network: GatedTransformer, adapter: str, placements: Mapping[str, Placement]) -> None:
+def add_adapter(network: GatedTransformer, adapter: str, placements: Mapping[str, Placement]) -> None:
     """Adds an adapter's low-rank parts. Raises ValueError for an adapter that does not fit."""
-    read = needed("read_adapter", f"model.draft_adapter={adapter}", "formats")(locate(adapter, needed=ADAPTER), placements)
-    network.add(read.pairs, read.scale, placements)
+    read_adapter = needed("read_adapter", f"model.draft_adapter={adapter}", "formats")
+    found = read_adapter(locate(adapter, needed=ADAPTER), placements)
+    network.add(found.pairs, found.scale, placements)

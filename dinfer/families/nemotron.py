@@ -1,11 +1,10 @@
 """Nemotron-Labs-Diffusion's network: one set of weights with causal and bidirectional passes.
 
 A causal pass reads what is decoded, and its rows predict the next token. A bidirectional pass has a block of masks see
-itself and all before it, and its rows predict their own positions. Beside that it is a Llama with YaRN (arXiv:2309.00071)
-and queries that grow with their position (Llama 4).
+itself and all before it, and its rows predict their own positions. Beside that it is a Llama with YaRN
+(arXiv:2309.00071) and queries that grow with their position (Llama 4).
 """
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,32 +16,6 @@ from dinfer.core.kernels.types import Projections
 from dinfer.core.step.model import Attend
 from dinfer.core.terms.spec import ModelSpec
 from dinfer.families.gated import GatedTransformer
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Yarn:
-    """YaRN's rotary frequencies: slow turns are divided by `factor`, fast ones kept, and between them a ramp.
-
-    `fast` and `slow` are turns within `length` positions, where the ramp begins and ends.
-    """
-
-    factor: float
-    fast: float
-    slow: float
-    length: float
-    theta: float
-
-    def scaled(self, frequency_X: Tensor) -> Tensor:
-        """The frequencies of the pairs of a head, changed. [E / 2]"""
-        size = 2 * len(frequency_X)
-
-        def pair(turns: float) -> float:
-            return size * math.log(self.length / (2 * math.pi * turns)) / (2 * math.log(self.theta))
-
-        low, high = max(math.floor(pair(self.fast)), 0), min(math.ceil(pair(self.slow)), size - 1)
-        place_X = torch.arange(len(frequency_X), device=frequency_X.device, dtype=frequency_X.dtype)
-        ramp_X = ((place_X - low) / (high - low or 0.001)).clamp(0, 1)
-        return frequency_X * (ramp_X / self.factor + 1 - ramp_X)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,6 @@
 """Plans of causal models that decode in parallel: I-DLM, Nemotron-Labs-Diffusion and WeDLM."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -42,10 +42,27 @@ class RecordedSampling(StandardSampling):
         return replace(draw, logits_RLV=only_RLV, scale_R1=torch.zeros_like(draw.scale_R1))
 
 
+@dataclass(frozen=True, kw_only=True)
+class HeatedSampling(StandardSampling):
+    """Confidences of a tempered distribution, and its most likely token."""
+
+    heat: float
+
+    def asks(self, options: Mapping[str, float]) -> bool:
+        return True
+
+    def adjust(
+        self, logits_RLV: Tensor, view: BlockView, options: Options, spec: ModelSpec, columns: VocabularySlice
+    ) -> Tensor:
+        return super().adjust(logits_RLV, view, options, spec, columns) / self.heat
+
+
 def recorded(draws: dict[tuple[int, int, int], float], view: BlockView) -> Tensor:
     """The recorded numbers of the positions of a view; 0.5 where nothing was drawn. float64 [R, L]"""
     rows = zip(view.seed_R.tolist(), view.forward_R.tolist(), view.pos_RL.tolist(), strict=True)
-    found = [[draws.get((row, step, pos), draws.get((row, step, -1), 0.5)) for pos in pos_L] for row, step, pos_L in rows]
+    found = [
+        [draws.get((row, step, pos), draws.get((row, step, -1), 0.5)) for pos in pos_L] for row, step, pos_L in rows
+    ]
     return torch.tensor(found, dtype=torch.float64)
 
 
@@ -107,7 +124,7 @@ def _blocks(doc: Fields, prompts: list[list[int]], params: Fields) -> Plan:
     """Nemotron's `generate`: blocks behind the first token that a causal pass gives."""
     new_tokens, block, threshold = (params.take(name) for name in ("max_new_tokens", "block_length", "threshold"))
     if params.take("temperature") or params.take("max_thinking_tokens") is not None:
-        raise Skip("Nemotron: draws and limits of thinking are not there yet")
+        raise Skip("Nemotron: limits of thinking are not there yet")
     iteration = {"name": "seeded", "block": block}
     decoder = {"name": "threshold", "threshold": threshold}
     if threshold is None:
@@ -118,13 +135,57 @@ def _blocks(doc: Fields, prompts: list[list[int]], params: Fields) -> Plan:
 def _linear_spec(doc: Fields, prompts: list[list[int]], params: Fields) -> Plan:
     """Nemotron's `linear_spec_generate`, which may go beyond what was asked for."""
     params.take("max_new_tokens")
-    block, threshold = params.take("block_length"), params.take("threshold")
-    if params.take("temperature") or params.take("max_thinking_tokens", None) is not None:
-        raise Skip("Nemotron: draws and limits of thinking are not there yet")
+    block, threshold, heat = (params.take(name) for name in ("block_length", "threshold", "temperature"))
+    if params.take("max_thinking_tokens", None) is not None:
+        raise Skip("Nemotron: the reference forces the end of thinking again in every round, a defect")
     new_tokens = len(doc.take("output_ids")[0]) - len(prompts[0])
     return Plan(
         {"name": "seeded_drafts", "block": block}, {"name": "linear_spec", "threshold": threshold},
         {"name": "block_at_once"}, new_tokens, cut=True, adapted=params.take("draft_adapter", False),
+        options={"temperature": heat}, sampled=_spec_draws if heat else None,
+    )  # fmt: skip
+
+
+def _spec_draws(doc: Fields) -> RecordedSampling:
+    draws = {}
+    for step, each in enumerate(doc.items("forwards")):
+        shift = each.take("attention") == "causal"
+        at = each.take("cached") + shift if step else len(each.take("input")[0])
+        draws |= {(0, step, at + i): u for i, u in enumerate(each.take("token_draws"))}
+    return RecordedSampling(draws=draws)
+
+
+def _window(doc: Fields, prompts: list[list[int]], params: Fields) -> Plan:
+    """WeDLM's engine. Its top_p keeps a token at which the mass is reached, to the last bit."""
+    block, new_tokens, heat = (params.take(name) for name in ("wedlm_window_size", "max_tokens", "temperature"))
+    decoder = {"name": "near_entropy", "bound": params.take("wedlm_entropy_threshold") or 0.0}
+    decoder["penalty"] = params.take("wedlm_pos_penalty_factor")
+    options = {"temperature": heat, "top_p": params.take("top_p", 1.0), "top_k": params.take("top_k", 0)}
+    return Plan(
+        {"name": "sliding", "block": block, "whole": True}, decoder, {"name": "block"}, new_tokens, options=options,
+        cut=True, padding=block - 1, sampled=_window_draws if heat else None,
+    )  # fmt: skip
+
+
+def _window_draws(doc: Fields) -> RecordedSampling:
+    draws = {}
+    for row, steps in enumerate(doc.take("steps")):
+        for step, each in enumerate(steps):
+            fed, mask_id = zip(each["input"], each["positions"], strict=True), doc.take("mask_id")
+            masks = sorted(pos for token, pos in fed if token == mask_id)
+            draws |= {(row, step, pos): u for pos, u in zip(masks, each.get("token_draws", ()), strict=False)}
+    return RecordedSampling(draws=draws)
+
+
+def _window_blocks(doc: Fields, prompts: list[list[int]], params: Fields) -> Plan:
+    """WeDLM's generate for transformers, without keys."""
+    block, new_tokens, heat = (params.take(name) for name in ("block_size", "max_new_tokens", "temperature"))
+    threshold = params.take("confidence_threshold")
+    decoder = {"name": "threshold", "threshold": threshold} if threshold else {"name": "fixed", "steps": block}
+    sampled = None if heat == 1 else partial(HeatedSampling, heat=heat)
+    return Plan(
+        {"name": "blockwise", "block": block, "stop": "off"}, decoder, {"name": "none"}, new_tokens,
+        sampled=sampled and (lambda doc: sampled()), padded_with=152,
     )  # fmt: skip
 
 
@@ -132,4 +193,6 @@ ALGORITHMS: dict[str, Callable[[Fields, list[list[int]], Fields], Plan]] = {
     "idlm_isd": _isd,
     "nemotron_generate": _blocks,
     "nemotron_linear_spec": _linear_spec,
+    "wedlm_window": _window,
+    "wedlm_blocks": _window_blocks,
 }

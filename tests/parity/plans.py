@@ -41,6 +41,7 @@ class Plan:
     cut: bool = False  # the reference returns the prompt and the answer, up to the first EOS
     computed: bool = False  # compare the positions that each forward computes, too; of a single row
     filled: bool = False  # the reference fills rows of a batch up with EOS
+    padded_with: int | None = None  # the reference fills rows of a batch up with this token
     grows: bool = False  # the canvas of the reference ends where ours holds EOS; nothing counts there
     constraints: dict[int, int] = field(default_factory=dict)  # tokens that are given, by place behind the prompt
 

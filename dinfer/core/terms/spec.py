@@ -71,30 +71,6 @@ class Stretch(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RopeStretch:
-    """How rotary frequencies were changed for longer texts (Llama 3.1, arXiv:2407.21783).
-
-    Those whose wavelength exceeds `length` / `low` are divided by `factor`, those below `length` / `high` kept. Between
-    them the two are mixed, the kept one with the share (`length` / wavelength - `low`) / (`high` - `low`).
-    """
-
-    factor: float
-    low: float
-    high: float
-    length: float  # positions before the change
-
-    def __post_init__(self) -> None:
-        if not self.low < self.high:
-            raise ValueError(f"rope_scaling: low_freq_factor={self.low} must be below high_freq_factor={self.high}")
-
-    def scaled(self, frequency_X: Any) -> Any:
-        """The frequencies of the pairs of a head, changed. Tensors [E / 2]"""
-        turns_X = self.length * frequency_X / (2 * math.pi)  # within the positions before the change
-        kept_X = ((turns_X - self.low) / (self.high - self.low)).clamp(0, 1)
-        return frequency_X * (kept_X + (1 - kept_X) / self.factor)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """What the rest of dinfer may know of a model."""
 

@@ -1,23 +1,31 @@
 """Drafts that stand at open positions in the next forward, which verifies them (I-DLM, Nemotron-Labs-Diffusion)."""
 
 from abc import ABC, abstractmethod
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from dinfer.core.abilities.registry import ABILITIES
-from dinfer.core.abilities.traits import GUIDED
+from dinfer.core.abilities.traits import GUIDED, TEXT_BEHIND, sampled
 from dinfer.core.memory import PagedAttend
 from dinfer.core.refusals import Refusal, Trait
-from dinfer.core.registry import values_of
-from dinfer.core.step.ability import ByPart, Decision, Forward, Step
+from dinfer.core.step.ability import ByPart, Decision, Extra, Forward, Step
 from dinfer.core.step.contracts import State
 from dinfer.core.step.cursors import BlockView, Phase, Status
 from dinfer.core.step.mixins import KeepsNothing, Slides
 from dinfer.families.gated import passing
 
-PLAIN_KEYS = Trait(lambda cache: not (isinstance(cache, KeepsNothing) or cache.plan(Phase.WINDOW).keeps))
+INEXACT = Trait(lambda cache: not (isinstance(cache, KeepsNothing) or cache.plan(Phase.WINDOW).keeps))
+SPECULATES = Trait(lambda runtime: runtime.speculate != 0, "`runtime.speculate`", instead="runtime.speculate=0")
+HELD = sampled("leftmost", "above 0")
+
+
+@dataclass(frozen=True, slots=True)
+class Undivided(Extra):
+    """Rows whose positions depend on each other, so that a row takes one lane."""
+
+    divides = False
 
 
 class Drafts(ABC):
@@ -41,15 +49,15 @@ class Drafting(ByPart[Drafts]):
         Refusal("{decoder} feeds drafts from the first open position on, where the active region must begin.",
                 decoder=Drafts, iteration=Trait(lambda iteration: not isinstance(iteration, Slides))),
         Refusal("{decoder} writes the keys of its drafts, and {cache} may keep them.",
-                decoder=Drafts, cache=PLAIN_KEYS),
+                decoder=Drafts, cache=INEXACT),
         Refusal("runtime.speculate has no candidates for drafts of {decoder}.",
-                decoder=Drafts, runtime=Trait(lambda runtime: runtime.speculate != 0, instead="runtime.speculate=0")),
+                decoder=Drafts, runtime=SPECULATES),
         Refusal("{decoder} feeds drafts, and guidance has a branch that it does not feed.",
                 decoder=Drafts, sampling=GUIDED),
         Refusal("sampling.leftmost holds masks back, and {decoder} verifies all of its drafts.",
-                decoder=Drafts,
-                sampling=Trait(lambda part: values_of(part).get("leftmost", 0) != 0, "`sampling.leftmost` above 0",
-                               instead="sampling.leftmost=0")),
+                decoder=Drafts, sampling=HELD),
+        Refusal("{decoder} verifies drafts from left to right, so no text may stand behind a gap.",
+                decoder=Drafts, request=TEXT_BEHIND),
     )  # fmt: skip
 
     def prepare(self, step: Step, run: Forward) -> PagedAttend | None:

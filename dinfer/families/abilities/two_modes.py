@@ -6,7 +6,7 @@ pass is causal: its rows predict the next token, the last position of the region
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -18,13 +18,11 @@ from dinfer.core.kernels.attention import attention_interval, encoder_intervals
 from dinfer.core.kernels.canvas import span
 from dinfer.core.memory import Seen
 from dinfer.core.refusals import Refusal, Trait
-from dinfer.core.registry import values_of
 from dinfer.core.step.ability import Ability, Decision, Extra, Forward, Parts, Proposal, Step, StepShape
-from dinfer.core.step.contracts import Decoder, Iteration
 from dinfer.core.step.cursors import Phase, RowCursors, Status
 from dinfer.core.step.mixins import Adjusts, Edits, Slides
 from dinfer.core.step.window import Window
-from dinfer.families.abilities.drafting import PLAIN_KEYS, Drafts
+from dinfer.families.abilities.drafting import HELD, INEXACT, SPECULATES, Drafts, Undivided
 from dinfer.families.gated import passing
 from dinfer.families.nemotron import TwoModeSpec
 
@@ -33,24 +31,10 @@ class Seeds:
     """An iteration whose regions follow a decoded token, and whose last position a causal pass decodes."""
 
 
-HELD = Trait(
-    lambda part: values_of(part).get("leftmost", 0) != 0, "`sampling.leftmost` above 0", instead="sampling.leftmost=0"
-)
-TWO_MODES = Trait(lambda model: isinstance(model.spec, TwoModeSpec))
+TWO_MODES = Trait(lambda model: isinstance(model.spec, TwoModeSpec), "a model of the family `nemotron`")
+ONE_MODE = Trait(lambda model: not isinstance(model.spec, TwoModeSpec), "a model of another family than `nemotron`")
 READS_ALL = Trait(lambda decoder: isinstance(decoder, Adjusts | Edits) or "entropy" in decoder.needs)
-OTHER_BLOCKS = Trait(
-    lambda parts: not isinstance(parts["iteration"], Seeds)
-    and parts["iteration"].block != 1
-    and not isinstance(parts["decoder"], Drafts)
-)
-SPECULATES = Trait(lambda runtime: runtime.speculate != 0, "`runtime.speculate`", instead="runtime.speculate=0")
-
-
-@dataclass(frozen=True, slots=True)
-class Undivided(Extra):
-    """Rows whose positions depend on each other, so that a row takes one lane."""
-
-    divides = False
+OTHER_BLOCKS = Trait(lambda iteration: not isinstance(iteration, Seeds) and iteration.block != 1)
 
 
 @ABILITIES.register("two_modes", after=("drafting",))
@@ -62,15 +46,15 @@ class TwoModes(Ability):
         Refusal("{iteration} drafts, which {decoder} does not.",
                 iteration=Trait(lambda part: isinstance(part, Seeds) and isinstance(part, Slides)),
                 decoder=Trait(lambda part: not isinstance(part, Drafts))),
-        Refusal("this model decodes several positions at once behind a token of its causal pass, which {iteration} with "
-                "{decoder} does not do.",
-                model=TWO_MODES, recipe=OTHER_BLOCKS, iteration=Iteration, decoder=Decoder),
+        Refusal("this model decodes several positions at once behind a token of its causal pass, which {iteration} "
+                "does not know.",
+                model=TWO_MODES, iteration=OTHER_BLOCKS),
         Refusal("{iteration} needs a model that reads blocks of masks bidirectionally and all else causally.",
-                model=Trait(lambda model: not isinstance(model.spec, TwoModeSpec)), iteration=Seeds),
+                model=ONE_MODE, iteration=Seeds),
         Refusal("{decoder} reads all of a block, and in a region of {iteration} a position has no logits of its own.",
                 iteration=Seeds, decoder=READS_ALL),
         Refusal("{iteration} chooses by what is open how keys are computed, and {cache} may keep them.",
-                iteration=Seeds, cache=PLAIN_KEYS),
+                iteration=Seeds, cache=INEXACT),
         Refusal("runtime.speculate has no candidates for the passes of {iteration}.",
                 iteration=Seeds, runtime=SPECULATES),
         Refusal("sampling.leftmost holds masks back, as {iteration} does itself.", iteration=Seeds, sampling=HELD),

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from dinfer.core.kernels.random import uniform
-from dinfer.core.refusals import Refusal, Trait
+from dinfer.core.refusals import Refusal
 from dinfer.core.registry import DECODERS, option
 from dinfer.core.step.contracts import BlockView, Decoder, Large, ModelSpec, Proposal, State, TokenStats
 from dinfer.families.abilities.drafting import Drafts
+from dinfer.families.abilities.two_modes import Seeds
 
 
 @DECODERS.register("isd")
@@ -43,10 +44,8 @@ class ISD(Decoder, Drafts):
     correct: bool = option(False, "show the most likely token in place of an accepted draft, whose keys stay")
 
     refusals: ClassVar[tuple[Refusal, ...]] = (
-        Refusal(
-            "{decoder} verifies drafts from left to right, so no text may stand behind a gap.",
-            decoder=Drafts, request=Trait(lambda request: request.text_behind_a_gap),
-        ),
+        Refusal("{decoder} drafts by masks of the pass that verifies, and {iteration} has passes of both kinds.",
+                decoder=Drafts, iteration=Seeds),
     )  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -76,9 +75,10 @@ class ISD(Decoder, Drafts):
         place_L = torch.arange(draft_RL1.shape[1], device=draft_RL1.device)
         right_RL = torch.ones_like(view.masked_RL)
         if self.accept == "top":
-            counts = [self.top[min(i, len(self.top) - 1)] for i in range(len(place_L))]
-            above_RL = (logits_RLV > logits_RLV.gather(-1, draft_RL1)).sum(-1)
-            right_RL = above_RL < torch.tensor(counts, device=place_L.device)
+            most_L = torch.full_like(place_L, self.top[-1])
+            for place, count in enumerate(self.top[:-1]):
+                most_L = torch.where(place_L == place, count, most_L)
+            right_RL = (logits_RLV > logits_RLV.gather(-1, draft_RL1)).sum(-1) < most_L
         elif self.accept in ("sure", "ratio"):
             chance_RLV = tempered(logits_RLV, heat_R1)
             own_RL = chance_RLV.gather(-1, draft_RL1)[..., 0]

@@ -4,10 +4,21 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from dinfer.core.registry import ITERATIONS, option
-from dinfer.core.step.contracts import BlockAfter, Iteration, Moved, RowCursors, State
+from dinfer.core.step.contracts import BlockAfter, Iteration, ModelSpec, Moved, RowCursors, State
 from dinfer.core.step.mixins import Pads, Slides
+
+
+def last_length(spec: ModelSpec) -> State:
+    """A state from which `asked` knows where padding may have found no room."""
+    return {"most": torch.tensor(spec.max_length)}
+
+
+def asked(lanes: RowCursors, padding: int, state: State) -> Tensor:
+    """The end of what a request asks for. A canvas as long as the model's may have no padding. int64 [B]"""
+    return lanes.length_B - padding * (lanes.length_B < state["most"])
 
 
 @ITERATIONS.register("sliding")
@@ -30,11 +41,14 @@ class Sliding(Iteration, Slides, Pads):
     def first_region(self, prompt: int, length: int) -> tuple[int, int]:
         return prompt, min(prompt + self.block, length)
 
+    def fresh_state(self, spec: ModelSpec, length: int) -> State:
+        return last_length(spec)
+
     def advance(self, lanes: RowCursors, after: BlockAfter, state: State) -> Moved:
         open_BX = after.open_BKL.flatten(1)
         first_B = lanes.start_B + open_BX.to(torch.int64).argmax(-1)
         start_B = torch.where(open_BX.any(-1), first_B, after.next_B)
-        done_B = start_B >= lanes.length_B - self.padding(0)
+        done_B = start_B >= asked(lanes, self.padding(0), state)
         if self.stop == "cut":
             ends_BX = after.stop_BKL.flatten(1) & ~after.given_BKL.flatten(1)
             done_B = done_B | (ends_BX & (open_BX.cumsum(-1) == 0)).any(-1)

@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 from dinfer.core.loading.files import ADAPTER, local, locate, read_object
 from dinfer.core.models._family import PLAIN, BlockFamily, complete
 from dinfer.core.registry import MODELS, option
-from dinfer.core.terms.spec import ModelSpec, RopeStretch
+from dinfer.core.terms.spec import ModelSpec
+from dinfer.families.stretches import RopeStretch
 
 PARENTS = {
     "llama": {"rope_theta": 10000.0, "rms_norm_eps": 1e-6, "max_position_embeddings": 2048},

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from dinfer.core.models._family import PLAIN, complete
 from dinfer.core.registry import MODELS, option
 from dinfer.core.terms.spec import ModelSpec
-from dinfer.families.gated import GatedFamily
+from dinfer.families.models._gated import GatedFamily
 from dinfer.families.qwen import QWEN
 
 EXPECTED = PLAIN | {"attention_bias": (False, None), "use_regular_causal": (True, None)}
@@ -27,7 +27,8 @@ class Idlm(GatedFamily):
 
     @classmethod
     def matches(cls, config: dict[str, Any]) -> bool:
-        return config.get("model_type") == "sdar" and config.get("use_regular_causal") is True
+        named = "I-DLM" in str(config.get("_name_or_path"))
+        return config.get("model_type") == "sdar" and (config.get("use_regular_causal") is True or named)
 
     def spec(self, config: dict[str, Any]) -> ModelSpec:
         config = complete(config, EXPECTED, QWEN)

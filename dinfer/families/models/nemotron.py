@@ -1,15 +1,17 @@
-"""Nemotron-Labs-Diffusion: NVIDIA's 3B, 8B and 14B, whose weights decode left to right, in blocks, and by verified drafts."""
+"""Nemotron-Labs-Diffusion: NVIDIA's 3B, 8B and 14B, which decode left to right, in blocks, and by verified drafts."""
 
 import math
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 from dinfer.core.models._family import PLAIN, Names, complete
 from dinfer.core.registry import MODELS, option
 from dinfer.core.terms.spec import ModelSpec
-from dinfer.families.gated import GatedFamily
-from dinfer.families.nemotron import TwoModeSpec, TwoModeTransformer, Yarn
+from dinfer.families.models._gated import GatedFamily
+from dinfer.families.nemotron import TwoModeSpec, TwoModeTransformer
+from dinfer.families.stretches import Yarn
 
 EXPECTED = PLAIN | {
     "attention_bias": (False, None), "mlp_bias": (False, None), "dlm_paradigm": ("bidirectional", None),
@@ -26,7 +28,9 @@ class Nemotron(GatedFamily):
     """Nemotron-Labs-Diffusion checkpoints, the language model alone."""
 
     paper = "NVIDIA Nemotron-Labs-Diffusion, huggingface.co/nvidia"
-    harmless = frozenset({"block_size", "ar_loss_weight", "dlm_loss_weight", "dp_varying_mask_ratio", "attn_implementation"})
+    harmless = frozenset({
+        "block_size", "ar_loss_weight", "dlm_loss_weight", "dp_varying_mask_ratio", "attn_implementation",
+    })  # fmt: skip
     published_mask: ClassVar[int] = 100
     published_stops: ClassVar[tuple[int, ...]] = (11,)
 
@@ -37,7 +41,7 @@ class Nemotron(GatedFamily):
         return config.get("model_type") == "nemotron_labs_diffusion"
 
     def names(self) -> Names:
-        own = {field: value.replace("model.", "encoder.", 1) for field, value in vars_of(Names()).items()}
+        own = {field: re.sub(r"^model\.", "encoder.", name) for field, name in asdict(Names()).items() if name}
         return Names(**own | {"head": "diffusion_head"})
 
     def spec(self, config: dict[str, Any]) -> ModelSpec:
@@ -63,12 +67,6 @@ class Nemotron(GatedFamily):
 
     def network(self, spec: ModelSpec) -> TwoModeTransformer:
         return TwoModeTransformer(spec)
-
-
-def vars_of(names: Names) -> dict[str, str]:
-    """The names that begin with "model."."""
-    every = {field: getattr(names, field) for field in names.__dataclass_fields__}
-    return {field: value for field, value in every.items() if isinstance(value, str) and value.startswith("model.")}
 
 
 def grown(factor: float, scale: float) -> float:

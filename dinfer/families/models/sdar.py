@@ -8,15 +8,20 @@ from dinfer.core.loading.files import local
 from dinfer.core.models._family import PLAIN, BlockFamily, complete
 from dinfer.core.registry import MODELS, option
 from dinfer.core.terms.spec import ModelSpec
+from dinfer.families.models.idlm import Idlm
 from dinfer.families.qwen import QWEN, qwen_experts
 
 SUFFIX = re.compile(r"-b([1-9][0-9]*)(-|$)")  # SDAR-8B-Chat-b32, SeqD-SDAR-8B-b64-Thinking
 # Checkpoints with SDAR's config that are decoded in another way, by their names and the titles of their cards.
 OTHERS = {
     re.compile(r"\bI-?DLM\b|introspective diffusion", re.I): (
-        "I-DLM: its attention is strictly causal and its logits predict the next token"
+        "I-DLM: its attention is strictly causal and its logits predict the next token. Put "
+        '"use_regular_causal": true into config.json, as its authors do, and it loads as model=idlm'
     ),
-    re.compile(r"\bRCD-|residual context diffusion", re.I): ("RCD: it is fed what earlier steps expected at the masks"),
+    re.compile(r"\bRCD-|residual context diffusion", re.I): (
+        "RCD: it is fed what earlier steps expected at the masks. dinfer has no such family yet, and as SDAR its "
+        "answers would be wrong"
+    ),
 }
 OF_FOUR = re.compile(r"(^|__|--)(SDAR-(1\.7B|4B|8B|30B-A3B)-(Chat|Sci)|TraDo-[48]B-(Instruct|Thinking))$")
 EXPECTED = PLAIN | {"attention_bias": (False, None)}
@@ -40,7 +45,7 @@ class Sdar(BlockFamily):
 
     @classmethod
     def matches(cls, config: dict[str, Any]) -> bool:
-        return config.get("model_type") in ("sdar", "sdar_moe") and config.get("use_regular_causal") is not True
+        return config.get("model_type") in ("sdar", "sdar_moe") and not Idlm.matches(config)
 
     def spec(self, config: dict[str, Any]) -> ModelSpec:
         self.refuse_others(config)
@@ -66,8 +71,7 @@ class Sdar(BlockFamily):
         for pattern, what in OTHERS.items():
             if any(pattern.search(text) for text in said):
                 raise ValueError(
-                    f"config.json: model_type={config['model_type']!r} says SDAR, but this checkpoint is {what}. "
-                    "dinfer has no such family yet, and as SDAR its answers would be wrong"
+                    f"config.json: model_type={config['model_type']!r} says SDAR, but this checkpoint is {what}"
                 )
 
     def own_names(self) -> list[str]:

@@ -27,8 +27,6 @@ ATTENTION = {
 }
 
 
-
-
 def block_behind(length: int, block: int) -> Tensor:
     """Causal but for the last `block` rows, which see everything. bool [T, T]"""
     seen_TT = torch.ones(length, length, dtype=torch.bool).tril()

@@ -137,8 +137,9 @@ def _same_answers(doc: Fields, plan: Plan, prompts: list[list[int]], rows: list[
         rows = [row[len(prompt) :] for row, prompt in zip(rows, prompts, strict=True)]
     if plan.drop_eos and len(rows) == 1:
         rows = [[token for token in rows[0] if token != eos_id]]
-    if plan.filled:
-        rows = [row + [eos_id] * (max(map(len, rows)) - len(row)) for row in rows]
+    if plan.filled or plan.padded_with is not None:
+        fill = eos_id if plan.padded_with is None else plan.padded_with
+        rows = [row + [fill] * (max(map(len, rows)) - len(row)) for row in rows]
     same("output_ids", doc.take("output_ids"), rows)
 
 

@@ -14,7 +14,7 @@ import dinfer
 from dinfer.core.loading.checkpoint import load_network, read_config, read_spec
 from dinfer.core.loading.files import CheckpointError
 from dinfer.core.registry import MODELS
-from dinfer.core.terms.spec import RopeStretch
+from dinfer.families.stretches import RopeStretch
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 48}
 FIELDS = {
