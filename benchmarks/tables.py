@@ -139,8 +139,7 @@ def families() -> str:
         {
             "family": lambda row: f"`{row[0]}`",
             "published": lambda row: f"`{row[1][0].checkpoint}`{f' and {len(row[1]) - 1} more' if row[1][1:] else ''}",
-            "attention": at(2),
-            "experts": lambda row: "yes" if any("-A" in entry.size for entry in row[1]) else "no",
+            "attention": lambda row: row[2] + (", experts" if any("-A" in entry.size for entry in row[1]) else ""),
         },
         rows,
     )

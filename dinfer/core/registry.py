@@ -30,9 +30,7 @@ from typing import Any, Generic, Literal, TypeVar, Union, cast, get_args, get_or
 
 from dinfer.core.provided import packages
 
-CONTRACTS = re.compile(
-    r"dinfer\.(core\.step|\w+\.abilities)\."
-)  # modules of what components derive from, without options
+CONTRACTS = re.compile(r"dinfer\.(core\.step|\w+\.abilities)\.")  # of what components derive from, without options
 TYPES: dict[str, Any] = {"int": int, "float": float, "bool": bool, "str": str}
 EXACT = 2**53  # per-request options are columns of one float64 tensor, which holds integers up to here
 T = TypeVar("T", bound=type)

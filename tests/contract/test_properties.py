@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
-from support.matrix import engine_for, settings_of
+from support.matrix import engine_for, general, settings_of
 from support.models import EOS, MASK, VOCAB, fitted
 from support.scripted import Scripted
 
@@ -78,7 +78,7 @@ def cases(draw: st.DrawFn, decoder: dict[str, Any]) -> Case:
         causal_block=draw(st.sampled_from([1, block] if verifies else [None, 1, block])),
         **masks,
     )
-    iteration: dict[str, Any] = {"name": draw(st.sampled_from(ITERATIONS.names()))}
+    iteration: dict[str, Any] = {"name": draw(st.sampled_from(general(ITERATIONS)))}
     for info in options_of(ITERATIONS.get(iteration["name"])):
         if type(info.default) is bool:
             iteration[info.name] = draw(st.booleans())
@@ -126,7 +126,7 @@ def run(case: Case) -> dict[int, list[Update]]:
 
 
 @pytest.mark.rest(but=6)
-@pytest.mark.parametrize("name", DECODERS.names())
+@pytest.mark.parametrize("name", general(DECODERS))
 @examples(30)
 @given(st.data())
 def test_invariants_hold_for_any_logits(name: str, data: st.DataObject) -> None:
@@ -175,7 +175,7 @@ def _check_row(case: Case, request: Request, updates: list[Update], edits: bool)
 
 
 @pytest.mark.rest(but=6)
-@pytest.mark.parametrize("name", DECODERS.names())
+@pytest.mark.parametrize("name", general(DECODERS))
 @examples(15)
 @given(st.data())
 def test_the_same_logits_give_the_same_tokens(name: str, data: st.DataObject) -> None:
@@ -190,7 +190,7 @@ def test_the_same_logits_give_the_same_tokens(name: str, data: st.DataObject) ->
 
 
 @pytest.mark.rest(but=10)
-@pytest.mark.parametrize("cache", CACHES.names())
+@pytest.mark.parametrize("cache", general(CACHES))
 @pytest.mark.parametrize("bad", ["nan", "inf", "nothing", "only_mask"])
 @examples(10)
 @given(call=st.integers(0, 4), seed=st.integers(0, 1000))

@@ -54,6 +54,22 @@ RND1 = {
     "num_experts_per_tok": 2, "rms_norm_eps": 1e-6, "rope_scaling": False, "sliding_window": False,
     "tie_word_embeddings": False, "use_sliding_window": False,
 } | NUMBERS  # fmt: skip
+# Of these there is none either: the fields that recorded runs of the published code have.
+NEMOTRON = {
+    "model_type": "nemotron_labs_diffusion", "architectures": ["NemotronLabsDiffusionModel"], "attention_bias": False,
+    "mlp_bias": False, "ar_loss_weight": 1.0, "dlm_loss_weight": None, "dlm_paradigm": "bidirectional",
+    "dp_varying_mask_ratio": False, "attn_implementation": "sdpa", "block_size": 8, "head_dim": 8, "hidden_act": "silu",
+    "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "sliding_window": None,
+    "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 8,
+        "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+    },
+} | {name: value for name, value in NUMBERS.items() if name != "rope_theta"}  # fmt: skip
+WEDLM = {
+    "model_type": "wedlm", "architectures": ["WeDLMForCausalLM"], "attention_bias": False, "qk_norm": True,
+    "head_dim": 8, "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_scaling": None, "sliding_window": None,
+    "tie_word_embeddings": False, "use_sliding_window": False,
+} | NUMBERS  # fmt: skip
 for lacking in (LLADA_MOE, DIFFCODER):
     del lacking["mask_token_id"]
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -70,6 +86,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "rnd1": RND1,
     "fast_dllm_v2": shrunk("Efficient-Large-Model__Fast_dLLM_v2_1.5B", bd_size=8, layer_types=["full_attention"] * 3),
     "stable_diffcoder": DIFFCODER,
+    "idlm": SDAR | {"use_regular_causal": True},
+    "nemotron": NEMOTRON,
+    "wedlm": WEDLM,
 }  # fmt: skip
 EXPERTS = [name for name, config in CONFIGS.items() if "num_experts" in config]
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from support import selection
-from support.models import UNIFORM, VARIANTS, fitted, tiny_model
+from support.models import OF_FAMILIES, UNIFORM, VARIANTS, fitted, tiny_model
 
 from dinfer.core.engine.engine import Engine
 from dinfer.core.engine.request import Completion, Request
@@ -81,14 +81,20 @@ def _label(config: tuple[tuple[str, Any], ...]) -> str:
     return name + "".join(f",{text}" for text in rest if not text.startswith(tuple(f"{key}=" for key in SMALL)))
 
 
-def settings_of(registry: Registry) -> list[tuple[tuple[str, Any], ...]]:
+def settings_of(registry: Registry, names: Sequence[str] | None = None) -> list[tuple[tuple[str, Any], ...]]:
+    """The settings of these components; None: of all but those of single families."""
     found = []
-    for name in registry.names():
+    for name in general(registry) if names is None else names:
         own = {info.name for info in options_of(registry.get(name))}
         small = {key: value for key, value in SMALL.items() if key in own}
         for extra in [{}, *ALSO.get((registry.kind, name), [])]:
             found.append((("name", name), *(small | extra).items()))
     return found
+
+
+def general(registry: Registry) -> list[str]:
+    """The components that are not there for a single family."""
+    return [name for name in registry.names() if not registry.get(name).__module__.startswith("dinfer.families.")]
 
 
 def combinations() -> list[Combination]:
@@ -104,7 +110,29 @@ def combinations() -> list[Combination]:
     points += product([s for s in axes[0] if _further(s)], plain[1], dual)
     points += product(blockwise, [s for s in axes[1] if _further(s)], plain[2])
     points += product(plain[0], threshold, [s for s in axes[2] if _further(s)])
-    return [Combination(variant, *point) for variant, point in product([*VARIANTS, UNIFORM], points)]
+    return [Combination(variant, *point) for variant, point in product([*VARIANTS, UNIFORM], points)] + of_families()
+
+
+def of_families() -> list[Combination]:
+    """What is there for single families, which would only be refused with most of the rest."""
+    points = {
+        "drafts": product(["sliding"], ["isd"], ["block", "block_at_once", "none"]),
+        "two_modes": [
+            *product(["seeded"], ["threshold", "fixed"], ["block", "none"]),
+            *product(["seeded_drafts"], ["linear_spec"], ["block", "block_at_once"]),
+        ],
+        "fed_order": product(["sliding", "blockwise"], ["near_entropy", "threshold"], ["block", "none"]),
+        "bidirectional": product(["sliding"], ["threshold"], ["none"]),
+    }
+
+    def setting(registry: Registry, name: str) -> tuple[tuple[str, Any], ...]:
+        return settings_of(registry, [name])[0]
+
+    return [
+        Combination(variant, setting(ITERATIONS, iteration), setting(DECODERS, decoder), setting(CACHES, cache))
+        for variant, some in points.items()
+        for iteration, decoder, cache in some
+    ]
 
 
 def _further(setting: tuple[tuple[str, Any], ...]) -> bool:
@@ -169,7 +197,10 @@ def covering(points: list[Combination]) -> list[Combination]:
 
 LEGAL = [c for c in COMBINATIONS if composes(c)]
 ILLEGAL = [c for c in COMBINATIONS if not composes(c)]
-SAMPLE = covering(LEGAL)
+SAMPLE = [
+    *covering([c for c in LEGAL if c.variant not in OF_FAMILIES]),
+    *(c for c in LEGAL if c.variant in OF_FAMILIES),
+]
 BLOCK_CACHED = [c for c in SAMPLE if dict(c.cache)["name"] == "block" and dict(c.iteration)["name"] != "full"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -14,8 +15,10 @@ from dinfer.core.models.llada import Llada
 from dinfer.core.registry import DECODERS
 from dinfer.core.step.contracts import ModelSpec
 from dinfer.core.step.mixins import Moves
+from dinfer.families.abilities.fed_order import FedOrderSpec
 from dinfer.families.gemma import Gemma
 from dinfer.families.models.diffusion_gemma import DiffusionGemma
+from dinfer.families.nemotron import TwoModeSpec
 
 VOCAB, EOS, MASK = 40, 38, 39
 DELETE, SPLIT = 33, 34  # of models that predict them
@@ -35,6 +38,8 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "block_causal": ({"n_kv_heads": None}, {"causal_block": 4}),
     "causal": ({"n_kv_heads": None, "multi_query_attention": True}, {"causal_block": 1}),
 }
+# Those of single families, whose specs are of classes of their own.
+OF_FAMILIES: dict[str, type[ModelSpec]] = {"drafts": ModelSpec, "two_modes": TwoModeSpec, "fed_order": FedOrderSpec}
 
 
 # Every field that `DiffusionGemma.spec` reads or checks. The two kinds of layers have other heads each.
@@ -72,6 +77,9 @@ def tiny_gemma(*, seed: int = 0, dtype: torch.dtype = torch.float64, sharpness: 
 
 
 def tiny_spec(variant: str = "bidirectional", **fields: Any) -> ModelSpec:
+    if variant in OF_FAMILIES:
+        spec = replace(Llada().spec(CONFIG), causal_block=1, shift=int(variant != "fed_order"), **fields)
+        return OF_FAMILIES[variant](**{field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)})
     config, ours = VARIANTS[variant]
     return replace(Llada().spec(CONFIG | config), **(ours | fields))
 

@@ -53,7 +53,7 @@ def attention(block: int | None, prompt_block: bool) -> str:
     """The kind of attention, in words. `block`: length of attention blocks; `prompt_block`: the prompt is one."""
     if block is None:
         return "bidirectional"
-    return f"block-causal, {block}{' behind the prompt' if prompt_block else ''}"
+    return "causal" if block == 1 else f"block-causal, {block}{' behind the prompt' if prompt_block else ''}"
 
 
 def folder() -> Path:

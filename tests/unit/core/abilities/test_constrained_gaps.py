@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from support.examples import examples
-from support.matrix import completions, engine_for, settings_of
+from support.matrix import completions, engine_for, general, settings_of
 from support.models import MASK
 from support.scripted import Scripted
 from unit.core.abilities.test_constraints import BYTES, PATTERNS, REFUSED, adversarial, bound, language_of, recipes
@@ -55,7 +55,7 @@ def runs(gaps: list[bool], canvas: list[int]) -> list[list[int]]:
 
 
 @pytest.mark.rest(but=2)
-@pytest.mark.parametrize("name", [name for name in DECODERS.names() if name not in NO_GAPS])
+@pytest.mark.parametrize("name", [name for name in general(DECODERS) if name not in NO_GAPS])
 @examples(8)
 @given(st.data())
 def test_what_fills_gaps_is_in_the_language(name: str, data: st.DataObject) -> None:

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
-from support.matrix import completions, engine_for, settings_of
+from support.matrix import completions, engine_for, general, settings_of
 from support.models import EOS, MASK, VOCAB, fitted
 from support.scripted import Scripted, scripted_spec
 
@@ -104,7 +104,7 @@ def recipes(draw: st.DrawFn, decoder: dict[str, Any]) -> Recipe:
         **masks,
     )
     model = fitted(model, decoder["name"])
-    iteration: dict[str, Any] = {"name": draw(st.sampled_from(ITERATIONS.names())), "block": block, "stop": "block"}
+    iteration: dict[str, Any] = {"name": draw(st.sampled_from(general(ITERATIONS))), "block": block, "stop": "block"}
     try:
         recipe = compose(
             model, iteration=iteration, decoder=decoder, cache=dict(draw(st.sampled_from(settings_of(CACHES))))
@@ -142,7 +142,7 @@ def some_request(recipe: Recipe, random: Random) -> tuple[Request, Language]:
 
 
 @pytest.mark.rest(but=6)
-@pytest.mark.parametrize("name", [name for name in DECODERS.names() if name not in REFUSED])
+@pytest.mark.parametrize("name", [name for name in general(DECODERS) if name not in REFUSED])
 @pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.rest) for part in range(1, 4))])
 @examples(4)
 @given(st.data())

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.host import Host
-from support.matrix import NEW, PROMPTS, SMALL, completions, engine_for, observed, requests_for
+from support.matrix import NEW, PROMPTS, SMALL, completions, engine_for, general, observed, requests_for
 from support.models import EOS, MASK, fitted, tiny_model
 
 from dinfer.core.engine.engine import Engine
@@ -68,7 +68,7 @@ def prefills(recipe: Recipe) -> list[int]:
     ("name", "model"),
     [
         (name, model)
-        for name in DECODERS.names()
+        for name in general(DECODERS)
         for model in MODELS
         if name not in ("renoise", "daedal") and (name, model) not in (("s2d2", "shifted"), ("s2d2", "shifted_parts"))
     ],

@@ -68,7 +68,7 @@ def test_every_family_generates(name: str) -> None:
     """With exact keys where there are any: the tokens are those without a cache."""
     model = random_model(name)
     blocks = model.spec.causal_block
-    iteration = "block_diffusion" if blocks else "blockwise"
+    iteration = "seeded" if name == "nemotron" else "block_diffusion" if blocks else "blockwise"
     found = []
     for cache in ("none", "block" if blocks else "dual"):
         recipe = compose(model, iteration={"name": iteration, "block": 8}, decoder="threshold", cache=cache)
@@ -262,10 +262,9 @@ def test_a_fraction_of_rotated_entries_is_read_where_transformers_5_keeps_it() -
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_field_that_the_family_does_not_read_is_refused_by_name(name: str) -> None:
-    """`use_regular_causal` makes an I-DLM of an SDAR: nobody read it, and the answers were wrong."""
     family, config = family_for(CONFIGS[name]), CONFIGS[name]
     read_spec(family, config | {"use_thing": False, "thing_dropout": 0.1, "transformers_version": "5.0"})
-    for field, value in (("use_regular_causal", True), ("residual_multiplier", 0.5)):
+    for field, value in (("use_other_causal", True), ("residual_multiplier", 0.5)):
         with pytest.raises(ValueError, match=f"{field}={value}: the family .* does not know this"):
             read_spec(family, config | {field: value})
     if "text_config" in config:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.matrix import completions, engine_for, outcome
+from support.matrix import completions, engine_for, general, outcome
 from support.models import EOS, MASK, VOCAB, tiny_model
 from support.scripted import Scripted
 from support.tokenizer import save_tokenizer
@@ -87,8 +87,8 @@ FOLLOW = ("adaptive", "d2cache", "delayed")  # one version of the blocks, and lo
     ("iteration", "cache"),
     [
         (iteration, cache)
-        for iteration in sorted({*ITERATIONS.names()} - {"block_diffusion", "self_conditioned"})
-        for cache in CACHES.names()
+        for iteration in sorted({*general(ITERATIONS)} - {"block_diffusion", "self_conditioned"})
+        for cache in general(CACHES)
         if cache not in ("block", "narrow_block") and not (iteration == "lopa" and cache in FOLLOW)
         if cache != "narrow_dual" or iteration in PLAIN
     ],
