@@ -76,9 +76,9 @@ class GatedTransformer(Transformer):
             for place, _, own_OR in some:  # parts of one matrix: each fills its own rows from its own ranks
                 b_OR[place.row : place.row + len(own_OR), rank : rank + own_OR.shape[1]] = own_OR
                 rank += own_OR.shape[1]
-            like = dict(device=self.device, dtype=self.dtype)
+            a_RK, b_OR = (x.to(self.device, self.dtype) for x in (a_RK, b_OR))
             owner, _, name = path.rpartition(".")
-            setattr(self.get_submodule(owner), name, GatedLinear(base, gate, a_RK.to(**like), b_OR.to(**like)))
+            setattr(self.get_submodule(owner), name, GatedLinear(base, gate, a_RK, b_OR))
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,9 +32,9 @@ class RecordedSampling(StandardSampling):
         columns: VocabularySlice,
     ) -> Draw:  # fmt: skip
         whole = torch.ones_like(options["top_p"])  # top_p is of what top_k leaves, in these references
-        draw = super().draw(logits_RLV, count_RV, view, options | {"top_p": whole}, spec, top, columns)
+        draw = super().draw(logits_RLV, count_RV, view, {**options, "top_p": whole}, spec, top, columns)
         none = torch.zeros_like(options["top_k"])
-        cut_RLV = nucleus(draw.logits_RLV, options | {"top_k": none}, spec.mask_id, spec.vocab, columns)
+        cut_RLV = nucleus(draw.logits_RLV, {**options, "top_k": none}, spec.mask_id, spec.vocab, columns)
         draw = replace(draw, logits_RLV=cut_RLV)
         share_RLV = draw.logits_RLV.double().softmax(-1).cumsum(-1)
         drawn_RL = (share_RLV <= recorded(self.draws, view)[..., None]).sum(-1).clamp_max(spec.vocab - 1)
@@ -89,7 +89,7 @@ def _recorded_isd(options: dict[str, Any], doc: Fields, prompts: list[list[int]]
 
 
 def _isd_draws(doc: Fields) -> RecordedSampling:
-    draws = {}
+    draws: dict[tuple[int, int, int], float] = {}
     for row, rounds in enumerate(doc.take("rounds")):
         draws[row, 0, -1] = rounds[0]["first_token_draw"]
         draws |= {(row, step, -1): each["token_draw"] for step, each in enumerate(rounds, 1) if "token_draw" in each}
@@ -147,7 +147,7 @@ def _linear_spec(doc: Fields, prompts: list[list[int]], params: Fields) -> Plan:
 
 
 def _spec_draws(doc: Fields) -> RecordedSampling:
-    draws = {}
+    draws: dict[tuple[int, int, int], float] = {}
     for step, each in enumerate(doc.items("forwards")):
         shift = each.take("attention") == "causal"
         at = each.take("cached") + shift if step else len(each.take("input")[0])
@@ -168,7 +168,7 @@ def _window(doc: Fields, prompts: list[list[int]], params: Fields) -> Plan:
 
 
 def _window_draws(doc: Fields) -> RecordedSampling:
-    draws = {}
+    draws: dict[tuple[int, int, int], float] = {}
     for row, steps in enumerate(doc.take("steps")):
         for step, each in enumerate(steps):
             fed, mask_id = zip(each["input"], each["positions"], strict=True), doc.take("mask_id")

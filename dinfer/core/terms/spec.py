@@ -1,6 +1,7 @@
 """What a model is: plain data. Differences between model families are fields here, not classes."""
 
 import math
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -64,7 +65,7 @@ class LocalAttention:
         _check_counts("{} of the local layers", window=self.window, kv_heads=self.kv_heads, head_dim=self.head_dim)
 
 
-class Stretch(Protocol):
+class Stretch(Hashable, Protocol):
     """How rotary frequencies were changed for longer texts."""
 
     def scaled(self, frequency_X: Any) -> Any: ...

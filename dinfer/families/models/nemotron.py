@@ -78,7 +78,7 @@ def numbers(rope: Mapping[str, Any]) -> dict[str, float]:
     """The fields of `rope_parameters`. Raises ValueError for one that is absent, or no number above 0."""
     if rope.get("rope_type") != "yarn":
         raise ValueError(f"config.json: rope_parameters.rope_type={rope.get('rope_type')!r} must be 'yarn'")
-    found = {name: rope.get(name) for name in NUMBERS}
+    found: dict[str, Any] = {name: rope.get(name) for name in NUMBERS}
     found |= {name: default if (value := rope.get(name)) is None else value for name, default in OPTIONAL.items()}
     for name, value in found.items():
         least = 0 if name in OPTIONAL and not OPTIONAL[name] else None
