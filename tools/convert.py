@@ -29,10 +29,10 @@ from dinfer.core.layers.linear import format_of, formatted
 from dinfer.core.loading.checkpoint import family_of, layout, read_config, read_spec
 from dinfer.core.loading.files import GGUF, CheckpointError, locate, read_object, refuse
 from dinfer.core.loading.safetensors_io import mismatches, stored
-from dinfer.core.loading.saving import INDEX, SMALL, whole
 from dinfer.core.registry import MODELS, options_of
 from dinfer.core.terms.spec import ExpertLayout
 from dinfer.formats.quantized import FIELD
+from dinfer.formats.saving import INDEX, SMALL, whole
 from tools import to_gguf
 from tools.layouts import regrouped
 

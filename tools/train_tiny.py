@@ -29,8 +29,9 @@ from torch import Tensor
 
 import dinfer  # registers the families
 from dinfer.core.layers.transformer import Transformer
-from dinfer.core.loading.checkpoint import family_of, load_network, read_config, save_network
+from dinfer.core.loading.checkpoint import family_of, load_network, read_config
 from dinfer.core.step.model import ModelFamily
+from dinfer.formats.saving import save_network
 from tools.noise import Noise
 from tools.tiny_data import Shard, shards
 from tools.tiny_step import Step

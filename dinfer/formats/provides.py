@@ -6,8 +6,9 @@ from typing import Any
 
 from dinfer.formats.lora import read_adapter
 from dinfer.formats.quantized import rounded_tensors
+from dinfer.formats.saving import save_checkpoint
 
-__all__ = ["gguf_blocks", "gguf_file", "read_adapter", "rounded_tensors"]
+__all__ = ["gguf_blocks", "gguf_file", "read_adapter", "rounded_tensors", "save_checkpoint"]
 
 
 def gguf_file(path: Path) -> Any:

@@ -47,7 +47,7 @@ OUTSIDE: dict[str, set[str]] = {
     "ray": {"scale/ray"},
     "triton": {"kernels", "speed/startup"},
     "transformers": {"core/pipeline", "lab/inspect"},
-    "safetensors": {"core/loading", "cli", "rollouts"},
+    "safetensors": {"core/loading", "formats/saving", "cli", "rollouts"},
     "huggingface_hub": {"core/loading/files"},
     "numpy": {"formats/gguf_file", "lab/metrics", "structure"},
     "gguf": {"formats/gguf_file"},
@@ -135,7 +135,7 @@ def test_imports_point_down(syntax: dict[Path, list[ast.AST]]) -> None:
 @pytest.mark.parametrize(
     ("importer", "source"),
     [
-        ("core/decoders/confidence", "from dinfer.core.caches.window import DualCache"),
+        ("core/decoders/schedule", "from dinfer.core.caches.window import DualCache"),
         ("core/caches/window", "import dinfer.core.iterations.sweep"),
         ("core/step/step", "from dinfer.core.decoders.threshold import Threshold"),
         ("core/step/step", "from dinfer.core import decoders"),

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dinfer.core.decoders.schedule import Dream
 from dinfer.core.registry import DECODERS, values_of
 from dinfer.core.step.contracts import BlockView
+from dinfer.research.decoders.dream import Dream
 from tests.parity.golden import Fields, GoldenError
 
 

@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 
 from dinfer.core.abilities.registry import ABILITIES
-from dinfer.core.decoders.confidence import Factor
 from dinfer.core.decoders.editing import JointThreshold
 from dinfer.core.decoders.schedule import Fixed
 from dinfer.core.decoders.threshold import Threshold, confident
-from dinfer.core.iterations.multi_block import MultiBlock
 from dinfer.core.iterations.sweep import BlockSweep, Blockwise
 from dinfer.core.kernels.attention import attention_interval
 from dinfer.core.kernels.selection import descending_rank
@@ -36,9 +34,10 @@ from dinfer.core.step.mixins import Adjusts, CanvasRows, Chooses
 from dinfer.core.step.model import Parts
 from dinfer.core.step.shape import StepShape
 from dinfer.research.caches.widths import VicinityCache
+from dinfer.research.decoders.confidence import Factor
 from dinfer.research.decoders.editing import DMax
 from dinfer.research.decoders.history import Credit
-from dinfer.research.iterations.multi_block import DMaxSweep
+from dinfer.research.iterations.multi_block import DMaxSweep, MultiBlock
 from dinfer.research.iterations.smooth import Smooth
 
 

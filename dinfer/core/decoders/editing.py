@@ -1,6 +1,6 @@
-"""A decoder with second thoughts: it edits tokens that are decoded. Others are in `dinfer.research.decoders.editing`.
+"""Fill masks and edit decoded tokens in the same step (LLaDA2.1, arXiv:2602.08676).
 
-* joint_threshold: Fill masks and edit decoded tokens in the same step (LLaDA2.1, arXiv:2602.08676).
+Other decoders with second thoughts are in `dinfer.research.decoders.editing`.
 """
 
 from __future__ import annotations

@@ -23,21 +23,6 @@ def descending_rank(score_RL: Tensor) -> Tensor:
     return before_RLL.sum(-1)
 
 
-def run_leaders(score_RL: Tensor, masked_RL: Tensor, *, first: bool) -> Tensor:
-    """Positions with the largest score of their run. `first`: of equals only the leftmost. bool [R, L]"""
-    starts_RL = masked_RL.clone()
-    starts_RL[:, 1:] &= ~masked_RL[:, :-1]
-    run_RL = starts_RL.cumsum(-1) * masked_RL  # the number of each run of neighbouring masks, from 1; 0 elsewhere
-    best_RX = score_RL.new_full((score_RL.shape[0], score_RL.shape[1] + 1), float("-inf"))
-    best_RX = best_RX.scatter_reduce(1, run_RL, score_RL, "amax")
-    leads_RL = masked_RL & (score_RL == best_RX.gather(1, run_RL))
-    if first:
-        place_L = torch.arange(score_RL.shape[1], device=score_RL.device)
-        same_RLL = (run_RL[:, :, None] == run_RL[:, None, :]) & (place_L[None, :] < place_L[:, None])
-        leads_RL = leads_RL & ~(same_RLL & leads_RL[:, None, :]).any(-1)
-    return leads_RL
-
-
 def compact(flags_BS: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """The flagged positions of each row, ascending, then -1, [B, width]; and each position's place among them, [B, S].
 

@@ -7,18 +7,15 @@ names it.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, get_args
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -507,38 +504,3 @@ def _empty(like: torch.Tensor, device: torch.device) -> torch.Tensor:
     if like.is_contiguous():
         return torch.empty(like.shape, dtype=like.dtype, device=device)
     return torch.empty_like(like, device=device)  # keeps the memory layout of 4-bit scales
-
-
-def save_network(
-    network: Any, family: ModelFamily, folder: Path, config: dict[str, Any], experts: ExpertLayout = "separate"
-) -> None:
-    """Writes config.json and model.safetensors with the tensor names of the family. Overwrites both.
-
-    Raises CheckpointError for a network that a checkpoint of this family cannot hold.
-    """
-    weights = family.weights(family.spec(config), experts)
-    held = held_by(network, {place.parameter for place in weights.values()})
-    tensors = {name: place_of(held, place).cpu().contiguous() for name, place in weights.items()}
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / CONFIG).write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    # safetensors lets nobody else read the file, whatever the umask is.
-    (folder / "model.safetensors").chmod((folder / CONFIG).stat().st_mode)
-
-
-def held_by(network: nn.Module, names: Collection[str]) -> dict[str, Tensor]:
-    """The weights of a network by name, those of parametrized layers too. Raises CheckpointError for any others."""
-    layers = {name.rpartition(".")[0] for name in names}
-    for name, _ in network.named_parameters():
-        parametrized = name.partition(".parametrizations.")  # of such a layer, the weight as it comes out
-        if name not in names and not (parametrized[1] and parametrized[0] in layers):
-            raise CheckpointError(
-                f"the network has {name}, which no checkpoint of its family has: merge what was added into the weights "
-                "first (with peft, model.merge_and_unload())"
-            )
-    from dinfer.core.layers.linear import formatted  # only here: networks are heavy to import
-
-    for name, (module, own) in formatted(network, embeddings=True).items():
-        if module.formats[own].beside or not module.weight_of(own)[0].is_floating_point():
-            raise CheckpointError(f"{name} is in few bits: load without quantize, from weights in floats, to save them")
-    return {name: attrgetter(name)(network) for name in names}  # by name: a parametrized weight is no parameter

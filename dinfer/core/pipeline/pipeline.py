@@ -23,7 +23,6 @@ from dinfer.core.engine.request import Completion, Counts, Request, Update, Want
 from dinfer.core.engine.runtime import Runtime
 from dinfer.core.loading.checkpoint import family_of, load_network, read_config, spec_of
 from dinfer.core.loading.files import locate
-from dinfer.core.loading.saving import save_checkpoint
 from dinfer.core.pipeline.inputs import (
     FormKeywords,
     Infilled,
@@ -136,9 +135,10 @@ class Pipeline:
         if self.origin is None or self.recipe.ranks.size > 1:
             raise ValueError(
                 "save needs a model that dinfer.load read on one card; for one composed in Python use "
-                "dinfer.core.loading.checkpoint.save_network(network, family, folder, config)"
+                "dinfer.formats.saving.save_network(network, family, folder, config)"
             )
-        save_checkpoint(self.model, *self.origin, self.tokenizer, Path(folder))
+        save = needed("save_checkpoint", "save", "formats")
+        save(self.model, *self.origin, self.tokenizer, Path(folder))
 
     @cached_property
     def compiler(self) -> Any:

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from dinfer.core.kernels.canvas import moved
-from dinfer.core.kernels.selection import descending_rank, run_leaders
+from dinfer.core.kernels.selection import descending_rank
 from dinfer.core.registry import DECODERS, option
 from dinfer.core.step.contracts import BlockView, Decoder, Edit, ModelSpec, Proposal, State, TokenStats
 from dinfer.core.step.mixins import Adjusts, Edits, Grows, Moves
+from dinfer.research.decoders.confidence import run_leaders
 
 
 @DECODERS.register("remasking")

@@ -13,8 +13,9 @@ from support.models import CONFIG, GEMMA
 from support.ranks import MODELS as DIVIDED
 
 from dinfer import Pipeline, Runtime, compose
-from dinfer.core.loading.checkpoint import load_network, random_network, save_network
+from dinfer.core.loading.checkpoint import load_network, random_network
 from dinfer.families.models.diffusion_gemma import DiffusionGemma
+from dinfer.formats.saving import save_network
 from dinfer.rollouts.weights import WeightsIncomplete
 
 CPU = torch.device("cpu")

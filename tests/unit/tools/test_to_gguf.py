@@ -12,9 +12,10 @@ from gguf import GGMLQuantizationType as Kind
 from support.families import CONFIGS, family_for, random_model
 
 import dinfer
-from dinfer.core.loading.checkpoint import family_of, load_network, read_config, save_network
+from dinfer.core.loading.checkpoint import family_of, load_network, read_config
 from dinfer.core.loading.files import CheckpointError, locate
 from dinfer.core.registry import MODELS
+from dinfer.formats.saving import save_network
 from tools.convert import convert
 from tools.to_gguf import write_gguf
 

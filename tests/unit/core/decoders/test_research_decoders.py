@@ -10,10 +10,10 @@ from support.decoding import PROMPT, decode, decoded, script, view_of
 from support.models import MASK, VOCAB
 from torch import Tensor
 
-from dinfer.core.decoders.schedule import Dream, linear_timesteps
 from dinfer.core.kernels.canvas import Rows
 from dinfer.core.kernels.random import uniform
 from dinfer.core.kernels.token_stats import token_stats
+from dinfer.research.decoders.dream import Dream, linear_timesteps
 from dinfer.research.decoders.history import Klass
 
 # Dream

@@ -15,10 +15,10 @@ from support.models import CONFIG, VARIANTS, VOCAB, tiny_model
 from dinfer.core.engine.request import Request
 from dinfer.core.kernels.attention import attention_interval
 from dinfer.core.layers.transformer import Transformer
-from dinfer.core.loading.checkpoint import save_network
 from dinfer.core.memory import RESERVED, KVPool, PoolSize, Seen
 from dinfer.core.models.llada import Llada
 from dinfer.core.step.cursors import Phase
+from dinfer.formats.saving import save_network
 
 Sees = Callable[[int, int], bool]
 IDS = torch.randint(VOCAB, (2, 13), generator=torch.Generator().manual_seed(0))

@@ -15,11 +15,12 @@ from safetensors.torch import load_file, save_file
 from support.models import CONFIG, MASK, tiny_model
 
 import dinfer.core.loading.files as hub
-from dinfer.core.loading.checkpoint import load_network, read_config, read_spec, save_network
+from dinfer.core.loading.checkpoint import load_network, read_config, read_spec
 from dinfer.core.loading.files import CheckpointError, locate
 from dinfer.core.models.llada import Llada
 from dinfer.core.pipeline import load
 from dinfer.core.registry import MODELS
+from dinfer.formats.saving import save_network
 
 CPU = torch.device("cpu")
 ROOT = "model.transformer"

@@ -12,10 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.families import CONFIGS, family_for, random_model
 
-from dinfer.core.loading.checkpoint import load_network, save_network
+from dinfer.core.loading.checkpoint import load_network
 from dinfer.core.loading.files import CheckpointError
 from dinfer.core.pipeline import load
 from dinfer.core.registry import MODELS
+from dinfer.formats.saving import save_network
 
 CPU = torch.device("cpu")
 RANK, ALPHA = 3, 5

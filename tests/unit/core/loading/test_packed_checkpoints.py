@@ -15,11 +15,12 @@ from support.files import lies_in
 from support.models import CONFIG
 from torch import Tensor
 
-from dinfer.core.loading.checkpoint import load_network, save_network
+from dinfer.core.loading.checkpoint import load_network
 from dinfer.core.loading.files import CheckpointError
 from dinfer.core.models.llada import Llada
 from dinfer.core.ranks.split import Rank
 from dinfer.formats.kernels.packed import unpack
+from dinfer.formats.saving import save_network
 from dinfer.lab.inspect import inspect
 
 CPU = torch.device("cpu")

@@ -19,9 +19,10 @@ from dinfer.core.kernels.deferred import widened
 from dinfer.core.kernels.linear import round_rows
 from dinfer.core.kernels.types import FLOAT8
 from dinfer.core.layers.linear import Linear
-from dinfer.core.loading.checkpoint import load_network, place_of, save_network
+from dinfer.core.loading.checkpoint import load_network, place_of
 from dinfer.core.loading.files import CheckpointError
 from dinfer.core.models.llada import Llada
+from dinfer.formats.saving import save_network
 
 CPU = torch.device("cpu")
 IDS = torch.arange(12)[None]

@@ -14,7 +14,7 @@ from support.matrix import completions, engine_for
 
 from dinfer.core.engine.request import Request
 from dinfer.core.kernels.attention import attention_interval
-from dinfer.core.loading.checkpoint import family_of, load_network, read_spec, save_network
+from dinfer.core.loading.checkpoint import family_of, load_network, read_spec
 from dinfer.core.loading.files import CheckpointError
 from dinfer.core.memory import RESERVED, KVPool, PoolSize, Seen
 from dinfer.core.models.llada2 import Llada2
@@ -23,6 +23,7 @@ from dinfer.families.models.a2d import A2d
 from dinfer.families.models.fast_dllm_v2 import FastDllmV2
 from dinfer.families.models.sdar import Sdar
 from dinfer.families.models.stable_diffcoder import StableDiffcoder
+from dinfer.formats.saving import save_network
 
 IDS = (torch.arange(26).view(2, 13) * 7) % 36
 

@@ -20,11 +20,11 @@ from support.tokenizer import save_tokenizer
 import dinfer
 from dinfer.core.engine.errors import NonFiniteLogits
 from dinfer.core.engine.runtime import Runtime
-from dinfer.core.loading.checkpoint import save_network
 from dinfer.core.models.llada import Llada
 from dinfer.core.pipeline import Pipeline, load
 from dinfer.core.recipe.recipe import IncompatibleRecipe, compose
 from dinfer.core.registry import UnknownName
+from dinfer.formats.saving import save_network
 from dinfer.lab.trace.record import record
 
 STOPS = {EOS, 28}

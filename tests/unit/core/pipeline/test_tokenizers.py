@@ -12,8 +12,8 @@ from support.tokenizer import save_tokenizer
 from torch import float32
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from dinfer.core.loading.checkpoint import save_network
 from dinfer.core.pipeline import load
+from dinfer.formats.saving import save_network
 
 NAMED = "SDAR-4B-Chat"  # the name says how long the attention blocks of SDAR are
 QWEN = ["dream", "sdar", "sdar_moe", "fast_dllm_v2"]

@@ -11,9 +11,10 @@ from support.families import EXPERTS, family_for
 from support.models import CONFIG
 from support.ranks import CPU, MODELS
 
-from dinfer.core.loading.checkpoint import load_network, random_network, save_network
+from dinfer.core.loading.checkpoint import load_network, random_network
 from dinfer.core.loading.safetensors_io import read_slices, stored
 from dinfer.core.ranks.split import Rank
+from dinfer.formats.saving import save_network
 
 RANKS = [(2, False), (3, False), (3, True)]
 
