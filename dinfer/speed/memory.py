@@ -23,7 +23,7 @@ from dinfer.core.memory import KVPool, PoolSize
 from dinfer.core.ranks.split import Rank
 from dinfer.core.step.cursors import Cursors, Phase
 from dinfer.core.step.model import ModelFamily
-from dinfer.core.step.shape import StepShape
+from dinfer.core.step.shape import Sampled, StepShape
 from dinfer.core.step.window import width_of
 
 logger = logging.getLogger(__name__)
@@ -166,7 +166,7 @@ def measured(worker: Worker) -> int:
 
 
 def largest(worker: Worker, length: int, block: int) -> Iterator[StepShape]:
-    """The largest step of each phase for rows of so many positions, the largest of all first."""
+    """The largest step of each phase for rows of so many positions, of which some draw, the largest of all first."""
     recipe, runtime = worker.recipe, worker.runtime
     start, shapes = max(length - recipe.iteration.blocks * block, 0), list[StepShape]()
     for phase in recipe.phases:
@@ -180,7 +180,8 @@ def largest(worker: Worker, length: int, block: int) -> Iterator[StepShape]:
             width = min(start, runtime.positions)
         if width > 0:
             lanes = max(min(runtime.rows, runtime.positions // width), 1)
-            shapes.append(StepShape(phase, lanes, width, recipe.iteration.blocks, block, -(-length // runtime.page)))
+            shape = StepShape(phase, lanes, width, recipe.iteration.blocks, block, -(-length // runtime.page))
+            shapes.append(shape if phase == Phase.PREFILL else shape.adding(Sampled()))
     return iter(sorted(shapes, key=lambda shape: -shape.lanes * shape.width))
 
 

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from dataclasses import dataclass, is_dataclass, replace
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from dinfer.core.abilities.registry import ABILITIES
-from dinfer.core.kernels.canvas import rows_of
+from dinfer.core.kernels.canvas import rows_of, take
 from dinfer.core.kernels.selection import compact
+from dinfer.core.registry import values_of
 from dinfer.core.step.ability import Ability, ByExtra, Decision, Extra, Forward, Parts, Step, StepShape, TokenStats
 from dinfer.core.step.cursors import Phase
 from dinfer.core.step.mixins import Adjusts, Edits, Follows, LeavesMasks, Watches, scores_of
-from dinfer.core.step.scores import read_logits, statistics
-from dinfer.core.step.shape import KeysOnly, Planned
+from dinfer.core.step.scores import proposed_tokens, read_logits, statistics
+from dinfer.core.step.shape import KeysOnly, Planned, Sampled
 from dinfer.speed.abilities.slices import Sliced
 
 FEWEST = 64  # skip unread positions only if there are at least so many, since skipping adds a few kernels
@@ -136,6 +137,38 @@ class OpenPositions(ByExtra[OpenOnly]):
         for ability in step.abilities:
             logits_1MV = ability.allow(step, made.view, logits_1MV)
         return statistics(step, logits_1MV, wanted_1M)
+
+
+@ABILITIES.register("drawn_parts", after=("open_positions",))
+class DrawnParts(Ability):
+    """Takes the logits of a few rows at a time where some row draws, since a draw needs several copies of them."""
+
+    @classmethod
+    def of(cls, recipe: Parts, shape: StepShape) -> Self | None:
+        large = shape.phase in (Phase.FULL, Phase.WINDOW) and shape.lanes * shape.blocks * shape.block > MANY
+        whole = {type(extra) for extra in shape.extras if extra.whole_logits}
+        return cls() if large and whole == {Sampled} and not shape.versions and scores_open(recipe) else None
+
+    def statistics(self, step: Step, made: Decision) -> TokenStats | None:
+        run, shape, found = made.known.run, step.shape, list[TokenStats]()
+        if run is None or any(ability.whole_logits for ability in step.abilities):
+            return None
+        each = max(TOGETHER // (shape.blocks * shape.block), 1)
+        for first in range(0, shape.lanes, each):
+            lanes, rows = slice(first, first + each), slice(first * shape.blocks, (first + each) * shape.blocks)
+            logits_RLV = read_logits(step, run.model, take(run.h_BWD[lanes], run.logits_RL[rows]))
+            of_rows = part(step.lanes, lanes), part(made.view, rows)
+            found.append(proposed_tokens(step, *of_rows, logits_RLV, made.decoder_state)[0])
+        return found[0].each(lambda *stats_RL: torch.cat(stats_RL), *found[1:])
+
+
+def part(of: Any, rows: slice) -> Any:
+    """Some rows of a tensor, or of all tensors within."""
+    if isinstance(of, torch.Tensor):
+        return of[rows]
+    if isinstance(of, dict):
+        return {name: part(value, rows) for name, value in of.items()}
+    return replace(of, **part(values_of(of), rows)) if is_dataclass(of) and not isinstance(of, type) else of
 
 
 @ABILITIES.register("key_passes", after=("following", "watching"))

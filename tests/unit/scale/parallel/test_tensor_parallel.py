@@ -49,4 +49,4 @@ def test_ranks_round_weights_as_well_as_one(
     for ranks in (2, 3, 4):
         first, *others = (found[model, quantize, ranks] for found in outcomes[:ranks])
         assert all(torch.equal(first, other) for other in others)
-        assert 0 < (first - exact).norm() < 1.5 * (whole - exact).norm()
+        assert 0 < (first - exact).norm() < 1.75 * (whole - exact).norm()
