@@ -120,7 +120,7 @@ def pool_bytes(pool: KVPool) -> int:
 
 
 def within(worker: Worker) -> Runtime:
-    """The settings with as many pages as `runtime.memory` has room for. Raises ValueError if that is too little."""
+    """The settings, with as many pages in place of `runtime.memory` as that has room for. Raises ValueError."""
     runtime, device = worker.runtime, worker.recipe.model.device
     assert runtime.memory is not None
     free, total = free_and_total(device)
@@ -140,7 +140,7 @@ def within(worker: Worker) -> Runtime:
             f"{gigabytes(weights)}, what else this process holds {gigabytes(before - weights)}, steps and graphs "
             f"{gigabytes(steps)}, and keys of the longest request {gigabytes(need * page)}: {fix}"
         )
-    return replace(runtime, pages=pages)
+    return replace(runtime, pages=pages, memory=None)
 
 
 def measured(worker: Worker) -> int:

@@ -101,6 +101,11 @@ def made(config: dict[str, Any], others: dict[str, dict[str, Any]], settings: Se
 
     Ray calls it in the process of each replica.
     """
+    if others and (memory := config["runtime"].get("memory")) is not None:
+        raise ValueError(
+            f"runtime.memory={memory} is for one recipe, and recipes={[*others]} may need an engine each: set "
+            "runtime.pages, or serve them apart"
+        )
     pipe = pipeline(config)
     from dinfer.core.pipeline import Pipeline
     from dinfer.core.recipe.recipe import compose

@@ -186,12 +186,9 @@ class Engine:
                 "or leave it out"
             )
         if runtime.pages is not None and need > runtime.pages:
-            given = f"runtime.pages={runtime.pages}"
-            if runtime.memory is not None:
-                given = f"runtime.memory={runtime.memory} has room for {runtime.pages}"
             raise ValueError(
-                f"a request of {request.length} positions needs {need} pages of keys and values, and {given}: raise "
-                "it, or leave it out"
+                f"a request of {request.length} positions needs {need} pages of keys and values, and there are "
+                f"{runtime.pages}: raise runtime.pages or runtime.memory, or leave it out"
             )
 
     def check_device(self) -> None:

@@ -60,6 +60,11 @@ class Runtime:
             )
         if self.memory is not None:
             needed("memory_bytes", f"runtime.memory={self.memory}", "speed")(self.memory)
+            if self.pages is not None:
+                raise ValueError(
+                    f"runtime.memory={self.memory} and runtime.pages={self.pages} both say how many pages there are: "
+                    "give one"
+                )
 
 
 class BatchSize(NamedTuple):

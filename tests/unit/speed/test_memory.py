@@ -26,6 +26,11 @@ def test_other_memory_is_refused(value: Any) -> None:
         dinfer.Runtime(memory=value)
 
 
+def test_what_decides_pages_is_given_once() -> None:
+    with pytest.raises(ValueError, match=r"runtime\.memory=0\.5 and runtime\.pages=8 both say how many .*: give one"):
+        dinfer.Runtime(memory=0.5, pages=8)
+
+
 def test_memory_decides_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """What weights and steps leave is for keys, and a request that has no room is refused by name."""
     monkeypatch.setattr(memory, "free_and_total", lambda device: (CARD, CARD))
@@ -33,6 +38,7 @@ def test_memory_decides_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     found, page = pipe.engine.runtime.pages, memory.page_bytes(pipe.engine.loop.worker)
     assert found == (60_000_000 - memory.held(pipe.model)) // page > 16
     pipe.generate_ids([[5, 6, 7]] * 3, max_new_tokens=32)
+    assert pipe.engine.runtime.memory is None
     pool = pipe.engine.runner.state.kv
     assert pool.k_JPTGE.shape[1] == found + 2 and "keys" in memory.told(pipe.engine.loop.worker)
     monkeypatch.setattr(memory, "measured", lambda worker: 60_000_000)
