@@ -1,9 +1,10 @@
 """Writes docs/components/*.md: one page for each registry, from the components' docstrings and options, and one of
-what cannot go together, from what abilities and components refuse.
+what cannot go together, from what abilities and components refuse. And dinfer/components.json, from which commands
+know components without importing them.
 
     python -m tools.component_pages
 
-A test fails if the pages differ from the code.
+A test fails if they differ from the code.
 """
 
 from __future__ import annotations
@@ -11,19 +12,22 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import pkgutil
 import re
+import types
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Union, get_args, get_origin
 
 from dinfer.cli.commands.list import ROLES
 from dinfer.core.recipe.recipe import all_refusals
 from dinfer.core.refusals import COMPONENTS, Trait
-from dinfer.core.registry import CACHES, DECODERS, REGISTRIES, OptionInfo, Registry, options_of
+from dinfer.core.registry import CACHES, DECODERS, REGISTRIES, TABLE, OptionInfo, Registry, digest, options_of
 from dinfer.core.step.window import exact as exact_with
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "components"
 RESULTS = ROOT / "benchmarks" / "results"
+CONTRACTS = re.compile(r"dinfer\.(core\.step|\w+\.abilities)\.")  # of what components derive from, without options
 BLOCK = 32  # length of an attention block, to ask caches whether they are exact
 # Ideas in the order of the page, and components by idea. A component that is not here comes last.
 IDEAS = {
@@ -249,10 +253,49 @@ def pages() -> dict[Path, str]:
     return written | {FOLDER / "refusals.md": refusals()}
 
 
+def components() -> dict[str, Any]:
+    """The table of `dinfer.core.registry`: by module its sources, their digest, and its components by kind."""
+    found: dict[str, Any] = {}
+    for registry in REGISTRIES:
+        classes = {name: registry.get(name) for name in registry.names()}
+        for package in registry.packages:
+            for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
+                name = f"{package}.{module.name}"
+                own = {key: cls for key, cls in classes.items() if cls.__module__ == name}
+                bases = {base.__module__ for cls in own.values() for base in cls.__mro__}
+                others = {base for base in bases if base.startswith("dinfer.") and not CONTRACTS.match(base)}
+                modules = [name, *sorted(others - {name})]
+                sources = [f"{one.removeprefix('dinfer.').replace('.', '/')}.py" for one in modules]
+                entry = found.setdefault(name, {"sources": sources, "digest": digest(sources)})
+                if own:
+                    entry[registry.kind] = {key: entry_of(cls) for key, cls in own.items()}
+    return found
+
+
+def entry_of(cls: Any) -> list[Any]:
+    """The summary, the paper and the options of a component."""
+    summary = inspect.cleandoc(cls.__doc__ or "").split("\n")[0]
+    return [summary, cls.paper, [[o.name, o.default, o.help, o.per_request, type_(o.hint)] for o in options_of(cls)]]
+
+
+def type_(hint: Any) -> Any:
+    """A type as the table has it."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return ["Literal", *parts]
+    if origin is tuple:
+        return ["tuple", type_(parts[0])]
+    if origin in (Union, types.UnionType):
+        return ["|", *map(type_, parts)]
+    return "None" if hint is type(None) else hint.__name__
+
+
 def main() -> None:
     FOLDER.mkdir(parents=True, exist_ok=True)
     for path, text in pages().items():
         path.write_text(text)
+    lines = [f"{json.dumps(name)}: {json.dumps(entry)}" for name, entry in sorted(components().items())]
+    TABLE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 if __name__ == "__main__":

@@ -5,33 +5,34 @@ A module registers its components when it is imported. A registry finds the modu
 in `dinfer.core` and in layers, so no central list is edited. Other distributions add components through entry points in
 the groups `dinfer.model`, `dinfer.iteration`, `dinfer.decoder`, `dinfer.cache` and `dinfer.sampling`.
 
-Names, options and docstrings are read without importing torch: from the literals in the source, the one place that
-states them. If a module needs more than literals to say its options, it is imported instead.
+Names, options and docstrings are known without importing torch: from a table that a tool has written. A module that the
+table does not have, or whose sources have changed since, is imported instead.
 """
 
-import ast
 import dataclasses
 import difflib
+import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
 import inspect
+import json
 import math
 import pkgutil
-import re
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, reduce
+from operator import or_
 from pathlib import Path
 from types import GenericAlias
 from typing import Any, Generic, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
+import dinfer
 from dinfer.core.provided import packages
 
-CONTRACTS = re.compile(r"dinfer\.(core\.step|\w+\.abilities)\.")  # of what components derive from, without options
-TYPES: dict[str, Any] = {"int": int, "float": float, "bool": bool, "str": str}
+TABLE = Path(dinfer.__path__[0], "components.json")
+TYPES: dict[str, Any] = {"int": int, "float": float, "bool": bool, "str": str, "None": None}
 EXACT = 2**53  # per-request options are columns of one float64 tensor, which holds integers up to here
 T = TypeVar("T", bound=type)
 entry_points = cache(importlib.metadata.entry_points)
@@ -58,115 +59,56 @@ class Description:
     options: tuple[OptionInfo, ...]
 
 
-class Unreadable(Exception):
-    """The module says something of a component in another way than by literals of a class statement."""
-
-
-Classes = dict[str, Description]
-
-
-def declared(packages: Sequence[str], registry: str) -> Iterator[tuple[str, Classes | None]]:
-    """The modules of these packages, and the classes that each registers in `registry`; None for one to be imported."""
-    trees: dict[str, ast.Module | None] = {}
+def declared(packages: Sequence[str], kind: str) -> Iterator[tuple[str, dict[str, Description] | None]]:
+    """The modules of these packages, and the components of that kind in each; None for one to be imported."""
     for package in packages:
         found = importlib.util.find_spec(package)
-        assert found is not None and found.submodule_search_locations is not None
-        for path in found.submodule_search_locations:
-            for module in pkgutil.iter_modules([path]):
-                source = Path(path, f"{module.name}.py")
-                readable = source.is_file()
-                trees[f"{package}.{module.name}"] = ast.parse(source.read_text(encoding="utf-8")) if readable else None
-    for name, tree in trees.items():
-        try:
-            yield name, None if tree is None else _registered(tree, registry, _classes(name, trees))
-        except Unreadable:
-            yield name, None
+        assert found is not None
+        for module in pkgutil.iter_modules(found.submodule_search_locations):
+            yield (name := f"{package}.{module.name}"), _told(name, kind)
 
 
-def _classes(module: str, trees: Mapping[str, ast.Module | None]) -> Classes:
-    """The classes that a module has or imports from its package, as far as they can be read."""
-    found: Classes = {}
-    tree = trees.get(module)
-    for node in tree.body if tree is not None else ():
-        if isinstance(node, ast.ImportFrom):
-            source = node.module or ""
-            known = _classes(source, trees)
-            for name in (alias.name for alias in node.names):
-                if name in known or CONTRACTS.match(source):
-                    found[name] = known.get(name, Description("", "", ()))
-        elif isinstance(node, ast.ClassDef):
-            bases = found.copy()
-            found.pop(node.name, None)
-            with suppress(Unreadable):
-                found[node.name] = _described(node, bases)
-    return found
+@cache
+def table() -> dict[str, Any]:
+    """What `python -m tools.component_pages` has written of each module, for as long as its sources are the same."""
+    return json.loads(TABLE.read_text(encoding="utf-8")) if TABLE.is_file() else {}
 
 
-def _described(node: ast.ClassDef, known: Classes) -> Description:
-    """What a class says of itself, with the options of its bases. Raises Unreadable."""
-    paper = ""
-    options: dict[str, OptionInfo] = {}
-    for base in reversed(node.bases):
-        if not isinstance(base, ast.Name) or base.id not in known:
-            raise Unreadable
-        paper = known[base.id].paper or paper
-        options |= {info.name: info for info in known[base.id].options}
-    fields = any("dataclass" in ast.dump(each) for each in node.decorator_list)
-    for statement in node.body:
-        match statement:
-            case ast.Assign([ast.Name("paper")], value):
-                paper = _literal(value)
-            case ast.AnnAssign(ast.Name(name), hint, value) if fields and "ClassVar" not in ast.dump(hint):
-                options[name] = _option(name, _type(hint), value)
-    return Description(inspect.cleandoc(ast.get_docstring(node) or "").split("\n")[0], paper, tuple(options.values()))
-
-
-def _option(name: str, hint: Any, value: ast.expr | None) -> OptionInfo:
-    match value:
-        case ast.Call(ast.Name("option"), [default, text], keywords):
-            per_request = any(each.arg == "per_request" and _literal(each.value) for each in keywords)
-            return OptionInfo(name, _literal(default), _literal(text), per_request, hint)
-        case None:
-            raise Unreadable
-    return OptionInfo(name, _literal(value), "", False, hint)
-
-
-def _literal(node: ast.expr) -> Any:
+def digest(sources: Sequence[str]) -> str:
+    """Of these files, by their paths below the package; empty if one is not there."""
     try:
-        return ast.literal_eval(node)
-    except ValueError as error:
-        raise Unreadable from error
+        return hashlib.blake2b(b"".join(map(_source, sources)), digest_size=8).hexdigest()
+    except OSError:
+        return ""
 
 
-def _type(node: ast.expr) -> Any:
-    match node:
-        case ast.Name(name) if name in TYPES:
-            return TYPES[name]
-        case ast.Constant(None):
-            return None
-        case ast.BinOp(left, ast.BitOr(), right):
-            return _type(left) | _type(right)
-        case ast.Subscript(ast.Name("Literal"), values):
-            return cast(Any, Literal)[_literal(values)]
-        case ast.Subscript(ast.Name("tuple"), ast.Tuple([item, ast.Constant(kind)])) if kind is ...:
-            return GenericAlias(tuple, (_type(item), ...))
-    raise Unreadable
+@cache
+def _source(path: str) -> bytes:
+    return (TABLE.parent / path).read_bytes()
 
 
-def _registered(tree: ast.Module, registry: str, classes: Classes) -> Classes:
-    """The classes by the names that their decorators give them. Raises Unreadable."""
-    found: Classes = {}
-    for node in tree.body:
-        for decorator in node.decorator_list if isinstance(node, ast.ClassDef) else ():
-            match decorator:
-                case ast.Call(ast.Attribute(ast.Name(owner), "register"), [name]) if owner == registry:
-                    assert isinstance(node, ast.ClassDef)
-                    if node.name not in classes:
-                        raise Unreadable
-                    found[_literal(name)] = classes[node.name]
-    if len(found) < sum(isinstance(node, ast.Attribute) and node.attr == "register" for node in ast.walk(tree)):
-        raise Unreadable
-    return found
+def _told(module: str, kind: str) -> dict[str, Description] | None:
+    known = table().get(module)
+    if known is None or known["digest"] != digest(known["sources"]):
+        return None
+    return {
+        name: Description(summary, paper, tuple(_option(*each) for each in options))
+        for name, (summary, paper, options) in known.get(kind, {}).items()
+    }
+
+
+def _option(name: str, default: Any, help: str, per_request: bool, hint: Any) -> OptionInfo:
+    return OptionInfo(name, tuple(default) if isinstance(default, list) else default, help, per_request, _type(hint))
+
+
+def _type(said: Any) -> Any:
+    """A type as the table has it: a name, or a list of a kind and what is in it."""
+    if isinstance(said, str):
+        return TYPES[said]
+    kind, *parts = said
+    if kind == "Literal":
+        return cast(Any, Literal)[tuple(parts)]
+    return GenericAlias(tuple, (_type(parts[0]), ...)) if kind == "tuple" else reduce(or_, map(_type, parts))
 
 
 class UnknownName(ValueError):
@@ -287,12 +229,12 @@ def _words(hint: Any) -> str:
 class Registry(Generic[T]):
     """`Registry("decoder", "dinfer.core.decoders", ...)` holds every component of these packages by name.
 
-    Names and descriptions are read from the source. A module is imported when a component of it is needed.
+    Names and descriptions are those of the table. A module is imported when a component of it is needed.
     """
 
     def __init__(self, kind: str, *packages: str) -> None:
         self.kind = kind
-        self._packages = packages
+        self.packages = packages
         self._table: dict[str, T] = {}
 
     def register(self, name: str) -> Callable[[T], T]:
@@ -315,9 +257,9 @@ class Registry(Generic[T]):
 
     @cached_property
     def _written(self) -> dict[str, tuple[str, Description]]:
-        """The module and the description of what can be read from the source. Imports the modules that cannot be."""
+        """The module and the description of what the table has. Imports the modules that it does not have."""
         found: dict[str, tuple[str, Description]] = {}
-        for module, registered in declared(self._packages, f"{self.kind.upper()}S"):
+        for module, registered in declared(self.packages, self.kind):
             if registered is None:
                 importlib.import_module(module)
             found |= {name: (module, description) for name, description in (registered or {}).items()}

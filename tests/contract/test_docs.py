@@ -21,8 +21,8 @@ from dinfer.core.engine.runtime import Runtime
 from dinfer.core.loading.files import boxed
 from dinfer.core.pipeline import Pipeline
 from dinfer.core.recipe.recipe import compose
-from dinfer.core.registry import CACHES, DECODERS, REGISTRIES
-from tools.component_pages import FORMULAS, IDEAS, MEASURED, RESULTS, pages
+from dinfer.core.registry import CACHES, DECODERS, REGISTRIES, table
+from tools.component_pages import FORMULAS, IDEAS, MEASURED, RESULTS, components, pages
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -115,6 +115,11 @@ def test_the_component_pages_are_those_of_the_docstrings() -> None:
     for path, text in pages().items():
         assert path.is_file(), f"{path}: run `python -m tools.component_pages`"
         assert path.read_text() == text, f"{path}: run `python -m tools.component_pages`"
+
+
+def test_the_table_of_components_is_that_of_the_code() -> None:
+    """It is right if it is older: then modules are imported, and each command starts later."""
+    assert table() == json.loads(json.dumps(components())), "run `python -m tools.component_pages`"
 
 
 def test_the_component_pages_group_and_typeset_components_that_exist() -> None:

@@ -1,4 +1,4 @@
-"""Components by name: what their source says of them, and what is read or imported when."""
+"""Components by name: what the table says of them, and what is read or imported when."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 import dinfer
 from dinfer.core.provided import packages
-from dinfer.core.registry import REGISTRIES, Description, Registry, options_of
+from dinfer.core.registry import REGISTRIES, Description, Registry, digest, options_of
 
 HEAD = """
 from dataclasses import dataclass
@@ -39,7 +38,7 @@ class Base(Decoder):
 
 
 @pytest.mark.parametrize("registry", REGISTRIES, ids=[registry.kind for registry in REGISTRIES])
-def test_what_is_read_from_the_source_is_what_the_class_says(registry: Registry) -> None:
+def test_what_is_known_without_an_import_is_what_the_class_says(registry: Registry) -> None:
     """A registry of its own, which has imported nothing yet."""
     folder = f"{registry.kind}s".replace("samplings", "sampling")
     fresh: Registry = Registry(registry.kind, *packages(folder))
@@ -64,54 +63,35 @@ def package(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, **files: s
     return __import__(f"{name}.registry", fromlist=["DECODERS"]).DECODERS
 
 
-def test_a_module_is_imported_when_a_component_of_it_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    head = HEAD.format(package="lazy")
+@pytest.mark.parametrize("fits", [True, False])
+def test_a_module_is_imported_when_it_is_built_or_the_table_is_older(
+    fits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"lazy{fits}"
+    head = HEAD.format(package=name)
     registry = package(
-        tmp_path, monkeypatch, "lazy", plain=f"{head}from lazy._base import Base\n{PLAIN}", _base=head + BASE
+        tmp_path, monkeypatch, name, plain=f"{head}from {name}._base import Base\n{PLAIN}", _base=head + BASE
     )
-    described = registry.describe("plain")
-    assert (described.summary, described.paper) == ("Says what it does.", "arXiv:1")
-    assert [(o.name, o.default, o.help, o.per_request) for o in described.options] == [
-        ("kind", None, "which", False), ("steps", 3, "how many", False), ("share", 0.5, "of all", True),
+    options = [
+        ["kind", None, "which", False, ["|", ["Literal", "a", "b"], "None"]], ["steps", 3, "how many", False, "int"],
+        ["share", 0.5, "of all", True, "float"],
     ]  # fmt: skip
+    said = {"plain": ["Says what it does.", "arXiv:1", options]}
+    known = {f"{name}.plain": {"sources": [], "digest": digest([]) if fits else "of before", "decoder": said}}
+    monkeypatch.setattr("dinfer.core.registry.table", lambda: known)
+    described = registry.describe("plain")
+    assert (f"{name}.plain" in sys.modules) != fits
     assert registry.check({"name": "plain", "share": 1}) == ("plain", {"share": 1.0})
     with pytest.raises(ValueError, match=r"decoder.kind='c' must be 'a' or 'b' or null"):
         registry.check({"name": "plain", "kind": "c"})
-    assert "lazy.plain" not in sys.modules
-    assert registry.describe("plain") == Description(
-        "Says what it does.", "arXiv:1", tuple(options_of(registry.get("plain")))
-    )
-    assert "lazy.plain" in sys.modules
+    cls = registry.get("plain")
+    assert described == Description("Says what it does.", "arXiv:1", tuple(options_of(cls)))
+    assert f"{name}.plain" in sys.modules
 
 
-READ = [
-    PLAIN,
-    PLAIN.replace("@DEC", "class Base(Base):\n    pass\n\n@DEC", 1),
-    PLAIN + "class Net(nn.Module):\n    size: int = SIZE\n",
-]
-RUN = [
-    PLAIN.replace("0.5", "1 / 2"),
-    PLAIN.replace('"of " "all"', '"of " + "all"'),
-    PLAIN.replace("0.5", "SHARE").replace("@DEC", "SHARE = 0.5\n@DEC"),
-    PLAIN.replace('"plain"', '"pla" + "in"'),
-    PLAIN.replace("None = option", "NoneType = option").replace("@DEC", "from types import NoneType\n@DEC"),
-    PLAIN.replace('@DECODERS.register("plain")\n', "") + 'DECODERS.register("plain")(Plain)\n',
-    PLAIN.replace("(Base)", "(Base, Mixed)").replace("@DEC", "from abc import ABC as Mixed\n@DEC", 1),
-]
-
-
-@pytest.mark.parametrize(("text", "imported"), [*((text, False) for text in READ), *((text, True) for text in RUN)])
-def test_source_that_cannot_be_read_is_run(
-    text: str, imported: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    name = f"odd{abs(hash(text))}"
-    monkeypatch.setitem(vars(torch.nn), "SIZE", 3)
-    head = HEAD.format(package=name) + "from torch import nn\nfrom torch.nn import SIZE\n"
-    registry = package(tmp_path, monkeypatch, name, plain=head + BASE + text)
-    described = registry.describe("plain")
-    assert (f"{name}.plain" in sys.modules) == imported
-    assert described == Description("Says what it does.", "arXiv:1", tuple(options_of(registry.get("plain"))))
-    assert {option.default for option in described.options} == {0.5, 3, None}
+def test_a_digest_is_of_all_sources() -> None:
+    sources = ["core/registry.py", "core/provided.py"]
+    assert digest(sources) not in ("", digest(sources[:1])) and digest(["core/nothing.py"]) == ""
 
 
 def test_a_name_belongs_to_one_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
