@@ -45,3 +45,22 @@ def test_infill(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPa
     out = shown("infill.py", capsys, monkeypatch)
     assert "in the gap: ['195']" in out and "now 195 - 59 = 136\n  now 136 - 87 = 49" in out
     assert re.search(r"forward \d+: 0 masks left", out)
+
+
+@pytest.mark.rest
+def test_trl_grpo(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("trl")
+    out = shown("trl_grpo.py", capsys, monkeypatch, "--steps", "1")
+    assert re.search(r"step 1: reward [0-9.]+, loss", out) and "weights of version 1" in out
+
+
+@pytest.mark.rest
+def test_verl_rollout(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    out = shown("verl_rollout.py", capsys, monkeypatch)
+    assert re.findall(r"step (\d): [5-8] of 8 responses differ, version (\d)", out) == [("0", "0"), ("1", "1")]
+
+
+@pytest.mark.rest
+def test_trainer_over_http(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    out = shown("trainer_over_http.py", capsys, monkeypatch, "--rounds", "1")
+    assert "samples of version 0" in out and "the server has version 1" in out

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("fastapi")
 
@@ -82,6 +84,20 @@ def test_likelihoods_and_their_masks(client: Client) -> None:
     for estimator, message in (("nothing", "nothing"), ("ebpo", "ebpo cannot be had here")):
         wrong = client.ask("/score", {**body, "options": {}, "estimator": estimator})
         assert wrong.status_code == 400 and message in wrong.json()["error"]["message"]
+
+
+def test_samples_tell_the_weights_that_an_update_brought(client: Client, tmp_path: Path) -> None:
+    other = dinfer.load("tiny", device="cpu", cache="none")
+    with torch.no_grad():
+        for parameter in other.model.parameters():
+            parameter.mul_(1.01)
+    other.save(tmp_path / "other")
+    answer = client.ask("/update_weights_from_disk", {"model_path": str(tmp_path / "other"), "weight_version": "7"})
+    assert answer.status_code == 200 and client.ask("/health_generate").status_code == 200
+    sample = client.ask("/generate", asked(client)).json()
+    want = other.rollout([client.pipe.encode(QUESTION)], max_new_tokens=40, seed=[5], temperature=0.8)
+    assert sample["output_ids"] == want.to_sglang()[0]["output_ids"]
+    assert sample["meta_info"]["weight_version"] == "7"
 
 
 def test_only_a_server_for_trainers_has_these_paths() -> None:

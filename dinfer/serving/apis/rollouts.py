@@ -111,6 +111,12 @@ def add(app: FastAPI, server: Server) -> None:
             task.cancel()
         return {"success": True, "message": f"{len(tasks)} samples were ended"}
 
+    @app.get("/health_generate")
+    async def health() -> dict[str, str]:
+        """200 while the server takes requests."""
+        server.check()
+        return {"status": "ok"}
+
     @app.post("/score")
     async def score(body: ScoreRequest) -> dict[str, Any]:
         """Likelihoods of answers, in nats. The masks may be had, and used again for another policy."""
