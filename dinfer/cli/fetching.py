@@ -9,8 +9,9 @@ import zipfile
 from pathlib import Path
 
 import dinfer.core.recipe.presets as presets
-from dinfer.core.loading.files import FETCHED, CheckpointError, Fetched
+from dinfer.core.loading.files import CheckpointError
 from dinfer.core.registry import unknown
+from dinfer.families.hub import FETCHED, Fetched
 
 
 def fetch(name: str) -> Path:

@@ -28,11 +28,12 @@ from dinfer.cli.application import check
 from dinfer.cli.conf import beside, counted, parse, setting
 from dinfer.cli.terminal import say
 from dinfer.core.engine.request import Completion, Counts, Update
-from dinfer.core.loading.files import datasets_of, local
+from dinfer.core.loading.files import local
 from dinfer.core.pipeline import Pipeline, TextStream
 from dinfer.core.pipeline.inputs import figures
 from dinfer.core.registry import unknown
 from dinfer.core.step.contracts import Phase
+from dinfer.families.hub import datasets_of
 from dinfer.lab.outputs import write
 from dinfer.lab.trace.record import Pieces
 

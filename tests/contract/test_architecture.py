@@ -48,7 +48,7 @@ OUTSIDE: dict[str, set[str]] = {
     "triton": {"kernels", "speed/startup"},
     "transformers": {"core/pipeline", "lab/inspect"},
     "safetensors": {"core/loading", "formats/saving", "cli", "rollouts"},
-    "huggingface_hub": {"core/loading/files"},
+    "huggingface_hub": {"families/hub"},
     "numpy": {"formats/gguf_file", "lab/metrics", "structure"},
     "gguf": {"formats/gguf_file"},
     "tokenizers": {"core/pipeline/tokenizer"},

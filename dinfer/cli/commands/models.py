@@ -25,9 +25,9 @@ import dinfer.core.recipe.presets as presets
 from dinfer.cli.application import Parser
 from dinfer.cli.fetching import fetch
 from dinfer.cli.terminal import show
-from dinfer.core.loading.files import FETCHED
 from dinfer.core.recipe.presets import Published, catalog
 from dinfer.core.registry import MODELS, unknown
+from dinfer.families.hub import FETCHED
 
 
 def arguments(parser: Parser) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from dinfer.core.loading.files import datasets_of
+from dinfer.families.hub import datasets_of
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ from huggingface_hub.errors import HFValidationError
 from safetensors.torch import load_file, save_file
 from support.models import CONFIG, MASK, tiny_model
 
-import dinfer.core.loading.files as hub
+import dinfer.core.loading.files as files
+import dinfer.families.hub as hub
 from dinfer.core.loading.checkpoint import load_network, read_config, read_spec
 from dinfer.core.loading.files import CheckpointError, locate
 from dinfer.core.models.llada import Llada
@@ -356,7 +357,7 @@ def test_what_is_in_the_cache_loads_without_network(monkeypatch: pytest.MonkeyPa
 
 def test_a_name_that_is_nothing_gets_a_suggestion(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(hub, "boxed", lambda needed: ["tiny"] if needed == "config.json" else [])
+    monkeypatch.setattr(files, "boxed", lambda needed: ["tiny"] if needed == "config.json" else [])
     with pytest.raises(CheckpointError, match=r"Did you mean 'tiny'\? Known: tiny\. A folder, a GGUF file or a hub"):
         locate("tny")
     (tmp_path / "model.safetensors").touch()
@@ -368,7 +369,7 @@ def test_a_name_that_is_nothing_gets_a_suggestion(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_boxed_name_is_inside_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "boxed", lambda needed: ["tiny"] if needed == "config.json" else [])
+    monkeypatch.setattr(files, "boxed", lambda needed: ["tiny"] if needed == "config.json" else [])
     assert locate("tiny").parts[-3:] == ("demo", "checkpoints", "tiny")
 
 
