@@ -19,6 +19,7 @@ class WeightsState:
     sent: set[str] = field(default_factory=set)  # tensors that are no longer those of the checkpoint on disk
     merged: set[str] = field(default_factory=set)  # tensors that an adapter was merged into since
     asleep: dict[str, Any] = field(default_factory=dict)  # what sleeps, "weights" or "keys", and how it comes back
+    names: Any = None  # of its tensors, see `dinfer.rollouts.writing.Names`
     held: bool = False  # somebody has paused the engines, and has not resumed them
     owner: int | None = None  # the thread that updates, which cannot wait for itself
     turn: threading.Lock = field(default_factory=threading.Lock)  # one update at a time

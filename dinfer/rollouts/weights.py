@@ -157,7 +157,10 @@ class Weights:
                     everywhere(sleeping.forget, level == 1)
                     state.asleep["weights"] = level
                 if level == 2 and "weights" in tags:
-                    state.torn, state.why = {*writing.Names(self.pipe.model, self.family).pieces}, "sleep forgot them"
+                    state.torn, state.why = (
+                        {*writing.names_of(self.pipe.model, self.family).pieces},
+                        "sleep forgot them",
+                    )
                 if graphs:
                     LOG.warning("%d CUDA graphs are dropped: memory wakes at other addresses", graphs)
             return {"before": before, "after": sum(everywhere(sleeping.trim))}
@@ -190,7 +193,7 @@ class Weights:
 
         Where ranks divide the model, one for each rank, joined by commas. `names`: None takes all.
         """
-        own = writing.Names(self.pipe.model, self.family)
+        own = writing.names_of(self.pipe.model, self.family)
         for name in names or ():
             own.place(name)
         with self._stopped("keep"):
@@ -335,7 +338,7 @@ class WeightSink:
 
     def __init__(self, weights: Weights, family: Any, staged: bool) -> None:
         self._weights, self._recipe, self._staged = weights, weights.recipe, staged
-        self._names = writing.Names(weights.pipe.model, family)
+        self._names = writing.names_of(weights.pipe.model, family)
         self._held: list[tuple[str, Tensor]] = []  # what waits to be written
         self._bytes = 0
         self.touched: set[str] = set()  # what was written, as far as it may be seen

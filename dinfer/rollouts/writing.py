@@ -26,8 +26,9 @@ from dinfer.core.ranks.split import Placement, Rank
 from dinfer.core.registry import MODELS, values_of
 from dinfer.core.step.model import ModelFamily
 from dinfer.core.terms.spec import ExpertLayout
+from dinfer.rollouts.state import state_of
 
-PIECE = 1 << 18  # values that are looked at and copied at a time: they stay in the cache of a CPU
+PIECE = 1 << 19  # values that are looked at and copied at a time: they stay in the cache of a CPU
 DTYPES = frozenset(FLOATS.values())
 WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # what values of these are added up in
 
@@ -83,12 +84,23 @@ class Names:
         ]
 
 
+def names_of(network: Any, family: ModelFamily) -> Names:
+    """The names of a network, made once: there are thousands where experts come one by one."""
+    state = state_of(network)
+    if state is None or state.names is None or state.names.family != family:
+        found = Names(network, family)
+        if state is None:
+            return found
+        state.names = found
+    return state.names
+
+
 class Writer:
     """Writes to the share of one rank."""
 
     def __init__(self, network: Any, family: ModelFamily, adapter: Any = None) -> None:
         """`adapter`: merged into what it changes, as when a checkpoint is loaded."""
-        self.network, self.names, self.adapter = network, Names(network, family), adapter
+        self.network, self.names, self.adapter = network, names_of(network, family), adapter
         self.rank: Rank = network.ranks.rank
         self._weights, self._parameters = formatted(network, embeddings=True), dict(network.named_parameters())
         self._whose: dict[str, str] = {}  # by the tied tensor, under which of its names it came
@@ -155,8 +167,13 @@ class Writer:
         """Raises ValueError for values that are not finite. On a GPU nobody waits for the answer before `finish`."""
         if values.is_cuda:
             self._checks.append((name, values.isfinite().all()))
-        # A sum shows it in one pass without a copy, but finite values may exceed the largest float together.
-        elif not math.isfinite(values.sum(dtype=WIDE.get(values.dtype)).item()) and not bool(values.isfinite().all()):
+            return
+        if values.dim() == 1 and values.dtype not in WIDE:
+            total = torch.dot(values, values)  # the fastest way to read all: BLAS
+        else:
+            total = values.sum(dtype=WIDE.get(values.dtype))
+        # Finite values may exceed the largest float together.
+        if not math.isfinite(total.item()) and not bool(values.isfinite().all()):
             raise ValueError(f"{name} has values that are not finite (NaN or infinite)")
 
 

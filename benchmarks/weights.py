@@ -1,0 +1,173 @@
+"""New weights under a running engine: what an update takes beside plain copies, what sleep gives back, what stays.
+
+    python -m benchmarks.weights --out FILE                  # a CPU
+    python -m benchmarks.weights --device cuda --out FILE    # also CUDA graphs, handles of another process
+
+The network is random, of LLaDA's shape. Updates and plain copies of the same tensors take turns in one run.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.provenance import begun, command_line, save, show
+from dinfer import Pipeline, Runtime, compose
+from dinfer.core.loading.checkpoint import place_of, random_network
+from dinfer.core.models.llada import Llada
+from dinfer.rollouts.transport import handle_of
+
+CONFIG: dict[str, Any] = {
+    "model_type": "llada", "architectures": ["LLaDAModelLM"], "vocab_size": 8000, "embedding_size": 8000,
+    "mask_token_id": 7999, "eos_token_id": 7998, "max_sequence_length": 4096, "rope": True, "rope_theta": 500000.0,
+    "rms_norm_eps": 1e-5, "layer_norm_type": "rms", "block_type": "llama", "activation_type": "silu",
+    "weight_tying": False,
+}  # fmt: skip
+PROMPTS = [[*range(5, 69)], [*range(100, 190)]]
+
+
+def made(given: Namespace, seed: int) -> Pipeline:
+    """A pipeline with random weights."""
+    width = given.hidden
+    config = CONFIG | {
+        "d_model": width, "n_heads": width // 64, "n_kv_heads": width // 64, "n_layers": given.layers,
+        "mlp_hidden_size": 3 * width,
+    }  # fmt: skip
+    family, device = Llada(), torch.device(given.device)
+    torch.manual_seed(seed)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    network = random_network(family, family.spec(config), dtype=dtype, device=device)
+    recipe = compose(network, iteration={"name": "blockwise", "block": 32}, decoder="threshold", cache="dual")
+    return Pipeline(recipe, None, Runtime(graphs=device.type == "cuda", rows=4), (family, Path()))
+
+
+def tensors_of(pipe: Pipeline) -> dict[str, Tensor]:
+    """Copies of all tensors, by their names in a checkpoint."""
+    held = dict(pipe.model.named_parameters())
+    places = pipe.origin[0].weights(pipe.model.spec)  # type: ignore[index]
+    return {name: place_of(held, place).clone() for name, place in places.items()}
+
+
+def seconds(work: Callable[[], object], device: str) -> float:
+    """Of the card; on a CPU those of the process, which others on the machine do not lengthen."""
+    clock = time.process_time if device == "cpu" else time.perf_counter
+    if device != "cpu":
+        torch.cuda.synchronize()
+    began = clock()
+    work()
+    if device != "cpu":
+        torch.cuda.synchronize()
+    return clock() - began
+
+
+def answers(pipe: Pipeline) -> list[list[int]]:
+    return [result.canvas for result in pipe.generate_ids(PROMPTS, max_new_tokens=32)]
+
+
+def copies(given: Namespace, pipe: Pipeline, new: dict[str, Tensor]) -> dict[str, Any]:
+    """An update beside plain copies of the same tensors, in turns."""
+    held = dict(pipe.model.named_parameters())
+    places = {name: place_of(held, place) for name, place in pipe.origin[0].weights(pipe.model.spec).items()}  # type: ignore[index]
+
+    def plain() -> None:
+        for name, tensor in new.items():
+            places[name].copy_(tensor)
+
+    def update() -> None:
+        with pipe.updating() as into:
+            into.load_all(new)
+
+    taken: dict[str, list[float]] = {"copy": [], "update": []}
+    for turn in range(given.turns + 1):
+        for name, work in (("copy", plain), ("update", update)):
+            took = seconds(work, given.device)
+            if turn:  # the first turn meets memory for the first time
+                taken[name].append(took)
+    middle = {name: statistics.median(times) for name, times in taken.items()}
+    size = sum(tensor.nbytes for tensor in new.values())
+    return {
+        "bytes": size, "tensors": len(new), "seconds": taken, "ratio": middle["update"] / middle["copy"],
+        "update_gb_per_s": size / middle["update"] / 1e9,
+    }  # fmt: skip
+
+
+def sender(given: Namespace) -> None:
+    """The trainer's side of handles: it makes weights, tells where they are, and stays until its input ends."""
+    new = tensors_of(made(given, 2))
+    print(json.dumps([handle_of(name, tensor) for name, tensor in new.items()]), flush=True)
+    sys.stdin.read()
+
+
+def handles(given: Namespace, pipe: Pipeline) -> dict[str, Any]:
+    """Weights from the memory of another process on the same card."""
+    command = [sys.executable, "-m", "benchmarks.weights", "--device", "cuda", "--sender"]
+    command += ["--hidden", str(given.hidden), "--layers", str(given.layers)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        told = json.loads(process.stdout.readline())  # type: ignore[union-attr]
+
+        def update() -> None:
+            with pipe.updating() as into:
+                into.open(told)
+
+        took = [seconds(update, given.device) for _ in range(3)]
+        same = pipe.weights.checksums() == made(given, 2).weights.checksums()
+        process.stdin.close()  # type: ignore[union-attr]
+        process.wait()
+    return {"seconds": took, "bits_are_the_senders": same}
+
+
+def main() -> None:
+    parser = command_line(__doc__, "cpu")
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--sender", action="store_true")
+    given = parser.parse_args()
+    if given.sender:
+        return sender(given)
+    report = begun(given, torch.device(given.device))
+    cuda = given.device != "cpu"
+    pipe, other = made(given, 0), made(given, 1)
+    new, fresh = tensors_of(other), [answers(other) for _ in range(3 if cuda else 1)]
+    before = [answers(pipe) for _ in range(4 if cuda else 1)]  # the second and later ones are CUDA graphs
+    graphs = pipe.engine.runner.captured
+    report["copies"] = copies(given, pipe, new)
+    save(report, given.out)
+    report["after"] = {
+        "answers_are_those_of_a_fresh_load": answers(pipe) == fresh[-1] != before[-1],
+        "graphs": {"before": graphs, "after": pipe.engine.runner.captured},
+    }
+    if cuda:
+        report["handles"] = handles(given, pipe)
+        save(report, given.out)
+        with pipe.updating() as into:
+            into.load_all(new)
+    del other
+    report["sleep"] = {}
+    for level in (1, 2):
+        found = pipe.weights.sleep(level)
+        if cuda:
+            free, total = torch.cuda.mem_get_info()
+            found |= {"used_on_the_card": total - free}
+        found["wake_seconds"] = seconds(pipe.weights.wake, given.device)
+        if level == 2:
+            with pipe.updating() as into:
+                into.load_all(new)
+        found["same_answers"] = answers(pipe) == fresh[-1]
+        report["sleep"][str(level)] = found
+        save(report, given.out)
+    show(report, given.out)
+
+
+if __name__ == "__main__":
+    main()
