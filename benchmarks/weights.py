@@ -70,8 +70,8 @@ def seconds(work: Callable[[], object], device: str) -> float:
     return clock() - began
 
 
-def answers(pipe: Pipeline) -> list[list[int]]:
-    return [result.canvas for result in pipe.generate_ids(PROMPTS, max_new_tokens=32)]
+def answers(pipe: Pipeline, tokens: int) -> list[list[int]]:
+    return [result.canvas for result in pipe.generate_ids(PROMPTS, max_new_tokens=tokens)]
 
 
 def copies(given: Namespace, pipe: Pipeline, new: dict[str, Tensor]) -> dict[str, Any]:
@@ -130,6 +130,7 @@ def main() -> None:
     parser = command_line(__doc__, "cpu")
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--sender", action="store_true")
     given = parser.parse_args()
@@ -138,13 +139,13 @@ def main() -> None:
     report = begun(given, torch.device(given.device))
     cuda = given.device != "cpu"
     pipe, other = made(given, 0), made(given, 1)
-    new, fresh = tensors_of(other), [answers(other) for _ in range(3 if cuda else 1)]
-    before = [answers(pipe) for _ in range(4 if cuda else 1)]  # the second and later ones are CUDA graphs
+    new, fresh = tensors_of(other), [answers(other, given.tokens) for _ in range(3 if cuda else 1)]
+    before = [answers(pipe, given.tokens) for _ in range(4 if cuda else 1)]  # the second and later ones are CUDA graphs
     graphs = pipe.engine.runner.captured
     report["copies"] = copies(given, pipe, new)
     save(report, given.out)
     report["after"] = {
-        "answers_are_those_of_a_fresh_load": answers(pipe) == fresh[-1] != before[-1],
+        "answers_are_those_of_a_fresh_load": answers(pipe, given.tokens) == fresh[-1] != before[-1],
         "graphs": {"before": graphs, "after": pipe.engine.runner.captured},
     }
     if cuda:
@@ -163,7 +164,7 @@ def main() -> None:
         if level == 2:
             with pipe.updating() as into:
                 into.load_all(new)
-        found["same_answers"] = answers(pipe) == fresh[-1]
+        found["same_answers"] = answers(pipe, given.tokens) == fresh[-1]
         report["sleep"][str(level)] = found
         save(report, given.out)
     show(report, given.out)
