@@ -89,7 +89,7 @@ class Rollouts:
         return Samples(
             prompt_ids=self.prompt_ids, prompt_lengths=self.prompt_lengths, answer_ids=self.answer_ids,
             lengths=self.widths if self.attention is None else self.lengths, steps=self.steps,
-            block=self.attention or self.block, origin=self.origin,
+            block=self.block if self.attention is None else None, origin=self.origin,
         )  # fmt: skip
 
     def block_of(self, n: int) -> Tensor:

@@ -132,10 +132,9 @@ def seed_of(seed: int, prompt: int, sample: int) -> int:
 def origin_of(recipe: Recipe) -> Literal["position", "prompt"]:
     """Whether an iteration counts its blocks from position 0 or from the prompt's end."""
     iteration, block = recipe.iteration, recipe.iteration.block
-    if not block or recipe.model.spec.prompt_block:
+    if not block:
         return "prompt"
-    prompts = range(block + 1, block + 3)  # the first of them may be a block of its own
-    return "position" if any(iteration.first_region(p, 3 * block)[0] < p for p in prompts) else "prompt"
+    return "position" if iteration.first_region(block + 1, 3 * block)[1] == 2 * block else "prompt"
 
 
 def unit_of(recipe: Recipe) -> int:

@@ -22,13 +22,17 @@ RECIPES: dict[str, tuple[str, Any, Any, Any]] = {
     "stops early": ("shifted", {"name": "blockwise", "block": 5, "stop": "cut"}, {"name": "fixed", "steps": 3}, "none"),
     "several blocks": ("bidirectional", {"name": "multi_block", "block": 4, "blocks": 3}, "entropy_bound", "none"),
     "block-causal": ("block_causal", "block_diffusion", {"name": "threshold", "threshold": 0.6}, "block"),
+    "shifted, leading": ("block_causal", {"name": "block_diffusion", "lead": 4}, "threshold", "block"),
+    "prompt as a block": ("block_causal", {"name": "blockwise", "block": 4}, "threshold", "block"),
     "part of a block": ("block_causal", {"name": "block_diffusion", "block": 2}, "threshold", "block"),
 }
+
+FIELDS: dict[str, dict[str, Any]] = {"shifted, leading": {"shift": 1}, "prompt as a block": {"prompt_block": True}}
 
 
 def pipeline(name: str = "blockwise", **runtime: Any) -> Pipeline:
     variant, iteration, decoder, cache = RECIPES[name]
-    recipe = compose(tiny_model(variant), iteration=iteration, decoder=decoder, cache=cache)
+    recipe = compose(tiny_model(variant, **FIELDS.get(name, {})), iteration=iteration, decoder=decoder, cache=cache)
     return Pipeline(recipe, None, dinfer.Runtime(**{"rows": 4, **runtime}))
 
 
