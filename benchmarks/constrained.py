@@ -52,8 +52,8 @@ def lists_of_words(states: int, tokens: Vocabulary) -> Language:
     return language(compile_automaton(regex(f"(({one}) ){{0,{(states - 2) // each}}}"))[0], tokens)
 
 
-def more_of(found: Language | None, given: argparse.Namespace) -> dict[str, InLanguage]:
-    return {"language": InLanguage(found, given.prompt, given.prompt + given.new)} if found else {}
+def asks_of(found: Language | None, given: argparse.Namespace) -> tuple[InLanguage, ...]:
+    return (InLanguage(found, given.prompt, given.prompt + given.new),) if found else ()
 
 
 def times(pipe: Pipeline, requests: list[Request]) -> dict[str, float]:
@@ -113,7 +113,7 @@ def main(args: list[str] | None = None) -> None:
         rows: dict[str, dict[str, list[float]]] = {}
         for run in range(RUNS + 2):  # the first two compile and capture
             for name, found in languages.items():
-                requests = [Request(list(p), given.new, more=more_of(found, given)) for p in prompts]
+                requests = [Request.behind(p, given.new, asks=asks_of(found, given)) for p in prompts]
                 for step, ms in times(pipes[name], requests).items():
                     if run > 1:
                         rows.setdefault(step, {}).setdefault(name, []).append(ms)
@@ -130,7 +130,7 @@ def main(args: list[str] | None = None) -> None:
         pipe, prompt = Pipeline(recipe, None, Runtime(rows=1, graphs=True)), random_prompts(spec, 1, given.prompt)[0]
         seen = {}
         for name, found in languages.items():
-            requests = [Request(list(prompt), given.new, more=more_of(found, given))]
+            requests = [Request.behind(prompt, given.new, asks=asks_of(found, given))]
             for _ in range(2):  # compiles and captures
                 times(pipe, requests)
             seen[name] = kernels(pipe, requests)

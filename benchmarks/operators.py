@@ -138,7 +138,7 @@ def measured(setting: Setting) -> dict[str, Any]:
     prompts, new = random_prompts(recipe.model.spec, rows, 21), setting.get("new", 19)
     given = [setting.get("options", {}) if i % 2 == 0 else {} for i in range(rows)]
     requests = [
-        Request(p[: len(p) - i % 5], new, recipe.resolve(o))
+        Request.behind(p[: len(p) - i % 5], new, recipe.resolve(o))
         for i, (p, o) in enumerate(zip(prompts, given, strict=True))
     ]
     listed, step = Listed(), launching.denoise_step

@@ -85,7 +85,7 @@ def start(given: argparse.Namespace) -> dict[str, Any]:
     length = given.prompt + given.blocks * block
     engine = Engine(recipe, Runtime(rows=given.in_flight, max_length=length, graphs=cuda))
     prompts = random_prompts(spec, given.in_flight, given.prompt)
-    requests = [Request(prompt, given.blocks * block) for prompt in prompts]
+    requests = [Request.behind(prompt, given.blocks * block) for prompt in prompts]
     for name, some in (("one request", requests[:1]), ("the same again", requests[:1]), ("all in flight", requests)):
         began, asked = ready, time.perf_counter()
         result = closed_loop(engine, some, len(some))

@@ -75,7 +75,7 @@ def measured(pipe: Pipeline, form: Form, problems: list[Problem], tokens: int, p
     return {
         "accuracy": round(100 * right / count, 1), "low": round(low, 1), "high": round(high, 1),
         "forwards": forwards, "tokens": length, "tokens_per_forward": round(length / forwards, 2),
-        "forced": mean(r.counts.more.get("forced", 0) for r in results), "seconds": round(seconds, 1),
+        "forced": mean(sum(told.tokens for told in r.counts.told) for r in results), "seconds": round(seconds, 1),
     }  # fmt: skip
 
 

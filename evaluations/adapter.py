@@ -54,7 +54,7 @@ def parse(kwargs: Mapping[str, Any], recipe: Recipe, new_tokens: int | None) -> 
 
     Raises ValueError for a wrong value, or a name that is neither lm-eval's nor a per-request option.
     """
-    known = [name for option in recipe.request_options for name in (option.name, f"{option.kind}.{option.name}")]
+    known = [name for full in recipe.request_options for name in (full.partition(".")[2], full)]
     for name in kwargs:
         if name not in (*OURS, *known):
             raise unknown("name in gen_kwargs:", name, sorted({*OURS, *known}))
@@ -64,7 +64,7 @@ def parse(kwargs: Mapping[str, Any], recipe: Recipe, new_tokens: int | None) -> 
             raise ValueError(f"gen_kwargs: {name}={kwargs[name]} must be an integer, at least 1")
     normal = normalize_gen_kwargs(dict(kwargs), DEFAULT_LENGTH)
     options = {name: value for name, value in kwargs.items() if name not in OURS}
-    temperature = recipe.sampling_of([]).get("temperature", 0.0)
+    temperature = recipe.sampling_of().get("temperature", 0.0)
     if normal["do_sample"] and "temperature" in kwargs:
         options["sampling.temperature"] = temperature = float(kwargs["temperature"])
     elif not normal["do_sample"] and temperature > 0 and ("do_sample" in kwargs or "temperature" in kwargs):
@@ -338,7 +338,7 @@ class DinferLM(TemplateLM):
         if not asked.sampled:
             return asked.options
         name = next((key for key in ("seed", "sampling.seed") if key in asked.options), "sampling.seed")
-        usual = max(asked.options.get(name, self.pipe.recipe.sampling_of([])["seed"]), 0)
+        usual = max(asked.options.get(name, int(self.pipe.recipe.sampling_of()["seed"])), 0)
         return asked.options | {name: usual + (int(job.instance.doc_id or 0) << 16) + job.repeat}
 
     def _on_ranks(self, work: Callable[..., list[Any]], pairs: Sequence[Pair], **settings: Any) -> list[Any]:

@@ -241,8 +241,8 @@ def in_hydra(argv: Sequence[str], command: str) -> None:
 def roots(command: str, folders: Sequence[str]) -> set[str]:
     """All that an override may begin with. `folders`: further ones of configurations."""
     groups = [path.name for folder in folders for path in Path(folder).iterdir() if path.is_dir()]
-    with conf.session():
-        return {*conf.compose(command, []), *groups, conf.RECIPE, "hydra"}
+    with conf.session(), explained():
+        return {*map(str, hydra.compose(command, [])), *groups, conf.RECIPE, "hydra"}
 
 
 def names(command: str, folders: Sequence[str]) -> set[str]:

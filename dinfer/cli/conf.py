@@ -83,8 +83,7 @@ def components(config: DictConfig) -> dict[str, dict[str, Any]]:
         part = config.get(registry.kind)
         if not isinstance(part, DictConfig):
             raise ValueError(f"the configuration has no {registry.kind}: choose one with {registry.kind}=NAME")
-        found[registry.kind] = tree_of(part, resolve=True)
-        registry.check(found[registry.kind])
+        found[registry.kind] = registry.check(tree_of(part, resolve=True))
     return found
 
 
@@ -211,8 +210,7 @@ def compose(name: str, overrides: list[str]) -> dict[str, Any]:
 
 def values_of(config: DictConfig) -> dict[str, Any]:
     """The settings, with components that are complete. Raises ValueError."""
-    components(config)
-    return tree_of(config, resolve=True)
+    return tree_of(config, resolve=True) | components(config)
 
 
 def recomposed(command: str, more: Sequence[str], without: Collection[str] = ()) -> dict[str, Any]:
@@ -230,9 +228,6 @@ def pipeline(config: dict[str, Any]) -> Pipeline:
 
     parts = {kind: config[kind] for kind in GROUPS}
     device = setting(config, "device", str | None) or ("cuda" if torch.cuda.is_available() else "cpu")
-    # Before the weights are read, so that a slip in a decoder's option is known at once.
-    for kind, registry in GROUPS.items():
-        registry.build(parts[kind])
     return load(
         parts.pop("model"),
         **parts,

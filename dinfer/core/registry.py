@@ -26,7 +26,8 @@ from functools import cache, cached_property, reduce
 from operator import or_
 from pathlib import Path
 from types import GenericAlias
-from typing import Any, Generic, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Generic, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from weakref import WeakValueDictionary
 
 import dinfer
 from dinfer.core.provided import packages
@@ -196,8 +197,11 @@ def typed(hints: Mapping[str, Any], values: Mapping[str, Any], *, prefix: str = 
 def check_types(kind: str, component: Any) -> None:
     """Raises ValueError for an option of another type than declared, in a component that Python code built itself.
 
-    A component with a `__post_init__` of its own may have left out that of `Component`.
+    A registry has checked what it builds. A component with a `__post_init__` of its own may have left out that of
+    `Component`.
     """
+    if Registry.built.get(id(component)) is component:
+        return
     typed({info.name: info.hint for info in options_of(component)}, values_of(component), prefix=f"{kind}.")
     check_options(kind, component)
 
@@ -226,11 +230,17 @@ def _words(hint: Any) -> str:
     return {int: "an integer", float: "a number", bool: "true or false", str: "a text"}.get(hint, "null")
 
 
+class Chosen(dict[str, Any]):
+    """A mapping `{"name": ..., option: ...}` that a registry has checked. Nobody changes it."""
+
+
 class Registry(Generic[T]):
     """`Registry("decoder", "dinfer.core.decoders", ...)` holds every component of these packages by name.
 
     Names and descriptions are those of the table. A module is imported when a component of it is needed.
     """
+
+    built: ClassVar[WeakValueDictionary[int, Any]] = WeakValueDictionary()  # all that any has built, by identity
 
     def __init__(self, kind: str, *packages: str) -> None:
         self.kind = kind
@@ -299,11 +309,13 @@ class Registry(Generic[T]):
         cls: Any = self.get(name)
         return Description(inspect.cleandoc(cls.__doc__ or "").split("\n")[0], cls.paper, tuple(options_of(cls)))
 
-    def check(self, config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    def check(self, config: Mapping[str, Any]) -> Chosen:
         """The name and the options of `{"name": ..., option: ...}`. Raises ValueError for a name, an option or a type.
 
         Whether values are in range, the component says when it is built.
         """
+        if isinstance(config, Chosen):
+            return config
         given = dict(config)
         if "name" not in given:
             raise ValueError(f"{self.kind} needs a `name`, one of: {', '.join(self.names())}")
@@ -312,15 +324,17 @@ class Registry(Generic[T]):
         for key in given:
             if key not in hints:
                 raise unknown(f"option of {self.kind} {name!r}:", key, list(hints))
-        return name, typed(hints, given, prefix=f"{self.kind}.")
+        return Chosen({"name": name, **typed(hints, given, prefix=f"{self.kind}.")})
 
     def build(self, config: Mapping[str, Any] | str | Any) -> Any:
         """A component from its name, from a mapping `{"name": ..., option: ...}`, or as it is."""
         if isinstance(config, str):
             config = {"name": config}
         if isinstance(config, Mapping):
-            name, options = self.check(config)
-            return self.get(name)(**options)
+            options = dict(self.check(config))
+            made = self.get(options.pop("name"))(**options)
+            self.built[id(made)] = made
+            return made
         if isinstance(config, tuple(self._table.values())):
             return config
         raise TypeError(f"{self.kind} must be a name, a mapping or a {self.kind} component, not {config!r}")

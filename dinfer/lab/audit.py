@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dinfer.core.engine.engine import Engine
-from dinfer.core.engine.request import Request, Update, Wants, whole
+from dinfer.core.engine.request import Request, Update, Wants
 from dinfer.core.engine.runtime import Runtime
 from dinfer.core.kernels.attention import interval_mask
 from dinfer.core.layers.transformer import WholeAttend
@@ -93,7 +93,7 @@ def check_ranks(count: int) -> None:
 
 def audit(pipe: Pipeline, prompts: Sequence[Sequence[int]], *, max_new_tokens: int | Sequence[int]) -> Audit:
     """Runs the pipeline's recipe on prompts of token ids and compares every step. Raises as `generate_ids` does."""
-    requests = [whole(request) for request in pipe.requests(prompts, max_new_tokens, None)]
+    requests = [replace(request, padding=0) for request in pipe.requests(prompts, max_new_tokens, None)]
     recipe, kv = pipe.recipe, pipe.engine.runtime.kv
     check_ranks(recipe.ranks.size)
     watch = Watched(recipe.model)
@@ -108,9 +108,9 @@ def audit(pipe: Pipeline, prompts: Sequence[Sequence[int]], *, max_new_tokens: i
             samples += [] if sample is None else [sample]
             canvas = update.completion.canvas if update.completion else canvas
         uncached = next(u.completion.canvas for u in plain.run([request]) if u.completion is not None)
-        answer = slice(len(request.prompt), None)
+        answer = slice(request.start, None)
         same += sum(a == b for a, b in zip(canvas[answer], uncached[answer], strict=True))
-        total += request.new_tokens
+        total += request.length - request.start
     parts = {"iteration": recipe.iteration, "decoder": recipe.decoder, "cache": recipe.cache}
     names = {kind: repr(part) for kind, part in parts.items()}
     spec = recipe.model.spec
@@ -127,7 +127,7 @@ def _steps(engine: Engine, watch: Watched, index: int, request: Request) -> Iter
 
     def before() -> None:
         nonlocal true_SV, masked_S
-        true_SV, masked_S = _uncached(engine, watch.model, len(request.prompt) + request.new_tokens)
+        true_SV, masked_S = _uncached(engine, watch.model, request.length)
 
     watch.before = before
     block, step, region = -1, 0, (-1, -1)

@@ -187,7 +187,8 @@ def solve(
     """The figures of all answers together, and for each problem 1.0 if its answer is right, else 0.0."""
     ids = [pipe.encode(problem.question) for problem in problems]
     samples, steps = dict[int, Sample](), 0
-    options = [seeded(pipe.recipe, {}, index) for index in range(len(ids))]
+    usual = pipe.recipe.resolve({})
+    options = [seeded(pipe.recipe, usual, index) for index in range(len(ids))]
     began = time.perf_counter()
     for update in pipe.engine.run(pipe.requests(ids, new_tokens, options)):
         if update.completion is not None:

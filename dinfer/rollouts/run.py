@@ -25,7 +25,8 @@ from dinfer.core.recipe.recipe import Recipe
 from dinfer.core.registry import unknown
 from dinfer.core.step.mixins import Branches, Edits, Feeds, Verifies
 from dinfer.core.step.window import exact
-from dinfer.rollouts.abilities.recording import MORE, Record
+from dinfer.rollouts.abilities.recording import Record, RecordAsk, RecordRead
+from dinfer.rollouts.abilities.versions import MadeWith
 from dinfer.rollouts.rollouts import Rollouts
 
 SEED = "sampling.seed"
@@ -83,9 +84,9 @@ class Round:
         """One sample."""
         request, spec, block = self.requests[index], self.recipe.model.spec, self.recipe.iteration.block
         start, width = len(request.prompt), request.new_tokens
-        said: Mapping[str, Any] = done.counts.more.get(MORE, {})
+        said = done.counts.tells(RecordRead) or RecordRead({})
         decoded_A = torch.tensor(done.decoded[start:])
-        rows = {name: said[name][start : start + width] for name in ("last", "first", "logps", "drawn") if name in said}
+        rows = {name: row_S[start : start + width] for name, row_S in said.rows.items()}
         if "last" in rows:
             decoded_A = decoded_A | (rows["last"] >= 0)
         length = int(decoded_A.nonzero().max()) + 1 if bool(decoded_A.any()) else 0
@@ -97,9 +98,11 @@ class Round:
         if "logps" in rows:
             none_A = rows["last"] < 0
             rows |= {name: rows[name].masked_fill(none_A, 0) for name in ("logps", "drawn")}
-        events = None if "events" not in said else [_events(said["events"], start)]
-        if lost := said.get("lost", 0):
-            raise ValueError(f"sample {index} has {lost} events more than there is room for: record='logps' has room")
+        events = None if said.events is None else [_events(said.events, start)]
+        if said.lost:
+            raise ValueError(
+                f"sample {index} has {said.lost} events more than there is room for: record='logps' has room"
+            )
         inexact = self.inexact[index]
         one = {name: row[None] for name, row in rows.items()}
         return Rollouts(
@@ -107,17 +110,17 @@ class Round:
             lengths=torch.tensor([length]), widths=torch.tensor([width]),
             stops=torch.tensor([int(stop_A.nonzero()[0]) + 1 if stopped else length]), stopped=torch.tensor([stopped]),
             forwards=torch.tensor([done.counts.forwards]), seeds=torch.tensor([self.seeds[index]]),
-            versions=versions_of(done.counts.more, one.get("last"), width),
+            versions=versions_of(done.counts.tells(MadeWith), one.get("last"), width),
             steps=one.get("last"), first_steps=one.get("first"),
             logps=one.get("logps"), sampled_logps=one.get("drawn"), events=events,
-            event_logps=None if events is None else [said["chances"]], block=block or None, origin=self.origin,
+            event_logps=None if said.chances is None else [said.chances], block=block or None, origin=self.origin,
             eos_id=spec.eos_id, attention=spec.causal_block, inexact=inexact,
         )  # fmt: skip
 
 
-def versions_of(more: Mapping[str, Any], steps_NA: Tensor | None, width: int) -> Tensor:
+def versions_of(made: MadeWith | None, steps_NA: Tensor | None, width: int) -> Tensor:
     """The version of the weights that wrote each position; without steps, the last one. int64 [1, A]"""
-    spans = more.get("weights_from_step") or [(more.get("weights", 0), 0)]
+    spans = ((0, 0),) if made is None else made.versions
     found_NA = torch.full((1, width), spans[0][0] if steps_NA is not None else spans[-1][0])
     for version, step in spans[1:] if steps_NA is not None else ():
         found_NA[steps_NA >= step] = version
@@ -172,7 +175,7 @@ def planned(pipe: Any, prompts: Sequence[Any], asked: Asked, **more: Any) -> Rou
     """The requests of a rollout, all checked. Raises ValueError."""
     n, max_new_tokens, seed, record, whole = asked
     recipe: Recipe = pipe.recipe
-    names = [option.name for option in recipe.request_options]
+    names = [name.partition(".")[2] for name in recipe.request_options]
     refuse_names("rollout", more, [*OWN, "options", *names])
     held = {name: more.pop(name) for name in OWN if name in more}
     form = needed("form_of", "a form", "structure")(held) if held else None
@@ -196,15 +199,14 @@ def planned(pipe: Any, prompts: Sequence[Any], asked: Asked, **more: Any) -> Rou
     seeded = SEED.partition(".")[2] in names
     many = [one for prompt in ids for one in [prompt] * count]
     rows = [options[at // count] | ({SEED: one} if seeded else {}) for at, one in enumerate(seeds)]
-    found = pipe.requests(many, [lengths[at // count] for at in range(len(many))], rows, language)
-    found = [replace(one, new_tokens=one.new_tokens + one.padding, padding=0) for one in found]
+    asks = (RecordAsk(int(level)),) if level else ()
+    found = pipe.requests(many, [lengths[at // count] for at in range(len(many))], rows, language, asks=asks)
+    found = [replace(one, padding=0) for one in found]
     drawn = [recipe.sampling_of(one.options) for one in found]
     if count > 1 and not all(one.get("temperature", 0) > 0 for one in drawn):
         logging.getLogger(__name__).warning(
             "n=%s samples of a prompt at temperature 0 are alike, unless the decoder draws: give temperature=1.0", count
         )
-    if level:
-        found = [replace(one, more=one.more | {MORE: int(level)}) for one in found]
     reasons = [inexact(recipe, one) for one in drawn]
     return Round(recipe, found, seeds if seeded else [-1] * len(seeds), level, origin, reasons)
 

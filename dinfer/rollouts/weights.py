@@ -10,6 +10,7 @@ import logging
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -42,6 +43,11 @@ BUCKET = 1 << 28  # bytes that rank 0 sends to the others at a time
 
 class WeightsIncomplete(Unready):
     """The weights are a mixture, or forgotten: no request may run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Aborted:
+    """Tells that new weights ended a request before its time."""
 
 
 class Weights:
@@ -297,7 +303,7 @@ def _abort(engine: Engine) -> None:
     """Ends what runs with what it has, and what waits with an error."""
     loop = engine.loop
     for row in loop.running:
-        row.figures = {**row.figures, "aborted": True}
+        row.told += (Aborted(),)
     loop.drain(stop=True)
     while loop.waiting:
         row = loop.waiting.popleft()

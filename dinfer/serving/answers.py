@@ -19,10 +19,11 @@ from starlette.types import Receive, Scope, Send
 from dinfer.core.engine.request import Counts
 from dinfer.core.pipeline.tokenizer import Decode
 from dinfer.core.step.told import TokenLogprob
+from dinfer.rollouts.abilities.versions import MadeWith
 from dinfer.serving.errors import ApiError, anthropic
 from dinfer.serving.rows import Event
 from dinfer.structure import Language
-from dinfer.structure.abilities.constraints import InLanguage
+from dinfer.structure.abilities.constraints import ForcedCount, InLanguage
 from dinfer.structure.tools import CLOSE, OPEN, head
 
 END = f"}}\n{CLOSE}\n"  # between the arguments of a call and the next call
@@ -242,8 +243,7 @@ class Answer:
         tokens, counts = sum(last.tokens for last in told), [last.counts for last in told if last.counts is not None]
         ended = [(r, one.last.completion) for r, one in enumerate(self.choices) if one.last and one.last.completion]
         slack = [len(done.canvas) - len(self.prompts[row // self.each]) - len(done.output) for row, done in ended]
-        counted = [done.counts for _, done in ended]
-        form = None if self.held is None else structured(self.held.language, counted, slack)
+        form = None if self.held is None else structured(self.held.language, [done.counts for _, done in ended], slack)
         cached = sum(choice.last.cached for choice in self.choices[:: self.each] if choice.last)
         thought = sum(self._thought_tokens(choice) for choice in self.choices)
         return Usage(sum(map(len, self.prompts)), cached, tokens, thought, cost(tokens, counts, form))
@@ -263,7 +263,7 @@ def cost(tokens: int, counts: Sequence[Counts], form: Mapping[str, Any] | None =
     forwards, positions, committed = (
         sum(getattr(one, name) for one in counts) for name in ("forwards", "positions", "committed")
     )
-    versions = [one.more["weights"] for one in counts if "weights" in one.more]
+    versions = [made.versions[-1][0] for one in counts if (made := one.tells(MadeWith)) is not None]
     return {
         "forwards": forwards, "tpf": tokens / max(forwards, 1), "positions": positions,
         "positions_per_committed": positions / max(committed, 1),
@@ -279,7 +279,8 @@ def usage_of(prompt: int, tokens: int, own: Mapping[str, Any]) -> dict[str, Any]
 def structured(language: Language, done: Sequence[Counts], slack: Sequence[int]) -> dict[str, Any]:
     """What usage tells of a constraint. `forced`: tokens that nothing else could stand for. `slack`, of each row: the
     positions behind its answer. If the least is 0, the canvas may have cut an answer short."""
-    told = {"forced": sum(counts.more["forced"] for counts in done), "slack": min(slack)} if done else {}
+    forced = [told.tokens for one in done if (told := one.tells(ForcedCount)) is not None]
+    told = {"forced": sum(forced), "slack": min(slack)} if done else {}
     return {"states": language.states, "depth": language.depth, "exact": language.exact} | told
 
 

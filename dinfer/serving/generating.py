@@ -22,6 +22,7 @@ from dinfer.serving.logprobs import Logprobs, prompt_logprobs
 from dinfer.serving.rows import Event, Wanted, failure
 from dinfer.serving.served import Served
 from dinfer.serving.server import Server
+from dinfer.structure.abilities.constraints import InLanguage
 
 LOG = logging.getLogger("dinfer.serving")
 LONG = 8192  # bytes from which a thread encodes a prompt, so that the event loop serves others meanwhile
@@ -84,7 +85,7 @@ async def generated(
     logprobs = None if top is None else Logprobs(served.pieces, top, asked.return_tokens_as_token_ids)
     answer = Answer(
         model=served.name, prompts=prompts, choices=[_begun(served, asked, p) for p in prompts for _ in range(asked.n)],
-        decode=served.pipe.decode, echoes=echoes, held=rows[0].more.get("language") if rows else None,
+        decode=served.pipe.decode, echoes=echoes, held=rows[0].ask(InLanguage) if rows else None,
         free=asked.free, canvas=rows[0].length - len(prompts[0]) if rows else 0,
     )  # fmt: skip
     shown = rendering(answer, asked, Shown(logprobs, scores, asked.return_token_ids or top is not None))

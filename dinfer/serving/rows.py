@@ -19,6 +19,7 @@ from dinfer.lab.trace.record import Pieces
 from dinfer.serving.errors import ApiError
 from dinfer.serving.guard import REQUEST_ID
 from dinfer.serving.served import Served
+from dinfer.structure.abilities.constraints import InLanguage
 
 
 class StoppableText:
@@ -84,7 +85,7 @@ class Drafts:
     def __init__(self, pieces: Pieces, request: Request, *, edits: bool) -> None:
         """`edits`: the decoder may change what it committed in the active blocks."""
         self._pieces, self._standing = pieces, COMMITTED if edits else FINAL
-        self._first, self._asked = len(request.prompt), request.asked
+        self._first, self._asked = request.start, request.asked
         # Token, bucket and state of each position; None: masked.
         self._known: list[tuple[int, int, int] | None] = [None] * (self._asked - self._first)
         self._left = 0  # blocks before this position are finished
@@ -200,8 +201,8 @@ async def row_events(
                     if matched is None and done is not None and done.stopped:
                         matched = done.canvas[request.start + len(done.output)]
                     matched = text.matched or matched
-                    whole = matched is not None or "language" in request.more  # an answer that is held to a form ends
-                    finish = "stop" if whole else "length"
+                    held = request.ask(InLanguage) is not None  # an answer that is held to a form ends
+                    finish = "stop" if held or matched is not None else "length"
                     yield replace(
                         news, finish=finish, matched=matched, counts=counts, tokens=text.tokens, completion=done
                     )
@@ -236,7 +237,7 @@ def failure(error: Exception) -> ApiError:
 
 def partial(update: Update, tokens: int) -> Counts:
     """The counts of a row that a stop string ended before the engine did."""
-    return Counts(update.forwards, 0, 0, update.committed, tokens, 0.0, update.positions, more=update.more)
+    return Counts(update.forwards, 0, 0, update.committed, tokens, 0.0, update.positions)
 
 
 async def merged(streams: Sequence[AsyncGenerator[Event]]) -> AsyncGenerator[Event]:

@@ -11,9 +11,10 @@ from functools import cached_property
 from typing import Any
 
 from dinfer.core.engine.engine import Engine
-from dinfer.core.engine.request import Request, Wants
+from dinfer.core.engine.request import Request, Resolved, Wants
 from dinfer.core.pipeline import Pipeline
 from dinfer.core.pipeline.inputs import escaped, texts_in
+from dinfer.core.pipeline.pipeline import samples
 from dinfer.core.provided import provided
 from dinfer.core.recipe.recipe import Recipe
 from dinfer.core.registry import DECODERS, options_of, values_of
@@ -22,6 +23,7 @@ from dinfer.serving.async_engine import AsyncEngine, EngineThread
 from dinfer.serving.errors import SHOWN, ApiError, at_field, invalid, refused
 from dinfer.serving.fields import SEEDS, Generation, Sampled
 from dinfer.structure import Language
+from dinfer.structure.abilities.bias import TokenBias
 
 LOG = logging.getLogger("dinfer.serving")
 PARTS = 16  # lengths of answers; rows then enter and leave one by one, so that all numbers of rows come up
@@ -84,8 +86,8 @@ class Served:
         most = f"This model's maximum context length is {self.max_length} tokens, prompt and answer"
         return invalid(field, f"{what}. {most}.", "context_length_exceeded")
 
-    def _bias(self, asked: Generation) -> dict[str, Any]:
-        """What is added to the logits of single tokens, see `dinfer.core.abilities.adjusting`. Raises ApiError."""
+    def _bias(self, asked: Generation) -> tuple[TokenBias, ...]:
+        """What is added to the logits of single tokens, if anything is. Raises ApiError."""
         if wrong := [key for key in asked.logit_bias if not key.isdecimal() or len(key) > SHOWN]:
             raise invalid("logit_bias", f": {', '.join(wrong):.{SHOWN}} must be token ids")
         add = {int(key): value for key, value in asked.logit_bias.items()}
@@ -96,7 +98,7 @@ class Served:
             if not (single := {one[0] for one in ids if len(one) == 1}):
                 raise refused("bad_words", word, "has several tokens, which a canvas may get at once: give one of them")
             add |= dict.fromkeys(single, float("-inf"))
-        return {name: value for name, value in (("add", add), ("only", only)) if value}
+        return (TokenBias((*add.items(),), (*only,)),) if add or only else ()
 
     def check_tokens(self, field: str, tokens: Iterable[int]) -> None:
         """Raises ApiError for one that the vocabulary lacks."""
@@ -117,26 +119,29 @@ class Served:
             most = max(self.max_length - (asked.length[1] or self.max_new_tokens), 1)
         return prompt[:most] if asked.truncation_side == "right" else prompt[max(len(prompt) - most, 0) :]
 
-    def options(self, asked: Sampled) -> dict[str, Any]:
-        """Per-request options by full name, from OpenAI's fields and those under `dinfer`. Raises ApiError."""
-        values, chosen = {f"{o.kind}.{o.name}": o.default for o in self.recipe.request_options}, dict[str, str]()
+    def options(self, asked: Sampled) -> Resolved:
+        """Per-request options, from OpenAI's fields and those under `dinfer`. Raises ApiError."""
+        known, chosen, values = [*self.recipe.request_options], dict[str, str](), dict[str, Any]()
         given = [(name, name, value) for name, value in asked.asked.items()]
         given += [(f"dinfer.{name}", name, value) for name, value in (asked.dinfer.model_extra or {}).items()]
         for where, name, value in given:
-            full = next((known for known in values if name in (known, known.partition(".")[2])), None)
+            full = next((full for full in known if name in (full, full.partition(".")[2])), None)
             if full is None:
-                known = ", ".join(values)
-                raise refused(
-                    where, value, f"is not an option of {self.name!r}. It has {known}, drafts, decoder, deadline."
-                )
+                why = f"is not an option of {self.name!r}. It has {', '.join(known)}, drafts, decoder, deadline."
+                raise refused(where, value, why)
             if full in chosen:
                 raise invalid(where, f" and {chosen[full]} say the same: give one")
-            with at_field(where):
-                self.recipe.resolve({full: value})
             chosen[full], values[full] = where, value
-        if values.get("sampling.temperature", 0) and values["sampling.seed"] < 0:
-            values["sampling.seed"] = secrets.randbelow(SEEDS)
-        return values
+        try:
+            options = self.recipe.resolve(values)
+        except ValueError as error:
+            for full, where in chosen.items():  # which of them it is
+                with at_field(where):
+                    self.recipe.resolve({full: values[full]})
+            raise invalid("dinfer", f": {error}") from error
+        given = self.recipe.sampling_of(options)
+        draws = given.get("temperature", 0) and given.get("seed", 0) < 0
+        return self.recipe.seeded(options, secrets.randbelow(SEEDS)) if draws else options
 
     @cached_property
     def marks(self) -> tuple[str, str] | None:
@@ -164,7 +169,7 @@ class Served:
         behind = {"after": self.marks[1]} if self.marks and self.thinks(next(iter(prompts), [])) else {}
         options, language = self.options(asked), next(iter(await self.languages(asked, **behind)), None)
         rows: list[Request] = []
-        more = {"bias": bias} if (bias := self._bias(asked)) else {}
+        fields: dict[str, Any] = {"asks": self._bias(asked), "stops": not asked.ignore_eos}
         (field, new_tokens), source = asked.length, asked.source
         for prompt in prompts if new_tokens != 0 else ():
             self.check_length(len(prompt) + 1, source)
@@ -178,14 +183,12 @@ class Served:
             if language is not None and length < language.shortest:
                 told = f"={length} is too few: the shortest answer that is accepted has {language.shortest} tokens"
                 raise invalid(field, told)
-            seed = max(options.get("sampling.seed", 0), 0)
-            values = [{**options, **({"sampling.seed": (seed + i) % SEEDS} if i else {})} for i in range(asked.n)]
+            values = samples(self.recipe, options, asked.n)
             try:
-                made = self.pipe.requests([prompt] * asked.n, length, values, language)
+                rows += self.pipe.requests([prompt] * asked.n, length, values, language, **fields)
             except ValueError as error:
                 what = str(error).removeprefix("prompt 0").lstrip(": ")
                 raise invalid(source, f": {what}") from error
-            rows += (replace(row, more=row.more | more, stops=not asked.ignore_eos) for row in made)
         return rows
 
     async def gap_rows(self, before: str, behind: str, asked: Generation, gap: int | None) -> list[Request]:
@@ -197,22 +200,18 @@ class Served:
             why = "is not supported by this model: it would fill the gap without having seen the text behind it"
             raise ApiError(400, f"suffix {why}", "suffix", "unsupported_value")
         options, languages = self.options(asked), await self.languages(asked)
-        bias, most = self._bias(asked), asked.length[1] or GAP
+        each, bias, most = samples(self.recipe, options, asked.n), self._bias(asked), asked.length[1] or GAP
         self.check_size([{"content": before}, {"content": behind}], "prompt")
 
         def made(positions: int, number: int = 0, held: Sequence[Language] = ()) -> Request:
             text = f"{escaped(before)}[MASK:{positions}]{escaped(behind)}"
-            seed = (max(options.get("sampling.seed", 0), 0) + number) % SEEDS
-            own = options | ({"sampling.seed": seed} if number else {})
-            return self.pipe.infill_request(text, own, held, "gap")
+            return self.pipe.infill_request(text, each[number], held, "gap", asks=bias, stop=not asked.ignore_eos)
 
         with at_field("suffix"):
             given = (await asyncio.to_thread(made, 1)).length - 1
             self.check_length(given + (gap or 1), "prompt")
             size = gap or min(most, self.max_length - given)
-            rows = [await asyncio.to_thread(made, size, number, languages) for number in range(asked.n)]
-        more = {"bias": bias} if bias else {}
-        return [replace(row, more=row.more | more, stops=not asked.ignore_eos) for row in rows]
+            return [await asyncio.to_thread(made, size, number, languages) for number in range(asked.n)]
 
     def card(self) -> dict[str, Any]:
         """The entry in /v1/models."""
@@ -350,7 +349,7 @@ def meet_shapes(served: Served, prompt_tokens: int, *, times: int) -> None:
     for lengths, pause in times * [(whole, 0.0), (parts, 0.0), *((whole, pause) for pause in PAUSES)]:
         drawn = (draw.choices(range(1, vocab), k=size) for _ in lengths)
         prompts = [[(mask + token) % vocab for token in tokens] for tokens in drawn]  # without the mask token
-        requests = [replace(request, stops=False) for request in pipe.requests(prompts, lengths, None)]
+        requests = pipe.requests(prompts, lengths, None, stops=False)
         _ask(pipe.engine, requests, rows, pause)
 
 

@@ -64,7 +64,7 @@ class Lookahead:
 
 def divide(rows: Iterable[Row]) -> bool:
     """Whether each of the rows may take several lanes."""
-    return all(extra.divides for asks in {row.asks for row in rows} for extra in asks)
+    return all(extra.divides for extras in {row.extras for row in rows} for extra in extras)
 
 
 class FastScheduler(Scheduler):

@@ -95,7 +95,7 @@ def in_gaps_of(languages: Sequence[Language], ids: Sequence[int], mask_id: int, 
             )
         behind = len(runs) > 1 or runs[0].stop < until
         kinds[first:] = [int(Kind.INSIDE)] * (until - first)
-        return InLanguage(languages[0], first, until, kinds if behind else None)
+        return InLanguage(languages[0], first, until, tuple(kinds) if behind else None)
     if len(languages) not in (1, len(runs)):
         raise ValueError(f"{len(languages)} constraints for {len(runs)} gaps: give one, or one for each")
     for number, run in enumerate(runs):
@@ -105,7 +105,7 @@ def in_gaps_of(languages: Sequence[Language], ids: Sequence[int], mask_id: int, 
         kinds[run.start : run.stop] = [int(Kind.INSIDE)] * len(run)
     for run in runs[:-1]:
         kinds[run.stop] = int(Kind.BETWEEN)
-    return InLanguage(in_gaps(tuple(languages)), first, until, kinds)
+    return InLanguage(in_gaps(tuple(languages)), first, until, tuple(kinds))
 
 
 def _given(constraint: Any) -> Constraint:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from hashlib import blake2b
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -164,21 +164,28 @@ class Language:
             "pairs_P2": self.pairs_P2, "pairs_by_next_P2": self.pairs_by_next_P2,
         }  # fmt: skip
 
+    def plain(self) -> str:
+        """What another process reads with `of_plain`."""
+        return _as_text(self)
+
+    @classmethod
+    def of_plain(cls, text: str) -> Self:
+        """Without its automaton over bytes. The same one for the same text."""
+        return _of_text(cls, text)
+
 
 @lru_cache(64)
-def as_text(language: Language) -> str:
-    """The arrays of a language as text, for another process. `of_text` reads it."""
+def _as_text(language: Language) -> str:
     file = io.BytesIO()
     np.savez(file, posterior=np.array(language.posterior), **language.arrays)  # type: ignore[arg-type]
     return base64.b64encode(file.getvalue()).decode()
 
 
 @lru_cache(64)
-def of_text(text: str) -> Language:
-    """The language of a text, without its automaton over bytes. The same one for the same text."""
+def _of_text(cls: Any, text: str) -> Any:
     with np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False) as held:
         arrays = dict(held)
-        return Language(posterior=bool(arrays.pop("posterior")), automaton=Automaton([], []), **arrays)
+        return cls(posterior=bool(arrays.pop("posterior")), automaton=Automaton([], []), **arrays)
 
 
 def language(

@@ -3,9 +3,9 @@
 from dinfer.structure.abilities.constraints import InLanguage
 from dinfer.structure.form import compiler_of, form_of, in_gaps_of, languages_of
 from dinfer.structure.language import Language
-from dinfer.structure.questions import layout, questions
+from dinfer.structure.questions import layout, read
 
-__all__ = ["answer_in", "compiler_of", "form_of", "in_gaps_of", "languages_of", "layout", "questions"]
+__all__ = ["answer_in", "compiler_of", "form_of", "in_gaps_of", "languages_of", "layout", "read"]
 
 
 def answer_in(language: Language, prompt: int, new_tokens: int) -> InLanguage:

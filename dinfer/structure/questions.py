@@ -15,17 +15,19 @@ import math
 import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from dinfer.core.engine.engine import Engine
 from dinfer.core.engine.request import Completion, Counts, Request
-from dinfer.core.pipeline.inputs import as_int, encodable, listed, marked, named, short
+from dinfer.core.pipeline.inputs import as_int, encodable, is_conversation, listed, marked, named, short
 from dinfer.core.step.contracts import Iteration
 from dinfer.core.step.mixins import Pads
 from dinfer.core.terms.spec import ModelSpec
 from dinfer.structure import Compiler, Vocabulary
-from dinfer.structure.abilities.reading import POSITIONS, Blank, Noted, Read
+from dinfer.structure.abilities.reading import POSITIONS, Blank, Noted, Read, ReadOut
 
 MARKER = re.compile(r"(\\*)\[SLOT:([^\]]*)\]")
 CHOICE = "choice"  # the slot of a read that has but one, without a name
@@ -81,8 +83,9 @@ class Open:
         others = []
         for at in range(self.length):
             used = {token for edges in self.spellings for _, token, _ in edges[at]}
-            others.append(sorted(used - {filling[at] for filling in self.fillings}))
-        return Blank([offset + self.first + at for at in range(self.length)], self.fillings, others)
+            others.append((*sorted(used - {filling[at] for filling in self.fillings}),))
+        positions = tuple(offset + self.first + at for at in range(self.length))
+        return Blank(positions, tuple(map(tuple, self.fillings)), (*others,))
 
     def divided(self) -> ValueError:
         """What to say if its tokens cannot be read together."""
@@ -127,12 +130,12 @@ class Layout:
         opened = {position for blank in blanks for position in blank.positions}
         # Where the text before the first slot is read otherwise than a prompt, it is left to the canvas.
         first = offset if spec.encoder or spec.prompt_block else min(opened)
-        more = {"read": Read(blanks, steps)}
+        asks = (Read((*blanks,), steps),)
         found = []
         for number in range(seeds):
             options = engine.recipe.resolve({"sampling.seed": seed + number} if seed + number else {})
             gaps = [at in opened for at in range(offset + len(tokens))]
-            found.append(Request([*prompt, *tokens], 0, options, gaps, stops=False, more=more, first=first))
+            found.append(Request([*prompt, *tokens], gaps, options, asks, stops=False, first=first))
             engine.check(found[-1])
         ends = {end for _, end in regions(iteration, found[0])}
         for slot in self.slots:
@@ -142,11 +145,11 @@ class Layout:
 
     def reading(self, prompt: Sequence[int], completions: Sequence[Completion]) -> Reading:
         """What the completions of the requests say. Raises ValueError for a slot that could not be read as a whole."""
-        slots = {}
+        slots, reads = {}, [read for done in completions if (read := done.counts.tells(ReadOut)) is not None]
         for g, slot in enumerate(self.slots):
-            slots[slot.name] = mean(slot.options, [slot.weights(done.counts.more["read"][g]) for done in completions])
+            slots[slot.name] = mean(slot.options, [slot.weights(read.blanks[g]) for read in reads])
         text = "".join(slots[piece[0]].choice if isinstance(piece, tuple) else piece for piece in self.pieces)
-        return Reading(text, slots, [*prompt], [replace(done.counts, more={}) for done in completions])
+        return Reading(text, slots, [*prompt], [replace(done.counts, told=()) for done in completions])
 
 
 def regions(iteration: Iteration, request: Request) -> Iterator[tuple[int, int]]:
@@ -154,7 +157,7 @@ def regions(iteration: Iteration, request: Request) -> Iterator[tuple[int, int]]
     at = request.start if iteration.blocks == 1 else request.length
     while at < request.length:
         yield (region := iteration.first_region(at, request.length))
-        at = next((place for place in range(region[1], request.length) if request.masked[place]), request.length)
+        at = next((place for place in range(region[1], request.length) if request.open[place]), request.length)
 
 
 def mean(options: Sequence[str], weights: Sequence[Sequence[float]]) -> Slot:
@@ -221,11 +224,40 @@ def options_of(value: Any, what: str) -> list[str]:
     return options
 
 
-def layout(
-    write: Callable[[str], list[int]], spec: ModelSpec, compiler: Callable[[], Compiler], asked: Questions
-) -> Layout:
-    """`write`: the tokenizer. `compiler`: asked for if some option has several tokens. Raises ValueError."""
-    pieces, options = asked
+def read(
+    pipe: Any, prompts: Any, answer: str | None = None, *, slots: Mapping[str, Sequence[str]] | None = None,
+    choice: Sequence[str] | None = None, steps: int = 1, seeds: int = 1, seed: int = 0, chat: bool | None = None,
+) -> Any:  # fmt: skip
+    """What the model says in the slots of an answer to one prompt (a Reading) or to a list of them (a list).
+
+    `answer`: its text, `[SLOT:name]` for each slot; None: one slot alone. `slots`: the options of each; `choice`: those
+    of a single slot, called "choice". `steps`: denoise steps of each block. One reads all slots at once; with more, the
+    surest are filled first, and the others read what stands there. `seeds`: how often a model without a mask token is
+    read, from other noise each time; `seed`: the first. `chat`: as for `Pipeline.generate`.
+
+    Nothing is drawn, so no other option has an effect. Raises ValueError for bad input.
+    """
+    single, ids = isinstance(prompts, str) or is_conversation(prompts), list[list[int]]()
+    for index, prompt in enumerate([prompts] if single else listed(prompts, "prompts")):
+        with nullcontext() if single else named(f"prompt {index}"):
+            ids.append(pipe.encode(prompt, chat=chat))
+    found = layout(pipe, answer, slots, choice)
+    made = [found.requests(pipe.engine, prompt, steps, seeds, seed) for prompt in ids]
+    updates = pipe.engine.run([request for each in made for request in each])
+    done = {update.index: update.completion for update in updates if update.completion is not None}
+    order = iter(sorted(done))
+    readings = [
+        found.reading(prompt, [done[next(order)] for _ in each]) for prompt, each in zip(ids, made, strict=True)
+    ]
+    return readings[0] if single else readings
+
+
+def layout(pipe: Any, answer: Any, slots: Any, choice: Any) -> Layout:
+    """The answer that a pipeline reads, in tokens. Raises ValueError if its slots cannot be read."""
+    if pipe.tokenizer is None:
+        raise ValueError("the checkpoint has no tokenizer, and options are texts")
+    write, spec = partial(pipe.tokenizer.encode, add_special_tokens=False), pipe.model.spec
+    pieces, options = questions(answer, slots, choice)
     firsts = {name: each[0] for name, each in options.items()}
 
     def ids(chosen: Mapping[str, str]) -> list[int]:
@@ -235,7 +267,7 @@ def layout(
     found = list[Open]()
     for name, each in options.items():
         texts = [ids(firsts | {name: option}) for option in each]
-        found.append(opened(name, each, texts, spec, compiler, ends=pieces[-1] == (name,)))
+        found.append(opened(name, each, texts, spec, lambda: pipe.compiler, ends=pieces[-1] == (name,)))
     found.sort(key=lambda slot: slot.first)
     for slot, then in zip(found, found[1:], strict=False):
         if slot.first + slot.length > then.first:

@@ -36,7 +36,7 @@ OUTSIDE: dict[str, set[str]] = {
     "hydra": {"cli"},
     "omegaconf": {"cli"},
     "yaml": {"core/recipe/presets"},
-    "rich": {"cli", "core/pipeline/pipeline"},
+    "rich": {"cli"},
     "matplotlib": {"lab/audit", "lab/plots"},
     "optuna": {"lab/tuning"},
     "fastapi": {"serving"},

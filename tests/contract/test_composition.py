@@ -101,7 +101,7 @@ def test_options_of_one_request_do_not_reach_another() -> None:
     combination = next(c for c in LEGAL if str(c) == "bidirectional-blockwise-threshold-none")
     recipe = combination.recipe()
     prompt = list(range(1, 9))
-    low, high = (Request(prompt, 24, recipe.resolve({"threshold": value})) for value in (0.0, 1.0))
+    low, high = (Request.behind(prompt, 24, recipe.resolve({"threshold": value})) for value in (0.0, 1.0))
     one, other = completions(engine_for(recipe), [low, high])
     assert 2 * one.counts.forwards < other.counts.forwards
 
@@ -131,7 +131,7 @@ class Last(Decoder):
 def test_a_component_need_not_be_registered() -> None:
     recipe = compose(tiny_model(), iteration={"name": "blockwise", "block": 8}, decoder=Last(many=2), cache="none")
     one, other = completions(
-        engine_for(recipe), [Request([1, 2], 8, recipe.resolve(given)) for given in ({}, {"many": 8})]
+        engine_for(recipe), [Request.behind([1, 2], 8, recipe.resolve(given)) for given in ({}, {"many": 8})]
     )
     assert (one.counts.forwards, other.counts.forwards) == (4, 1)
 

@@ -93,7 +93,9 @@ def cases(draw: st.DrawFn, decoder: dict[str, Any]) -> Case:
         iteration = {"name": "full"} if grows else {"name": "blockwise", "block": block}
         recipe = compose(model, iteration=iteration, decoder=decoder, cache="none")
     requests = [
-        Request([1 + i] * draw(st.integers(1, 12)), draw(st.integers(1, 25)), recipe.resolve(_options(draw, recipe)))
+        Request.behind(
+            [1 + i] * draw(st.integers(1, 12)), draw(st.integers(1, 25)), recipe.resolve(_options(draw, recipe))
+        )
         for i in range(draw(st.integers(1, 3)))
     ]
     return Case(recipe, requests)
@@ -101,15 +103,15 @@ def cases(draw: st.DrawFn, decoder: dict[str, Any]) -> Case:
 
 def _options(draw: st.DrawFn, recipe: Recipe) -> dict[str, Any]:
     chosen = {}
-    for o in recipe.request_options:
-        if o.kind == "sampling":  # logits that are no distribution any more are a fault; see test_sampling
+    for name, default in recipe.request_options.items():
+        if name.startswith("sampling."):  # logits that are no distribution any more are a fault; see test_sampling
             continue
-        value = draw(st.floats(0, 1) if isinstance(o.default, float) else st.integers(0, 40))
+        value = draw(st.floats(0, 1) if isinstance(default, float) else st.integers(0, 40))
         try:
-            recipe.resolve({f"{o.kind}.{o.name}": value})
+            recipe.resolve({name: value})
         except ValueError:
             continue
-        chosen[f"{o.kind}.{o.name}"] = value
+        chosen[name] = value
     return chosen
 
 
@@ -213,7 +215,7 @@ def test_logits_that_are_not_finite_are_named(bad: str, cache: str, call: int, s
     one_by_one = {"name": "fixed", "steps": 16}
     model = Scripted(table, causal_block=16 if cache in ("block", "narrow_block") else None)
     recipe = compose(model, iteration={"name": "blockwise", "block": 16}, decoder=one_by_one, cache=cache)
-    requests = [Request([1], 20, recipe.resolve({}))]
+    requests = [Request.behind([1], 20, recipe.resolve({}))]
     for update in _until_fault(recipe, requests, step=call + 1):
         assert update.completion is None
 
@@ -234,5 +236,5 @@ def test_bad_logits_where_nothing_is_masked_do_no_harm() -> None:
     recipe = compose(
         Scripted(table), iteration={"name": "blockwise", "block": 8, "align": True}, decoder="threshold", cache="none"
     )
-    case = Case(recipe, [Request([1, 2, 3], 10, recipe.resolve({}))])
+    case = Case(recipe, [Request.behind([1, 2, 3], 10, recipe.resolve({}))])
     assert run(case)[0][-1].completion is not None

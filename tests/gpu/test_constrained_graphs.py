@@ -31,12 +31,12 @@ PATTERNS = ["((ab|cd)[0-3]{1,3}){2,6}", "[a-h]{8,40}", "(abc|[0-3]{2}e){2,}"]
 
 def requests_in_languages(recipe: Any, posterior: bool, options: dict[str, float]) -> list[Request]:
     """Each second is in a language; in the last one text may stand behind the active positions."""
-    made = [Request([5, 6, 7 + i], NEW, recipe.resolve(options)) for i in range(2 * len(PATTERNS))]
+    made = [Request.behind([5, 6, 7 + i], NEW, recipe.resolve(options)) for i in range(2 * len(PATTERNS))]
     for i, pattern in enumerate(PATTERNS):
         found = replace(language(compile_automaton(regex(pattern))[0], WORDS), posterior=posterior)
         kinds = [0] * PROMPT + [1] * NEW if i == 2 and not posterior else None
         brought = InLanguage(found, PROMPT, PROMPT + NEW, kinds)
-        made[2 * i] = replace(made[2 * i], more={"language": brought})
+        made[2 * i] = replace(made[2 * i], asks=(brought,))
     return made
 
 

@@ -115,7 +115,7 @@ def test_sliced_steps_under_graphs_give_the_tokens_of_one_row_alone(
     model = tiny_model("block_causal", dtype=torch.float32, device="cuda", head_dim=16)
     cache = {"name": "narrow_block", "ahead": 4, "back": 2}
     recipe = compose(model, iteration={**iteration, "block": 16}, decoder="threshold", cache=cache)
-    requests = [Request([5, 6, 7 + i], 30 + 7 * i, recipe.resolve({})) for i in range(6)]
+    requests = [Request.behind([5, 6, 7 + i], 30 + 7 * i, recipe.resolve({})) for i in range(6)]
     want = [outcome(c) for c in completions(engine_for(recipe, rows=1), requests)]
     monkeypatch.setattr("dinfer.speed.grouping.FREE", 1)
     engine = engine_for(recipe, rows=6, graphs=True)

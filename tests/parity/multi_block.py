@@ -159,7 +159,7 @@ def run(golden: Golden, doc: Fields) -> str:
         blank = prompt + [mask_id] * plan.new_tokens
         want = recorded(doc, row, blank)
         most = len(want) if doc.take("finish", None) in LIMITS else len(want) + 1
-        got, forwards = trail(engine, Request(prompt, plan.new_tokens, recipe.resolve({})), blank, most)
+        got, forwards = trail(engine, Request.behind(prompt, plan.new_tokens, recipe.resolve({})), blank, most)
         _compare(row, got, want, len(prompt), eos_id)
     return f"{forwards} forwards, reference {doc.take('num_forwards')}"
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from dinfer.core.engine.request import Request
+from dinfer.core.engine.request import Request, Resolved
 from dinfer.core.step.contracts import Decoder
 from tests.parity import s2d2
 from tests.parity.draws import recorded
@@ -45,14 +45,14 @@ class Plan:
     grows: bool = False  # the canvas of the reference ends where ours holds EOS; nothing counts there
     constraints: dict[int, int] = field(default_factory=dict)  # tokens that are given, by place behind the prompt
 
-    def request(self, prompt: list[int], mask_id: int, options: list[float]) -> Request:
+    def request(self, prompt: list[int], mask_id: int, options: Resolved) -> Request:
         """The run of one row."""
         if not self.constraints:
-            return Request(prompt, self.new_tokens, options, padding=self.padding)
+            return Request.behind(prompt, self.new_tokens, options, padding=self.padding)
         places = range(self.new_tokens)
         tokens = [self.constraints.get(place, mask_id) for place in places]
         gaps = [False] * len(prompt) + [place not in self.constraints for place in places]
-        return Request(prompt + tokens, 0, options, gaps)
+        return Request(prompt + tokens, gaps, options)
 
 
 def aligned(prompts: list[list[int]], params: Fields, decoder: dict[str, Any], cache: str) -> Plan:

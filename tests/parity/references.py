@@ -380,6 +380,7 @@ def build(registry: Registry, config: Mapping[str, Any], **more: Any) -> Any:
     options = dict(config)
     reference = options.pop("reference", None)
     fixed: dict[str, Any] = {name: options.pop(name) for name in ("precision", "suppress_mask") if name in options}
-    name, options = registry.check(options)
+    options = dict(registry.check(options))
+    name = options.pop("name")
     kind = registry.get(name) if reference is None else REFERENCES[name, reference]
     return type(kind.__name__, (kind,), fixed)(**options, **more) if fixed else kind(**options, **more)

@@ -26,8 +26,8 @@ from dinfer.cli.commands import serve as serve_command
 from dinfer.core.engine.batch import Batch
 from dinfer.core.engine.engine import Engine
 from dinfer.core.engine.errors import NonFiniteLogits
+from dinfer.core.engine.pages import prompt_keys
 from dinfer.core.engine.row import Row
-from dinfer.core.memory import prompt_keys
 from dinfer.serving import run
 from dinfer.serving.app import application
 from dinfer.serving.settings import Settings, listen

@@ -31,7 +31,7 @@ def decode(
     iteration = {"name": "blockwise", "block": length, "stop": "off"}
     offers = {"name": "standard", **sampling}
     recipe = compose(Scripted(table), iteration=iteration, decoder=decoder, cache="none", sampling=offers)
-    requests = [Request([1] * PROMPT, length, recipe.resolve(given)) for given in options]
+    requests = [Request.behind([1] * PROMPT, length, recipe.resolve(given)) for given in options]
     found: list[list[tuple[Update, set[int]]]] = [[] for _ in requests]
     for update in engine_for(recipe, rows=len(requests)).run(requests, Wants(snapshots=True)):
         masked = update.masked or []

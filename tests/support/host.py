@@ -38,12 +38,7 @@ class Host:
         for slot, request, length in zip(self.slots, requests, self.lengths, strict=True):
             need = -(-length // page)
             twin = [free.pop() for _ in range(need * recipe.guided(request.options))]
-            tokens = request.prompt + [0] * (request.length - len(request.prompt))
-            entry = Entry(
-                slot, tokens, request.masked, request.start, request.options, request.stops,
-                pages=[free.pop() for _ in range(need)], twin=twin,
-            )  # fmt: skip
-            self.state.admit(recipe, [entry])
+            self.state.admit(recipe, [Entry(slot, request, pages=[free.pop() for _ in range(need)], twin=twin)])
 
     def step(
         self, phase: Phase, slots: list[int], *, width: int | None = None, pages: int | None = None,
@@ -58,7 +53,7 @@ class Host:
             self.recipe.iteration.blocks,
             self.state.block,
             pages or every,
-        ).adding(*extras_of(extra for request in self.requests for extra in self.recipe.asks(request.options)))
+        ).adding(*extras_of(extra for request in self.requests for extra in self.recipe.extras(request)))
         shape = shape.adding(*([KeysOnly()] if settles else []))
         if branches and (count := branches_of(self.recipe.iteration)):
             shape = shape.adding(BranchLanes(count))

@@ -216,7 +216,7 @@ NEW = [19, 13, 8, 21, 3]
 
 def requests_for(recipe: Recipe) -> list[Request]:
     return [
-        Request(prompt, new, recipe.resolve(varied_options(recipe, i)))
+        Request.behind(prompt, new, recipe.resolve(varied_options(recipe, i)))
         for i, (prompt, new) in enumerate(zip(PROMPTS, NEW, strict=True))
     ]
 
@@ -224,11 +224,10 @@ def requests_for(recipe: Recipe) -> list[Request]:
 def varied_options(recipe: Recipe, index: int) -> dict[str, Any]:
     """Options that differ from request to request, as far as the components accept the values."""
     chosen: dict[str, Any] = {}
-    for o in recipe.request_options:
-        if o.kind == "sampling" and index not in (1, 4):  # rows that draw stand beside rows that do not
+    for name, default in recipe.request_options.items():
+        if name.startswith("sampling.") and index not in (1, 4):  # rows that draw stand beside rows that do not
             continue
-        value = (0.9, 0.3, 0.6, 0.45, 0.75)[index % 5] if isinstance(o.default, float) else 1 + index % 4
-        name = f"{o.kind}.{o.name}"
+        value = (0.9, 0.3, 0.6, 0.45, 0.75)[index % 5] if isinstance(default, float) else 1 + index % 4
         try:
             recipe.resolve({name: value})
         except ValueError:

@@ -5,9 +5,8 @@ second branch is a second lane of the same forward, with keys and values in page
 it does for the first. Steps in which no row is guided have one lane a row.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from dinfer.core.abilities.registry import ABILITIES
 from dinfer.core.abilities.traits import GUIDED, NO_MASK, REMEMBERS
 from dinfer.core.memory import Seen
 from dinfer.core.refusals import Refusal
-from dinfer.core.step.ability import ByExtra, Extra, Forward, Parts, Step
+from dinfer.core.step.ability import ByExtra, Extra, Forward, Parts, Request, Step
 from dinfer.core.step.cursors import Status
 from dinfer.core.step.mixins import Follows
 from dinfer.core.step.model import Attend, Model, OwnLogits
@@ -81,8 +80,8 @@ class Guidance(ByExtra[Guided]):
     kind = Guided
 
     @classmethod
-    def asks(cls, recipe: Parts, options: Sequence[float], more: Mapping[str, Any]) -> Extra | None:
-        return Guided() if recipe.sampling_of(options).get("guidance", 0) > 0 else None
+    def adds_for(cls, recipe: Parts, request: Request) -> Extra | None:
+        return Guided() if recipe.sampling_of(request.options).get("guidance", 0) > 0 else None
 
     def feed(self, step: Step, run: Forward) -> None:
         kv, slot_B, model = step.state.kv, step.lanes.slot_B, step.recipe.model

@@ -3,9 +3,8 @@
 Iterations do, and caches that leave masks out.
 """
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Self
 
 import torch
 
@@ -13,7 +12,7 @@ from dinfer.core.abilities.registry import ABILITIES
 from dinfer.core.abilities.traits import NO_MASK, TEXT_BEHIND, sampled
 from dinfer.core.kernels.canvas import rows_of
 from dinfer.core.refusals import Refusal, Trait
-from dinfer.core.step.ability import Ability, ByPart, Decision, Entry, Extra, Parts, Proposal, Step, StepShape
+from dinfer.core.step.ability import Ability, ByPart, Decision, Extra, Parts, Proposal, Request, Step, StepShape
 from dinfer.core.step.cursors import CURSORS, BlockView, RowCursors
 from dinfer.core.step.mixins import Adjusts, Edits, Grows, LeavesDecoded, LeavesMasks, Moves, Paces, Verifies
 
@@ -37,12 +36,12 @@ class Editing(ByPart[Edits]):
     )  # fmt: skip
 
     @classmethod
-    def first_length(cls, recipe: Parts, entry: Entry, options: Sequence[float]) -> int:
+    def first_length(cls, recipe: Parts, request: Request) -> int:
         if not isinstance(recipe.decoder, Grows):
-            return len(entry.tokens)
-        names = [f"{o.kind}.{o.name}" for o in recipe.request_options]
-        given = max((behind for behind, masked in enumerate(entry.masked, 1) if not masked), default=0)
-        return min(max(entry.prompt + int(options[names.index("decoder.initial")]), given), len(entry.tokens))
+            return request.length
+        given = max((behind for behind, open in enumerate(request.open, 1) if not open), default=0)
+        initial = int(recipe.values(request.options)["decoder.initial"])
+        return min(max(request.start + initial, given), request.length)
 
     def view(self, step: Step, lanes: RowCursors, view: BlockView) -> BlockView:
         return replace(view, edits=True)
@@ -102,8 +101,8 @@ class Holding(Ability):
         return holding if holding.leaves or holding.limits else None
 
     @classmethod
-    def asks(cls, recipe: Parts, options: Sequence[float], more: Mapping[str, Any]) -> Extra | None:
-        return Leftmost() if recipe.sampling_of(options).get("leftmost", 0) else None
+    def adds_for(cls, recipe: Parts, request: Request) -> Extra | None:
+        return Leftmost() if recipe.sampling_of(request.options).get("leftmost", 0) else None
 
     def select(self, step: Step, made: Decision) -> Proposal | None:
         free_RL = torch.ones_like(made.view.masked_RL)

@@ -5,7 +5,7 @@ Shape suffixes: N slots, S canvas length, R rows of blocks, L block length, V vo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -14,9 +14,9 @@ from torch import Tensor
 
 from dinfer.core.abilities.registry import ABILITIES
 from dinfer.core.kernels.canvas import rows_of
-from dinfer.core.step.ability import ByExtra, Canvas, Decision, Entry, Extra, Parts, Step, StepShape
+from dinfer.core.step.ability import ByExtra, Canvas, Decision, Entry, Extra, Parts, Request, Step, StepShape
 from dinfer.core.step.record import Raw
-from dinfer.core.step.told import FORCED, LEVELS, NONE, SURE, TOP, Forced, Level, Reports
+from dinfer.core.step.told import FORCED, LEVELS, NONE, SURE, TOP, Forced, Level, Report, Reports
 
 ROWS = 8  # whose log-probabilities are computed at a time: they take the memory of the logits in float32
 
@@ -44,6 +44,7 @@ class Reporting(ByExtra[Reported]):
     """Steps that report what they propose and write."""
 
     kind = Reported
+    answers = (Report,)
 
     @property
     def whole_logits(self) -> bool:
@@ -52,8 +53,8 @@ class Reporting(ByExtra[Reported]):
     keeps_logits = whole_logits
 
     @classmethod
-    def asks(cls, recipe: Parts, options: Sequence[float], more: Mapping[str, Any]) -> Extra | None:
-        return Reported(level) if (level := more.get("reports", Level.NOTHING)) else None
+    def adds_for(cls, recipe: Parts, request: Request) -> Extra | None:
+        return None if (report := request.ask(Report)) is None else Reported(report.level)
 
     @classmethod
     def alloc(cls, recipe: Parts, canvas: Canvas, block: int, extras: Sequence[Extra]) -> Any:
@@ -61,7 +62,7 @@ class Reporting(ByExtra[Reported]):
 
     @classmethod
     def admit(cls, kept: Reports, slot_A: Tensor, entries: Sequence[Entry]) -> None:
-        level = max(entry.more.get("reports", Level.NOTHING) for entry in entries)
+        level = max(report.level if (report := entry.request.ask(Report)) else Level.NOTHING for entry in entries)
         if level >= Level.DRAFTS:
             kept.draft_NS.index_fill_(0, slot_A, NONE)  # of earlier requests
         if level >= Level.LOGPROBS:

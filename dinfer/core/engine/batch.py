@@ -10,11 +10,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dinfer.core.engine.pages import PageAllocator, common, prompt_keys
 from dinfer.core.engine.row import Row
 from dinfer.core.engine.runtime import BatchSize, block_of, pages_of
 from dinfer.core.engine.worker import Worker
 from dinfer.core.kernels.canvas import active_rows
-from dinfer.core.memory import PageAllocator, common, prompt_keys
 from dinfer.core.step.canvas import Canvas
 from dinfer.core.step.cursors import CURSORS, Status
 from dinfer.core.step.mixins import Feeds
@@ -146,9 +146,9 @@ class Batch:
             return Claim.FULL
         if (shared := self._shared(row)) is None:
             return Claim.AWAITS
-        options, need = request.options, pages_of(request, recipe, page)
-        row.asks = recipe.asks(options, row.more)
-        row.visible, row.published = need // (1 + recipe.guided(options)), len(shared)
+        need = pages_of(request, recipe, page)
+        row.extras = recipe.extras(request)
+        row.visible, row.published = need // (1 + recipe.guided(request.options)), len(shared)
         row.cached = len(shared) * page
         pages = self.pages.claim(shared, need - len(shared))
         if pages is None:
@@ -161,19 +161,18 @@ class Batch:
         """Places the requests of rows in their claimed slots."""
         entries = [self._entry(row, row.slot) for row in rows if row.slot is not None]
         cursors, tokens_AS = self.worker.admit(entries)
-        for row, entry, now, tokens_S in zip(rows, entries, cursors, tokens_AS, strict=True):
+        for row, now, tokens_S in zip(rows, cursors, tokens_AS, strict=True):
             row.began, row.cursors, row.settled = time.perf_counter(), now, row.request.start
-            row.open_before = list(accumulate(entry.masked, initial=0))
+            row.open_before = list(accumulate(row.request.open, initial=0))
             row.left = row.open_before[now.end]
             if row.wants.canvas:
                 row.canvas = tokens_S[: row.request.length].tolist()
 
     def _entry(self, row: Row, slot: int) -> Entry:
-        request, shared = row.request, row.published
+        shared = row.published
         return Entry(
-            slot, request.prompt + [0] * (request.length - len(request.prompt)), request.masked, request.start,
-            request.options, request.stops, kept=shared * self.runtime.page, pages=row.pages[: row.visible],
-            twin=row.pages[row.visible :], fresh=row.pages[shared:], more=row.more,
+            slot, row.request, kept=shared * self.runtime.page, pages=row.pages[: row.visible],
+            twin=row.pages[row.visible :], fresh=row.pages[shared:],
         )  # fmt: skip
 
     def publish(self, row: Row) -> None:
@@ -188,12 +187,12 @@ class Batch:
             self.pages.publish(row.prefix_keys[i], row.pages[i])
         row.published = max(row.published, ready)
 
-    def take_figures(self, rows: Sequence[Row]) -> None:
-        """Takes what abilities counted of finished rows."""
+    def take_told(self, rows: Sequence[Row]) -> None:
+        """Takes what abilities tell of finished rows."""
         slots = [row.slot for row in rows if row.slot is not None]
         for ability, kept in self.state.kept.items():
-            for slot, figures in ability.told(kept, slots).items():
-                self.rows[slot].figures = {**self.rows[slot].figures, **figures}
+            for slot, told in ability.told(kept, slots).items():
+                self.rows[slot].told += (told,)
 
     def leave(self, row: Row) -> None:
         """Takes a finished row out of the batch. The host has its canvas.
@@ -207,7 +206,7 @@ class Batch:
         if self.runtime.share and not own and prefilled(recipe.cache, spec, row.request.length):
             unit = spec.causal_block or 1
             final = row.cursors.kept // unit * unit
-            keys = prompt_keys(row.canvas[:final], final, page, unit, row.epoch)
+            keys = prompt_keys(row.canvas[:final], final, page, unit, row.epoch, row.request.keyed)
             for i in range(row.published, len(keys)):
                 self.pages.publish(keys[i], row.pages[i])
         self.release(row)
@@ -227,7 +226,8 @@ class Batch:
         if (not row.prefix_keys or row.epoch != self.pages.epoch) and self.runtime.share and not own:
             first, _ = recipe.iteration.first_region(request.start, request.length)
             end = prefilled(recipe.cache, spec, first)
-            row.prefix_keys = prompt_keys(request.prompt, end, self.runtime.page, unit, self.pages.epoch)
+            epoch, keyed = self.pages.epoch, request.keyed
+            row.prefix_keys = prompt_keys(request.prompt, end, self.runtime.page, unit, epoch, keyed)
         row.epoch = self.pages.epoch
         pages = self.pages.published(row.prefix_keys)
         if not row.prefix_keys:

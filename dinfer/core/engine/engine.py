@@ -9,15 +9,16 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from weakref import WeakSet
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 
+from dinfer.core.engine.checks import check
 from dinfer.core.engine.loop import Loop
 from dinfer.core.engine.request import ONLY_COUNTS, Request, Update, Wants
 from dinfer.core.engine.row import Row
 from dinfer.core.engine.runner import Runner
-from dinfer.core.engine.runtime import Runtime, pages_of
+from dinfer.core.engine.runtime import Runtime
 from dinfer.core.engine.worker import Worker
 from dinfer.core.kernels.dispatch import on_device
 from dinfer.core.provided import needed, provided
@@ -70,6 +71,7 @@ class Engine:
         with blaming(recipe.by_kind):
             self.loop: Loop = (provided("loop") or Loop)(worker_of(recipe, runtime, plain or recipe))
         self.recipe, self.runtime = self.loop.worker.recipe, self.loop.worker.runtime
+        self._checked: WeakValueDictionary[int, Request] = WeakValueDictionary()  # by identity
         self._turn = threading.Condition()
         self._stepping = False  # a thread runs a round
         self._inbox: deque[Update] = deque()  # of the requests that were added
@@ -122,7 +124,7 @@ class Engine:
         for request in requests:
             self.check(request)
         inbox: deque[Update] = deque()
-        rows = [Row(i, request, inbox, wants) for i, request in enumerate(requests)]
+        rows = [Row(i, wants.of(request), inbox, wants) for i, request in enumerate(requests)]
         left = len(rows)
         try:
             with self._turn:
@@ -142,7 +144,7 @@ class Engine:
         """Queues a request and returns its number for `step` and `cancel`. Raises ValueError if it can never run."""
         self.check(request)
         with self._turn:
-            row = Row(self._count, request, self._inbox, wants)
+            row = Row(self._count, wants.of(request), self._inbox, wants)
             self._count += 1
             self._added[row.index] = row
             self.loop.waiting.append(row)
@@ -171,25 +173,11 @@ class Engine:
         return row is not None
 
     def check(self, request: Request) -> None:
-        """Raises ValueError for a request that can never run here."""
-        runtime, spec = self.runtime, self.recipe.model.spec
+        """Raises ValueError for a request that can never run here. Looks at each request once."""
         self.gate()
-        request.check(spec)
-        self.recipe.check(request.options, runtime=runtime, request=request)
-        for ability in self.recipe.abilities:
-            if (reason := ability.refusal(self.recipe, request.options, request.more)) is not None:
-                raise ValueError(reason)
-        need = pages_of(request, self.recipe, runtime.page)
-        if runtime.max_length is not None and request.length > runtime.max_length:
-            raise ValueError(
-                f"a request of {request.length} positions exceeds runtime.max_length={runtime.max_length}: raise it, "
-                "or leave it out"
-            )
-        if runtime.pages is not None and need > runtime.pages:
-            raise ValueError(
-                f"a request of {request.length} positions needs {need} pages of keys and values, and there are "
-                f"{runtime.pages}: raise runtime.pages or runtime.memory, or leave it out"
-            )
+        if self._checked.get(id(request)) is not request:
+            check(request, self.recipe, self.runtime)
+            self._checked[id(request)] = request
 
     def check_device(self) -> None:
         """Raises the device's error if it has failed for good, for example after an illegal access."""

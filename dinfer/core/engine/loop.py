@@ -17,7 +17,6 @@ from dinfer.core.engine.row import Row
 from dinfer.core.engine.runtime import BatchSize, pages_of, room_for
 from dinfer.core.engine.scheduler import PlannedStep, Scheduler
 from dinfer.core.engine.worker import Worker
-from dinfer.core.memory import Key
 from dinfer.core.step.blame import blamed
 from dinfer.core.step.cursors import Cursors, Phase
 from dinfer.core.step.told import Reports
@@ -160,7 +159,7 @@ class Loop:
         A request that waits for keys which a running one computes lets those behind it go first.
         """
         batch, entered = self.batch, list[Row]()
-        later, awaited = list[Row](), set[Key]()
+        later, awaited = list[Row](), set[bytes]()
         try:
             while self.waiting and batch is not None and batch.has_slot:
                 row = self.waiting[0]
@@ -258,7 +257,7 @@ class Loop:
         try:
             with self.worker.aside():
                 canvases = self.batch.reader.canvases([row.slot for row in unread if row.slot is not None])
-                self.batch.take_figures(rows)
+                self.batch.take_told(rows)
         except Exception as error:
             self._blame(rows, error)
             return

@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,12 +10,11 @@ from torch import Tensor
 
 from dinfer.core.engine.errors import BrokenContract, NonFiniteLogits, StalledRow
 from dinfer.core.engine.request import Completion, Counts, Request, Update, Wants
-from dinfer.core.memory import Key
 from dinfer.core.recipe.recipe import Recipe
 from dinfer.core.step.cursors import ACTIVE, Cursors, Phase
 from dinfer.core.step.mixins import Edits, Slides
 from dinfer.core.step.shape import Extra
-from dinfer.core.step.told import Level, TokenLogprob
+from dinfer.core.step.told import TokenLogprob
 from dinfer.core.terms.spec import ModelSpec
 
 PLACE = Cursors._fields.index("forwards")  # the cursors before this one are a row's place, the others count
@@ -47,9 +46,9 @@ class Row:
     began: float = 0.0
     pages: list[int] = field(default_factory=list)  # its own, and those that it shares
     visible: int = 0  # pages of one branch
-    asks: tuple[Extra, ...] = ()  # of its steps
+    extras: tuple[Extra, ...] = ()  # of its steps
     open_before: list[int] = field(default_factory=list)  # for each position, the number of positions to decode before
-    prefix_keys: list[Key] = field(default_factory=list)  # of the pages of its prompt that others may share
+    prefix_keys: list[bytes] = field(default_factory=list)  # of the pages of its prompt that others may share
     published: int = 0  # how many of these pages are published
     epoch: int = 0  # of the weights at its admission, see `PageAllocator`
     awaited: bool = False  # a request waits for these pages
@@ -75,15 +74,9 @@ class Row:
     left: int = 0  # open positions of the active blocks
     fastest: int = 0  # the most positions that a step has committed
     positions: int = 0  # computed for it
-    figures: Mapping[str, Any] = field(default_factory=dict)  # what abilities tell of it, known at the end
+    told: tuple[Any, ...] = ()  # what abilities tell of it, known at the end
     need: StepWidth = field(default_factory=lambda: StepWidth(0))  # of the next step, cached
     need_at: tuple[int, ...] = ()  # the cursors for which `need` is valid
-
-    @property
-    def more(self) -> dict[str, Any]:
-        """What abilities need of it, see `dinfer.core.step.state.Entry`."""
-        level = Level.LOGPROBS if self.wants.logprobs else Level.DRAFTS if self.wants.drafts else Level.NOTHING
-        return self.request.more | ({"reports": int(level)} if level else {})
 
     def stays(self, cursors: Mapping[int, Sequence[int]]) -> bool:
         """Whether the cursors of its slot leave it where it was, so that it needs the same of its next step."""
@@ -180,18 +173,25 @@ class Row:
         active, offers = (self.active, self.offers) if self.wants.drafts else (None, None)
         return Update(
             *where, tokens, masked, done, now.block, new, logprobs, active, offers, cached=self.cached,
-            positions=self.positions, committed=now.committed, more=self.figures,
+            positions=self.positions, committed=now.committed,
         )  # fmt: skip
 
     def _completion(self, recipe: Recipe) -> Completion:
         spec = recipe.model.spec
         tokens = [self._token(at, spec) for at in range(self.request.asked)]
-        decoded = [masked and token >= 0 for token, masked in zip(self.canvas, self.request.masked, strict=True)]
-        output, stopped = self.request.answer(tokens, spec.stop_ids)
+        decoded = [masked and token >= 0 for token, masked in zip(self.canvas, self.request.open, strict=True)]
+        output, stopped = self.answer(tokens, spec.stop_ids)
         now, seconds = self.cursors, time.perf_counter() - self.began
         prefills = now.forwards + now.hits - now.steps
         counts = Counts(
             now.forwards, prefills, now.refreshes, now.committed, len(output), seconds, self.positions, now.hits,
-            self.figures,
+            self.told,
         )  # fmt: skip
         return Completion(tokens, output, stopped, counts, decoded[: self.request.asked])
+
+    def answer(self, canvas: list[int], stop_ids: Container[int]) -> tuple[list[int], bool]:
+        """The generated tokens before the first stop token, and whether a stop token ended them."""
+        filled = [token for token, open in zip(canvas, self.request.open, strict=False) if open]
+        end = next((i for i, token in enumerate(filled) if token in stop_ids), len(filled))
+        stopped = self.request.stops and end < len(filled)
+        return filled[:end] if stopped else filled, stopped

@@ -6,7 +6,6 @@ same states, because they are told the same (`dinfer.scale.parallel.leader_worke
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -41,7 +40,7 @@ class Worker:
                     f"runtime.compile={runtime.compile}: the model {type(recipe.model).__name__} has no method "
                     "`compiled`. Use runtime.compile=none."
                 )
-            recipe = replace(recipe, model=recipe.model.compiled(runtime.compile))
+            recipe = recipe.over(recipe.model.compiled(runtime.compile))
         self.recipe, self.runtime = recipe, runtime
         self.kv = kv_dtype(runtime.kv, recipe.model.dtype, recipe.model.device)
         self.runner: Runner = (provided("runner") or Runner)(recipe, runtime)

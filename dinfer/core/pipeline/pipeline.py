@@ -6,8 +6,8 @@ import logging
 import os
 import secrets
 import sys
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from itertools import islice
@@ -19,7 +19,7 @@ import torch
 
 import dinfer.core.recipe.presets as presets
 from dinfer.core.engine.engine import Engine
-from dinfer.core.engine.request import Completion, Counts, Request, Update, Wants
+from dinfer.core.engine.request import Ask, Completion, Counts, Request, Resolved, Update, Wants
 from dinfer.core.engine.runtime import Runtime
 from dinfer.core.loading.checkpoint import family_of, load_network, read_config, spec_of
 from dinfer.core.loading.files import locate
@@ -44,7 +44,7 @@ from dinfer.core.pipeline.inputs import (
 )
 from dinfer.core.pipeline.tokenizer import ChatTemplate, TextStream, cut, read_tokenizer
 from dinfer.core.provided import needed, provided
-from dinfer.core.recipe.recipe import Recipe, compose
+from dinfer.core.recipe.recipe import SEEDS, Recipe, compose
 from dinfer.core.registry import CACHES, MODELS
 from dinfer.core.step.contracts import CachePolicy
 from dinfer.core.step.mixins import Pads
@@ -55,11 +55,9 @@ from dinfer.core.step.window import exact
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Message = Mapping[str, str]
-Language = Any  # of a layer
 _of_forms = partial(needed, what="schema, regex, choice, grammar, constraint, scope or read", layer="structure")
-Options = Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
-"""Per-request options by name: the same for all prompts, or a mapping for each."""
+Options = Mapping[str, Any] | Resolved | Sequence[Mapping[str, Any] | Resolved] | None
+"""Per-request options by name, or resolved: the same for all prompts, or for each its own."""
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -149,7 +147,7 @@ class Pipeline:
         """What answers are held to; None: they are free."""
         return _of_forms("form_of")(held) if held else None
 
-    def _language(self, held: FormKeywords) -> Language | None:
+    def _language(self, held: FormKeywords) -> Any | None:
         return None if (form := self._form(held)) is None else form.language(self.compiler)
 
     @cached_property
@@ -165,15 +163,9 @@ class Pipeline:
 
     @user_errors
     def generate(
-        self,
-        prompts: Any,
-        *,
-        max_new_tokens: int | Sequence[int] = 128,
-        options: Options = None,
-        chat: bool | None = None,
-        trace: bool = False,
-        **more: Any,
-    ) -> Any:
+        self, prompts: Any, *, max_new_tokens: int | Sequence[int] = 128, options: Options = None,
+        chat: bool | None = None, trace: bool = False, **more: Any,
+    ) -> Any:  # fmt: skip
         """Answers one prompt (returns a Result) or a list of them (returns a list, in order).
 
         A prompt is a text or a conversation (a list of {"role", "content"}). `chat`: put texts through the
@@ -204,14 +196,9 @@ class Pipeline:
 
     @user_errors
     def generate_ids(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        max_new_tokens: int | Sequence[int] = 128,
-        options: Options = None,
-        trace: bool = False,
-        **more: Any,
-    ) -> list[Any]:
+        self, prompts: Sequence[Sequence[int]], *, max_new_tokens: int | Sequence[int] = 128,
+        options: Options = None, trace: bool = False, **more: Any,
+    ) -> list[Any]:  # fmt: skip
         """Like `generate`, for prompts that are token ids. Texts are decoded if there is a tokenizer."""
         asked, chosen = self._by_name("generate", more)
         n, until, progress = asked.pop("n", None), texts_of(asked.pop("stop", None)), asked.pop("progress", None)
@@ -225,9 +212,10 @@ class Pipeline:
             count = as_int(n, "n")
             if count < 1:
                 raise ValueError(f"n={n} must be at least 1")
-            requests = [one for request in requests for one in self._samples(request, count)]
+            requests = [replace(one, options=o) for one in requests for o in samples(self.recipe, one.options, count)]
         read, results = None if form is None else form.read, list[Result]()
-        bar = progress if progress is not None else len(requests) > 1 and sys.stderr.isatty()
+        shown = len(requests) > 1 and sys.stderr.isatty() if progress is None else progress
+        bar = (needed("answers_bar", "progress", "cli") if progress else provided("answers_bar")) if shown else None
         for request, (done, snapshots, _) in zip(requests, self._run(requests, trace, bar=bar), strict=True):
             text, ids, stopped = "" if self.tokenizer is None else self.decode(done.output), done.output, done.stopped
             if until:
@@ -242,16 +230,7 @@ class Pipeline:
         return needed("rollout", "rollout", "rollouts")(self, prompts, **how)
 
     def _by_name(self, function: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        return by_name(function, given, [option.name for option in self.recipe.request_options])
-
-    def _samples(self, request: Request, count: int) -> list[Request]:
-        """A request and others that differ from it by the seed alone."""
-        names = [f"{option.kind}.{option.name}" for option in self.recipe.request_options]
-        if "sampling.seed" not in names:
-            return [request] * count
-        at, first = names.index("sampling.seed"), request.options
-        seeds = [(max(int(first[at]), 0) + i) % SEEDS for i in range(count)]
-        return [replace(request, options=[*first[:at], float(seed), *first[at + 1 :]]) for seed in seeds]
+        return by_name(function, given, [name.partition(".")[2] for name in self.recipe.request_options])
 
     @overload
     def infill(  # type: ignore[overload-overlap]  # a text is no list of texts here
@@ -267,16 +246,9 @@ class Pipeline:
 
     @user_errors
     def infill(
-        self,
-        texts: str | Sequence[str],
-        *,
-        options: Options = None,
-        stop: bool = False,
-        trace: bool = False,
-        logprobs: bool = False,
-        scope: str = "answer",
-        **held: Unpack[FormKeywords],
-    ) -> Any:
+        self, texts: str | Sequence[str], *, options: Options = None, stop: bool = False, trace: bool = False,
+        logprobs: bool = False, scope: str = "answer", **held: Unpack[FormKeywords],
+    ) -> Any:  # fmt: skip
         """Fills the gaps of one text (returns an Infilled) or of a list of them (returns a list, in order).
 
         `[MASK:n]` is a gap of n tokens, `\\[MASK:n]` that very text. The stretches between gaps are tokenised each
@@ -296,16 +268,9 @@ class Pipeline:
 
     @user_errors
     def infill_ids(
-        self,
-        canvases: Sequence[Sequence[int]],
-        *,
-        options: Options = None,
-        stop: bool = False,
-        trace: bool = False,
-        logprobs: bool = False,
-        scope: str = "answer",
-        **held: Unpack[FormKeywords],
-    ) -> list[Infilled]:
+        self, canvases: Sequence[Sequence[int]], *, options: Options = None, stop: bool = False,
+        trace: bool = False, logprobs: bool = False, scope: str = "answer", **held: Unpack[FormKeywords],
+    ) -> list[Infilled]:  # fmt: skip
         """Like `infill`, for canvases of token ids in which the model's mask token stands at every open position."""
         canvases = listed(canvases, "canvases")
         values = each({} if options is None else options, len(canvases), "options")
@@ -317,54 +282,27 @@ class Pipeline:
         return [self.infilled(request, *finished) for request, finished in done]
 
     @user_errors
-    def read(
-        self,
-        prompts: Any,
-        answer: str | None = None,
-        *,
-        slots: Mapping[str, Sequence[str]] | None = None,
-        choice: Sequence[str] | None = None,
-        steps: int = 1,
-        seeds: int = 1,
-        seed: int = 0,
-        chat: bool | None = None,
-    ) -> Any:
-        """What the model says in the slots of an answer to one prompt (a Reading) or to a list of them (a list).
-
-        `answer`: its text, `[SLOT:name]` for each slot; None: one slot alone. `slots`: the options of each; `choice`:
-        those of a single slot, called "choice". `steps`: denoise steps of each block. One reads all slots at once;
-        with more, the surest are filled first, and the others read what stands there. `seeds`: how often a model
-        without a mask token is read, from other noise each time; `seed`: the first. `chat`: as for `generate`.
-
-        Nothing is drawn, so no other option has an effect. Raises ValueError for bad input.
-        """
-        single = isinstance(prompts, str) or is_conversation(prompts)
-        encode = partial(self.encode, chat=chat)
-        ids = [encode(prompts)] if single else self._each(encode, prompts, "prompt")
-        read = self.layout(answer, slots, choice)
-        made = [read.requests(self.engine, prompt, steps, seeds, seed) for prompt in ids]
-        done = iter(self._run([request for each in made for request in each], False))
-        readings = [read.reading(prompt, [next(done)[0] for _ in each]) for prompt, each in zip(ids, made, strict=True)]
-        return readings[0] if single else readings
+    def read(self, prompts: Any, answer: str | None = None, **how: Any) -> Any:
+        """What the model says in the slots of an answer: `dinfer.structure.questions.read` says what it takes."""
+        return _of_forms("read")(self, prompts, answer, **how)
 
     def layout(self, answer: Any, slots: Any, choice: Any) -> Any:
         """The answer that `read` seeds, in tokens. Raises ValueError if its slots cannot be read."""
-        write = partial(self._need_tokenizer().encode, add_special_tokens=False)
-        asked = _of_forms("questions")(answer, slots, choice)
-        return _of_forms("layout")(write, self.model.spec, lambda: self.compiler, asked)
+        return _of_forms("layout")(self, answer, slots, choice)
 
     def infill_request(
-        self, text: str, options: Mapping[str, Any], languages: Sequence[Language] = (), scope: str = "answer"
-    ) -> Request:
+        self, text: str, options: Mapping[str, Any] | Resolved, languages: Sequence[Any] = (),
+        scope: str = "answer", *, asks: tuple[Ask, ...] = (), stop: bool = False,
+    ) -> Request:  # fmt: skip
         """The request that `infill` makes of one text."""
-        return self._infill_request(0, self._template(text), options, False, (languages, scope))
+        return self._infill_request(0, self._template(text), options, stop, (languages, scope), asks)
 
     def infilled(
         self, request: Request, completion: Completion, trace: list[list[int]] | None = None,
         logprobs: Iterable[TokenLogprob] | None = None,
     ) -> Infilled:  # fmt: skip
         """What `infill` makes of the completion of one request. `logprobs`: of the output."""
-        runs = gaps_of(request.prompt, self.recipe.model.spec.mask)
+        runs = gaps_of(request.tokens, self.recipe.model.spec.mask)
         gaps = [[completion.canvas[position] for position in run] for run in runs]
         text, *texts = ["" if self.tokenizer is None else self.decode(ids) for ids in (completion.canvas, *gaps)]
         heard = None if logprobs is None else iter(logprobs)
@@ -372,13 +310,13 @@ class Pipeline:
         return Infilled(text, completion.canvas, gaps, texts, completion.counts, trace, scores)
 
     def _run(
-        self, requests: list[Request], trace: bool, logprobs: bool = False, bar: bool = False
+        self, requests: list[Request], trace: bool, logprobs: bool = False, bar: Any = None
     ) -> list[tuple[Completion, list[list[int]] | None, list[TokenLogprob] | None]]:
         """The completions in order, and what is asked for: the canvas after every step, logprobs of the output."""
         done: dict[int, Completion] = {}
         traces, heard = ([list[Any]() for _ in requests] for _ in range(2))
         wants = Wants(snapshots=trace, deltas="commit" if logprobs else None, logprobs=logprobs)
-        with counted(len(requests)) if bar else nullcontext(lambda: None) as count:
+        with bar(len(requests)) if bar else nullcontext(lambda: None) as count:
             for update in self.engine.run(requests, wants):
                 if update.tokens is not None:
                     traces[update.index].append(update.tokens)
@@ -396,28 +334,18 @@ class Pipeline:
 
     @user_errors
     def updates(
-        self,
-        prompt: Any,
-        *,
-        max_new_tokens: int = 128,
-        options: Mapping[str, Any] | None = None,
-        chat: bool | None = None,
-        **more: Any,
-    ) -> Generator[Update]:
+        self, prompt: Any, *, max_new_tokens: int = 128, options: Mapping[str, Any] | None = None,
+        chat: bool | None = None, **more: Any,
+    ) -> Generator[Update]:  # fmt: skip
         """The canvas of one prompt after every step. Raises as `generate` does."""
         requests = self._one("updates", self.encode(prompt, chat=chat), max_new_tokens, options, more)
         return self.engine.run(requests, Wants(snapshots=True))
 
     @user_errors
     def stream(
-        self,
-        prompt: Any,
-        *,
-        max_new_tokens: int = 128,
-        options: Mapping[str, Any] | None = None,
-        chat: bool | None = None,
-        **more: Any,
-    ) -> TextStream:
+        self, prompt: Any, *, max_new_tokens: int = 128, options: Mapping[str, Any] | None = None,
+        chat: bool | None = None, **more: Any,
+    ) -> TextStream:  # fmt: skip
         """The answer to one prompt as pieces of text, in order, each as soon as no later step can change it.
 
         Joined, they are the text that `generate` returns. A decoder that edits gives the text of finished blocks.
@@ -453,30 +381,36 @@ class Pipeline:
         return self._chat.write(messages, **how)
 
     def requests(
-        self,
-        prompts: Sequence[Sequence[int]],
-        max_new_tokens: int | Sequence[int],
-        options: Options,
-        language: Language | None = None,
-    ) -> list[Request]:
-        """Validated requests, their answers in `language`; every error names the prompt and the field."""
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int | Sequence[int], options: Options,
+        language: Any | None = None, **fields: Any,
+    ) -> list[Request]:  # fmt: skip
+        """Validated requests, their answers in `language`; every error names the prompt and the field.
+
+        `fields`: of `Request`.
+        """
         prompts = listed(prompts, "prompts")
         lengths = each(max_new_tokens, len(prompts), "max_new_tokens")
         values = each({} if options is None else options, len(prompts), "options")
+        if all(one is values[0] for one in values[1:]):  # resolved once for all
+            values = [self._resolved("prompt 0", one) for one in values[:1]] * len(values)
         triples = zip(prompts, lengths, values, strict=True)
-        return [self._request(i, *given, language) for i, given in enumerate(triples)]
+        return [self._request(i, *given, language, **fields) for i, given in enumerate(triples)]
 
     def _request(
-        self, index: int, prompt: Sequence[int], new_tokens: Any, options: Any, language: Language | None
-    ) -> Request:
+        self, index: int, prompt: Sequence[int], new_tokens: Any, options: Any, language: Any | None,
+        asks: tuple[Ask, ...] = (), stops: bool = True,
+    ) -> Request:  # fmt: skip
         ids, new_tokens = _ids(prompt, f"prompt {index}"), as_int(new_tokens, f"prompt {index}: max_new_tokens")
         if new_tokens < 1:
             raise ValueError(f"prompt {index}: max_new_tokens={new_tokens} must be at least 1")
+        if not ids:
+            raise ValueError(f"prompt {index}: the prompt is empty: give at least one token")
         room = max(self.engine.max_length - len(ids) - new_tokens, 0)
         iteration = self.recipe.iteration
         padding = min(iteration.padding(new_tokens) if isinstance(iteration, Pads) else 0, room)
-        more = {} if language is None else {"language": _of_forms("answer_in")(language, len(ids), new_tokens)}
-        return self._checked(f"prompt {index}", options, Request(ids, new_tokens, padding=padding, more=more))
+        asks += () if language is None else (_of_forms("answer_in")(language, len(ids), new_tokens),)
+        request = Request.behind(ids, new_tokens, padding=padding, asks=asks, stops=stops)
+        return self._checked(f"prompt {index}", options, request)
 
     @staticmethod
     def _each(encode: Callable[[Any], list[int]], values: Any, what: str) -> list[list[int]]:
@@ -487,12 +421,19 @@ class Pipeline:
                 found.append(encode(value))
         return found
 
-    def _checked(self, what: str, options: Any, request: Request) -> Request:
-        """The request with its options. Raises a ValueError that begins with `what` if it can never run."""
+    def _resolved(self, what: str, options: Any) -> Resolved:
+        """Options as a request takes them. Raises a ValueError that begins with `what`."""
+        if isinstance(options, Resolved):
+            return options
         if not isinstance(options, Mapping):
             raise ValueError(f"{what}: options must be a mapping of names to values, not {options!r}")
         with named(what):
-            request = replace(request, options=self.recipe.resolve(seeded(self.recipe, options)))
+            return self.recipe.resolve(options)
+
+    def _checked(self, what: str, options: Any, request: Request) -> Request:
+        """The request with its options. Raises a ValueError that begins with `what` if it can never run."""
+        request = replace(request, options=seeded(self.recipe, self._resolved(what, options)))
+        with named(what):
             self.engine.check(request)
         return request
 
@@ -512,16 +453,16 @@ class Pipeline:
         return ids
 
     def _infill_request(
-        self, index: int, canvas: Any, options: Any, stop: bool, form: tuple[Sequence[Language], str]
-    ) -> Request:
+        self, index: int, canvas: Any, options: Any, stop: bool, form: tuple[Sequence[Any], str],
+        asks: tuple[Ask, ...] = (),
+    ) -> Request:  # fmt: skip
         """`form`: what is held to it, and what its scope is."""
         what, mask_id = f"canvas {index}", self.recipe.model.spec.mask
         if mask_id not in (ids := _ids(canvas, what)):
             raise ValueError(f"{what} has no gap: put [MASK:n] into the text, or the mask token {mask_id}")
         with named(what):
-            more = {"language": _of_forms("in_gaps_of")(form[0], ids, mask_id, form[1])} if form[0] else {}
-        gaps = [token == mask_id for token in ids]
-        return self._checked(what, options, Request(ids, 0, gaps=gaps, stops=stop, more=more))
+            asks += (_of_forms("in_gaps_of")(form[0], ids, mask_id, form[1]),) if form[0] else ()
+        return self._checked(what, options, Request(ids, [token == mask_id for token in ids], asks=asks, stops=stop))
 
     def decode(self, ids: list[int]) -> str:
         return str(self._need_tokenizer().decode(ids, skip_special_tokens=True))
@@ -532,21 +473,21 @@ class Pipeline:
         return self.tokenizer
 
 
-SEEDS = 2**53
-LOADED = ("iteration", "decoder", "cache", "sampling")
-
-
-def seeded(recipe: Recipe, options: Mapping[str, Any], index: int | None = None) -> Mapping[str, Any]:
+def seeded(recipe: Recipe, options: Resolved, index: int | None = None) -> Resolved:
     """A request's options, with a seed if it draws and nobody has chosen one.
 
     `index`: of a request in a run that can be repeated, whose seeds are the recipe's and those after it.
     """
-    values = recipe.sampling_of(recipe.resolve(options))
+    values = recipe.sampling_of(options)
     if values.get("temperature", 0) == 0 or (index is None and values.get("seed", 0) >= 0):
         return options
-    kept = {name: value for name, value in options.items() if name not in ("seed", "sampling.seed")}
-    seed = secrets.randbelow(SEEDS) if index is None else (max(int(values.get("seed", 0)), 0) + index) % SEEDS
-    return {**kept, "sampling.seed": seed}
+    return recipe.seeded(options, secrets.randbelow(SEEDS) if index is None else int(max(values["seed"], 0)) + index)
+
+
+def samples(recipe: Recipe, options: Resolved, count: int) -> list[Resolved]:
+    """Options of several answers, which differ by their seeds."""
+    seed = max(int(recipe.sampling_of(options).get("seed", 0)), 0)
+    return [options, *(recipe.seeded(options, seed + i) for i in range(1, count))]
 
 
 def _ids(value: Any, what: str) -> list[int]:
@@ -581,18 +522,6 @@ def joined(options: Options, chosen: Mapping[str, Any]) -> Options:
     return {**(options or {}), **chosen}
 
 
-@contextmanager
-def counted(total: int) -> Iterator[Callable[[], None]]:
-    """A bar on stderr of how many answers there are."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
-
-    columns = "answers", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("answers", total=total)
-        yield lambda: bar.advance(task)
-
-
 @user_errors
 def load(
     model: Any = None,
@@ -619,7 +548,7 @@ def load(
     above 1, other processes have the other shares of the model (docs/scaling/tensor_parallel.md). Raises ValueError for
     parts or settings that do not fit, and CheckpointError, also one, for a checkpoint that cannot be had or read.
     """
-    refuse_names("load", parts, LOADED)
+    refuse_names("load", parts, [*RecipeParts.__annotations__])
     if runtime is not None and not isinstance(runtime, Runtime):
         raise ValueError(f"runtime={runtime!r:.80} must be a dinfer.Runtime, such as runtime=dinfer.Runtime(rows=8)")
     where = _device(device)
@@ -633,8 +562,8 @@ def load(
     folder = locate(family.checkpoint, family.revision)
     run = runtime or Runtime(graphs=where.type == "cuda")
     recipe |= {kind: _part(kind, part, recipe.get(kind)) for kind, part in parts.items()}
-    made: Any = partial(compose, **recipe)
-    made(SimpleNamespace(spec=spec_of(family, folder)))  # parts that do not fit are known before the weights are read
+    described: Any = SimpleNamespace(spec=spec_of(family, folder))
+    composed = compose(described, **recipe)  # parts that do not fit are known before the weights are read
     if run.tensor_parallel > 1:
         divided = needed("divided_network", f"runtime.tensor_parallel={run.tensor_parallel}", "scale")
         network = divided(family, folder, dtype, quantize, run, where)
@@ -642,7 +571,7 @@ def load(
         if (where.type == "cuda" or run.memory is not None) and (fits := provided("fits_memory")) is not None:
             fits(family, folder, dtype, quantize, run, where)
         network = load_network(folder, family, dtype=dtype, device=where, quantize=quantize)
-    return Pipeline(made(network), read_tokenizer(folder, family.tokenizer), run, (family, folder))
+    return Pipeline(composed.over(network), read_tokenizer(folder, family.tokenizer), run, (family, folder))
 
 
 def _part(kind: str, part: Any, usual: Any) -> Any:

@@ -1,11 +1,11 @@
 """Puts a model and four components together. Refuses those that do not fit, before any work."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass, field, is_dataclass, replace
 from functools import cached_property, reduce
 from operator import or_
-from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
 from dinfer.core.abilities.registry import ABILITIES
 from dinfer.core.abilities.traits import TEXT_BEHIND
@@ -27,6 +27,7 @@ from dinfer.core.step.mixins import (
     Watches,
 )
 from dinfer.core.step.model import Model, Parts, Sampling
+from dinfer.core.step.request import Request, Resolved
 from dinfer.core.step.shape import Extra, HostFacts, Planned, Sampled, StepShape, extras_of
 
 # What components derive from, to be asked for their methods.
@@ -52,6 +53,7 @@ REFUSALS = (  # beside those of abilities and components
             "seen that text.",
             model=CAUSAL, request=TEXT_BEHIND),
 )  # fmt: skip
+SEEDS = 2**53
 USUAL = "standard"  # the sampling of a recipe that names none
 
 
@@ -70,12 +72,12 @@ class Recipe(Parts):
         return ABILITIES.ordered()
 
     def __post_init__(self) -> None:
-        check_types("iteration", self.iteration)
+        for kind, part in self.by_kind.items():
+            if kind != "model":
+                check_types(kind, part)
+                check_methods(kind, part)
         with blaming(self.by_kind):
             object.__setattr__(self, "iteration", self.iteration.fitted(self.model.spec))
-        for kind in COMPONENTS:
-            check_types(kind, getattr(self, kind))
-            check_methods(kind, getattr(self, kind))
         with blaming(self.by_kind):
             if (reason := self.refused()) is not None:
                 raise IncompatibleRecipe(reason)
@@ -88,8 +90,8 @@ class Recipe(Parts):
     def refused(self, **more: Any) -> str | None:
         """Why the components cannot work together, and what to use instead; None: they can.
 
-        `more`: the runtime or a request that they are to work with, or another decoder or sampling. What does not
-        depend on these was found when the recipe was made.
+        `more`: the runtime that they are to work with, or another decoder or sampling. What does not depend on these
+        was found when the recipe was made.
         """
         changed = more.keys() if more else None
         return refused(all_refusals(), self.by_kind | more, changed)
@@ -102,31 +104,13 @@ class Recipe(Parts):
     def __repr__(self) -> str:
         return f"Recipe({self.model.spec.family}, {self.parts})"
 
-    def check(self, options: Sequence[float], **more: Any) -> None:
-        """Raises ValueError unless `resolve` may have returned these options. The last ones may be left out.
-
-        `more`: see `refused`.
-        """
-        if type(options) is not list or len(options) > len(self.request_options):
-            names = ", ".join(f"{o.kind}.{o.name}" for o in self.request_options)
-            raise ValueError(
-                f"a request's options={options!r:.80} must be a list of at most {len(self.request_options)} numbers, "
-                f"as Recipe.resolve returns it: {names}"
-            )
-        given: dict[str, Any] = {}
-        for o, value in zip(self.request_options, options, strict=False):
-            whole = type(o.default) is int and type(value) is float and value.is_integer()
-            if type(value) is bool or value != o.default:
-                given[f"{o.kind}.{o.name}"] = int(value) if whole else value
-        self.resolve(given, **more)
-
-    def asks(self, options: Sequence[float], more: Mapping[str, Any] = MappingProxyType({})) -> tuple[Extra, ...]:
-        """What a request with these options needs of its steps. `more`: see `dinfer.core.step.state.Entry`."""
-        given = self.sampling_of(options)
+    def extras(self, request: Request) -> tuple[Extra, ...]:
+        """What a request needs of its steps."""
+        given = self.sampling_of(request.options)
         sampled = (
             [Sampled(self.sampling.top_candidates(given, self.model.spec.vocab))] if self.sampling.asks(given) else []
         )
-        asked = (ability.asks(self, options, more) for ability in self.abilities)
+        asked = (ability.adds_for(self, request) for ability in self.abilities)
         return extras_of([*sampled, *(extra for extra in asked if extra is not None)])
 
     def largest(self, candidates: int) -> tuple[Extra, ...]:
@@ -136,7 +120,7 @@ class Recipe(Parts):
         added = (ability.adds(self, shape, planned) for ability in self.abilities)
         return extras_of(extra for extra in added if extra is not None)
 
-    def guided(self, options: Sequence[float]) -> bool:
+    def guided(self, options: Resolved) -> bool:
         """Whether a request with these options has a second branch, without the prompt."""
         return self.sampling_of(options).get("guidance", 0) > 0
 
@@ -158,34 +142,44 @@ class Recipe(Parts):
             return iteration.block
         return iteration.alignment if isinstance(iteration, Aligned) else 1
 
-    def resolve(self, given: Mapping[str, Any], **more: Any) -> list[float]:
-        """The value of every per-request option for one request, in the order of `request_options`.
+    def resolve(self, given: Mapping[str, Any]) -> Resolved:
+        """Checks the options that one request sets for itself: once, for all who are given what it returns.
 
         `given` names options as "threshold", or as "decoder.threshold" where two components have one of that name.
-        Each value is validated by the component itself. `more`: see `refused`.
+        Each value is validated by the component itself. Raises ValueError.
         """
-        known = [f"{o.kind}.{o.name}" for o in self.request_options]
-        values = {name: o.default for name, o in zip(known, self.request_options, strict=True)}
-        chosen: set[str] = set()
-        parts: dict[str, Any] = {}
+        values: dict[str, Any] = {**self.request_options}
+        chosen: dict[str, dict[str, Any]] = {}
         for key, value in given.items():
-            names = [name for name in known if key in (name, name.split(".")[1])]
+            names = [full for full in values if key in (full, full.split(".")[1])]
             if not names:
-                raise unknown("per-request option", key, known)
+                raise unknown("per-request option", key, [*values])
             if len(names) > 1:
                 raise ValueError(f"per-request option {key!r} is ambiguous: write one of {', '.join(names)}")
-            if names[0] in chosen:
-                raise ValueError(f"per-request option {names[0]} is given twice")
-            chosen.add(names[0])
             kind, name = names[0].split(".")
+            if name in chosen.setdefault(kind, {}):
+                raise ValueError(f"per-request option {names[0]} is given twice")
             if type(value) is bool or not isinstance(value, type(values[names[0]]) | int):
                 raise ValueError(f"{names[0]}={value!r:.80} must be of type {type(values[names[0]]).__name__}")
-            part: Any = parts.get(kind) or (self.decoder if kind == "decoder" else self.sampling)
-            parts[kind] = replace(part, **{name: value})  # the component checks it
-            values[names[0]] = value
-        if (parts or more) and (reason := self.refused(**parts, **more)) is not None:
+            chosen[kind][name] = values[names[0]] = value
+        usual: dict[str, Any] = {"decoder": self.decoder, "sampling": self.sampling}
+        parts = {kind: replace(usual[kind], **own) for kind, own in chosen.items()}  # the component checks them
+        if parts and (reason := self.refused(**parts)) is not None:
             raise IncompatibleRecipe(reason)
-        return [float(v) for v in values.values()]
+        return Resolved({name: float(value) for name, value in values.items()}, self, usual | parts)
+
+    def seeded(self, options: Resolved, seed: int) -> Resolved:
+        """The options with another seed, if the sampling has one."""
+        values, own = self.values(options), {"sampling.seed": float(seed % SEEDS)}
+        return replace(options, values={**values, **own}) if own.keys() <= values.keys() else options
+
+    def over(self, model: Model) -> Self:
+        """The same recipe with another model of the same shape, such as the loaded one in place of a described one."""
+        if model.spec != self.model.spec:
+            return replace(self, model=model)
+        found = copy(self)  # what was found to go together does
+        object.__setattr__(found, "model", model)
+        return found
 
 
 def all_refusals() -> tuple[Refusal, ...]:

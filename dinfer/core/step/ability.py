@@ -17,6 +17,7 @@ from dinfer.core.step.contracts import Proposal, State
 from dinfer.core.step.cursors import BlockView, RowCursors
 from dinfer.core.step.model import Parts
 from dinfer.core.step.record import Written
+from dinfer.core.step.request import Ask, Request
 from dinfer.core.step.shape import Extra, HostFacts, Planned, StepShape
 from dinfer.core.step.state import Entry
 from dinfer.core.step.window import Window
@@ -31,6 +32,7 @@ class Ability:
     """One optional feature of a step. Each hook does nothing, unless an ability defines it."""
 
     refusals: ClassVar[tuple[Any, ...]] = ()  # `dinfer.core.refusals.Refusal`: what cannot go together because of it
+    answers: ClassVar[tuple[type[Ask], ...]] = ()  # what a request may ask of it
 
     @property
     def whole_logits(self) -> bool:
@@ -53,17 +55,17 @@ class Ability:
         return None
 
     @classmethod
-    def asks(cls, recipe: Parts, options: Sequence[float], more: Mapping[str, Any]) -> Extra | None:
-        """What a request adds to its steps; None: nothing. `more`: see `Entry.more`. Host side."""
+    def adds_for(cls, recipe: Parts, request: Request) -> Extra | None:
+        """What a request adds to its steps; None: nothing. Host side."""
         return None
 
     @classmethod
-    def first_length(cls, recipe: Parts, entry: Entry, options: Sequence[float]) -> int:
+    def first_length(cls, recipe: Parts, request: Request) -> int:
         """The length that a request's canvas begins with. Host side."""
-        return len(entry.tokens)
+        return request.length
 
     @classmethod
-    def refusal(cls, recipe: Parts, options: Sequence[float], more: Mapping[str, Any]) -> str | None:
+    def refusal(cls, recipe: Parts, request: Request) -> str | None:
         """Why a request cannot have what it asks of this ability, and what to ask instead; None: it can. Host side."""
         return None
 
@@ -94,11 +96,14 @@ class Ability:
 
     @classmethod
     def admit(cls, kept: Any, slot_A: Tensor, entries: Sequence[Entry]) -> None:
-        """Takes requests into free slots; `Entry.more` has what they bring. Only if it keeps something."""
+        """Takes requests into free slots; `Request.ask` says what they bring. Only if it keeps something."""
 
     @classmethod
-    def told(cls, kept: Any, slots: Sequence[int]) -> Mapping[int, Mapping[str, Any]]:
-        """By slot, what it tells of requests that end, for `Counts.more`. It may wait for the device. Host side."""
+    def told(cls, kept: Any, slots: Sequence[int]) -> Mapping[int, Any]:
+        """By slot, what it tells of requests that end: an object of a class of its own, for `Counts.tells`.
+
+        It may wait for the device. Host side.
+        """
         return {}
 
     # The forward.

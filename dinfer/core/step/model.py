@@ -4,7 +4,7 @@ Shape suffixes as in `dinfer.core.step.contracts`.
 """
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Protocol, runtime_checkable
@@ -17,6 +17,7 @@ from dinfer.core.ranks.split import Placement
 from dinfer.core.registry import options_of, values_of
 from dinfer.core.step.contracts import CachePolicy, Component, Decoder, Iteration
 from dinfer.core.step.cursors import BlockView
+from dinfer.core.step.request import DEFAULTS, Resolved
 from dinfer.core.terms.spec import ExpertLayout, ModelSpec
 from dinfer.core.terms.stats import Draw, VocabularySlice
 
@@ -190,15 +191,6 @@ class Sampling(Component):
         """Uniform random tokens, which open positions hold after `step` denoise steps of the request. int64"""
 
 
-@dataclass(frozen=True, slots=True)
-class RequestOption:
-    """An option that every request may set for itself."""
-
-    kind: str  # of the component: decoder or sampling
-    name: str
-    default: int | float
-
-
 @dataclass(frozen=True)
 class Parts:
     """A recipe as the step takes it: a model and four choices."""
@@ -220,18 +212,20 @@ class Parts:
         return getattr(self.model, "ranks", ALONE)  # asked several times a step: checking a protocol takes long
 
     @cached_property
-    def request_options(self) -> tuple[RequestOption, ...]:
-        return tuple(
-            RequestOption(part.kind, info.name, values_of(part)[info.name])
+    def request_options(self) -> Mapping[str, int | float]:
+        """The options that every request may set for itself, by full name such as "decoder.threshold": the defaults."""
+        return {
+            f"{part.kind}.{info.name}": values_of(part)[info.name]
             for part in (self.decoder, self.sampling)
             for info in options_of(part)
             if info.per_request
-        )
-
-    def sampling_of(self, options: Sequence[float]) -> dict[str, float]:
-        """The sampling's options of a request, from `Recipe.resolve`; those left out at the end have their defaults."""
-        return {
-            o.name: options[i] if i < len(options) else o.default
-            for i, o in enumerate(self.request_options)
-            if o.kind == "sampling"
         }
+
+    def values(self, options: Resolved = DEFAULTS) -> Mapping[str, float]:
+        """A request's options by full name, in the order of `request_options`."""
+        return options.values or {name: float(value) for name, value in self.request_options.items()}
+
+    def sampling_of(self, options: Resolved = DEFAULTS) -> dict[str, float]:
+        """The sampling's options of a request, by name."""
+        named = ((name.partition("sampling."), value) for name, value in self.values(options).items())
+        return {own: value for (_, kind, own), value in named if kind}

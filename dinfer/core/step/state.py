@@ -15,6 +15,7 @@ from dinfer.core.step.canvas import Canvas
 from dinfer.core.step.contracts import Large, Moved, State
 from dinfer.core.step.cursors import Cursors, Phase
 from dinfer.core.step.model import Parts
+from dinfer.core.step.request import Request
 from dinfer.core.step.shape import Extra, StepShape
 from dinfer.core.step.window import first_phase, prefilled, widest
 
@@ -28,16 +29,11 @@ class Entry:
     """A request as it enters a slot, in plain values that can be sent to other processes."""
 
     slot: int
-    tokens: list[int]  # of the whole canvas; anything where it is open
-    masked: list[bool]  # which of them to decode
-    prompt: int  # positions before the first that is to be decoded
-    options: list[float]  # from `Recipe.resolve`; missing ones at the end have their defaults
-    stops: bool = True  # a generated stop token ends it
+    request: Request
     kept: int = 0  # positions whose keys its pages hold already
     pages: list[int] = field(default_factory=list)
     twin: list[int] = field(default_factory=list)  # pages of the branch without the prompt
     fresh: list[int] = field(default_factory=list)  # of all these pages, those that nobody shares
-    more: dict[str, Any] = field(default_factory=dict)  # what abilities need of it, in plain values
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +100,7 @@ class BatchState:
         spec, iteration, (slots, length, *_) = recipe.model.spec, recipe.iteration, size
         n = slots + 1
         # Empty slots and the scratch slot hold the defaults: 0 may be no value of an option at all.
-        defaults_O = torch.tensor([float(o.default) for o in recipe.request_options], dtype=torch.float64)
+        defaults_O = torch.tensor([*recipe.values().values()], dtype=torch.float64)
         block = min(block or iteration.block or length, length)
         block_state = recipe.decoder.fresh_state(spec, block)
         canvas = Canvas.alloc(slots, length, iteration.blocks, spec.stop_ids, device)
@@ -140,13 +136,13 @@ class BatchState:
 
         Returns the cursors of each, and their tokens on the host, ~token where it is open. int64 [A, S + 1]
         """
-        spec, canvas, defaults = recipe.model.spec, self.canvas, [float(o.default) for o in recipe.request_options]
-        options = [[*entry.options, *defaults[len(entry.options) :]] for entry in entries]
-        cursors = [self._cursors(recipe, *pair) for pair in zip(entries, options, strict=True)]
-        tokens_AS = host_rows([entry.tokens for entry in entries], canvas.capacity + 1, 0)
-        masked_AS = host_rows([entry.masked for entry in entries], canvas.capacity + 1, 0).bool()
+        spec, canvas, requests = recipe.model.spec, self.canvas, [entry.request for entry in entries]
+        lengths, options = ([r.length for r in requests], [[*recipe.values(r.options).values()] for r in requests])
+        cursors = [self._cursors(recipe, entry) for entry in entries]
+        tokens_AS = host_rows([request.tokens for request in requests], canvas.capacity + 1, 0)
+        masked_AS = host_rows([request.open for request in requests], canvas.capacity + 1, 0).bool()
         if spec.mask_id is None:
-            seed_A1, last = torch.tensor([[now.seed] for now in cursors]), max(len(e.tokens) for e in entries) - 1
+            seed_A1, last = torch.tensor([[now.seed] for now in cursors]), max(lengths) - 1
             place_S = torch.arange(canvas.capacity + 1).clamp_max(last)
             blank_AS = recipe.sampling.noise(seed_A1, place_S, torch.tensor(0), spec.vocab)
         else:
@@ -158,7 +154,7 @@ class BatchState:
         self.kv.assign({e.slot: e.pages for e in entries} | {self.kv.twin(e.slot): e.twin for e in entries})
         options_AO = uploaded(torch.tensor(options, dtype=torch.float64), slot_A.device)
         self.options_NO.index_copy_(0, slot_A, options_AO)
-        canvas.admit(slot_A, cursors, tokens_AS, masked_AS, torch.tensor([len(entry.tokens) for entry in entries]))
+        canvas.admit(slot_A, cursors, tokens_AS, masked_AS, torch.tensor(lengths))
         self.iteration.reset(slot_A)
         self.cache.reset(slot_A)
         blocks = torch.arange(recipe.iteration.blocks, device=slot_A.device)
@@ -167,16 +163,17 @@ class BatchState:
             kind.admit(kept, slot_A, entries)
         return cursors, torch.where(masked_AS, ~tokens_AS, tokens_AS)
 
-    def _cursors(self, recipe: Parts, entry: Entry, options: Sequence[float]) -> Cursors:
+    def _cursors(self, recipe: Parts, entry: Entry) -> Cursors:
         """Where a request begins."""
-        spec, length = recipe.model.spec, len(entry.tokens)
-        start, end = recipe.iteration.first_region(entry.prompt, length)
+        spec, request, length = recipe.model.spec, entry.request, entry.request.length
+        start, end = recipe.iteration.first_region(request.start, length)
         phase = first_phase(recipe.cache, spec, start)
         if phase == Phase.PREFILL and entry.kept == prefilled(recipe.cache, spec, start):
             phase = Phase.WINDOW
-        length = min((kind.first_length(recipe, entry, options) for kind in recipe.abilities), default=length)
-        seed = max(int(recipe.sampling_of(options).get("seed", 0)), 0)  # nobody chose one
-        return Cursors(int(phase), entry.prompt, length, start, end, kept=entry.kept, seed=seed, stops=int(entry.stops))
+        length = min((kind.first_length(recipe, request) for kind in recipe.abilities), default=length)
+        seed = max(int(recipe.sampling_of(request.options).get("seed", 0)), 0)  # nobody chose one
+        stops = int(request.stops)
+        return Cursors(int(phase), request.start, length, start, end, kept=entry.kept, seed=seed, stops=stops)
 
     def abilities(self, recipe: Parts, shape: StepShape) -> tuple[Any, ...]:
         """The abilities that take part in steps of this shape, in the order of their hooks."""
@@ -213,7 +210,7 @@ class BatchState:
         """Per-request options of one component: [B * repeat, 1] each, float64 (exactly as given) or int64."""
         exact_OR, whole_OR = option_columns(self.options_NO, slot_B, repeat)
         return {
-            o.name: (whole_OR if isinstance(o.default, int) else exact_OR)[i, :, None]
-            for i, o in enumerate(recipe.request_options)
-            if o.kind == kind
+            name.partition(".")[2]: (whole_OR if isinstance(default, int) else exact_OR)[i, :, None]
+            for i, (name, default) in enumerate(recipe.request_options.items())
+            if name.startswith(f"{kind}.")
         }

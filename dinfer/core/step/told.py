@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dinfer.core.kernels.canvas import padded, uploaded
+from dinfer.core.step.request import Ask
 
 TOP = 20  # alternatives that are reported of a token
 LEVELS = 256  # of confidence, and behind `SURE` one for a token that nothing else could stand for
@@ -27,6 +28,13 @@ class Level(IntEnum):
     NOTHING = 0
     DRAFTS = 1
     LOGPROBS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Report(Ask):
+    """Asks steps to report what they propose and write."""
+
+    level: int
 
 
 class Forced:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from dinfer import __version__
 from dinfer.core.engine.engine import Engine
-from dinfer.core.engine.request import Request, Update, Wants, whole
+from dinfer.core.engine.request import Request, Update, Wants
 from dinfer.core.engine.runtime import Runtime
 from dinfer.core.pipeline import Pipeline
 from dinfer.core.recipe.recipe import Recipe
@@ -185,7 +185,7 @@ def record_request(
 
     `unwanted`: ends the recording after the next step, with InterruptedError, once another thread has set it.
     """
-    recipe, request = pipe.recipe, whole(request)
+    recipe, request = pipe.recipe, replace(request, padding=0)
     offers: list[Offer] = []  # of the step under way
     watch = Watched(recipe.model)
     watched = replace(recipe, model=watch, decoder=_shown(recipe.decoder, offers))
@@ -193,7 +193,7 @@ def record_request(
     runtime = Runtime(rows=1, kv=kv, tensor_parallel=rank.ranks, expert_parallel=rank.expert_parallel)
     engine = Engine(watched, runtime, plain=recipe)
     steps: list[TracedStep] = []
-    tokens, masked = request.prompt + [0] * request.new_tokens, request.masked
+    tokens, masked = request.tokens, request.open
     completion = None
     for update in engine.run([request], Wants(snapshots=True)):
         if unwanted is not None and unwanted.is_set():
@@ -212,9 +212,9 @@ def record_request(
     return Trace(
         name=f"{_short(described['decoder'])}, {_short(described['cache'])}",
         recipe={"model": model or recipe.model.spec.family, **described},
-        prompt_ids=request.prompt,
+        prompt_ids=request.tokens if request.text_behind_a_gap else request.prompt,
         length=request.length,
-        masked=[position for position, is_masked in enumerate(request.masked) if is_masked],
+        masked=[position for position, is_open in enumerate(request.open) if is_open],
         stop_ids=list(recipe.model.spec.stop_ids),
         steps=steps,
         blocks=_blocks(steps),
@@ -224,7 +224,7 @@ def record_request(
             "tokens": counts.tokens, "forwards": counts.forwards, "tpf": counts.tpf, "refreshes": counts.refreshes,
             "positions": counts.positions, "positions_per_committed": counts.positions_per_committed,
         },
-        pieces={token: piece(token) for token in sorted({*request.prompt, *completion.canvas, *offered, *committed})},
+        pieces={token: piece(token) for token in sorted({*request.tokens, *completion.canvas, *offered, *committed})},
     )  # fmt: skip
 
 

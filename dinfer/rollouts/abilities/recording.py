@@ -6,8 +6,8 @@ E events of a slot, B lanes, X positions of their active blocks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any
 
@@ -16,10 +16,9 @@ from torch import Tensor
 
 from dinfer.core.abilities.registry import ABILITIES
 from dinfer.core.kernels.canvas import padded
-from dinfer.core.step.ability import ByExtra, Canvas, Entry, Extra, Parts, Step
+from dinfer.core.step.ability import Ask, ByExtra, Canvas, Entry, Extra, Parts, Request, Step
 from dinfer.core.step.record import Written
 
-MORE = "rollout"  # in `Request.more`: a level; in `Counts.more`: what was recorded
 EVENTS = 16  # of each position of a canvas, on average, that there is room for
 
 
@@ -30,6 +29,23 @@ class Record(IntEnum):
     STEPS = 1  # the steps that wrote each position first and last
     LOGPS = 2  # the log-probability of each token in the step that wrote it
     EVENTS = 3  # every change of the canvas
+
+
+@dataclass(frozen=True, slots=True)
+class RecordAsk(Ask):
+    """Asks for a record of this level."""
+
+    level: int
+
+
+@dataclass(frozen=True, slots=True)
+class RecordRead:
+    """Tells what was recorded of a request. CPU tensors."""
+
+    rows: dict[str, Tensor]  # [S] each, see `NEEDS`
+    events: Tensor | None = None  # int32 [E, 4], see `Trail`
+    chances: Tensor | None = None  # float32 [E]
+    lost: int = 0  # events for which there was no room
 
 
 NEEDS = {"last": Record.STEPS, "first": Record.STEPS, "logps": Record.LOGPS, "drawn": Record.LOGPS}  # the level of each
@@ -97,6 +113,7 @@ class Recording(ByExtra[Recorded]):
     """Steps that record what they write."""
 
     kind = Recorded
+    answers = (RecordAsk,)
     records = True
 
     @property
@@ -104,8 +121,8 @@ class Recording(ByExtra[Recorded]):
         return self.extra.whole_logits
 
     @classmethod
-    def asks(cls, recipe: Parts, options: Sequence[float], more: Mapping[str, Any]) -> Extra | None:
-        return Recorded(int(level)) if (level := more.get(MORE)) else None
+    def adds_for(cls, recipe: Parts, request: Request) -> Extra | None:
+        return None if (ask := request.ask(RecordAsk)) is None else Recorded(ask.level)
 
     @classmethod
     def alloc(cls, recipe: Parts, canvas: Canvas, block: int, extras: Sequence[Extra]) -> Any:
@@ -115,9 +132,9 @@ class Recording(ByExtra[Recorded]):
     def admit(cls, kept: Trail, slot_A: Tensor, entries: Sequence[Entry]) -> None:
         for entry in entries:
             kept.levels.pop(entry.slot, None)
-            if level := entry.more.get(MORE):
-                kept.levels[entry.slot] = int(level)
-                kept.want(int(level))
+            if (ask := entry.request.ask(RecordAsk)) is not None:
+                kept.levels[entry.slot] = ask.level
+                kept.want(ask.level)
         for name, least in NEEDS.items():
             if least == Record.STEPS and name in kept.rows:
                 kept.rows[name].index_fill_(0, slot_A, -1)
@@ -125,14 +142,14 @@ class Recording(ByExtra[Recorded]):
             kept.count_N.index_fill_(0, slot_A, 0)
 
     @classmethod
-    def told(cls, kept: Trail, slots: Sequence[int]) -> Mapping[int, Mapping[str, Any]]:
+    def told(cls, kept: Trail, slots: Sequence[int]) -> dict[int, RecordRead]:
         own = [slot for slot in slots if slot in kept.levels]
         if not own:
             return {}
         index_B = torch.tensor(own, device=kept.canvas.tokens_NS.device)
         rows = {name: row_NS.index_select(0, index_B).cpu() for name, row_NS in kept.rows.items()}
-        found: dict[int, dict[str, Any]] = {
-            slot: {name: row_BS[place] for name, row_BS in rows.items() if NEEDS[name] <= kept.levels[slot]}
+        found = {
+            slot: RecordRead({n: row_BS[place] for n, row_BS in rows.items() if NEEDS[n] <= kept.levels[slot]})
             for place, slot in enumerate(own)
         }
         for slot in own:
@@ -141,9 +158,9 @@ class Recording(ByExtra[Recorded]):
             assert kept.event_NE is not None and kept.chance_NE is not None
             count = int(kept.count_N[slot])
             most = min(count, kept.chance_NE.shape[1] - 1)
-            found[slot] |= {"events": kept.event_NE[slot, :most].cpu(), "chances": kept.chance_NE[slot, :most].cpu()}
-            found[slot]["lost"] = count - most
-        return {slot: {MORE: values} for slot, values in found.items()}
+            events, chances = kept.event_NE[slot, :most].cpu(), kept.chance_NE[slot, :most].cpu()
+            found[slot] = replace(found[slot], events=events, chances=chances, lost=count - most)
+        return found
 
     def recorded(self, step: Step, record: Written) -> None:
         trail: Trail = step.kept(Recording)

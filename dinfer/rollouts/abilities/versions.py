@@ -1,7 +1,10 @@
 """Which weights made an answer."""
 
+from __future__ import annotations
+
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Self
 
 from torch import Tensor
@@ -27,9 +30,16 @@ class Seen:
         self.slots[slot] = [*before, (self.weights.version, steps)]
 
 
+@dataclass(frozen=True, slots=True)
+class MadeWith:
+    """Tells the versions of the weights that made an answer, each with the first step that had it."""
+
+    versions: tuple[tuple[int, int], ...]
+
+
 @ABILITIES.register("versions")
 class Versions(Ability):
-    """Tells the versions of the weights, in `Counts.more`, from the first update of a model on."""
+    """Tells the versions of the weights, from the first update of a model on."""
 
     @classmethod
     def of(cls, recipe: Parts, shape: Any) -> Self | None:
@@ -46,11 +56,7 @@ class Versions(Ability):
                 kept.slots[entry.slot] = [(kept.weights.version, 0)]
 
     @classmethod
-    def told(cls, kept: Seen, slots: Sequence[int]) -> Mapping[int, Mapping[str, Any]]:
+    def told(cls, kept: Seen, slots: Sequence[int]) -> dict[int, MadeWith]:
         if kept.weights is None or not kept.weights.told:
             return {}
-        return {
-            slot: {"weights": seen[-1][0], **({"weights_from_step": seen} if len(seen) > 1 else {})}
-            for slot in slots
-            if (seen := kept.slots[slot])
-        }
+        return {slot: MadeWith((*seen,)) for slot in slots if (seen := kept.slots[slot])}

@@ -31,7 +31,6 @@ from dinfer.core.ranks.split import Rank
 from dinfer.core.recipe.recipe import Recipe
 from dinfer.core.step.contracts import ModelSpec
 from dinfer.core.step.model import ModelFamily
-from dinfer.core.step.state import Entry
 from dinfer.scale.parallel.follower import Follower
 from dinfer.scale.parallel.leader import FIELD, Leader, follows, leader, started
 from dinfer.scale.parallel.leader_worker import model_number, opened, read, shape_of, spelled
@@ -273,7 +272,7 @@ class RankCommands:
                 worker.launch(shape_of(shape), slots, shape_of(run))
             case "admit", [entries]:
                 with suppress(MemoryError):  # rank 0 meets it too, and ends the request
-                    worker.admit([Entry(**values) for values in entries])
+                    worker.admit([read(told) for told in entries])
             case "open", room:
                 opened(worker, BatchSize(*room))
             case "close", []:

@@ -39,8 +39,8 @@ class Channel:
         self._whole: deque[bytearray] = deque()  # lines that nobody has asked for yet
 
     def send(self, *message: Any) -> None:
-        """For what JSON has no form, its `plain()` is sent. Raises OSError if the other end is gone."""
-        line = json.dumps(message, separators=(",", ":"), default=lambda value: value.plain()) + "\n"
+        """Raises OSError if the other end is gone."""
+        line = json.dumps(message, separators=(",", ":")) + "\n"
         with self._sending:
             self.socket.sendall(line.encode())
 

@@ -4,8 +4,9 @@ import importlib
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import is_dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from dinfer.core.engine.worker import Worker
 from dinfer.core.recipe.recipe import Recipe
 from dinfer.core.registry import values_of
 from dinfer.core.step.cursors import Cursors, Phase
+from dinfer.core.step.request import Resolved
 from dinfer.core.step.shape import StepShape
 from dinfer.core.step.state import Entry
 from dinfer.scale.parallel.follower import uninterrupted
@@ -58,7 +60,7 @@ class LeadingWorker(Worker):
 
     def admit(self, entries: Sequence[Entry]) -> tuple[list[Cursors], Tensor]:
         with self._leader.turn:
-            self._leader.tell("admit", self._number, [values_of(entry) for entry in entries])
+            self._leader.tell("admit", self._number, [entry_told(entry) for entry in entries])
             return super().admit(entries)
 
     def launch(self, shape: StepShape, slots: list[int], run: StepShape | None = None) -> None:
@@ -106,24 +108,43 @@ def model_number(leader: Leader, recipe: Recipe) -> int:
     return number
 
 
-def spelled(component: Any) -> dict[str, Any]:
-    """A component as a message: the place of its class, and its options. No code travels.
+def spelled(value: Any) -> Any:
+    """A value as a message: a dataclass is the place of its class, and its fields. No code travels.
 
-    Raises ValueError if the other process cannot import the class.
+    What is not plain has a method `plain`. Raises ValueError if the other process cannot import a class.
     """
-    cls = type(component)
+    if isinstance(value, tuple):
+        return [spelled(one) for one in value]
+    if not is_dataclass(value):
+        return value
+    cls: Any = type(value)
     if cls.__module__ == "__main__" or "<locals>" in cls.__qualname__:
         raise ValueError(
             f"{cls.__qualname__} is defined in {cls.__module__}, where other ranks cannot import it: put it into a "
             "module of its own, or use runtime.tensor_parallel=1"
         )
-    return {"module": cls.__module__, "name": cls.__qualname__, "options": values_of(component)}
+    place = {"module": cls.__module__, "name": cls.__qualname__}
+    if "plain" in vars(cls):
+        return place | {"plain": cls.plain(value)}
+    return place | {"fields": {name: spelled(one) for name, one in values_of(value).items()}}
 
 
-def read(told: Mapping[str, Any]) -> Any:
-    """The component of a `spelled` message."""
+def read(told: Any) -> Any:
+    """The value of a `spelled` message. Lists come back as tuples."""
+    if isinstance(told, list):
+        return tuple(map(read, told) if told and isinstance(told[0], list | dict) else told)
+    if not isinstance(told, dict) or "module" not in told:
+        return told
     cls = vars(importlib.import_module(told["module"]))[told["name"]]
-    return cls(**{name: tuple(v) if isinstance(v, list) else v for name, v in told["options"].items()})
+    if "plain" in told:
+        return cls.of_plain(told["plain"])
+    return cls(**{name: read(one) for name, one in told["fields"].items()})
+
+
+def entry_told(entry: Entry) -> Any:
+    """A request that enters a slot, as a message. Its options have been checked."""
+    request = replace(entry.request, options=Resolved(entry.request.options.values))
+    return spelled(replace(entry, request=request))
 
 
 @lru_cache(maxsize=4096)

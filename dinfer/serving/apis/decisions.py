@@ -447,7 +447,7 @@ async def decided(
         for sheet, completion in zip(sheets, done, strict=True):
             for number, (shares, mass) in sheet.shares(questions, completion).items():
                 reads[number].append((reader.tempered(number, shares), mass))
-            counts.append(replace(completion.counts, more={}))
+            counts.append(replace(completion.counts, told=()))
         tokens += sum(len(one.prompt) for one in sheets)
     answers = [Decided.over(reads[i]) if i in reads else Decided([1.0]) for i in range(len(questions))]
     told = {

@@ -20,6 +20,7 @@ from dinfer.serving.forms import Held, HeldFields
 from dinfer.serving.logprobs import Logprobs
 from dinfer.serving.rows import Wanted
 from dinfer.serving.server import Server
+from dinfer.structure.abilities.constraints import InLanguage
 
 
 class InfillRequest(Scored, Sampled, HeldFields):
@@ -63,7 +64,7 @@ def add(app: FastAPI, server: Server) -> None:
         except ValueError as error:
             told = str(error).removeprefix("canvas 0: ").replace("canvas 0", "it")
             raise invalid("text", f": {told}") from error
-        wanted, prompt = Wanted(logprobs=body.top is not None), request.masked.count(False)
+        wanted, prompt = Wanted(logprobs=body.top is not None), request.open.count(False)
         async with server.running(served, [request], body.dinfer, wanted, prompt) as events:
             heard = [event async for event in events]
         (done,) = [event.completion for event in heard if event.completion is not None]
@@ -74,8 +75,8 @@ def add(app: FastAPI, server: Server) -> None:
             pairs = zip(found.gaps, found.logprobs or (), strict=True)
             scores = [shown.of_chat(gap, told) for gap, told in pairs]
         form = None
-        if (brought := request.more.get("language")) is not None:
-            ends = served.pipe.model.spec.stop_ids if request.masked[-1] else ()
+        if (brought := request.ask(InLanguage)) is not None:
+            ends = served.pipe.model.spec.stop_ids if request.open[-1] else ()
             slack = len([*takewhile(ends.__contains__, reversed(found.ids))])
             form = structured(brought.language, [found.counts], [slack])
         return {

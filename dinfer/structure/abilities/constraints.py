@@ -9,10 +9,10 @@ Shape suffixes: N slots, S canvas length, B lanes, R rows of blocks, L block len
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field, replace
 from enum import IntEnum
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from dinfer.core.kernels.canvas import rows_of, uploaded
 from dinfer.core.kernels.lines import Languages, Line, Settled
 from dinfer.core.refusals import Refusal, Trait
 from dinfer.core.step.ability import (
+    Ask,
     BlockView,
     ByExtra,
     Canvas,
@@ -30,6 +31,7 @@ from dinfer.core.step.ability import (
     Entry,
     Extra,
     Parts,
+    Request,
     RowCursors,
     Step,
     StepShape,
@@ -40,7 +42,7 @@ from dinfer.core.step.mixins import Moves
 from dinfer.core.step.shape import Sampled, power_of_2
 from dinfer.core.step.told import Forced
 from dinfer.structure.kernels.languages import Sweeps, placed
-from dinfer.structure.language import NOWHERE, Language, as_text, of_text
+from dinfer.structure.language import NOWHERE, Language
 
 LEAST = 64  # the number of states, and of pairs and edges, is rounded up to a power of two from here on
 TAKEN_BACK = 16  # steps of a block in which edits may take back text, or keep masks from being filled
@@ -114,23 +116,20 @@ class Whole(Active):
 
 
 @dataclass(frozen=True, slots=True)
-class InLanguage:
-    """What a request brings: its language, and the positions `[first, until)` whose text is in it."""
+class InLanguage(Ask):
+    """Asks for text at the positions `[first, until)` that is in a language."""
 
     language: Language
     first: int
     until: int
-    kinds: list[int] | None = None  # of `Kind`, for each position; None: nothing is given behind an open position
+    kinds: tuple[int, ...] | None = None  # of `Kind`, of each position; None: nothing is given behind an open position
 
-    @classmethod
-    def of(cls, more: Mapping[str, Any]) -> Self | None:
-        """None: the request is free. Other ranks get what `plain` says."""
-        brought = more.get("language")
-        return cls(of_text(brought[0]), *brought[1:]) if isinstance(brought, list) else brought
 
-    def plain(self) -> list[Any]:
-        """In values that can be sent to other processes."""
-        return [as_text(self.language), self.first, self.until, self.kinds]
+@dataclass(frozen=True, slots=True)
+class ForcedCount:
+    """Tells how many tokens of an answer its language left no choice of."""
+
+    tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +268,7 @@ def tensor(values: np.ndarray, like: Tensor) -> Tensor:
     return uploaded(torch.from_numpy(np.array(values)).to(like.dtype), like.device)
 
 
-IN_LANGUAGE = Trait(lambda request: request.more.get("language"), "a constraint", instead="no constraint")
+IN_LANGUAGE = Trait(lambda request: request.ask(InLanguage) is not None, "a constraint", instead="no constraint")
 
 
 @ABILITIES.register("constraints", after=("branches", "offering", "bias", "reading", "verification"))
@@ -282,11 +281,12 @@ class Constraints(ByExtra[Constrained]):
     )  # fmt: skip
 
     kind = Constrained
+    answers = (InLanguage,)
     whole_logits = True
 
     @classmethod
-    def asks(cls, recipe: Parts, options: Sequence[float], more: Mapping[str, Any]) -> Extra | None:
-        if (brought := more.get("language")) is None:
+    def adds_for(cls, recipe: Parts, request: Request) -> Extra | None:
+        if (brought := request.ask(InLanguage)) is None:
             return None
         own = brought.language
         return Constrained(
@@ -294,12 +294,12 @@ class Constraints(ByExtra[Constrained]):
         )
 
     @classmethod
-    def refusal(cls, recipe: Parts, options: Sequence[float], more: Mapping[str, Any]) -> str | None:
-        if (brought := more.get("language")) is None:
+    def refusal(cls, recipe: Parts, request: Request) -> str | None:
+        if (brought := request.ask(InLanguage)) is None:
             return None
         if brought.kinds is None and (room := brought.until - brought.first) < brought.language.shortest:
             return f"the shortest answer that the constraint allows has {brought.language.shortest} tokens, not {room}"
-        if least := recipe.sampling_of(options).get("min_tokens", 0):
+        if least := recipe.sampling_of(request.options).get("min_tokens", 0):
             return f"sampling.min_tokens={least:g} contradicts the constraint, which says where an answer may end"
         return too_large(brought.language)
 
@@ -312,7 +312,7 @@ class Constraints(ByExtra[Constrained]):
 
     @classmethod
     def admit(cls, kept: LanguageRows, slot_A: Tensor, entries: Sequence[Entry]) -> None:
-        brought = [InLanguage.of(entry.more) for entry in entries]
+        brought = [entry.request.ask(InLanguage) for entry in entries]
         rows = [kept.admit(entry.slot, own) for entry, own in zip(entries, brought, strict=True)]
         kept.row_N6.index_copy_(0, slot_A, uploaded(torch.tensor(rows), slot_A.device))
         if any(place != FREE for place, *_ in rows):
@@ -320,10 +320,10 @@ class Constraints(ByExtra[Constrained]):
             kept.kind_NS.index_copy_(0, slot_A, uploaded(torch.stack([*kinds]), slot_A.device))
 
     @classmethod
-    def told(cls, kept: LanguageRows, slots: Sequence[int]) -> dict[int, dict[str, int]]:
+    def told(cls, kept: LanguageRows, slots: Sequence[int]) -> dict[int, ForcedCount]:
         bound = [slot for slot in slots if slot in kept.of_slot]
         counts = kept.row_N6[bound, 4].tolist() if bound else []
-        return {slot: {"forced": count} for slot, count in zip(bound, counts, strict=True)}
+        return {slot: ForcedCount(count) for slot, count in zip(bound, counts, strict=True)}
 
     # The step.
 

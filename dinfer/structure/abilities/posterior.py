@@ -11,9 +11,9 @@ E edges, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from torch import Tensor
 from dinfer.core.abilities.registry import ABILITIES
 from dinfer.core.kernels.canvas import uploaded
 from dinfer.core.kernels.lines import Line
-from dinfer.core.step.ability import Ability, BlockView, Canvas, Entry, Extra, Parts, Step, StepShape
+from dinfer.core.step.ability import Ability, BlockView, Canvas, Entry, Extra, Parts, Request, Step, StepShape
 from dinfer.structure.abilities.constraints import Constraints, InLanguage
 from dinfer.structure.kernels.languages import Sweeps
 
@@ -48,12 +48,12 @@ class Posterior(Ability):
         return None if constraints is None else cls(constraints)
 
     @classmethod
-    def asks(cls, recipe: Parts, options: Sequence[float], more: Mapping[str, Any]) -> Extra | None:
-        return Weighed() if asked(more) else None
+    def adds_for(cls, recipe: Parts, request: Request) -> Extra | None:
+        return Weighed() if asked(request) else None
 
     @classmethod
-    def refusal(cls, recipe: Parts, options: Sequence[float], more: Mapping[str, Any]) -> str | None:
-        if (brought := InLanguage.of(more)) is not None and brought.language.posterior and brought.kinds is not None:
+    def refusal(cls, recipe: Parts, request: Request) -> str | None:
+        if asked(request) and (brought := request.ask(InLanguage)) is not None and brought.kinds is not None:
             return "posterior=True weighs what ends an answer, and here text stands behind a gap: leave it out"
         return None
 
@@ -63,7 +63,7 @@ class Posterior(Ability):
 
     @classmethod
     def admit(cls, kept: Tensor, slot_A: Tensor, entries: Sequence[Entry]) -> None:
-        kept.index_copy_(0, slot_A, uploaded(torch.tensor([asked(entry.more) for entry in entries]), kept.device))
+        kept.index_copy_(0, slot_A, uploaded(torch.tensor([asked(entry.request) for entry in entries]), kept.device))
 
     def allow(self, step: Step, view: BlockView, logits_RLV: Tensor) -> Tensor:
         sweeps, line, live_B = self.constraints.line(step, view)
@@ -81,8 +81,8 @@ class Posterior(Ability):
         return torch.where(at_RL1, posterior_RLV, logits_RLV)
 
 
-def asked(more: Mapping[str, Any]) -> bool:
-    brought = InLanguage.of(more)
+def asked(request: Request) -> bool:
+    brought = request.ask(InLanguage)
     return brought is not None and brought.language.posterior
 
 

@@ -11,9 +11,9 @@ R rows of blocks, L block length, X positions of all active blocks, V vocabulary
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from torch import Tensor
 from dinfer.core.abilities.registry import ABILITIES
 from dinfer.core.kernels.canvas import rows_of, uploaded
 from dinfer.core.refusals import Refusal, Trait
-from dinfer.core.step.ability import ByExtra, Canvas, Decision, Entry, Extra, Parts, Step, StepShape
+from dinfer.core.step.ability import Ask, ByExtra, Canvas, Decision, Entry, Extra, Parts, Request, Step, StepShape
 from dinfer.core.step.mixins import LeavesMasks
 from dinfer.core.step.shape import power_of_2
 
@@ -30,31 +30,25 @@ STEPS = 64  # the most of a block
 LEAST = 8  # the number of tokens is rounded up to a power of two from here on
 
 
-class Blank(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Blank:
     """Positions that are filled together."""
 
-    positions: list[int]
-    fillings: list[list[int]]  # a token for each position
-    others: list[list[int]]  # for each position, further tokens whose log-probabilities are noted
+    positions: tuple[int, ...]
+    fillings: tuple[tuple[int, ...], ...]  # a token for each position
+    others: tuple[tuple[int, ...], ...]  # for each position, further tokens whose log-probabilities are noted
 
     def tokens(self, at: int) -> list[int]:
         """The tokens that are noted of one position: those of each filling, then the others."""
         return [*(filling[at] for filling in self.fillings), *self.others[at]]
 
 
-class Read(NamedTuple):
-    """What a request brings. All its open positions are in a blank."""
+@dataclass(frozen=True, slots=True)
+class Read(Ask):
+    """Asks what the model says in blanks. All open positions of the request are in one."""
 
-    blanks: list[Blank]
+    blanks: tuple[Blank, ...]
     steps: int  # of each block
-
-    @classmethod
-    def of(cls, more: Mapping[str, Any]) -> Self | None:
-        """None: the request is none that reads. Other ranks get lists."""
-        if (brought := more.get("read")) is None:
-            return None
-        blanks, steps = brought
-        return cls([Blank(*blank) for blank in blanks], steps)
 
     @property
     def places(self) -> list[tuple[int, Blank, int]]:
@@ -68,6 +62,13 @@ class Noted:
 
     logprobs: list[list[float]]  # by position, of `Blank.tokens`: of the model's own distribution, the mask included
     steps: list[int]  # by position, the step: not all the same if blocks divide the blank
+
+
+@dataclass(frozen=True, slots=True)
+class ReadOut:
+    """Tells what was noted of each blank."""
+
+    blanks: tuple[Noted, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +150,7 @@ class Kept:
     reads: dict[int, Read] = field(default_factory=dict)  # by slot
 
 
-READ = Trait(lambda request: request.more.get("read"), "a read")
+READ = Trait(lambda request: request.ask(Read) is not None, "a read")
 
 
 @ABILITIES.register("reading", before=("verification",), after=("branches",))
@@ -159,17 +160,18 @@ class Reading(ByExtra[Reads]):
     refusals = (Refusal("{cache} leaves out open positions, so nothing can be read.", cache=LeavesMasks, request=READ),)
 
     kind = Reads
+    answers = (Read,)
     whole_logits = True
 
     @classmethod
-    def asks(cls, recipe: Parts, options: Sequence[float], more: Mapping[str, Any]) -> Extra | None:
-        if (read := Read.of(more)) is None:
+    def adds_for(cls, recipe: Parts, request: Request) -> Extra | None:
+        if (read := request.ask(Read)) is None:
             return None
         return Reads(max(len(blank.tokens(at)) for _, blank, at in read.places))
 
     @classmethod
-    def refusal(cls, recipe: Parts, options: Sequence[float], more: Mapping[str, Any]) -> str | None:
-        if (read := Read.of(more)) is None:
+    def refusal(cls, recipe: Parts, request: Request) -> str | None:
+        if (read := request.ask(Read)) is None:
             return None
         for what, count, most in (
             ("steps", read.steps, STEPS), ("slots", len(read.blanks), BLANKS),
@@ -186,7 +188,7 @@ class Reading(ByExtra[Reads]):
 
     @classmethod
     def admit(cls, kept: Kept, slot_A: Tensor, entries: Sequence[Entry]) -> None:
-        brought = [Read.of(entry.more) for entry in entries]
+        brought = [entry.request.ask(Read) for entry in entries]
         for entry, read in zip(entries, brought, strict=True):
             kept.reads.pop(entry.slot, None)
             kept.reads |= {} if read is None else {entry.slot: read}
@@ -196,9 +198,9 @@ class Reading(ByExtra[Reads]):
             kept.notes.admit(slot_A, brought)
 
     @classmethod
-    def told(cls, kept: Kept, slots: Sequence[int]) -> dict[int, dict[str, list[Noted]]]:
-        reads = {slot: kept.reads[slot] for slot in slots if slot in kept.reads}
-        return {slot: {"read": kept.notes.of(slot, read)} for slot, read in reads.items() if kept.notes is not None}
+    def told(cls, kept: Kept, slots: Sequence[int]) -> dict[int, ReadOut]:
+        reads, notes = {slot: kept.reads[slot] for slot in slots if slot in kept.reads}, kept.notes
+        return {slot: ReadOut((*notes.of(slot, read),)) for slot, read in reads.items() if notes is not None}
 
     # The step.
 

@@ -19,6 +19,7 @@ from dinfer.core.registry import CACHES, DECODERS, SAMPLINGS, values_of
 from dinfer.core.step.contracts import BlockView, Decoder, Proposal, State, TokenStats
 from dinfer.core.step.cursors import Phase, Status
 from dinfer.core.step.model import Sampling
+from dinfer.core.step.request import Request
 from dinfer.core.step.shape import StepShape
 from dinfer.core.step.state import BatchState, Entry
 from dinfer.core.step.step import denoise_step
@@ -261,6 +262,6 @@ def begin(model: ScriptedModel, rule: Rule, x0_BL: Tensor, sampling: Sampling) -
             given_L = ~masked_BL[slot] if rule.given == "unmasked" else masked_BL[slot].cumsum(0) == 0
         masked_L = masked_BL[slot] & ~given_L
         options = recipe.resolve({"seed": slot})
-        state.admit(recipe, [Entry(slot, x0_BL[slot].tolist(), masked_L.tolist(), 0, options)])
+        state.admit(recipe, [Entry(slot, Request(x0_BL[slot].tolist(), masked_L.tolist(), options, first=0))])
         state.canvas.status_NS[slot, :length][~given_L & ~masked_BL[slot]] = int(Status.DONE)
     return recipe, state

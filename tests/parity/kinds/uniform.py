@@ -83,7 +83,9 @@ def run(golden: Golden, doc: Fields) -> str:
     noise = Recorded(canvas_XBC=record, prompt=len(prompts[0]), first_K=first_K)
     iteration = {"name": "self_conditioned", "block": length}
     recipe = compose(network, iteration=iteration, decoder=decoder, cache="block", sampling=noise)
-    requests = [Request(prompt, canvases * length, recipe.resolve({"seed": row})) for row, prompt in enumerate(prompts)]
+    requests = [
+        Request.behind(prompt, canvases * length, recipe.resolve({"seed": row})) for row, prompt in enumerate(prompts)
+    ]
     rows: list[list[int]] = [[] for _ in prompts]
     after, steps = doc.take("canvas_after"), [0] * len(prompts)
     engine = Engine(recipe, Runtime(rows=len(prompts)))

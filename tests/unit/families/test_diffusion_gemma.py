@@ -132,7 +132,7 @@ def test_generation_equals_the_reference(
     recipe = compose(
         ours, iteration=SWEEP | {"stop": "off"}, decoder={"name": "renoise", **params}, cache="block", sampling=sampling
     )
-    request = Request(prompt[0].tolist(), 3 * CANVAS, recipe.resolve({}))
+    request = Request.behind(prompt[0].tolist(), 3 * CANVAS, recipe.resolve({}))
     done = completions(engine_for(recipe), [request])[0]
     assert done.canvas == want.sequences[0].tolist()
     assert done.counts.forwards == len(steps) + 1  # the prompt's prefill; the reference spends one on every canvas
@@ -143,7 +143,7 @@ def test_the_runs_compared_are_of_every_kind(theirs: Any, ours: Gemma) -> None:
     found = set()
     for params in PARAMS:
         recipe = compose(ours, iteration=SWEEP | {"stop": "off"}, decoder={"name": "renoise", **params}, cache="block")
-        request = Request([3, 1, 4], 3 * CANVAS, recipe.resolve({}))
+        request = Request.behind([3, 1, 4], 3 * CANVAS, recipe.resolve({}))
         regions = [u.region for u in engine_for(recipe).run([request]) if u.phase != Phase.PREFILL]
         found |= {regions.count(region) == params["steps"] for region in regions}
     assert found == {True, False}
@@ -194,7 +194,8 @@ def test_every_cache_is_exact(cache: str, temperature: float) -> None:
     """What the encoder has read never changes. (`adaptive` does not compute a finished canvas at once.)"""
     got, want = (
         completions(engine_for(recipe), [
-            Request(prompt, 20, recipe.resolve({"temperature": temperature, "seed": 3})) for prompt in ([1, 2], [5] * 9)
+            Request.behind(prompt, 20, recipe.resolve({"temperature": temperature, "seed": 3}))
+            for prompt in ([1, 2], [5] * 9)
         ])
         for recipe in (recipe_of(cache), recipe_of("none"))
     )  # fmt: skip
@@ -205,9 +206,13 @@ def test_every_cache_is_exact(cache: str, temperature: float) -> None:
 def test_noise_and_draws_belong_to_the_request() -> None:
     recipe = recipe_of()
     seeds = [recipe.resolve({"seed": seed, "temperature": 1.0}) for seed in (0, 1, 0)]
-    rows = [outcome(c) for c in completions(engine_for(recipe), [Request([1, 2, 3], 18, seed) for seed in seeds])]
+    rows = [
+        outcome(c) for c in completions(engine_for(recipe), [Request.behind([1, 2, 3], 18, seed) for seed in seeds])
+    ]
     assert rows[0] == rows[2] != rows[1]
-    cold = completions(engine_for(recipe), [Request([1, 2, 3], 18, recipe.resolve({"seed": seed})) for seed in (0, 1)])
+    cold = completions(
+        engine_for(recipe), [Request.behind([1, 2, 3], 18, recipe.resolve({"seed": seed})) for seed in (0, 1)]
+    )
     assert cold[0].canvas != cold[1].canvas  # the canvas begins as noise of the seed
 
 
@@ -220,7 +225,9 @@ def test_drafts_are_shown_and_noise_is_renewed() -> None:
     assert len({tuple(row) for row in before}) > 3
     recipe = recipe_of(decoder={"name": "renoise", "bound": 0.0, "stability": 9})
     updates = [
-        *engine_for(recipe).run([Request([1, 2, 3], CANVAS, recipe.resolve({"steps": 4}))], Wants(snapshots=True))
+        *engine_for(recipe).run(
+            [Request.behind([1, 2, 3], CANVAS, recipe.resolve({"steps": 4}))], Wants(snapshots=True)
+        )
     ]
     drafts = [u.tokens[own] for u in updates if u.tokens and u.phase != Phase.PREFILL]
     kept = [sum(a == b for a, b in zip(*pair, strict=True)) for pair in zip(drafts, drafts[1:-1], strict=False)]
@@ -253,7 +260,7 @@ def test_a_last_canvas_that_has_no_room_is_shorter() -> None:
 def test_other_decoders_commit_over_noise(name: str) -> None:
     """Masked is a status: whatever decides over masks decides over noise, and what it leaves open is noise anew."""
     recipe = recipe_of(cache="dual", decoder=name)
-    done = completions(engine_for(recipe), [Request([1, 2, 3], 14, recipe.resolve({}))])[0]
+    done = completions(engine_for(recipe), [Request.behind([1, 2, 3], 14, recipe.resolve({}))])[0]
     assert done.counts.committed >= done.counts.tokens > 0
 
 

@@ -98,7 +98,7 @@ def test_an_offer_is_the_probability_of_the_likeliest_token() -> None:
 def test_gaps_are_recorded_too() -> None:
     pipe = pipeline(cache="none")
     canvas = [1, 2, MASK, 4, 5, 6, MASK, MASK, 9]
-    request = Request(canvas, 0, pipe.recipe.resolve({}), [token == MASK for token in canvas])
+    request = Request(canvas, [token == MASK for token in canvas])
     trace = record_request(pipe, request)
     assert trace.masked == [2, 6, 7] == sorted(p for step in trace.steps for p, _ in step.commits)
 

@@ -16,7 +16,8 @@ from dinfer import Pipeline, Runtime, compose
 from dinfer.core.loading.checkpoint import load_network, random_network
 from dinfer.families.models.diffusion_gemma import DiffusionGemma
 from dinfer.formats.saving import save_network
-from dinfer.rollouts.weights import WeightsIncomplete
+from dinfer.rollouts.abilities.versions import MadeWith
+from dinfer.rollouts.weights import Aborted, WeightsIncomplete
 
 CPU = torch.device("cpu")
 CAUSAL = {"cache": "block", "iteration": {"name": "block_diffusion", "block": 8}}
@@ -254,13 +255,13 @@ def test_requests_on_the_way(pending: Any, cache: str, folders: Any) -> None:
                 done[update.index % 2] = update.completion
         updates = []
     ended = [done[i] for i in (0, 1)]
-    more = [one.counts.more for one in ended]
+    made = [told.versions for one in ended if (told := one.counts.tells(MadeWith)) is not None]
     if pending == "finish":
-        assert [one.canvas for one in ended] == old and [one["weights"] for one in more if one] in ([], [0, 0])
+        assert [one.canvas for one in ended] == old and made in ([], [((0, 0),)] * 2)
     elif pending == "abort":
-        assert all(one["aborted"] for one in more) and not all(all(one.decoded[-8:]) for one in ended)
+        assert all(one.counts.tells(Aborted) for one in ended) and not all(all(one.decoded[-8:]) for one in ended)
     else:
-        assert [one["weights_from_step"] for one in more] == [[(0, 0), (3, step)] for step in steps]
+        assert made == [((0, 0), (3, step)) for step in steps]
         if cache == "none":
             assert [one.canvas for one in ended] != old
     assert answers(pipe) == answers(fresh)

@@ -31,7 +31,7 @@ def test_draws_of_a_few_rows_at_a_time_are_those_of_all(
     layout: str, parts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = compose(tiny_model(layout), decoder="threshold", sampling={"name": "standard", "seed": 4}, **parts)
-    requests = [Request([5, 6, 7 + i], 32, recipe.resolve(options)) for i, options in enumerate(OPTIONS)]
+    requests = [Request.behind([5, 6, 7 + i], 32, recipe.resolve(options)) for i, options in enumerate(OPTIONS)]
     want = [completion.canvas for completion in completions(engine_for(recipe, rows=5), requests)]
     rows = list[int]()
     monkeypatch.setattr(open_positions, "MANY", 1)

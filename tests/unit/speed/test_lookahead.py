@@ -54,7 +54,7 @@ def test_a_round_is_launched_before_the_host_has_looked_at_rows_that_stay_in_the
     """Only rows that moved on need another step, so the device waits for no more than them."""
     monkeypatch.setattr(Lookahead, "pays", False)
     recipe = recipe_of(name="threshold")
-    requests = [Request([5 + i] * BLOCK, 4 * BLOCK, recipe.resolve({})) for i in range(6)]
+    requests = [Request.behind([5 + i] * BLOCK, 4 * BLOCK, recipe.resolve({})) for i in range(6)]
     want = [outcome(done) for done in completions(engine_for(recipe, rows=6), requests)]
     engine = launched_ahead(engine_for(recipe, rows=6))
     looked, at_launch, advance, launch = list[Row](), list[int](), Row.advance, engine.loop.worker.launch
@@ -102,7 +102,7 @@ def run(engine: Engine, requests: list[Request]) -> list[tuple]:
 def test_guesses_are_made_where_rows_stay_and_change_nothing(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One token a step: rows are in a block for eight steps, of which some are known to be followed by another."""
     recipe = recipe_of(name="fixed", steps=BLOCK)
-    requests = [Request([5, 6, 7 + i], 4 * BLOCK - 3, recipe.resolve({})) for i in range(rows)]
+    requests = [Request.behind([5, 6, 7 + i], 4 * BLOCK - 3, recipe.resolve({})) for i in range(rows)]
     want = completions(engine_for(recipe, rows=rows), requests)
     engine, watch = launched_ahead(engine_for(recipe, rows=rows)), Watch(monkeypatch)
     assert run(engine, requests) == [outcome(completion) for completion in want]
@@ -113,7 +113,7 @@ def test_guesses_are_made_where_rows_stay_and_change_nothing(rows: int, monkeypa
 def test_wrong_guesses_change_nothing_and_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every row is taken to stay where it is, and none ever does for two steps."""
     recipe = recipe_of(name="fixed", steps=4)
-    requests = [Request([5, 6], 12 * BLOCK - 2, recipe.resolve({}))] * 2
+    requests = [Request.behind([5, 6], 12 * BLOCK - 2, recipe.resolve({}))] * 2
     want = run(engine_for(recipe), requests)
     engine, watch = launched_ahead(engine_for(recipe)), Watch(monkeypatch)
     monkeypatch.setattr("dinfer.speed.scheduler.stays_open", lambda *row: True)
@@ -152,7 +152,7 @@ def test_where_a_row_will_be_is_guessed_of_steps_that_settle(
 def test_rounds_of_many_rows_are_launched_before_the_last_one_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dinfer.speed.grouping.FREE", 8)
     recipe = recipe_of(name="fixed", steps=3)
-    requests = [Request([5, 6, 7 + i], (3 + i) * BLOCK, recipe.resolve({})) for i in range(6)]
+    requests = [Request.behind([5, 6, 7 + i], (3 + i) * BLOCK, recipe.resolve({})) for i in range(6)]
     want = [settled(completion) for completion in completions(engine_for(recipe, rows=6), requests)]
     engine, watch = launched_ahead(engine_for(recipe, rows=6, favour="throughput")), Watch(monkeypatch)
     assert [settled(completion) for completion in completions(engine, requests)] == want
@@ -168,10 +168,10 @@ def settled(completion: Completion) -> tuple:
 def test_a_request_that_waits_is_not_kept_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = recipe_of(name="fixed", steps=BLOCK)
     engine, watch = launched_ahead(engine_for(recipe, rows=2, max_length=64)), Watch(monkeypatch)
-    engine.add(Request([5, 6], 4 * BLOCK - 2, recipe.resolve({})))
+    engine.add(Request.behind([5, 6], 4 * BLOCK - 2, recipe.resolve({})))
     while not watch.guesses:
         engine.step()
-    late = engine.add(Request([8], BLOCK - 1, recipe.resolve({})))
+    late = engine.add(Request.behind([8], BLOCK - 1, recipe.resolve({})))
     engine.step()
     engine.step()
     assert late in {update.index for update in engine.step()}
@@ -180,7 +180,7 @@ def test_a_request_that_waits_is_not_kept_waiting(monkeypatch: pytest.MonkeyPatc
 def test_rounds_are_launched_ahead_though_requests_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server under load always has a queue. A request enters in the same round as without guesses."""
     recipe = recipe_of(name="fixed", steps=BLOCK)
-    requests = [Request([5, 6, 7 + i], (2 + i % 3) * BLOCK - 3, recipe.resolve({})) for i in range(8)]
+    requests = [Request.behind([5, 6, 7 + i], (2 + i % 3) * BLOCK - 3, recipe.resolve({})) for i in range(8)]
     watch, waiting, plan = Watch(monkeypatch), list[int](), FastScheduler.plan
 
     def planned(scheduler: FastScheduler, rows: Any, *, in_flight: bool = False) -> list[PlannedStep]:
@@ -209,7 +209,7 @@ def test_a_request_enters_while_the_device_is_busy(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(CanvasReader, "read", noted)
     for tokens in ([5, 6], [8]):
-        engine.add(Request(tokens, 2 * BLOCK, recipe.resolve({})))
+        engine.add(Request.behind(tokens, 2 * BLOCK, recipe.resolve({})))
         engine.step()
     assert running == [1, 2]  # when the host begins to wait
 
@@ -227,7 +227,7 @@ def test_the_host_looks_at_a_step_while_the_device_is_at_the_next(monkeypatch: p
         tiny_model(), iteration={"name": "blockwise", "block": BLOCK, "stop": "off"}, cache="dual",
         decoder={"name": "fixed", "steps": 4},
     )  # fmt: skip
-    requests = [Request([5, 6, 7], (2 + i) * BLOCK - i, recipe.resolve({})) for i in range(4)]
+    requests = [Request.behind([5, 6, 7], (2 + i) * BLOCK - i, recipe.resolve({})) for i in range(4)]
     want = run(engine_for(recipe), requests)
     log.clear()
     device = SimpleNamespace(record=lambda: None, synchronize=logged("wait", lambda: None))
@@ -246,7 +246,7 @@ def test_a_row_is_planned_when_it_has_moved(monkeypatch: pytest.MonkeyPatch) -> 
         return width_of(cache, spec, now)
 
     monkeypatch.setattr("dinfer.core.engine.scheduler.width_of", noted)
-    run(launched_ahead(engine_for(recipe)), [Request([5, 6], 4 * BLOCK - 2, recipe.resolve({}))])
+    run(launched_ahead(engine_for(recipe)), [Request.behind([5, 6], 4 * BLOCK - 2, recipe.resolve({}))])
     assert 0 < len(planned) == len({*planned})
 
 
@@ -266,9 +266,9 @@ def test_a_row_that_enters_meanwhile_is_planned_for_its_first_step() -> None:
         decoder={"name": "fixed", "steps": 2}, cache=cache,
     )  # fmt: skip
     engine = launched_ahead(engine_for(recipe, rows=2, max_length=64))
-    engine.add(Request([5, 6], 4 * BLOCK - 2, recipe.resolve({})))
+    engine.add(Request.behind([5, 6], 4 * BLOCK - 2, recipe.resolve({})))
     engine.step()
-    late = engine.add(Request([8], 2 * BLOCK - 1, recipe.resolve({})))
+    late = engine.add(Request.behind([8], 2 * BLOCK - 1, recipe.resolve({})))
     first = next(update for _ in range(9) for update in engine.step() if update.index == late)
     assert first.forwards == 1 and first.error is None
 
@@ -277,12 +277,12 @@ def test_a_cpu_needs_nothing_of_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's context of a stream starts CUDA, even without a stream. A card may be full or broken."""
     recipe = recipe_of(name="fixed", steps=BLOCK)
     monkeypatch.setattr(torch.cuda, "stream", fails)
-    assert run(engine_for(recipe), [Request([5, 6], BLOCK, recipe.resolve({}))])
+    assert run(engine_for(recipe), [Request.behind([5, 6], BLOCK, recipe.resolve({}))])
 
 
 def test_snapshots_show_the_canvas_after_their_step(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = recipe_of(name="fixed", steps=BLOCK)
-    request = Request([5, 6], 2 * BLOCK - 2, recipe.resolve({}))
+    request = Request.behind([5, 6], 2 * BLOCK - 2, recipe.resolve({}))
     want = [update.tokens for update in engine_for(recipe).run([request], Wants(snapshots=True))]
     engine, watch = launched_ahead(engine_for(recipe)), Watch(monkeypatch)
     assert [update.tokens for update in engine.run([request], Wants(snapshots=True))] == want
@@ -313,7 +313,7 @@ def interrupted_at(waits: range, patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("wait", [1, 2, 3, 4, 6, 9])
 def test_after_an_interrupt_an_engine_is_as_good_as_new(wait: int, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = recipe_of(name="fixed", steps=BLOCK)
-    requests = [Request([5, 6, 7 + i], 4 * BLOCK - 3, recipe.resolve({})) for i in range(3)]
+    requests = [Request.behind([5, 6, 7 + i], 4 * BLOCK - 3, recipe.resolve({})) for i in range(3)]
     want = run(engine_for(recipe, rows=2), requests)
     interrupted_at(range(wait, wait + 1), monkeypatch)
     engine = launched_ahead(engine_for(recipe, rows=2))
@@ -324,7 +324,7 @@ def test_after_an_interrupt_an_engine_is_as_good_as_new(wait: int, monkeypatch: 
 
 def test_an_interrupted_step_is_taken_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = recipe_of(name="fixed", steps=BLOCK)
-    requests = [Request([5, 6, 7 + i], (3 + i) * BLOCK - 3, recipe.resolve({})) for i in range(3)]
+    requests = [Request.behind([5, 6, 7 + i], (3 + i) * BLOCK - 3, recipe.resolve({})) for i in range(3)]
     want = run(engine_for(recipe, rows=2), requests)
     interrupted_at(range(2, 99, 3), monkeypatch)
     engine, watch = launched_ahead(engine_for(recipe, rows=2)), Watch(monkeypatch)
@@ -348,7 +348,7 @@ def test_an_interrupt_beside_the_device_spoils_no_other_request(
         tiny_model(), iteration={"name": "blockwise", "block": BLOCK, "stop": "off"}, cache="dual",
         decoder={"name": "fixed", "steps": 4},
     )  # fmt: skip
-    requests = [Request([5, 6, 7 + i], (2 + i) * BLOCK - i, recipe.resolve({})) for i in range(4)]
+    requests = [Request.behind([5, 6, 7 + i], (2 + i) * BLOCK - i, recipe.resolve({})) for i in range(4)]
     want, work, calls = run(engine_for(recipe), requests), getattr(*place), count()
 
     def interrupted(*given: Any, **named: Any) -> Any:
@@ -376,7 +376,7 @@ def test_an_interrupt_beside_the_device_spoils_no_other_request(
 
 def test_an_interrupt_while_answers_are_read_loses_none(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = recipe_of(name="fixed", steps=BLOCK)
-    requests = [Request([5, 6, 7 + i], 2 * BLOCK - 3, recipe.resolve({})) for i in range(2)]
+    requests = [Request.behind([5, 6, 7 + i], 2 * BLOCK - 3, recipe.resolve({})) for i in range(2)]
     want, read, reads = run(engine_for(recipe, rows=2), requests), CanvasReader.canvases, count()
 
     def interrupted(reader: CanvasReader, slots: list[int]) -> Tensor:
@@ -400,20 +400,20 @@ def test_room_grows_though_a_wrong_guess_is_under_way(monkeypatch: pytest.Monkey
     monkeypatch.setattr("dinfer.speed.scheduler.MISS", 0)
     recipe = recipe_of(name="fixed", steps=BLOCK)
     engine = launched_ahead(engine_for(recipe, rows=4))
-    requests = [Request([5, 6, 7 + i], 2 * BLOCK - 3, recipe.resolve({})) for i in range(4)]
+    requests = [Request.behind([5, 6, 7 + i], 2 * BLOCK - 3, recipe.resolve({})) for i in range(4)]
     list(engine.run(requests[:1]))
     assert max(engine.occupancy()["running"] for _ in engine.run(requests)) == 4
 
 
 def test_an_error_behind_a_guess_spoils_nothing_that_comes_later(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = recipe_of(name="fixed", steps=BLOCK)
-    requests = [Request([5, 6, 7 + i], (1 + i) * BLOCK - 3, recipe.resolve({})) for i in range(2)]
+    requests = [Request.behind([5, 6, 7 + i], (1 + i) * BLOCK - 3, recipe.resolve({})) for i in range(2)]
     want = run(engine_for(recipe, rows=2), requests)
     engine, watch = launched_ahead(engine_for(recipe, rows=2)), Watch(monkeypatch)
     monkeypatch.setattr("dinfer.speed.scheduler.stays_open", lambda *row: True)
     monkeypatch.setattr("dinfer.speed.scheduler.MISS", 0)
     with monkeypatch.context() as broken, pytest.raises(MemoryError):
-        broken.setattr(Request, "answer", fails)
+        broken.setattr(Row, "answer", fails)
         run(engine, requests)
     assert watch.guesses > 0 and watch.open == 1
     assert run(engine, requests[::-1]) == want[::-1]

@@ -15,9 +15,10 @@ from support.models import MASK
 from support.scripted import Scripted
 from unit.core.abilities.test_constraints import BYTES, PATTERNS, REFUSED, adversarial, bound, language_of, recipes
 
-from dinfer.core.engine.request import Request
+from dinfer.core.engine.request import Request, Resolved
 from dinfer.core.recipe.recipe import compose
 from dinfer.core.registry import DECODERS
+from dinfer.core.step.request import DEFAULTS
 from dinfer.structure.form import in_gaps_of
 from dinfer.structure.language import Language, in_gaps
 from tests.support.structure_reference import OPEN, Row
@@ -26,10 +27,9 @@ NO_GAPS = REFUSED | {"renoise", "s2d2"}  # for models without a mask token, or t
 GENERAL = [pattern for pattern in PATTERNS if pattern != "x"]
 
 
-def request(canvas: list[int], found: Language, scope: str, options: list[float] | None = None) -> Request:
+def request(canvas: list[int], found: Language, scope: str, options: Resolved = DEFAULTS) -> Request:
     gaps = [token == MASK for token in canvas]
-    brought = in_gaps_of([found], canvas, MASK, scope)
-    return Request(canvas, 0, options or [], gaps=gaps, stops=False, more={"language": brought})
+    return Request(canvas, gaps, options, (in_gaps_of([found], canvas, MASK, scope),), stops=False)
 
 
 def text(tokens: list[int]) -> bytes:
@@ -81,9 +81,9 @@ def test_what_fills_gaps_is_in_the_language(name: str, data: st.DataObject) -> N
         asked.append((pattern, scope, request(canvas, found, scope)))
     done = completions(engine_for(recipe, rows=2, page=4), [one for *_, one in asked])
     for (pattern, scope, one), completion in zip(asked, done, strict=True):
-        canvas, gaps = completion.canvas, one.gaps or []
+        canvas, gaps = completion.canvas, one.open
         assert [t for t, gap in zip(canvas, gaps, strict=True) if not gap] == [
-            t for t, gap in zip(one.prompt, gaps, strict=True) if not gap
+            t for t, gap in zip(one.tokens, gaps, strict=True) if not gap
         ]
         if scope == "answer":
             assert Row(language_of(pattern), canvas[gaps.index(True) :]).feasible, (str(recipe), canvas)
@@ -105,7 +105,7 @@ def test_each_gap_may_have_a_language_of_its_own() -> None:
     canvas = [1, MASK, MASK, 3, MASK, 5, 5, MASK, MASK, MASK]
     brought = in_gaps_of(languages, canvas, MASK, "gap")
     gaps = [token == MASK for token in canvas]
-    (done,) = completions(engine_for(scripted()), [Request(canvas, 0, gaps=gaps, more={"language": brought})])
+    (done,) = completions(engine_for(scripted()), [Request(canvas, gaps, asks=(brought,))])
     for pattern, gap in zip(patterns, runs(gaps, done.canvas), strict=True):
         assert re.fullmatch(pattern, text(gap).decode())
 
@@ -113,11 +113,11 @@ def test_each_gap_may_have_a_language_of_its_own() -> None:
 def test_other_rows_do_not_notice() -> None:
     """Rows beside it, in a language and free, are decoded as alone, and go on so when it has left."""
     found = language_of('\\{"(a|b)":\\d{1,3}(,\\d)*"\\}')
-    free, held = Request([1, 2, 3], 30), bound(Request([1, 2], 30), language_of("[a-j]{3,6}(12)*"))
+    free, held = Request.behind([1, 2, 3], 30), bound(Request.behind([1, 2], 30), language_of("[a-j]{3,6}(12)*"))
     gaps = request([1, *[MASK] * 8, 22, 3, MASK], language_of("[a-j0-9]*"), "gap")
     for recipe in (scripted(4), scripted(7, "none", 2)):
         alone = [completions(engine_for(recipe), [one])[0].canvas for one in (free, held, gaps)]
-        together = completions(engine_for(recipe, rows=4), [free, held, gaps, bound(Request([1], 25), found)])
+        together = completions(engine_for(recipe, rows=4), [free, held, gaps, bound(Request.behind([1], 25), found)])
         assert [one.canvas for one in together[:3]] == alone
         assert Row(found, together[3].canvas[1:]).feasible
 
@@ -126,7 +126,10 @@ def test_branches_of_longer_rows_do_not_notice() -> None:
     """What lay behind the row with gaps was never added to a branch, in free rows, too."""
     iteration = {"name": "lopa", "block": 4, "blocks": 2, "branches": 3}
     recipe = compose(Scripted(adversarial("random", 2)[:1]), iteration=iteration, decoder="threshold", cache="none")
-    free, gaps = Request([1, 2, 3], 90), request([1, MASK, MASK, 5, MASK, MASK], language_of("[a-j]{3,6}"), "gap")
+    free, gaps = (
+        Request.behind([1, 2, 3], 90),
+        request([1, MASK, MASK, 5, MASK, MASK], language_of("[a-j]{3,6}"), "gap"),
+    )
     (alone,) = completions(engine_for(recipe, rows=2), [free])
     beside = completions(engine_for(recipe, rows=2), [free, gaps])[0]
     assert (beside.canvas, beside.counts.forwards) == (alone.canvas, alone.counts.forwards)

@@ -19,14 +19,17 @@ from support.matrix import completions, engine_for, general, settings_of
 from support.models import EOS, MASK, VOCAB, fitted
 from support.scripted import Scripted, scripted_spec
 
-from dinfer.core.engine.request import Request, Update
+from dinfer.core.engine.request import Request, Resolved, Update
 from dinfer.core.kernels.lines import Line
 from dinfer.core.recipe.presets import component
 from dinfer.core.recipe.recipe import IncompatibleRecipe, Recipe, compose
 from dinfer.core.registry import CACHES, DECODERS, ITERATIONS
 from dinfer.core.step.mixins import Verifies
+from dinfer.core.step.request import DEFAULTS
+from dinfer.scale.parallel.leader_worker import read, spelled
 from dinfer.structure.abilities import constraints
-from dinfer.structure.abilities.constraints import InLanguage
+from dinfer.structure.abilities.bias import TokenBias
+from dinfer.structure.abilities.constraints import ForcedCount, InLanguage
 from dinfer.structure.compiler import compile_automaton
 from dinfer.structure.constraint import choice, regex
 from dinfer.structure.language import Language, Vocabulary, language
@@ -69,7 +72,7 @@ def accepted(found: Language, answer: list[int]) -> bool:
 
 def bound(request: Request, found: Language) -> Request:
     first = len(request.prompt)
-    return replace(request, more={"language": InLanguage(found, first, first + request.new_tokens)})
+    return replace(request, asks=(InLanguage(found, first, first + request.new_tokens),))
 
 
 def adversarial(kind: str, seed: int) -> torch.Tensor:
@@ -111,7 +114,7 @@ def recipes(draw: st.DrawFn, decoder: dict[str, Any]) -> Recipe:
         )
     except (IncompatibleRecipe, ValueError):
         recipe = compose(model, iteration={"name": "blockwise", "block": block}, decoder=decoder, cache="none")
-    if recipe.refused(request=Request([1], 1, more={"language": True})) is not None:
+    if recipe.refused(request=bound(Request.behind([1], 1), language_of("a"))) is not None:
         recipe = compose(
             recipe.model, iteration={"name": "blockwise", "block": block}, decoder="threshold", cache="none"
         )
@@ -124,21 +127,21 @@ WISHES: list[dict[str, float]] = [
 ]  # fmt: skip
 
 
-def wished(recipe: Recipe, wish: dict[str, float]) -> list[float]:
+def wished(recipe: Recipe, wish: dict[str, float]) -> Resolved:
     """The options of a request; none where the decoder has other ones or refuses these."""
     try:
         return recipe.resolve(wish)
     except ValueError:
-        return []
+        return DEFAULTS
 
 
 def some_request(recipe: Recipe, random: Random) -> tuple[Request, Language]:
     found = replace(language_of(random.choice(PATTERNS)), posterior=random.random() < 0.3)
     options = wished(recipe, random.choice(WISHES))
     room = max(random.randint(found.shortest, found.shortest + 12), 1)
-    asked = bound(Request([random.randrange(1, 9)] * random.randint(1, 9), room, options), found)
-    bias = random.choice([{}, {"add": {EOS: 100.0, 3: -100.0}}, {"add": {EOS: -100.0, 20: 100.0}}])
-    return replace(asked, more=asked.more | {"bias": bias}), found
+    asked = bound(Request.behind([random.randrange(1, 9)] * random.randint(1, 9), room, options), found)
+    bias = random.choice([(), ((EOS, 100.0), (3, -100.0)), ((EOS, -100.0), (20, 100.0))])
+    return replace(asked, asks=(*asked.asks, TokenBias(bias))), found
 
 
 @pytest.mark.rest(but=6)
@@ -166,8 +169,8 @@ def test_rows_without_a_language_do_not_notice(seed: int) -> None:
         decoder="threshold",
         cache="dual",
     )
-    free = [Request([1, 2, 3 + i], 17) for i in range(2)]
-    beside = [bound(Request([1, 2, 3 + i], 17), language_of(pattern)) for i, pattern in enumerate(PATTERNS[1:4])]
+    free = [Request.behind([1, 2, 3 + i], 17) for i in range(2)]
+    beside = [bound(Request.behind([1, 2, 3 + i], 17), language_of(pattern)) for i, pattern in enumerate(PATTERNS[1:4])]
     alone = [completions(engine_for(recipe, rows=1), [request])[0].canvas for request in (*free, *beside)]
     together = [done.canvas for done in completions(engine_for(recipe, rows=5), [*free, *beside])]
     assert together == alone
@@ -181,10 +184,11 @@ def test_forced_text_takes_no_forward() -> None:
         decoder="threshold",
         cache="none",
     )
-    (done,) = completions(engine_for(recipe), [bound(Request([1], 32), language_of("abc(12){1}x"))])
+    (done,) = completions(engine_for(recipe), [bound(Request.behind([1], 32), language_of("abc(12){1}x"))])
     assert done.counts.forwards <= 2
     assert b"".join(BYTES[token] for token in done.output) == b"abc12x"
-    assert 0 < done.counts.more["forced"] <= done.counts.tokens
+    forced = done.counts.tells(ForcedCount)
+    assert forced is not None and 0 < forced.tokens <= done.counts.tokens
 
 
 def test_candidates_change_no_token() -> None:
@@ -194,7 +198,7 @@ def test_candidates_change_no_token() -> None:
         decoder="threshold",
         cache="none",
     )
-    requests = [bound(Request([1, 2], 20), language_of(pattern)) for pattern in PATTERNS]
+    requests = [bound(Request.behind([1, 2], 20), language_of(pattern)) for pattern in PATTERNS]
     plain, tried = (
         [done.canvas for done in completions(engine_for(recipe, rows=3, speculate=count), requests)] for count in (0, 4)
     )
@@ -207,18 +211,18 @@ def test_a_branch_adds_what_leaves_an_answer(kind: str) -> None:
     """A branch's token is written without the projection, so it is tested before the branch is made."""
     iteration = {"name": "lopa", "block": 4, "blocks": 2, "branches": 3}
     recipe = compose(Scripted(adversarial(kind, 5)), iteration=iteration, decoder="threshold", cache="none")
-    requests = [bound(Request([1, 2], language_of(p).shortest + 6), language_of(p)) for p in PATTERNS]
+    requests = [bound(Request.behind([1, 2], language_of(p).shortest + 6), language_of(p)) for p in PATTERNS]
     done = completions(engine_for(recipe, rows=3), requests)
     assert all(accepted(language_of(p), one.canvas[2:]) for p, one in zip(PATTERNS, done, strict=True))
-    free = [Request([1, 2, 3 + i], 17) for i in range(2)]
+    free = [Request.behind([1, 2, 3 + i], 17) for i in range(2)]
     together = completions(engine_for(recipe, rows=4), [*free, *requests[:2]])[:2]
     assert [one.canvas for one in together] == [one.canvas for one in completions(engine_for(recipe), free)]
 
 
 def test_a_language_reaches_other_processes_as_text() -> None:
     found = replace(language_of(PATTERNS[2]), posterior=True)
-    sent = json.loads(json.dumps(InLanguage(found, 3, 9, None).plain()))
-    came, again = (InLanguage.of({"language": sent}) for _ in range(2))
+    sent = json.loads(json.dumps(spelled(InLanguage(found, 3, 9, None))))
+    came, again = (read(sent) for _ in range(2))
     assert (
         came.language is again.language
         and came.language.posterior
@@ -232,19 +236,19 @@ def test_decoders_that_move_or_grow_are_refused_by_name(decoder: str) -> None:
     model = fitted(Scripted(adversarial("random", 0)), decoder)
     recipe = compose(model, iteration="full" if decoder == "daedal" else "blockwise", decoder=decoder, cache="none")
     with pytest.raises(ValueError, match=decoder):
-        engine_for(recipe).check(bound(Request([1], 8), language_of("ab|cd")))
+        engine_for(recipe).check(bound(Request.behind([1], 8), language_of("ab|cd")))
 
 
 def test_a_least_number_of_tokens_contradicts_a_constraint() -> None:
     recipe = compose(Scripted(adversarial("random", 0)), iteration="blockwise", decoder="threshold", cache="none")
     with pytest.raises(ValueError, match=r"sampling\.min_tokens=3 contradicts the constraint"):
-        engine_for(recipe).check(bound(Request([1], 8, recipe.resolve({"min_tokens": 3})), language_of("ab|cd")))
+        engine_for(recipe).check(bound(Request.behind([1], 8, recipe.resolve({"min_tokens": 3})), language_of("ab|cd")))
 
 
 def test_a_canvas_that_is_too_short_is_refused_with_the_shortest_answer() -> None:
     recipe = compose(Scripted(adversarial("random", 0)), iteration="blockwise", decoder="threshold", cache="none")
     with pytest.raises(ValueError, match="has 3 tokens"):
-        engine_for(recipe).check(bound(Request([1], 2), language_of("abcdx|cdabx")))
+        engine_for(recipe).check(bound(Request.behind([1], 2), language_of("abcdx|cdabx")))
 
 
 def test_a_language_without_room_beside_others_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,14 +262,16 @@ def test_a_language_without_room_beside_others_ends_its_request_alone(monkeypatc
         cache="none",
     )  # fmt: skip
     engine, ended = engine_for(recipe, rows=3), dict[int, Update]()
-    asked = [engine.add(bound(Request([1], 8), found)) for found in (large, other)] + [engine.add(Request([1], 8))]
+    asked = [engine.add(bound(Request.behind([1], 8), found)) for found in (large, other)] + [
+        engine.add(Request.behind([1], 8))
+    ]
     while engine.busy:
         ended |= {update.index: update for update in engine.step() if update.completion or update.error}
     first, second, free = (ended[index] for index in asked)
     assert first.completion is not None and accepted(large, first.completion.canvas[1:])
     assert isinstance(second.error, MemoryError) and "too large together" in str(second.error)
     assert free.completion is not None
-    (later,) = completions(engine, [bound(Request([1], 8), third)])  # nobody is in the first any more
+    (later,) = completions(engine, [bound(Request.behind([1], 8), third)])  # nobody is in the first any more
     assert accepted(third, later.canvas[1:])
 
 
@@ -274,7 +280,7 @@ def test_a_language_that_no_device_holds_is_refused_with_what_is_too_much() -> N
     many = language(compile_automaton(choice([f"w{i}{chr(97 + i % 10)}{i}" for i in range(1100)]))[0], words)
     recipe = compose(Scripted(adversarial("random", 0)), iteration="blockwise", decoder="threshold", cache="none")
     with pytest.raises(ValueError, match=r"classes of tokens; at most 1,024 are possible"):
-        engine_for(recipe).check(bound(Request([1], 60), many))
+        engine_for(recipe).check(bound(Request.behind([1], 60), many))
 
 
 @pytest.mark.rest(but=9)
@@ -289,7 +295,7 @@ def test_editing_ends_where_nothing_changes_any_more(decoder: str, kind: str) ->
     )  # fmt: skip
     for pattern in PATTERNS:
         found = language_of(pattern)
-        (done,) = completions(engine_for(recipe), [bound(Request([1], found.shortest + 8), found)])
+        (done,) = completions(engine_for(recipe), [bound(Request.behind([1], found.shortest + 8), found)])
         assert accepted(found, done.canvas[1:])
         assert done.counts.forwards <= len(done.canvas) + 4, (pattern, done.counts)
 
@@ -303,7 +309,7 @@ def test_edits_that_are_only_possible_together_are_written(later: str, end: floa
             table[call, place, TEXTS.index(letter)] = 9.0 if place == 1 else end
     decoder = component("decoder", "joint_threshold_speed")
     recipe = compose(Scripted(table), iteration="blockwise", decoder=decoder, cache="none")
-    (done,) = completions(engine_for(recipe), [bound(Request([1], 2), language_of("ab|cd"))])
+    (done,) = completions(engine_for(recipe), [bound(Request.behind([1], 2), language_of("ab|cd"))])
     assert [TEXTS[token] for token in done.canvas[1:]] == ["c", "d"]
 
 
@@ -314,7 +320,7 @@ def test_edits_that_go_round_in_circles_end() -> None:
         table[call, 1, TEXTS.index(first)], table[call, 2, TEXTS.index(second)] = 2.0, 9.0
     recipe = compose(Scripted(table), iteration="blockwise", decoder="joint_threshold", cache="none")
     found = language_of("[a-d]b|[e-h]d")
-    (done,) = completions(engine_for(recipe), [bound(Request([1], 2), found)])
+    (done,) = completions(engine_for(recipe), [bound(Request.behind([1], 2), found)])
     assert accepted(found, done.canvas[1:])
     assert constraints.TAKEN_BACK < done.counts.forwards <= 2 * constraints.TAKEN_BACK + 3
 

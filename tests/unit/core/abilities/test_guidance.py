@@ -47,7 +47,7 @@ def test_it_is_the_published_formula(scale: float) -> None:
     recipe = recipe_for(stop="off")
     want = official(recipe, scale, 3, 4)
     assert MASK not in want, "else the two differ in what they do with it"
-    completion = completions(engine_for(recipe), [Request(PROMPT, 24, recipe.resolve({"guidance": scale}))])[0]
+    completion = completions(engine_for(recipe), [Request.behind(PROMPT, 24, recipe.resolve({"guidance": scale}))])[0]
     assert completion.canvas == want
     assert completion.counts.forwards == 12  # a pass over both branches is one
     assert want != official(recipe, 0.0, 3, 4)
@@ -64,13 +64,15 @@ def test_rows_do_not_notice_each_other(variant: str, cache: str) -> None:
     """Guided and plain rows mixed, few slots, small pages, any schedule of steps."""
     recipe = recipe_for(variant, cache)
     scales = [0.7, 0.0, 2.0, 0.0, 1.0]
-    requests = [Request([i + 1, 2, 3 + i], 13 + i, recipe.resolve({"guidance": s})) for i, s in enumerate(scales)]
+    requests = [
+        Request.behind([i + 1, 2, 3 + i], 13 + i, recipe.resolve({"guidance": s})) for i, s in enumerate(scales)
+    ]
     alone = [outcome(completions(engine_for(recipe), [request])[0]) for request in requests]
     assert [outcome(c) for c in completions(engine_for(recipe, rows=2, page=4), requests)] == alone
     host = Host(recipe, requests, seed=1)
     host.run_at_random()
     assert host.canvases() == [row[0] for row in alone]
-    plain = [outcome(completions(engine_for(recipe), [Request(r.prompt, r.new_tokens)])[0]) for r in requests]
+    plain = [outcome(completions(engine_for(recipe), [Request.behind(r.prompt, r.new_tokens)])[0]) for r in requests]
     assert [a == b for a, b in zip(alone, plain, strict=True)] == [s == 0 for s in scales]
 
 
@@ -78,7 +80,7 @@ def test_the_exact_cache_is_exact_for_both_branches() -> None:
     rows = []
     for cache in ("none", "block"):
         recipe = recipe_for("block_causal", cache, align=True)
-        requests = [Request(PROMPT * n, 21, recipe.resolve({"guidance": 1.5})) for n in (1, 3)]
+        requests = [Request.behind(PROMPT * n, 21, recipe.resolve({"guidance": 1.5})) for n in (1, 3)]
         rows.append([outcome(c)[:3] for c in completions(engine_for(recipe), requests)])
     assert rows[0] == rows[1]
 
@@ -86,7 +88,7 @@ def test_the_exact_cache_is_exact_for_both_branches() -> None:
 def test_pages_come_back_and_no_nan_outlives_a_fault() -> None:
     recipe = recipe_for(cache="dual")
     engine = engine_for(recipe)
-    guided, plain = (Request(PROMPT, 20, recipe.resolve({"guidance": g})) for g in (1.0, 0.0))
+    guided, plain = (Request.behind(PROMPT, 20, recipe.resolve({"guidance": g})) for g in (1.0, 0.0))
     want = [outcome(c) for c in completions(engine_for(recipe), [guided, plain, plain])]
     for _ in range(2):
         assert [outcome(c) for c in completions(engine, [plain])] == want[1:2]
@@ -106,6 +108,6 @@ def test_what_cannot_be_guided_is_refused() -> None:
 def test_guidance_and_sampling_together() -> None:
     recipe = recipe_for(cache="dual", stop="off")
     given = {"guidance": 1.0, "temperature": 0.8, "seed": 5, "ban_eos": 1}
-    request = Request(PROMPT, 20, recipe.resolve(given))
+    request = Request.behind(PROMPT, 20, recipe.resolve(given))
     first, second = (completions(engine_for(recipe), [request] * n)[-1] for n in (1, 3))
     assert outcome(first) == outcome(second) and EOS not in first.canvas

@@ -66,7 +66,7 @@ def test_records_make_the_canvas(name: str, temperature: float, kept: list[Any])
     if temperature and "temperature" in recipe.decoder.refuses:
         pytest.skip("draws nothing")
     options = recipe.resolve({"temperature": temperature, "seed": 3})
-    request = Request([4, 9, 2, 7], 20, options, stops=False)
+    request = Request.behind([4, 9, 2, 7], 20, options, stops=False)
     *_, last = engine_for(recipe).run([request], Wants(deltas="block", logprobs=True))
     assert last.completion is not None
     mask = recipe.model.spec.mask_id
@@ -88,13 +88,13 @@ def test_nothing_is_recorded_where_nobody_asks(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr("dinfer.core.step.record.decided", refused)
     recipe = compose(tiny_model(), iteration={"name": "blockwise", "block": 8}, decoder="threshold", cache="dual")
-    *_, last = engine_for(recipe).run([Request([4, 9], 8)])
+    *_, last = engine_for(recipe).run([Request.behind([4, 9], 8)])
     assert last.completion is not None
 
 
 def test_the_drawn_distribution_is_that_of_the_temperature(kept: list[Any]) -> None:
     recipe = compose(tiny_model(), iteration="full", decoder={"name": "fixed", "steps": 6}, cache="none")
-    request = Request([4, 9], 6, recipe.resolve({"temperature": 1.0, "top_k": 0, "seed": 1}), stops=False)
+    request = Request.behind([4, 9], 6, recipe.resolve({"temperature": 1.0, "top_k": 0, "seed": 1}), stops=False)
     *_, _last = engine_for(recipe).run([request])
     raw, drawn = (torch.tensor([event[column] for event in kept]) for column in (6, 7))
     assert len(kept) == 6 and (drawn >= raw - 1e-5).all()  # the mask token is not drawn, or as at temperature 1

@@ -36,8 +36,10 @@ def recipe_of(iteration: Mapping[str, Any], **cache: int) -> Recipe:
 
 def requests_for(recipe: Recipe, *, draws: bool) -> list[Request]:
     """Prompts and answers of many lengths, and a row that may draw."""
-    plain = [Request([1 + (7 * i + j) % 30 for i in range(5 + 9 * j)], 40 + j, recipe.resolve({})) for j in range(5)]
-    return [*plain, Request([3, 1, 4], 40, recipe.resolve({"temperature": 0.8 * draws, "seed": 5}))]
+    plain = [
+        Request.behind([1 + (7 * i + j) % 30 for i in range(5 + 9 * j)], 40 + j, recipe.resolve({})) for j in range(5)
+    ]
+    return [*plain, Request.behind([3, 1, 4], 40, recipe.resolve({"temperature": 0.8 * draws, "seed": 5}))]
 
 
 @pytest.mark.rest(but=2)
@@ -75,7 +77,7 @@ def test_rounds_are_launched_ahead_where_it_is_known_who_enters(
         cache={"name": "narrow_block", "ahead": 4, "back": 2},
     )  # fmt: skip
     prompts = [[1 + (7 * i + j) % 30 for i in range(BLOCK * (1 + j % 3))] for j in range(12)]
-    requests = [Request(ids, BLOCK * (6 + j % 4), recipe.resolve({})) for j, ids in enumerate(prompts)]
+    requests = [Request.behind(ids, BLOCK * (6 + j % 4), recipe.resolve({})) for j, ids in enumerate(prompts)]
     alone = [outcome(done) for done in completions(engine_for(recipe, rows=1), requests)]
     monkeypatch.setattr("dinfer.speed.grouping.FREE", 64)
     monkeypatch.setattr("dinfer.speed.abilities.open_positions.MANY", many)
@@ -100,7 +102,7 @@ def test_rows_without_lanes_sit_the_step_out() -> None:
     state = BatchState.alloc(recipe, PoolSize(2, 48, 24, 4), dtype=torch.float64, device=torch.device("cpu"))
     masked = [False] * 3 + [True] * 45
     pages = [*range(2, 26)]
-    entries = [Entry(slot, [1] * 48, masked, 3, [], pages=pages[12 * slot :][:12], fresh=[]) for slot in range(2)]
+    entries = [Entry(slot, Request([1] * 48, masked), pages=pages[12 * slot :][:12], fresh=[]) for slot in range(2)]
     state.admit(recipe, entries)
     before_NC = state.canvas.cursors_NC.clone()
     shape = StepShape(Phase.WINDOW, 4, 6, 1, BLOCK, 12).adding(Sliced(64))

@@ -49,7 +49,7 @@ def requests_of(recipe: Recipe) -> list[Request]:
     for i, (prompt, new) in enumerate([([1, 2, 3, 4, 5], 19), (list(range(10, 31)), 13), ([7] * 8, 8)]):
         options = varied_options(recipe, i)
         options.pop("sampling.guidance", None)
-        requests.append(Request(prompt, new, recipe.resolve(options)))
+        requests.append(Request.behind(prompt, new, recipe.resolve(options)))
     return requests
 
 
@@ -124,7 +124,7 @@ def test_every_step_commits_what_it_would_commit_without(data: st.DataObject) ->
     options: dict[str, float] = (
         {} if isinstance(recipe.decoder, Edits) else {"sampling.temperature": data.draw(st.sampled_from([0.0, 0.7]))}
     )
-    request = Request([1 + seed % 5, 3, 9], 2 * BLOCK + 3, recipe.resolve(options | {"sampling.seed": seed}))
+    request = Request.behind([1 + seed % 5, 3, 9], 2 * BLOCK + 3, recipe.resolve(options | {"sampling.seed": seed}))
     patch = pytest.MonkeyPatch()
     want, plain = states(recipe, request, patch)
     got, fast = states(recipe, request, patch, speculate=count)
@@ -139,7 +139,7 @@ def test_a_chain_of_hits_takes_one_forward() -> None:
         for name, weight in recipe.model.named_parameters():
             if "out" in name or "down" in name:  # nothing reaches a position but its own token
                 weight.zero_()
-    request = Request([1, 2, 3], 2 * BLOCK, recipe.resolve({}), stops=False)
+    request = Request.behind([1, 2, 3], 2 * BLOCK, recipe.resolve({}), stops=False)
     (plain,), (fast,) = (completions(engine_for(recipe, speculate=count), [request]) for count in (0, 16))
     assert said(fast) == said(plain) and plain.counts.hits == 0
     # In each block: a pass over the canvas, then one whose candidates have up to six more tokens.
@@ -171,7 +171,7 @@ def test_a_guided_request_is_refused() -> None:
     recipe = recipe_of()
     engine = engine_for(recipe, speculate=2)
     with pytest.raises(ValueError, match=r"sampling\.guidance .* Use sampling\.guidance=0, or runtime\.speculate=0"):
-        engine.add(Request([1], 4, recipe.resolve({"guidance": 0.5})))
+        engine.add(Request.behind([1], 4, recipe.resolve({"guidance": 0.5})))
 
 
 @pytest.mark.parametrize("count", [-1, 17, 2.0, "all", True])

@@ -58,8 +58,8 @@ def test_log_probabilities_are_those_of_the_step_that_commits(ahead: bool, monke
 
     monkeypatch.setattr(type(recipe.model), "logits", kept)
     engine = engine_for(recipe)
-    updates = list((launched_ahead(engine) if ahead else engine).run([Request([1, 2, 3], 16)], Wants(deltas="commit",
-                                                                     logprobs=True, snapshots=True)))  # fmt: skip
+    wants = Wants(deltas="commit", logprobs=True, snapshots=True)
+    updates = list((launched_ahead(engine) if ahead else engine).run([Request.behind([1, 2, 3], 16)], wants))
     step_of: dict[int, int] = {}
     for number, update in enumerate(updates):
         assert update.masked is not None
@@ -90,7 +90,7 @@ def test_each_log_probability_is_read_once_and_those_of_a_round_together(monkeyp
 
     monkeypatch.setattr(torch.Tensor, "tolist", counted)
     recipe = compose(tiny_model(), iteration="full", decoder={"name": "fixed", "steps": steps}, cache="none")
-    requests = [Request([1, 2, 3 + i], steps, stops=False) for i in range(3)]
+    requests = [Request.behind([1, 2, 3 + i], steps, stops=False) for i in range(3)]
     updates = list(engine_for(recipe).run(requests, Wants(deltas="commit", logprobs=True)))
     told = sum(len(update.logprobs or []) for update in updates)
     assert told == 3 * steps and sum(reads) == told * (1 + 2 * TOP) and len(reads) <= steps
@@ -104,14 +104,14 @@ def test_log_probabilities_do_not_depend_on_neighbours(iteration: str) -> None:
         tiny_model(), iteration={"name": iteration, "block": 8}, decoder="entropy_bound" if plain else "threshold",
         cache="none", sampling={"name": "standard", "suppress_mask": plain},
     )  # fmt: skip
-    request = Request([4] * 9, 29, recipe.resolve({}))
+    request = Request.behind([4] * 9, 29, recipe.resolve({}))
 
     def told(engine: Engine, beside: list[Request]) -> list[tuple[int, Any]]:
         updates = [u for u in engine.run([request, *beside], Wants(deltas="commit", logprobs=True)) if u.index == 0]
         return [pair for u in updates for pair in zip(u.new or [], u.logprobs or [], strict=True)]
 
     engine = engine_for(recipe, rows=2)
-    drawn = Request([1, 2, 3], 29, recipe.resolve({"sampling.temperature": 0.7}))
+    drawn = Request.behind([1, 2, 3], 29, recipe.resolve({"sampling.temperature": 0.7}))
     alone, beside = told(engine, []), told(engine, [drawn])
     assert [token for token, _ in alone] == [token for token, _ in beside] and len(alone) > 8
     for (token, one), (_, other) in zip(alone, beside, strict=True):
@@ -122,7 +122,7 @@ def test_log_probabilities_do_not_depend_on_neighbours(iteration: str) -> None:
 def test_drafts_show_what_is_proposed_and_what_stands() -> None:
     recipe = recipe_of({"name": "fixed", "steps": 8})
     frames: dict[int, list[Update]] = defaultdict(list)
-    requests = [Request([1, 2, 3], 13), Request([4] * 5, 20)]
+    requests = [Request.behind([1, 2, 3], 13), Request.behind([4] * 5, 20)]
     for update in engine_for(recipe).run(requests, Wants(drafts=True, snapshots=True)):
         frames[update.index].append(update)
     for updates in frames.values():
@@ -140,8 +140,8 @@ def test_drafts_show_what_is_proposed_and_what_stands() -> None:
 def test_drafts_are_never_those_of_another_request(favour: str) -> None:
     recipe = recipe_of({"name": "fixed", "steps": 8})
     engine = engine_for(recipe, rows=1, favour=favour)
-    list(engine.run([Request([5] * 9, 30)], Wants(drafts=True)))
-    for update in engine.run([Request([1] * 9, 30)], Wants(drafts=True)):
+    list(engine.run([Request.behind([5] * 9, 30)], Wants(drafts=True)))
+    for update in engine.run([Request.behind([1] * 9, 30)], Wants(drafts=True)):
         if update.phase == Phase.PREFILL:
             assert {token for token, _, stands in update.drafts if not stands} == {-1}
 
@@ -149,6 +149,6 @@ def test_drafts_are_never_those_of_another_request(favour: str) -> None:
 def test_nobody_pays_who_does_not_ask() -> None:
     recipe = recipe_of()
     engine = engine_for(recipe)
-    (update, *_) = engine.run([Request([1, 2, 3], 8)], Wants(deltas="commit"))
+    (update, *_) = engine.run([Request.behind([1, 2, 3], 8)], Wants(deltas="commit"))
     assert update.logprobs is None and update.active is None and update.drafts == []
     assert engine.runner.state.kept[Reporting].told is None

@@ -53,7 +53,7 @@ def steps(
     recipe = compose(watched, iteration=sweep, decoder=decoder, cache=cache)  # type: ignore[arg-type]
     prompt = [1 + (7 * i) % 30 for i in range(PROMPT)]
     masked, tokens = set(range(PROMPT, LENGTH)), prompt + [watched.spec.mask_id] * NEW
-    for update in engine_for(recipe).run([Request(prompt, NEW, recipe.resolve({}))], Wants(snapshots=True)):
+    for update in engine_for(recipe).run([Request.behind(prompt, NEW, recipe.resolve({}))], Wants(snapshots=True)):
         yield watched, update, masked, tokens
         masked = {p for p, is_masked in enumerate(update.masked or []) if is_masked}
         tokens = update.tokens or []
@@ -110,7 +110,10 @@ def test_keys_that_are_never_kept_are_those_of_the_prefix_cache(sweep: dict[str,
     for cache in ({"name": "delayed", "interval": 0, "delay": 1000}, "prefix"):
         decoder = {"name": "threshold", "threshold": 0.9}
         recipe = compose(tiny_model(), iteration=sweep | {"block": BLOCK}, decoder=decoder, cache=cache)
-        requests = [Request([1, 2, 3, 4, 5], 3 * BLOCK, recipe.resolve({})), Request([7], 20, recipe.resolve({}))]
+        requests = [
+            Request.behind([1, 2, 3, 4, 5], 3 * BLOCK, recipe.resolve({})),
+            Request.behind([7], 20, recipe.resolve({})),
+        ]
         found.append([u.completion.canvas for u in engine_for(recipe).run(requests) if u.completion is not None])
     assert found[0] == found[1]
 
@@ -161,7 +164,7 @@ def test_the_share_that_is_recomputed_is_the_same_for_host_and_device() -> None:
     """29% of 100 is 29 in float32 and 28 in float64; the row then never fitted the step that the host launched."""
     cache = {"name": "adaptive", "ratio": 0.29, "response_interval": 0}
     recipe = compose(tiny_model(), iteration={"name": "blockwise", "block": 32}, decoder="threshold", cache=cache)
-    host = Host(recipe, [Request([1, 2, 3], 100)])
+    host = Host(recipe, [Request.behind([1, 2, 3], 100)])
     host.step(Phase.FULL, host.slots)
     cursors = Cursors._make(host.state.canvas.cursors_NC[host.slots[0], : len(Cursors._fields)].tolist())
     host.step(Phase.WINDOW, host.slots, width=width_of(recipe.cache, recipe.model.spec, cursors))

@@ -88,7 +88,7 @@ def test_a_mask_that_is_not_computed_is_not_decoded() -> None:
     cache = {"name": "d2cache", "masks": 2, "mass": 0.0, "share": None}
     recipe = compose(network, iteration=SWEEP, decoder={"name": "threshold", "threshold": 0.3}, cache=cache)
     before = [True] * 24
-    for update in engine_for(recipe).run([Request([1, 2, 3], 24, recipe.resolve({}))], Wants(snapshots=True)):
+    for update in engine_for(recipe).run([Request.behind([1, 2, 3], 24, recipe.resolve({}))], Wants(snapshots=True)):
         after = (update.masked or [])[3:]
         written = [3 + i for i in range(24) if before[i] and not after[i]]
         assert written and set(written) <= set(fed[update.forwards - 1])
@@ -119,7 +119,7 @@ def test_masks_are_ranked_by_the_confidence_that_the_decoder_orders_them_by(tmp_
         decoder={"name": "calibrated", "sigma": 0.0, "threshold": 100.0, "frequencies": str(table), "clip": clip},
         cache={"name": "d2cache", "masks": 2, "mass": 0.0, "sigma": 0.0, "share": None},
     )
-    updates = engine_for(recipe).run([Request([1, 2, 3], 24, recipe.resolve({}))], Wants(snapshots=True))
+    updates = engine_for(recipe).run([Request.behind([1, 2, 3], 24, recipe.resolve({}))], Wants(snapshots=True))
     left = [3 + i for i, masked in enumerate((next(updates).masked or [])[3:]) if masked]
     next(updates)
     plain = {pos: rows[0][pos].max().item() for pos in left}
@@ -135,7 +135,7 @@ def test_a_share_bounds_what_a_step_computes() -> None:
         recipe = compose(tiny_model(), iteration=SWEEP, decoder="threshold", cache=cache)
         engine = engine_for(recipe)
         shapes = observed(engine)
-        completions(engine, [Request([1, 2, 3], 64, recipe.resolve({}))])
+        completions(engine, [Request.behind([1, 2, 3], 64, recipe.resolve({}))])
         widths.append({shape.width for shape in shapes if shape.phase == Phase.WINDOW})
     assert min(widths[0]) >= 67 and max(widths[1]) < 32  # 8 of the block and 16 others, in a bucket
 

@@ -29,11 +29,11 @@ def recipe_of(model: Any, cache: Any, **sampling: int) -> Recipe:
 
 def requests_for(recipe: Recipe) -> list[Request]:
     """Three prompts, gaps, and a row that draws."""
-    plain = [Request([1 + (7 * i + j) % 30 for i in range(5 + j)], NEW, recipe.resolve({})) for j in range(3)]
+    plain = [Request.behind([1 + (7 * i + j) % 30 for i in range(5 + j)], NEW, recipe.resolve({})) for j in range(3)]
     causal = recipe.model.spec.causal_block is not None  # which fills gaps at the end alone
     gaps = [at > 29 if causal else at % 3 == 1 for at in range(35)]
-    drawn = Request([3, 1, 4], NEW, recipe.resolve({"temperature": 0.8, "seed": 5}))
-    return [*plain, Request([2] * 35, 6, recipe.resolve({}), gaps=gaps), drawn]
+    drawn = Request.behind([3, 1, 4], NEW, recipe.resolve({"temperature": 0.8, "seed": 5}))
+    return [*plain, Request([2] * 41, [*gaps, *[True] * 6], recipe.resolve({})), drawn]
 
 
 def answers(recipe: Recipe, **runtime: Any) -> list[Completion]:
@@ -66,7 +66,7 @@ def test_each_step_computes_and_decodes_around_the_first_mask(variant: str, cach
     table = torch.randn(3, 5, VOCAB, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     model = Heard(table, shift=shift, **spec)
     recipe = recipe_of(model, {"name": f"narrow_{cache}", "ahead": 4, "back": 2})
-    request, narrow = Request([1] * BLOCK, 2 * BLOCK, recipe.resolve({})), 0
+    request, narrow = Request.behind([1] * BLOCK, 2 * BLOCK, recipe.resolve({})), 0
     masked, seen = {*range(BLOCK, 3 * BLOCK)}, 0
     for update in engine_for(recipe).run([request], Wants(snapshots=True)):
         positions, (start, end) = model.fed[-1], update.region
@@ -114,7 +114,7 @@ def test_of_several_blocks_a_step_computes_what_has_no_keys_what_became_final_an
     def share(first: int) -> float:
         return 1 - len(open_in(first)) / (min(first + size, size + new) - first)
 
-    for update in engine_for(recipe).run([Request([1] * size, new, recipe.resolve({}))], Wants(snapshots=True)):
+    for update in engine_for(recipe).run([Request.behind([1] * size, new, recipe.resolve({}))], Wants(snapshots=True)):
         if update.phase == Phase.PREFILL:
             continue
         assert update.region == (start, end)
@@ -148,9 +148,9 @@ def test_keys_of_finished_blocks_are_those_of_the_block_cache(blocks: int) -> No
     recipe = recipe_of(model, {"name": "narrow_block", "ahead": 3, "back": 1})
     if blocks > 1:
         recipe = replace(recipe, iteration=ITERATIONS.build({"name": "multi_block", "block": BLOCK, "blocks": blocks}))
-    first = Request([1 + 3 * i % 30 for i in range(BLOCK)], 3 * BLOCK, recipe.resolve({}))
+    first = Request.behind([1 + 3 * i % 30 for i in range(BLOCK)], 3 * BLOCK, recipe.resolve({}))
     canvas = completions(engine_for(recipe), [first])[0].canvas
-    turn = Request([*canvas, 7], BLOCK, recipe.resolve({}))
+    turn = Request.behind([*canvas, 7], BLOCK, recipe.resolve({}))
     updates = [
         update for update in engine_for(recipe, rows=1, page=4, share=True).run([first, turn]) if update.index == 1
     ]
@@ -181,7 +181,7 @@ def test_what_cannot_be_is_refused_by_name(variant: str, parts: dict[str, Any], 
 def test_a_limit_commits_the_first_masks_alone(variant: str, cache: str, window: bool) -> None:
     setting = {"name": f"narrow_{cache}", "ahead": 6, "back": 2} if window else cache
     recipe = recipe_of(tiny_model(variant), setting)
-    request = Request([1] * BLOCK, 2 * BLOCK, recipe.resolve({"leftmost": 2, "threshold": 0.0}))
+    request = Request.behind([1] * BLOCK, 2 * BLOCK, recipe.resolve({"leftmost": 2, "threshold": 0.0}))
     masked, most = [*range(BLOCK, 3 * BLOCK)], 0
     for update in engine_for(recipe).run([request], Wants(snapshots=True)):
         left = [at for at, is_masked in enumerate(update.masked or []) if is_masked]
@@ -193,7 +193,7 @@ def test_a_limit_commits_the_first_masks_alone(variant: str, cache: str, window:
 
 def test_a_limit_is_of_one_request_alone() -> None:
     recipe = recipe_of(tiny_model("block_causal"), "block")
-    plain, limited = (Request([1, 2, 3], NEW, recipe.resolve(given)) for given in ({}, {"leftmost": 1}))
+    plain, limited = (Request.behind([1, 2, 3], NEW, recipe.resolve(given)) for given in ({}, {"leftmost": 1}))
     together = [outcome(done) for done in completions(engine_for(recipe, rows=2), [plain, limited])]
     assert together == [outcome(completions(engine_for(recipe), [each])[0]) for each in (plain, limited)]
     assert together[0] != together[1]

@@ -55,10 +55,10 @@ def test_a_cache_that_would_never_refresh_is_refused(cache: object) -> None:
 @pytest.mark.parametrize("cache", ["dual", "prefix"])
 def test_with_an_interval_it_refreshes(cache: str) -> None:
     recipe = recipe_of(Declared(), cache={"name": cache, "interval": 3})
-    (done,) = completions(engine_for(recipe), [Request([1, 2, 3], 20)])
+    (done,) = completions(engine_for(recipe), [Request.behind([1, 2, 3], 20)])
     assert done.counts.refreshes > done.counts.forwards // 5 > 1
 
 
 def test_an_iteration_that_slides_and_does_not_say_so_is_stopped() -> None:
     with pytest.raises(BrokenContract, match=r"Creeping moved its active region from position 3 to \d+ without"):
-        completions(engine_for(recipe_of(Creeping(), cache="dual")), [Request([1, 2, 3], 20)])
+        completions(engine_for(recipe_of(Creeping(), cache="dual")), [Request.behind([1, 2, 3], 20)])

@@ -18,7 +18,7 @@ def test_the_block_a_window_behind_it_and_the_last_position_are_fed() -> None:
     model = Heard(torch.randn(3, 5, VOCAB, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
     cache = {"name": "prefix", "suffix": 3}
     recipe = compose(model, iteration=SWEEP, decoder={"name": "fixed", "steps": 2}, cache=cache)
-    completions(engine_for(recipe), [Request([1] * 5, 30, recipe.resolve({}))])
+    completions(engine_for(recipe), [Request.behind([1] * 5, 30, recipe.resolve({}))])
     want = [[*range(first, min(start + 11, 34)), 34] for start in (5, 13, 21, 29) for first in (0, start)]
     assert model.fed == want
 
@@ -31,7 +31,7 @@ def test_a_window_that_leaves_nothing_out_changes_nothing(variant: str) -> None:
         cache = {"name": "prefix", "suffix": suffix}
         recipe = compose(tiny_model(variant), iteration=SWEEP, decoder="threshold", cache=cache)
         requests = requests_for(recipe)
-        guided = Request([1, 2, 3], 20, recipe.resolve({"guidance": 1.5}))
+        guided = Request.behind([1, 2, 3], 20, recipe.resolve({"guidance": 1.5}))
         found.append([outcome(done) for done in completions(engine_for(recipe, rows=3), [*requests, guided])])
     assert found[0] == found[1]
 
@@ -41,7 +41,7 @@ def test_the_last_position_is_seen_at_its_own_angle() -> None:
     canvases = []
     for new in (20, 21, 20):
         recipe = compose(tiny_model(), iteration=SWEEP, decoder="fixed", cache={"name": "prefix", "suffix": 0})
-        canvases.append(completions(engine_for(recipe), [Request([1, 2], new, recipe.resolve({}))])[0].canvas)
+        canvases.append(completions(engine_for(recipe), [Request.behind([1, 2], new, recipe.resolve({}))])[0].canvas)
     assert canvases[0] == canvases[2] and canvases[0] != canvases[1][:22]
 
 
@@ -60,7 +60,7 @@ def test_a_relaxed_threshold_falls_with_the_share_of_masks(masks: int, passing: 
         table[1, place, 3] = math.log(chance * (VOCAB - 1) / (1 - chance))
     decoder = {"name": "threshold", "threshold": 0.9, "relax": 0.6, "horizon": 4}
     recipe = compose(Scripted(table if masks < 8 else table[1:]), iteration=SWEEP, decoder=decoder, cache="none")
-    request = Request([1], 19, recipe.resolve({}))
+    request = Request.behind([1], 19, recipe.resolve({}))
     sizes = [
         sum(update.masked[1:9]) for update in engine_for(recipe).run([request], Wants(snapshots=True)) if update.masked
     ]

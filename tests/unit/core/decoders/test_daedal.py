@@ -30,7 +30,7 @@ def run(table: Tensor, **options: float) -> tuple[list[list[int]], list[int]]:
     recipe = compose(Scripted(table), iteration="full", decoder=DECODER, cache="none")
     engine = engine_for(recipe)
     shapes = observed(engine)
-    request = Request([1], NEW, recipe.resolve(options))
+    request = Request.behind([1], NEW, recipe.resolve(options))
     canvases = [(update.tokens or [])[1:] for update in engine.run([request], Wants(snapshots=True))]
     return canvases, [shape.width for shape in shapes]
 
@@ -59,7 +59,7 @@ def test_a_canvas_that_is_full_grows_no_further() -> None:
 
 def test_rows_that_grow_notice_no_other_row() -> None:
     recipe = compose(tiny_model(), iteration="full", decoder=DECODER, cache="none")
-    requests = [Request([3 + i] * (1 + 2 * i), 11 + 6 * i, recipe.resolve({"initial": 2 + i})) for i in range(4)]
+    requests = [Request.behind([3 + i] * (1 + 2 * i), 11 + 6 * i, recipe.resolve({"initial": 2 + i})) for i in range(4)]
     alone = [outcome(completions(engine_for(recipe), [request])[0]) for request in requests]
     assert [outcome(done) for done in completions(engine_for(recipe, rows=3), requests)] == alone
 

@@ -36,7 +36,7 @@ def test_what_a_token_is_fed_with(mix: str, rescale: bool) -> None:
     spy = Spy(tiny_model())
     iteration = {"name": "dmax", "block": 8, "blocks": 1, "mix": mix, "rescale": rescale, "top": 3, "weight": 0.2}
     recipe = compose(spy, iteration=iteration, decoder={"name": "threshold", "threshold": 0.4}, cache="none")
-    updates = list(engine_for(recipe).run([Request([1, 2, 3], 8, recipe.resolve({}))], Wants(snapshots=True)))
+    updates = list(engine_for(recipe).run([Request.behind([1, 2, 3], 8, recipe.resolve({}))], Wants(snapshots=True)))
     before, table = [1, 2, 3] + [MASK] * 8, spy.embed(torch.arange(VOCAB))
     mixed, chances = 0, torch.empty(0)
     for step, (x_WD, h_WD) in enumerate(spy.seen):
@@ -67,7 +67,7 @@ def test_the_decoder_fills_from_the_left_and_rewrites_what_stands() -> None:
     recipe = compose(
         Scripted(table), iteration={"name": "dmax", "block": 4, "align": True}, decoder="dmax", cache="dual"
     )
-    updates = list(engine_for(recipe).run([Request([1] * 4, 4, recipe.resolve({}))], Wants(snapshots=True)))
+    updates = list(engine_for(recipe).run([Request.behind([1] * 4, 4, recipe.resolve({}))], Wants(snapshots=True)))
     assert [update.tokens[4:] for update in updates if update.tokens] == [[6, 6, MASK, MASK], [9, 9, 9, 9]]
 
 
@@ -75,7 +75,7 @@ def test_the_decoder_fills_from_the_left_and_rewrites_what_stands() -> None:
 def test_rows_of_a_batch_do_not_notice_each_other(cache: str) -> None:
     model = tiny_model("block_causal")
     recipe = compose(model, iteration={"name": "dmax", "block": 4, "align": True}, decoder="dmax", cache=cache)
-    requests = [Request([1, 2, 3], 21), Request([4] * 9, 14), Request([5], 6)]
+    requests = [Request.behind([1, 2, 3], 21), Request.behind([4] * 9, 14), Request.behind([5], 6)]
     alone = [completions(engine_for(recipe), [request])[0] for request in requests]
     together = completions(engine_for(recipe, rows=3, page=4), requests)
     assert [c.canvas for c in together] == [c.canvas for c in alone]

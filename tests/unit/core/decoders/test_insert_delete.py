@@ -37,7 +37,7 @@ def recipe_of(table: Tensor, decoder: Any = "insert_delete", block: int = 4) -> 
 def steps(table: Tensor, **options: float) -> list[list[int]]:
     """The block after each step."""
     recipe = recipe_of(table, block=table.shape[1] - 1)
-    request = Request([1], table.shape[1] - 1, recipe.resolve(options))
+    request = Request.behind([1], table.shape[1] - 1, recipe.resolve(options))
     return [(update.tokens or [])[1:] for update in engine_for(recipe).run([request], Wants(snapshots=True))]
 
 
@@ -77,7 +77,7 @@ def test_every_block_ends_in_text_whatever_the_model_says(post_edits: int) -> No
     table = 3 * torch.randn(23, 14, VOCAB, generator=torch.Generator().manual_seed(post_edits), dtype=torch.float64)
     table[..., [DELETE, SPLIT, MASK]] += 6
     recipe = recipe_of(table, {"name": "insert_delete", "threshold": 0.2, "edit_threshold": 0.0}, block=8)
-    requests = [Request([1], new, recipe.resolve({"post_edits": post_edits})) for new in (8, 13)]
+    requests = [Request.behind([1], new, recipe.resolve({"post_edits": post_edits})) for new in (8, 13)]
     for done, request in zip(completions(engine_for(recipe), requests), requests, strict=True):
         assert not {DELETE, SPLIT, MASK} & set(done.canvas)
         assert done.counts.committed == request.new_tokens
@@ -88,7 +88,7 @@ def test_every_block_ends_in_text_whatever_the_model_says(post_edits: int) -> No
 def test_other_decoders_are_never_offered_the_two(decoder: str) -> None:
     table = script([DELETE, SPLIT, DELETE, SPLIT])
     recipe = recipe_of(table, decoder)
-    (done,) = completions(engine_for(recipe), [Request([1], 4, recipe.resolve({}))])
+    (done,) = completions(engine_for(recipe), [Request.behind([1], 4, recipe.resolve({}))])
     assert not {DELETE, SPLIT} & set(done.canvas)
 
 

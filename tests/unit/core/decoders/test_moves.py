@@ -69,7 +69,7 @@ def test_tokens_come_from_where_the_decoder_says(blocks: int) -> None:
     }  # fmt: skip
     decoder = Shuffling(want={})
     made = recipe(decoder, block=5, align=True, **sweep)
-    (done,) = completions(engine_for(made), [Request([7, EOS, 9, 8], 10)])
+    (done,) = completions(engine_for(made), [Request.behind([7, EOS, 9, 8], 10)])
     assert done.canvas[:4] == [7, EOS, 9, 8] and MASK not in done.canvas and done.counts.committed == 10
     got = [token for _, row in sorted(decoder.want.items()) for token, _ in row[1]]
     assert sorted(decoder.want) == [0, 5, 10] and got[: len(done.canvas)] == done.canvas
@@ -78,5 +78,5 @@ def test_tokens_come_from_where_the_decoder_says(blocks: int) -> None:
 def test_text_behind_a_gap_is_refused_where_tokens_move() -> None:
     made = recipe(Shuffling(want={}), name="blockwise", block=4)
     with pytest.raises(ValueError, match=r"text behind a gap, and decoder=Shuffling moves tokens"):
-        engine_for(made).check(Request([1, 2, 3], 0, gaps=[False, True, False]))
-    engine_for(made).check(Request([1, 2, 3], 0, gaps=[False, True, True]))
+        engine_for(made).check(Request([1, 2, 3], [False, True, False]))
+    engine_for(made).check(Request([1, 2, 3], [False, True, True]))

@@ -44,7 +44,7 @@ def test_a_verification_sees_what_block_size_1_sees(cache: str) -> None:
     """Oracle: one dense pass over prefix, draft and masks, its attention written out pair by pair."""
     noted = Noted(steps=BLOCK)
     decoding = recipe(noted, cache)
-    (done,) = completions(engine_for(decoding, page=4), [Request(PROMPT, 10, decoding.resolve({}))])
+    (done,) = completions(engine_for(decoding, page=4), [Request.behind(PROMPT, 10, decoding.resolve({}))])
     assert len(noted.seen) > 3
     for start, filled, logits_LV in noted.seen:
         size = min(BLOCK, len(done.canvas) - start)
@@ -85,7 +85,7 @@ def test_a_sure_model_takes_two_forwards_for_a_block() -> None:
         model.head.weight[7] = 1.0
         model.norm.weight.fill_(0.0)
     request = recipe(model=model, steps=BLOCK)
-    (done,) = completions(engine_for(request), [Request(PROMPT, 10, request.resolve({}))])
+    (done,) = completions(engine_for(request), [Request.behind(PROMPT, 10, request.resolve({}))])
     assert done.counts.forwards - done.counts.prefills == 2 * 3  # blocks 4 to 7, 8 to 11, 12 to 15
 
 

@@ -27,7 +27,7 @@ def recipe_of() -> Recipe:
 
 
 def requests_of(recipe: Recipe, count: int) -> list[Request]:
-    return [Request([i % 30, 2, 3] * (1 + i % 4), 9 + 3 * i, recipe.resolve({})) for i in range(count)]
+    return [Request.behind([i % 30, 2, 3] * (1 + i % 4), 9 + 3 * i, recipe.resolve({})) for i in range(count)]
 
 
 async def last(engine: AsyncEngine, request: Request, delay: int = 0) -> Completion:
@@ -88,7 +88,7 @@ def test_errors_reach_whom_they_concern(monkeypatch: pytest.MonkeyPatch) -> None
 
     async def refused(served: AsyncEngine) -> None:
         with pytest.raises(ValueError, match=r"runtime\.max_length=64"):
-            await last(served, Request([1] * 90, 8, recipe.resolve({})))
+            await last(served, Request.behind([1] * 90, 8, recipe.resolve({})))
 
     async def broken(served: AsyncEngine, request: Request) -> None:
         with pytest.raises(MemoryError, match="full"):
@@ -127,7 +127,7 @@ def test_engines_that_share_a_thread_take_turns(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("drafts", [False, True])
 def test_steps_come_together_for_callers_that_are_not_due(drafts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = recipe_of()
-    request = Request([1, 2, 3], 29, recipe.resolve({}))
+    request = Request.behind([1, 2, 3], 29, recipe.resolve({}))
     (want,) = completions(engine_for(recipe), [request])
     monkeypatch.setattr(async_engine, "PAUSE", 1e9)
     monkeypatch.setattr(async_engine, "FRAME", 1e9)

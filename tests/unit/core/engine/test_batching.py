@@ -30,6 +30,7 @@ from dinfer.core.engine.request import Completion, Request, Update, Wants
 from dinfer.core.engine.row import StepWidth
 from dinfer.core.recipe.recipe import Recipe, compose
 from dinfer.core.step.contracts import Phase
+from dinfer.core.step.request import DEFAULTS
 from dinfer.core.step.shape import KeysOnly, Sampled, StepShape
 from dinfer.core.step.step import denoise_step
 from dinfer.core.terms.spec import ExpertSpec
@@ -128,7 +129,9 @@ def test_the_head_runs_on_open_positions_alone(
 ) -> None:
     """As large batches do, and with room for fewer than there are: then some rows sit the step out."""
     recipe = combination.recipe()
-    requests = [replace(request, options=[]) for request in requests_for(recipe)]  # steps with a draw need all logits
+    requests = [
+        replace(request, options=DEFAULTS) for request in requests_for(recipe)
+    ]  # steps with a draw need all logits
     want = alone(recipe, requests)
     monkeypatch.setattr("dinfer.speed.abilities.open_positions.MANY", 1)
     shapes: list[StepShape] = []
@@ -183,7 +186,7 @@ def test_steps_are_cut_to_so_many_positions(
 def test_a_long_prompt_does_not_hold_up_rows_that_decode() -> None:
     recipe = block_recipe()
     engine = engine_for(recipe, positions=16, max_length=256)
-    short, long = Request([1, 2, 3], 40, recipe.resolve({})), Request([5] * 200, 8, recipe.resolve({}))
+    short, long = Request.behind([1, 2, 3], 40, recipe.resolve({})), Request.behind([5] * 200, 8, recipe.resolve({}))
     names = engine.add(short), engine.add(long)
     rounds = [{u.index: u.phase for u in engine.step()} for _ in range(12)]
     assert all(names[0] in phases for phases in rounds[1:])
@@ -199,7 +202,7 @@ def test_prefills_of_equal_work_are_one_shape(monkeypatch: pytest.MonkeyPatch) -
     for options in given:
         engine = engine_for(recipe)
         shapes = observed(engine)
-        completions(engine, [Request([*range(1, 10)], 8, recipe.resolve(options))])
+        completions(engine, [Request.behind([*range(1, 10)], 8, recipe.resolve(options))])
         prefills += [shape for shape in shapes if shape.phase == Phase.PREFILL]
     assert len(prefills) == len(given) and len(set(prefills)) == 1
 
@@ -218,7 +221,7 @@ def test_requests_wait_for_pages(pages: int) -> None:
 def test_cancelled_requests_leave_slots_and_pages(after: int) -> None:
     """Whether they wait, are prefilled or decode; those beside them and behind them in the queue do not notice."""
     recipe = block_recipe()
-    requests = [Request([i, i + 1] * 6, 14 + i, recipe.resolve({})) for i in range(5)]
+    requests = [Request.behind([i, i + 1] * 6, 14 + i, recipe.resolve({})) for i in range(5)]
     want = [outcome(c) for c in alone(recipe, requests)]
     engine = engine_for(recipe, rows=2, page=4, max_length=64, positions=8)
     if not after:
@@ -240,7 +243,7 @@ def test_cancelled_requests_leave_slots_and_pages(after: int) -> None:
 
 def test_a_row_at_fault_leaves_alone() -> None:
     recipe = block_recipe()
-    good, bad = Request([1, 2, 3], 20, recipe.resolve({})), Request([POISON, 3], 20, recipe.resolve({}))
+    good, bad = Request.behind([1, 2, 3], 20, recipe.resolve({})), Request.behind([POISON, 3], 20, recipe.resolve({}))
     engine = engine_for(recipe)
     names = [engine.add(request) for request in (good, bad, good)]
     updates = []
@@ -255,8 +258,8 @@ def test_a_row_at_fault_leaves_alone() -> None:
 def test_updates_say_how_far_a_request_is() -> None:
     recipe = block_recipe()
     engine = engine_for(recipe)
-    engine.add(Request([1, 2, 3], 20, recipe.resolve({})), Wants(snapshots=True))
-    engine.add(Request([4, 5, 6], 20, recipe.resolve({})))
+    engine.add(Request.behind([1, 2, 3], 20, recipe.resolve({})), Wants(snapshots=True))
+    engine.add(Request.behind([4, 5, 6], 20, recipe.resolve({})))
     updates = []
     while engine.busy:
         updates += engine.step()
@@ -273,8 +276,8 @@ def test_rounds_launched_before_the_last_is_looked_at_change_no_update(
 ) -> None:
     """With requests that come and go, fail, are cancelled and looked at."""
     recipe = block_recipe()
-    requests = [Request([i, i + 1] * (1 + i), 9 + i, recipe.resolve({})) for i in range(9)]
-    requests[4] = Request([POISON, 3], 20, recipe.resolve({}))
+    requests = [Request.behind([i, i + 1] * (1 + i), 9 + i, recipe.resolve({})) for i in range(9)]
+    requests[4] = Request.behind([POISON, 3], 20, recipe.resolve({}))
 
     def said(update: Update) -> tuple:
         done = None if update.completion is None else outcome(update.completion)
@@ -306,20 +309,20 @@ def test_rounds_launched_before_the_last_is_looked_at_change_no_update(
 
 def test_what_will_never_fit_is_refused_at_once() -> None:
     recipe = block_recipe()
-    long = Request([1] * 60, 8, recipe.resolve({}))
+    long = Request.behind([1] * 60, 8, recipe.resolve({}))
     with pytest.raises(ValueError, match=r"68 positions exceeds runtime\.max_length=64"):
         engine_for(recipe, max_length=64).add(long)
     with pytest.raises(ValueError, match=r"needs 5 pages .* runtime\.pages=4"):
         completions(engine_for(recipe, pages=4), [long])
     guided = LEGAL[0].recipe()
-    request = Request([1] * 60, 8, guided.resolve({"guidance": 1.0}))
+    request = Request.behind([1] * 60, 8, guided.resolve({"guidance": 1.0}))
     with pytest.raises(ValueError, match=r"needs 10 pages"):
         engine_for(guided, pages=9).add(request)
 
 
 def test_runs_and_single_steps_each_get_their_own() -> None:
     recipe = block_recipe()
-    engine, requests = engine_for(recipe), [Request([i, 2], 12 + i, recipe.resolve({})) for i in range(4)]
+    engine, requests = engine_for(recipe), [Request.behind([i, 2], 12 + i, recipe.resolve({})) for i in range(4)]
     want = [outcome(c) for c in alone(recipe, requests)]
     names = [engine.add(request) for request in requests[:2]]
     got, done = {}, {}
@@ -339,7 +342,7 @@ def test_runs_and_single_steps_each_get_their_own() -> None:
 def test_room_that_was_asked_for_is_there_from_the_first_request_on() -> None:
     recipe = block_recipe()
     engine = engine_for(recipe, rows=3, max_length=100)
-    requests = [Request([1] * n, 100 - n, recipe.resolve({})) for n in (5, 50, 99)]
+    requests = [Request.behind([1] * n, 100 - n, recipe.resolve({})) for n in (5, 50, 99)]
     names = [engine.add(requests[0])]
     engine.step()
     state = engine.runner.state
@@ -441,7 +444,10 @@ def test_a_batch_that_reads_more_weights_computes_more_for_the_same_time() -> No
 def test_a_request_that_waits_for_keys_of_another_holds_up_nobody(order: str) -> None:
     """Samples of one prompt share its keys, which the first of them computes."""
     recipe = block_recipe()
-    sample, other = Request([*range(1, 21)], 8, recipe.resolve({})), Request([30, 31], 8, recipe.resolve({}))
+    sample, other = (
+        Request.behind([*range(1, 21)], 8, recipe.resolve({})),
+        Request.behind([30, 31], 8, recipe.resolve({})),
+    )
     requests = [sample, sample, other] if order == "behind" else [sample, sample, other, sample]
     engine = engine_for(recipe, rows=4, page=4, pages=64, max_length=64, share=True)
     for request in requests:
@@ -457,7 +463,7 @@ def test_a_request_that_waits_for_keys_of_another_holds_up_nobody(order: str) ->
 
 def test_occupancy_may_be_asked_while_a_round_closes_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_for(block_recipe())
-    completions(engine, [Request([1, 2], 8)])
+    completions(engine, [Request.behind([1, 2], 8)])
     held = iter([engine.loop.batch])  # type: ignore[union-attr]
     monkeypatch.setattr(type(engine.loop), "batch", property(lambda loop: next(held, None)), raising=False)
     assert engine.occupancy()["pages"] > 0 and next(held, None) is None
@@ -467,7 +473,7 @@ def test_what_is_remembered_of_shapes_is_bounded(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("dinfer.core.step.state.SHAPES", 3)
     engine = engine_for(block_recipe())
     shapes = observed(engine)
-    completions(engine, [Request([1] * (3 + 7 * i), 8 * (1 + i % 3)) for i in range(8)])
+    completions(engine, [Request.behind([1] * (3 + 7 * i), 8 * (1 + i % 3)) for i in range(8)])
     assert len(set(shapes)) > 3 >= len(engine.runner.state.resolved)
 
 
@@ -478,6 +484,6 @@ def test_a_completion_tells_decoded_tokens_from_what_fills_up() -> None:
         network.head.weight.copy_(torch.zeros_like(network.head.weight))  # all logits are equal: the lowest id is taken
     network.spec = replace(network.spec, eos_id=0, stop_ids=(0,))
     recipe = compose(network, iteration={"name": "blockwise", "block": 4}, decoder="threshold", cache="none")
-    (done,) = completions(engine_for(recipe), [Request([1, 2], 12)])
+    (done,) = completions(engine_for(recipe), [Request.behind([1, 2], 12)])
     assert done.canvas == [1, 2] + [0] * 12 and done.stopped
     assert done.decoded == [False] * 2 + [True] * 4 + [False] * 8 and sum(done.decoded) == done.counts.committed

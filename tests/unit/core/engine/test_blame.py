@@ -49,7 +49,7 @@ def test_an_error_within_a_component_names_it(kind: str, base: type, own: dict[s
     with pytest.raises(ComponentError, match=message):
         recipe = compose(tiny_model(), **{**PARTS, kind: part_with(base, **own)})
         options = recipe.resolve({"temperature": 0.5} if kind == "sampling" else {})
-        completions(engine_for(recipe), [Request([1, 2, 3], 14, options)])
+        completions(engine_for(recipe), [Request.behind([1, 2, 3], 14, options)])
 
 
 def test_an_error_of_memory_stays_what_it_is() -> None:
@@ -58,4 +58,4 @@ def test_an_error_of_memory_stays_what_it_is() -> None:
 
     recipe = compose(tiny_model(), **{**PARTS, "decoder": part_with(Threshold, select=short)})
     with pytest.raises(torch.OutOfMemoryError):
-        completions(engine_for(recipe), [Request([1, 2, 3], 14)])
+        completions(engine_for(recipe), [Request.behind([1, 2, 3], 14)])

@@ -22,6 +22,7 @@ from dinfer.core.engine.batch import Batch, CanvasReader, CursorCopy
 from dinfer.core.engine.engine import Engine
 from dinfer.core.engine.errors import StalledRow
 from dinfer.core.engine.request import Request, Update
+from dinfer.core.engine.row import Row
 from dinfer.core.engine.runtime import Runtime
 from dinfer.core.engine.scheduler import Scheduler
 from dinfer.core.layers.linear import quantize
@@ -34,8 +35,8 @@ from dinfer.core.step.window import width_of
 from dinfer.lab.bounds import greedy, log_likelihoods
 
 BAD = 21  # the length of the request that something goes wrong with
-GOOD = [Request([1, 2, 3], 14), Request([4, 5], 11), Request([6, 7, 8, 9], 16)]
-BROKEN = Request([9, 8, 7, 6, 5], BAD - 5)
+GOOD = [Request.behind([1, 2, 3], 14), Request.behind([4, 5], 11), Request.behind([6, 7, 8, 9], 16)]
+BROKEN = Request.behind([9, 8, 7, 6, 5], BAD - 5)
 
 
 def recipe_of(cache: Any = "dual") -> Recipe:
@@ -84,12 +85,12 @@ def fails_for_one(patch: pytest.MonkeyPatch, owner: Any, name: str, concerns: Ca
 
 PLACES: dict[str, tuple[Any, str, Callable[..., bool]]] = {
     "shared pages": (Batch, "claim", lambda batch, row: row.request.length == BAD),
-    "admission": (BatchState, "admit", lambda state, recipe, entries: BAD in [len(e.tokens) for e in entries]),
+    "admission": (BatchState, "admit", lambda state, recipe, entries: BAD in [e.request.length for e in entries]),
     "plan": (Scheduler, "update", lambda scheduler, row: row.request.length == BAD),
     "plan ahead": (Scheduler, "prepare", lambda scheduler, row: row.request.length == BAD),
     "publication": (Batch, "publish", lambda batch, row: row.request.length == BAD),
     "departure": (Batch, "leave", lambda batch, row: row.request.length == BAD),
-    "answer": (Request, "answer", lambda request, *given: request.length == BAD),
+    "answer": (Row, "answer", lambda row, *given: row.request.length == BAD),
 }
 
 
@@ -215,7 +216,7 @@ def test_the_old_state_is_freed_before_a_larger_one_is_allocated(monkeypatch: py
         return alloc(*given, **named)
 
     monkeypatch.setattr("dinfer.core.engine.worker.BatchState.alloc", watched)
-    long = [Request([1, 2], 90)]
+    long = [Request.behind([1, 2], 90)]
     got = [outcome(c) for c in completions(engine, long)]
     assert alive == [False]
     assert got == alone(long)
@@ -237,7 +238,7 @@ def test_where_memory_is_short_fewer_requests_run_at_a_time(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     small_memory(8, monkeypatch)
-    engine, requests = engine_for(recipe_of()), [Request([i, 2], 20) for i in range(6)]
+    engine, requests = engine_for(recipe_of()), [Request.behind([i, 2], 20) for i in range(6)]
     want = alone(requests)
     caplog.set_level(logging.WARNING)
     for _ in range(2):
@@ -249,7 +250,7 @@ def test_where_memory_is_short_fewer_requests_run_at_a_time(
 def test_a_request_that_no_memory_holds_ends_and_the_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
     small_memory(8, monkeypatch)
     engine, want = engine_for(recipe_of()), wanted()
-    names = [engine.add(request) for request in (GOOD[0], Request([1, 2], 200), GOOD[1], GOOD[2])]
+    names = [engine.add(request) for request in (GOOD[0], Request.behind([1, 2], 200), GOOD[1], GOOD[2])]
     found = results(serve(engine))
     assert isinstance(found[names[1]], torch.OutOfMemoryError)
     assert [found[names[i]] for i in (0, 2, 3)] == want

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -12,14 +13,15 @@ from support.models import EOS, tiny_model
 
 from dinfer.core.engine.engine import Engine
 from dinfer.core.engine.errors import NonFiniteLogits
-from dinfer.core.engine.request import Request, Wants
+from dinfer.core.engine.pages import PageAllocator
+from dinfer.core.engine.request import Ask, Request, Resolved, Wants
 from dinfer.core.engine.runtime import Runtime
-from dinfer.core.memory import RESERVED, PageAllocator
+from dinfer.core.memory import RESERVED
 from dinfer.core.recipe.recipe import Recipe, compose
+from dinfer.core.step.told import Report
+from dinfer.structure.abilities.bias import TokenBias
 
 POISON = 37  # the token whose embedding is NaN
-CLEAN = [Request([1, 2, 3], 16, [0.5, 1]), Request(list(range(4, 14)), 9, [0.9, 1])]
-POISONED = [Request([5, POISON, 6], 30, [0.5, 1]), Request([POISON] * 4, 29, [0.5, 1])]
 
 
 def poisoned_recipe(cache: str = "dual", value: float = float("nan")) -> Recipe:
@@ -27,6 +29,17 @@ def poisoned_recipe(cache: str = "dual", value: float = float("nan")) -> Recipe:
     with torch.no_grad():
         model.embedding.weight[POISON] = value
     return compose(model, iteration={"name": "blockwise", "block": 8}, decoder="threshold", cache=cache)
+
+
+RECIPE = poisoned_recipe()
+
+
+def at(threshold: float) -> Resolved:
+    return RECIPE.resolve({"threshold": threshold})
+
+
+CLEAN = [Request.behind([1, 2, 3], 16, at(0.5)), Request.behind(list(range(4, 14)), 9, at(0.9))]
+POISONED = [Request.behind([5, POISON, 6], 30, at(0.5)), Request.behind([POISON] * 4, 29, at(0.5))]
 
 
 def outcomes(engine: Engine, requests: list[Request]) -> list[tuple]:
@@ -101,7 +114,7 @@ def test_two_runs_of_one_engine_do_not_mix(rows: int) -> None:
 def test_a_batch_that_grows_between_runs() -> None:
     recipe = poisoned_recipe()
     engine = engine_for(recipe)
-    small, large = CLEAN, [Request([i, i + 1], 70 + i, [0.6, 1]) for i in range(5)]
+    small, large = CLEAN, [Request.behind([i, i + 1], 70 + i, at(0.6)) for i in range(5)]
     for requests in (small, large, small, [], large[:2]):
         assert outcomes(engine, requests) == outcomes(engine_for(recipe), requests)
 
@@ -110,7 +123,7 @@ def test_a_failed_allocation_leaves_the_engine_as_it_was(monkeypatch: pytest.Mon
     recipe = poisoned_recipe()
     engine = engine_for(recipe)
     completions(engine, CLEAN)
-    large = [Request([1, 2], 200, [0.6, 1])]
+    large = [Request.behind([1, 2], 200, at(0.6))]
     with monkeypatch.context() as patch:
         patch.setattr(
             "dinfer.core.engine.worker.BatchState.alloc", lambda *a, **k: (_ for _ in ()).throw(MemoryError())
@@ -130,7 +143,7 @@ def test_counts_add_up(stop: str) -> None:
         decoder="threshold",
         cache="prefix",
     )
-    requests = [Request([i, 2 * i], 40, [0.1 * i, 1]) for i in range(1, 10)]
+    requests = [Request.behind([i, 2 * i], 40, at(0.1 * i)) for i in range(1, 10)]
     found = stopped = 0
     open_before = {i: r.new_tokens for i, r in enumerate(requests)}
     refreshes = dict.fromkeys(open_before, 0)
@@ -211,44 +224,52 @@ def test_graphs_need_a_cuda_device() -> None:
         engine_for(poisoned_recipe(), graphs=True)
 
 
+FIXED = compose(tiny_model(), iteration={"name": "blockwise", "block": 8}, decoder="fixed", cache="dual")
+
+
+@dataclass(frozen=True)
+class Unheard(Ask):
+    """Of no ability."""
+
+
 @pytest.mark.parametrize("token", [-1, 40])
 def test_a_prompt_with_a_token_that_is_none_is_refused(token: int) -> None:
     engine = engine_for(poisoned_recipe())
     with pytest.raises(ValueError, match=f"token {token} is outside the vocabulary of 40"):
-        engine.add(Request([1, token], 4, [0.6, 1]))
-    engine.add(Request([1, token], 4, [0.6, 1], gaps=[False, True]))  # what is in a gap is replaced
+        engine.add(Request.behind([1, token], 4, at(0.6)))
+    engine.add(Request([1, token, 0, 0, 0, 0], [False, *[True] * 5], at(0.6)))  # what is in a gap is replaced
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"new_tokens": 0}, "nothing to decode"),
-        ({"new_tokens": 0, "padding": 4}, "nothing to decode"),
-        ({"new_tokens": 0, "gaps": [False] * 3}, "nothing to decode"),
-        ({"prompt": []}, "prompt is empty"),
-        ({"new_tokens": -1}, "new_tokens=-1 must be an integer, 0 or more"),
-        ({"new_tokens": 4.0}, r"new_tokens=4\.0 must be an integer"),
+        ({"open": [False] * 3}, "nothing to decode"),
+        ({"padding": 1}, "nothing to decode"),
+        ({"tokens": [], "open": []}, "prompt is empty"),
         ({"padding": -4}, "padding=-4 must be an integer, 0 or more"),
-        ({"gaps": [True]}, "1 gaps for a prompt of 3 tokens"),
-        ({"gaps": [False] * 4}, "4 gaps for a prompt of 3 tokens"),
-        ({"gaps": [0, 1, 0]}, "gaps must be a list of true or false"),
-        ({"prompt": "abc"}, "prompt must be a list of token ids"),
-        ({"prompt": [1, 2.0, 3]}, "prompt must be a list of token ids"),
-        ({"prompt": [1, True, 3]}, "prompt must be a list of token ids"),
+        ({"padding": 1.0}, r"padding=1\.0 must be an integer, 0 or more"),
+        ({"open": [True]}, "open has 1 entries for 3 tokens"),
+        ({"open": [False] * 4}, "open has 4 entries for 3 tokens"),
+        ({"open": [0, 1, 0]}, "open=.* must be a list of true or false"),
+        ({"open": 4}, "open=.* must be a list of true or false"),
+        ({"tokens": "abc"}, "tokens=.* must be a list of token ids"),
+        ({"tokens": [1, 2.0, 3]}, "tokens=.* must be a list of token ids"),
+        ({"tokens": [1, True, 3]}, "tokens=.* must be a list of token ids"),
         ({"stops": 1}, "stops=1 must be true or false"),
-        ({"options": [0.6, 1] * 20}, "options=.* must be a list of at most"),
-        ({"options": {"threshold": 0.6}}, "options=.* must be a list of at most"),
-        ({"options": [1.5]}, r"decoder\.threshold=1\.5 must be between 0 and 1"),
-        ({"options": [math.nan]}, r"decoder\.threshold=nan must be between 0 and 1"),
-        ({"options": ["a"]}, r"decoder\.threshold='a' must be of type float"),
-        ({"options": [0.6, 1.5]}, r"decoder\.least=1\.5 must be of type int"),
+        ({"options": [0.6, 1]}, "options=.* must be what Recipe.resolve returns"),
+        ({"options": {"threshold": 0.6}}, "options=.* must be what Recipe.resolve returns"),
+        ({"options": FIXED.resolve({})}, "options are of Recipe.*Fixed.*resolve them with the recipe that runs it"),
+        ({"asks": [Report(1)]}, "asks=.* must be a tuple of Ask"),
+        ({"asks": (Report(1), Report(2))}, "asks=.* has two of one kind"),
+        ({"asks": (Unheard(),)}, "asks=.*Unheard.* is answered by no ability"),
+        ({"asks": (TokenBias(only=(40,)),)}, "a bias of token 40 is outside the vocabulary of 40"),
     ],
 )
 def test_what_can_never_run_is_refused_when_it_is_added(fields: dict[str, Any], message: str) -> None:
     engine = engine_for(poisoned_recipe())
     engine.add(CLEAN[0])
     with pytest.raises(ValueError, match=message):
-        engine.add(Request(**({"prompt": [1, 2, 3], "new_tokens": 4} | fields)))
+        engine.add(Request(**({"tokens": [1, 2, 3], "open": [False, False, True]} | fields)))
     done = [update.completion for _ in range(99) if engine.busy for update in engine.step()]
     assert done[-1] is not None and not engine.busy
 

@@ -47,7 +47,7 @@ def test_the_next_round_begins_without_the_rows_of_a_small_step(
     late: int, goes_on: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If that costs little: four rows of a small model do not fill a step, so no row of four is left out."""
-    requests = [Request([5, 6, 7], (2 + i) * BLOCK - i, RECIPE.resolve({})) for i in range(4)]
+    requests = [Request.behind([5, 6, 7], (2 + i) * BLOCK - i, RECIPE.resolve({})) for i in range(4)]
     want, engine, log = run(engine_for(RECIPE), requests), launched_ahead(engine_for(RECIPE)), list[str]()
 
     def logged(name: str, work: Any) -> Any:
@@ -96,10 +96,10 @@ def test_a_long_prompt_computes_a_piece_in_every_round_beside_rows_that_settle(m
     recipe, pieces = diffusing("fixed", steps=BLOCK), 6
     engine = launched_ahead(engine_for(recipe, rows=7, favour="throughput", positions=2 * BLOCK, max_length=128))
     for i in range(6):
-        engine.add(Request([5, 6, 7 + i], 15 * BLOCK, recipe.resolve({})))
+        engine.add(Request.behind([5, 6, 7 + i], 15 * BLOCK, recipe.resolve({})))
     for _ in range(4):
         engine.step()
-    long = engine.add(Request([7] * (2 * BLOCK * pieces), BLOCK, recipe.resolve({})))
+    long = engine.add(Request.behind([7] * (2 * BLOCK * pieces), BLOCK, recipe.resolve({})))
     heard = [{update.index for update in engine.step()} for _ in range(pieces + 3)]
     assert sum(long in indices for indices in heard) >= pieces
 
@@ -123,7 +123,7 @@ def test_a_round_in_which_all_enter_a_block_is_launched_before_the_last_one_is_r
         tiny_model("block_causal"), iteration={"name": "block_diffusion", "block": BLOCK, "stop": "off"},
         decoder=Four(), cache="block",
     )  # fmt: skip
-    requests = [Request([5, 6, 7 + i, 8] * 4, 20 * BLOCK, recipe.resolve({})) for i in range(6)]
+    requests = [Request.behind([5, 6, 7 + i, 8] * 4, 20 * BLOCK, recipe.resolve({})) for i in range(6)]
     want, log = [canvas for canvas, *_ in run(engine_for(recipe, rows=6), requests)], list[str]()
     for name in ("request", "read"):
         work = getattr(CanvasReader, name)
@@ -145,7 +145,7 @@ def test_a_verification_is_not_taken_for_another_draft(monkeypatch: pytest.Monke
 
 def rounds_of(engine: Engine, recipe: Recipe) -> int:
     for i in range(6):
-        engine.add(Request([5, 6, 7 + i], 12 * BLOCK, recipe.resolve({})))
+        engine.add(Request.behind([5, 6, 7 + i], 12 * BLOCK, recipe.resolve({})))
     rounds = 0
     while engine.busy:
         engine.step()
@@ -195,7 +195,7 @@ def test_no_row_waits_for_long_for_its_turn(fast: int, ahead: bool, monkeypatch:
         decoder=ByPrompt(), cache="block",
     )  # fmt: skip
     monkeypatch.setattr("dinfer.speed.settling.alternating_pays", lambda *rows: True)
-    requests = [Request([5, 6, 7] * (4 if i < fast else 2), 40, recipe.resolve({})) for i in range(6)]
+    requests = [Request.behind([5, 6, 7] * (4 if i < fast else 2), 40, recipe.resolve({})) for i in range(6)]
     want, engine = run(engine_for(recipe, rows=6), requests), engine_for(recipe, rows=6, favour="throughput")
     engine = launched_ahead(engine) if ahead else engine
     waited, number, found = set[int](), 0, dict[int, Any]()
@@ -234,7 +234,7 @@ def test_a_round_launched_ahead_scores_what_many_rows_most_likely_leave_open(mon
         tiny_model("block_causal"), iteration={"name": "block_diffusion", "block": BLOCK, "stop": "off"},
         decoder={"name": "fixed", "steps": 4}, cache="block",
     )  # fmt: skip
-    requests = [Request([5, 6, 7 + i], (3 + i) * BLOCK, recipe.resolve({})) for i in range(6)]
+    requests = [Request.behind([5, 6, 7 + i], (3 + i) * BLOCK, recipe.resolve({})) for i in range(6)]
     want, scored = [c.canvas for c in completions(engine_for(recipe, rows=6), requests)], list[int]()
     for sure in (0.0, 0.75, 3.0):
         monkeypatch.setattr("dinfer.speed.settling.SURE", sure)
@@ -266,7 +266,7 @@ def test_a_row_that_settles_is_not_expected_to_enter_its_block_once_more(monkeyp
 
     monkeypatch.setattr(scheduler, "plan", planned)
     for i in range(8):
-        engine.add(Request([5] * (1 + i), 8 * BLOCK + i, recipe.resolve({})))
+        engine.add(Request.behind([5] * (1 + i), 8 * BLOCK + i, recipe.resolve({})))
         for _ in range(i % 3):
             engine.step()
     while engine.busy:
@@ -283,11 +283,11 @@ def test_a_step_that_computes_a_prompt_is_not_expected_to_commit(monkeypatch: py
         monkeypatch.setattr(f"dinfer.{name}", value)
     recipe, missed = diffusing("fixed", steps=4), set[bool]()
     engine = launched_ahead(engine_for(recipe, rows=7, favour="throughput", max_length=256))
-    engine.add(Request([5, 6, 7], 20 * BLOCK, recipe.resolve({})))
+    engine.add(Request.behind([5, 6, 7], 20 * BLOCK, recipe.resolve({})))
     for _ in range(9):
         engine.step()
     for _ in range(6):
-        engine.add(Request([7] * BLOCK, BLOCK, recipe.resolve({})))
+        engine.add(Request.behind([7] * BLOCK, BLOCK, recipe.resolve({})))
     for _ in range(20):
         engine.step()
         missed |= {row.missed for row in engine.loop.running if row.request.length == 2 * BLOCK}

@@ -60,7 +60,7 @@ def test_what_is_told_is_the_output(combination: Combination, ahead: bool) -> No
 
 
 def test_commits_are_told_sooner_than_blocks() -> None:
-    engine, request = engine_for(recipe_of({"name": "fixed", "steps": BLOCK})), Request([1, 2, 3], 2 * BLOCK - 3)
+    engine, request = engine_for(recipe_of({"name": "fixed", "steps": BLOCK})), Request.behind([1, 2, 3], 2 * BLOCK - 3)
     told = {d: [len(u.new) for u in engine.run([request], Wants(deltas=d))] for d in ("commit", "block")}  # type: ignore
     assert told["block"] == [0] * 4 + [5] + [0] * 7 + [8]
     assert sum(told["commit"]) == 13 and sum(told["commit"][:5]) == 5 and any(told["commit"][:4])
@@ -69,7 +69,7 @@ def test_commits_are_told_sooner_than_blocks() -> None:
 def test_gaps_are_told_in_order() -> None:
     recipe = compose(tiny_model(), iteration={"name": "blockwise", "block": 4}, decoder="threshold", cache="dual")
     gaps = [False, True, True, False, False, True, True, True, False, True]
-    request = Request([*range(1, 11)], 0, gaps=gaps, stops=False)
+    request = Request([*range(1, 11)], gaps, stops=False)
     updates = list(engine_for(recipe).run([request], Wants(deltas="commit")))
     assert updates[-1].completion is not None
     assert [token for update in updates for token in update.new or []] == updates[-1].completion.output
@@ -93,7 +93,7 @@ def test_snapshots_are_what_the_canvas_holds(combination: Combination) -> None:
 def test_the_host_reads_nothing_but_the_copy_of_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """A read of any tensor of the state would make the host wait for the device, row by row."""
     recipe = recipe_of({"name": "fixed", "steps": BLOCK})
-    requests = [Request([1, 2, i], 3 * BLOCK) for i in range(3)]
+    requests = [Request.behind([1, 2, i], 3 * BLOCK) for i in range(3)]
     engine, reads, held = launched_ahead(engine_for(recipe)), 0, set[int]()
     tolist, read = torch.Tensor.tolist, CanvasReader.read
 
@@ -124,13 +124,13 @@ def test_blocks_are_copied_only_where_a_request_asks_for_them(deltas, monkeypatc
         return active(*args)
 
     monkeypatch.setattr(CanvasReader, "active", counted)
-    *_, last = engine_for(recipe_of()).run([Request([1, 2, 3], 3 * BLOCK)], Wants(deltas=deltas))
+    *_, last = engine_for(recipe_of()).run([Request.behind([1, 2, 3], 3 * BLOCK)], Wants(deltas=deltas))
     assert copies == (last.forwards if deltas else 0)
 
 
 def test_async_streams_tell_new_output() -> None:
     recipe = recipe_of()
-    requests = [Request([i, 2, 3], 9 + 3 * i) for i in range(4)]
+    requests = [Request.behind([i, 2, 3], 9 + 3 * i) for i in range(4)]
     want = [completion.output for completion in completions(engine_for(recipe), requests)]
 
     async def told(engine: AsyncEngine, request: Request) -> list[int]:

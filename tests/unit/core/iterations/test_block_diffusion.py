@@ -133,7 +133,7 @@ def test_a_finished_block_is_committed_by_the_first_step_of_the_next(prompt: int
     """The prompt once; two blocks wide on entering a block, one block otherwise; nothing behind the last step."""
     recipe = recipe_of("block", sweep="to_the_end")
     watched = Watched(recipe)
-    steps, regions, completion = watched.steps(Request(list(range(1, prompt + 1)), new, recipe.resolve({})))
+    steps, regions, completion = watched.steps(Request.behind(list(range(1, prompt + 1)), new, recipe.resolve({})))
     first, length = prompt // BLOCK * BLOCK, prompt + new
     want: list[tuple[Phase, int]] = [(Phase.PREFILL, first)] * bool(first)
     for before, start in zip([first, *regions[len(want) :]], regions[len(want) :], strict=False):
@@ -181,7 +181,7 @@ def test_kept_keys_are_those_of_the_final_tokens(name: str, model: str) -> None:
 def whole(recipe: Recipe, tokens: list[int]) -> tuple[torch.Tensor, ...]:
     """The keys and values of one block-causal pass over final tokens."""
     exact = dataclasses.replace(recipe, cache=recipe_of("none").cache)
-    host = Host(exact, [Request(tokens[:-1], 1, exact.resolve({}))], page=4)
+    host = Host(exact, [Request.behind(tokens[:-1], 1, exact.resolve({}))], page=4)
     host.state.canvas.tokens_NS[host.slots[0], : len(tokens)] = torch.tensor(tokens)
     host.step(Phase.FULL, host.slots)
     return host.keys(0)
@@ -219,7 +219,7 @@ def test_a_fault_in_the_prompt_is_found_by_the_first_step() -> None:
         recipe.model.embedding.weight[37] = float("nan")
     engine: Engine = engine_for(recipe)
     with pytest.raises(NonFiniteLogits, match=r"request 0: .* denoise step 2"):
-        completions(engine, [Request([37] * 9, 8, recipe.resolve({}))])
+        completions(engine, [Request.behind([37] * 9, 8, recipe.resolve({}))])
 
 
 def test_every_phase_has_its_steps() -> None:
@@ -266,7 +266,7 @@ def test_the_goldens_translations_give_the_tokens_of_a_plain_loop(
     plan = ALGORITHMS["sdar_block_diffusion"]([ids], Fields("case", params))
     decoder = build(DECODERS, plan.decoder)
     recipe = compose(model, iteration=plan.iteration, decoder=decoder, cache=plan.cache)
-    got = completions(engine_for(recipe), [Request(ids, plan.new_tokens, recipe.resolve({}))])[0]
+    got = completions(engine_for(recipe), [Request.behind(ids, plan.new_tokens, recipe.resolve({}))])[0]
     end = next((i for i, token in enumerate(want) if token == MASK), len(want))
     assert got.canvas[:end] == want[:end] and len(got.canvas) == len(want)
     blocks = -(-end // BLOCK) - prompt // BLOCK

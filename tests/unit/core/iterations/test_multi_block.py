@@ -58,7 +58,7 @@ def test_the_blocks_are_those_of_the_rules(blocks: int, add_at: float, force_at:
     table[..., [EOS, MASK]] = -50.0
     iteration = {"blocks": blocks, "block": length, "add_at": add_at, "force_at": force_at, "align": True}
     recipe = multi(Scripted(table), {"name": "threshold", "threshold": SURE}, **iteration)
-    updates = list(engine_for(recipe).run([Request(prompt, new, recipe.resolve({}))], Wants(snapshots=True)))
+    updates = list(engine_for(recipe).run([Request.behind(prompt, new, recipe.resolve({}))], Wants(snapshots=True)))
 
     open_ = set(range(len(prompt), len(prompt) + new))
     end_of_all, tops = len(prompt) + new, table.softmax(-1)
@@ -120,7 +120,7 @@ def test_all_blocks_open_at_once_where_a_new_one_is_decoded_enough() -> None:
         recipe = multi(
             Scripted(table), {"name": "fixed", "steps": 4}, blocks=3, block=4, add_at=0.0, force=force, force_at=0.0
         )
-        updates = [*engine_for(recipe).run([Request([1] * 6, 22, recipe.resolve({}))], Wants(snapshots=True))]
+        updates = [*engine_for(recipe).run([Request.behind([1] * 6, 22, recipe.resolve({}))], Wants(snapshots=True))]
         assert [update.region for update in updates[:2]] == regions
         starts, ends = zip(*(update.region for update in updates), strict=True)
         if force == "first":
@@ -131,7 +131,9 @@ def test_all_blocks_open_at_once_where_a_new_one_is_decoded_enough() -> None:
 def test_state_and_step_counts_stay_with_their_block() -> None:
     decoder = Remembering(seen=[])
     recipe = multi(tiny_model(), decoder, blocks=3, block=4, add_at=0.0)
-    completions(engine_for(recipe, rows=2), [Request([1, 2, 3], 21), Request([4] * 9, 14), Request([5], 6)])
+    completions(
+        engine_for(recipe, rows=2), [Request.behind([1, 2, 3], 21), Request.behind([4] * 9, 14), Request.behind([5], 6)]
+    )
     assert len({place for place, *_ in decoder.seen}) > 6 and max(steps for *_, steps in decoder.seen) > 1
     assert all(here == place and step == steps for here, place, step, steps in decoder.seen)
 
@@ -156,7 +158,7 @@ class Counting(Decoder):
 def test_state_that_is_not_copied_stays_with_its_block_too() -> None:
     decoder = Counting(seen=[])
     recipe = multi(tiny_model(), decoder, blocks=3, block=4, add_at=0.0)
-    completions(engine_for(recipe, rows=1), [Request([1, 2, 3], 21)])
+    completions(engine_for(recipe, rows=1), [Request.behind([1, 2, 3], 21)])
     assert max(step for step, _ in decoder.seen) > 1 and all(step == steps for step, steps in decoder.seen)
 
 
@@ -181,7 +183,7 @@ def test_a_block_opens_only_once_the_last_one_is_stable() -> None:
     opened = []
     for stable_at in (0.0, 1.0):
         recipe = multi(Scripted(table), rule, block=4, add_at=0.5, stable_at=stable_at, stop="off")
-        updates = engine_for(recipe).run([Request([1], 12, recipe.resolve({}))])
+        updates = engine_for(recipe).run([Request.behind([1], 12, recipe.resolve({}))])
         opened.append(next(step for step, update in enumerate(updates) if update.region[1] > 5))
     assert opened == [2, 7]
 

@@ -69,7 +69,7 @@ def test_the_tokens_are_those_of_the_published_loop(cache: str, bar: float, prom
         decoder=SglangThreshold(threshold=bar),
         cache=cache,
     )
-    got = completions(engine_for(recipe), [Request(ids, new, recipe.resolve({}))])[0]
+    got = completions(engine_for(recipe), [Request.behind(ids, new, recipe.resolve({}))])[0]
     end = min(next((i for i, token in enumerate(want) if token == MASK), len(want)), len(got.canvas))
     assert got.canvas[:end] == want[:end]
     assert set(got.canvas[end:]) <= {EOS}
@@ -86,7 +86,7 @@ def test_a_finished_block_is_computed_once_and_with_it_the_next_ones_first_token
     )
     engine = engine_for(recipe)
     shapes = observed(engine)
-    update = [*engine.run([Request(list(range(1, 17)), 2 * BLOCK, recipe.resolve({}))])]
+    update = [*engine.run([Request.behind(list(range(1, 17)), 2 * BLOCK, recipe.resolve({}))])]
     assert [(s.phase, s.width) for s in shapes[:2]] == [(Phase.PREFILL, BLOCK), (Phase.WINDOW, BLOCK)]
     assert {s.width for s in shapes} == {BLOCK}
     alone = [u for u in update if u.phase == Phase.WINDOW and u.region[1] - u.region[0] == 1]

@@ -57,8 +57,8 @@ def test_guidance_shared_pages_and_pieces(cache: str, monkeypatch: pytest.Monkey
     model = tiny_model("bidirectional" if cache == "dual" else "block_causal", dtype=torch.float32)
     iteration = "blockwise" if cache == "dual" else "block_diffusion"
     recipe = compose(model, iteration={"name": iteration, "block": 8}, decoder="threshold", cache=cache)
-    requests = [Request([*range(1, 20), i], 12) for i in (1, 2, 3)]
-    requests += [Request(list(range(1, 9)), 9, recipe.resolve({"guidance": 0.7}))]
+    requests = [Request.behind([*range(1, 20), i], 12) for i in (1, 2, 3)]
+    requests += [Request.behind(list(range(1, 9)), 9, recipe.resolve({"guidance": 0.7}))]
     runtime = {"rows": 2, "page": 4, "positions": 8, "share": cache == "block", "favour": "throughput"}
     got = [outcome(c) for c in completions(engine_for(recipe, kv="fp8", **runtime), requests)]
     rounding(monkeypatch)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from support.matrix import completions, engine_for, outcome
 from support.models import tiny_model
 
+from dinfer.core.engine.pages import PageAllocator, common, prompt_keys
 from dinfer.core.engine.request import Request
-from dinfer.core.memory import PageAllocator, common, prompt_keys
 from dinfer.core.recipe.recipe import Recipe, compose
 
 SYSTEM = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6, 4]
@@ -26,7 +26,7 @@ def recipe_of(block: int = 4, iteration: str = "block_diffusion", cache: str = "
 def requests_of(recipe: Recipe) -> list[Request]:
     tails = [[], [], [1, 2], [1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 5, 6, 7, 8, 10, 11], [7] * 20]
     prompts = [SYSTEM + tail for tail in tails] + [SYSTEM[:9], [0, *SYSTEM]]
-    return [Request(prompt, 11 + i, recipe.resolve({})) for i, prompt in enumerate(prompts)]
+    return [Request.behind(prompt, 11 + i, recipe.resolve({})) for i, prompt in enumerate(prompts)]
 
 
 @pytest.mark.rest(but=2)
@@ -59,7 +59,7 @@ def test_the_next_turn_shares_the_blocks_of_the_last_answer(iteration: str, bloc
     alone = engine_for(recipe, page=page, share=True, max_length=160)
     turns, shared = SYSTEM, []
     for turn in range(3):
-        request = Request([*turns, 7, turn], 24, recipe.resolve({}))
+        request = Request.behind([*turns, 7, turn], 24, recipe.resolve({}))
         (said,), (want,) = completions(engine, [request]), completions(engine_for(recipe), [request])
         assert said.canvas == want.canvas
         turns = said.canvas
@@ -69,7 +69,7 @@ def test_the_next_turn_shares_the_blocks_of_the_last_answer(iteration: str, bloc
         assert len(turns) - shared[-1] <= 2 * 8 + page + block
     assert engine.occupancy()["pages_free"] == engine.occupancy()["pages"]
     # Keys of an answer are those that a prefill of the same text makes.
-    completions(alone, [Request([*turns, 1, 2, 3], 8, recipe.resolve({}))])
+    completions(alone, [Request.behind([*turns, 1, 2, 3], 8, recipe.resolve({}))])
     count = shared[-1] // page
     keys = prompt_keys(turns, len(turns), page, block)[:count]
     held = [(e.runner.state.kv, e.loop.batch.pages.published(keys)) for e in (engine, alone)]
@@ -87,7 +87,7 @@ def test_keys_of_mixtures_are_not_those_of_the_answers_tokens(mix: str) -> None:
     engine = engine_for(recipe, page=4, share=True, max_length=160)
     turns = SYSTEM
     for turn in range(3):
-        request = Request([*turns, 7, turn], 24, stops=False)
+        request = Request.behind([*turns, 7, turn], 24, stops=False)
         got, want = (completions(e, [request])[0].canvas for e in (engine, engine_for(recipe)))
         assert got == want
         turns = got
@@ -96,7 +96,7 @@ def test_keys_of_mixtures_are_not_those_of_the_answers_tokens(mix: str) -> None:
 def test_shared_keys_are_those_of_a_prefill() -> None:
     recipe = recipe_of()
     engine = engine_for(recipe, rows=2, page=4, share=True)
-    request = Request([*SYSTEM, 1, 2, 3], 5, recipe.resolve({}))
+    request = Request.behind([*SYSTEM, 1, 2, 3], 5, recipe.resolve({}))
     updates = engine.run([request, request])
     first = [next(updates).index for _ in range(2)]
     assert first == [0, 0]  # the second waits for the keys of the first
@@ -151,7 +151,7 @@ def test_a_request_with_logits_that_are_not_finite_does_not_break_those_that_beg
         model.embedding.weight[poison] = float("nan")
         model.head.weight[poison] = 0  # never the best
     recipe = compose(model, iteration={"name": "block_diffusion", "block": 8}, decoder="threshold", cache="block")
-    bad, good = (Request([*SYSTEM, end, *[2] * 12], 8, recipe.resolve({})) for end in (poison, 5))
+    bad, good = (Request.behind([*SYSTEM, end, *[2] * 12], 8, recipe.resolve({})) for end in (poison, 5))
     want = completions(engine_for(recipe), [good])[0].canvas
     engine, found = engine_for(recipe, rows=rows, page=8, share=True, max_length=64), dict[int, list[int]]()
     for request in (bad, good, good):

@@ -73,7 +73,10 @@ def test_every_family_generates(name: str) -> None:
     found = []
     for cache in ("none", "block" if blocks else "dual"):
         recipe = compose(model, iteration={"name": iteration, "block": 8}, decoder="threshold", cache=cache)
-        requests = [Request([1, 2, 3, 4, 5], 14, recipe.resolve({})), Request([7] * 9, 9, recipe.resolve({}))]
+        requests = [
+            Request.behind([1, 2, 3, 4, 5], 14, recipe.resolve({})),
+            Request.behind([7] * 9, 9, recipe.resolve({})),
+        ]
         found.append([c.canvas for c in completions(engine_for(recipe), requests)])
     assert not blocks or found[0] == found[1]
     assert all(model.spec.mask_id not in canvas for canvases in found for canvas in canvases)

@@ -191,7 +191,7 @@ def test_stop_policies() -> None:
             Scripted(stop_table()), iteration={"name": "blockwise", "block": 8, "stop": stop},
             decoder={"name": "fixed", "steps": 8}, cache="none",
         )  # fmt: skip
-        completion = completions(engine_for(recipe), [Request([1, 1], 24)])[0]
+        completion = completions(engine_for(recipe), [Request.behind([1, 1], 24)])[0]
         forwards[stop] = completion.counts.forwards
         answers.add((tuple(completion.output), completion.stopped))
     assert forwards == {"block": 8, "cut": 5, "off": 24}
@@ -206,7 +206,7 @@ def test_cut_gives_the_same_answer_in_fewer_forwards(variant: str) -> None:
             tiny_model(variant), iteration={"name": "blockwise", "block": 8, "stop": stop}, decoder="threshold",
             cache="dual",
         )  # fmt: skip
-        requests = [Request([i, 3, 2 * i], 30) for i in range(1, 12)]
+        requests = [Request.behind([i, 3, 2 * i], 30) for i in range(1, 12)]
         rows[stop] = [outcome(c) for c in completions(engine_for(recipe), requests)]
     assert [row[1:3] for row in rows["block"]] == [row[1:3] for row in rows["cut"]]
     assert sum(row[3] for row in rows["cut"]) < sum(row[3] for row in rows["block"])

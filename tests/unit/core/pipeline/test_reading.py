@@ -19,6 +19,7 @@ from dinfer.core.engine.request import Completion, Request
 from dinfer.core.engine.runtime import Runtime
 from dinfer.core.pipeline import Pipeline
 from dinfer.core.recipe.recipe import compose
+from dinfer.structure.abilities.bias import TokenBias
 from dinfer.structure.questions import questions
 
 TEXTS = ["Ġ", "a", "b", "c", "d", "ab", "cd", "abc", "bc", ":", ".", "da", "db"]
@@ -53,7 +54,7 @@ def requests(pipe: Pipeline, prompt: str, answer: Any = None, slots: Any = None,
 
 
 def opened_in(request: Request) -> list[int]:
-    return [at for at, masked in enumerate(request.masked) if masked]
+    return [at for at, masked in enumerate(request.open) if masked]
 
 
 def completions(pipe: Pipeline, requests: list[Request]) -> list[Completion]:
@@ -68,11 +69,11 @@ def distribution(logits_V: torch.Tensor, options: list[str]) -> dict[str, float]
 
 def logits_of(pipe: Pipeline, request: Request, seed: int = 0) -> torch.Tensor:
     """What the model says of each position of the seeded canvas, without an engine. [S, V]"""
-    spec, model, open_S = pipe.model.spec, pipe.model, torch.tensor(request.masked)
+    spec, model, open_S = pipe.model.spec, pipe.model, torch.tensor(request.open)
     place_S = torch.arange(len(open_S))
     noise = pipe.recipe.sampling.noise(torch.tensor(seed), place_S, torch.tensor(0), spec.vocab)
     blank_S = noise if spec.mask_id is None else torch.full_like(place_S, MASK)
-    ids_S = torch.where(open_S, blank_S, torch.tensor(request.prompt))
+    ids_S = torch.where(open_S, blank_S, torch.tensor(request.tokens))
     with torch.inference_mode():
         if spec.encoder:
             said = model.score(ids_S[None, : request.start], ids_S[None, request.start :])[0]
@@ -110,7 +111,7 @@ def test_options_of_one_token_have_the_models_own_probabilities(variant: str) ->
     answer, slots = "a:[SLOT:x].[SLOT:y]:c", {"x": ["b", "d", "c"], "y": ["a", "c"]}
     found = pipe.read("abcd da.bc", answer, slots=slots)
     (request,) = requests(pipe, "abcd da.bc", answer, slots)
-    assert request.prompt[opened_in(request)[0] - 2 :][:2] == [TEXTS.index("a"), TEXTS.index(":")]
+    assert request.tokens[opened_in(request)[0] - 2 :][:2] == [TEXTS.index("a"), TEXTS.index(":")]
     logprob_SV = logits_of(pipe, request).log_softmax(-1)
     for name, at in zip(slots, opened_in(request), strict=True):
         check(found[name], [math.exp(logprob_SV[at, TEXTS.index(option)]) for option in slots[name]])
@@ -134,7 +135,7 @@ def test_a_slot_at_the_end_may_have_options_of_any_length(options: list[str]) ->
     pipe, prompt = pipeline(), "cd:"
     (request,) = requests(pipe, prompt, choice=options)
     opened = opened_in(request)
-    given = "".join(TEXTS[token] for token in request.prompt[2 : opened[0]])  # what all options begin with
+    given = "".join(TEXTS[token] for token in request.tokens[2 : opened[0]])  # what all options begin with
     logprob_PV = logits_of(pipe, request).log_softmax(-1)[opened]
     check(pipe.read(prompt, choice=options)["choice"], enumerated(logprob_PV, [o.removeprefix(given) for o in options]))
 
@@ -149,7 +150,7 @@ def test_with_more_steps_the_surest_slot_is_filled_first() -> None:
         said = {name: distribution(logits_of(pipe, request)[at], slots[name]) for name, at in left.items()}
         name = max(said, key=lambda name: max(said[name].values()))
         assert found[name].probabilities == pytest.approx(said[name], rel=1e-5)
-        request.prompt[left[name]], request.gaps[left.pop(name)] = TEXTS.index(found[name].choice), False
+        request.tokens[left[name]], request.open[left.pop(name)] = TEXTS.index(found[name].choice), False
     assert found.counts[0].forwards == 3 and one.counts[0].forwards == 1
     assert found.slots != one.slots
 
@@ -163,7 +164,7 @@ def test_slots_of_later_blocks_see_what_was_read_before() -> None:
     for name, at in zip(slots, opened_in(request), strict=True):
         want = distribution(logits_of(pipe, request)[at], slots[name])
         assert found[name].probabilities == pytest.approx(want, rel=1e-5)
-        request.prompt[at], request.gaps[at] = TEXTS.index(found[name].choice), False
+        request.tokens[at], request.open[at] = TEXTS.index(found[name].choice), False
     assert found.counts[0].committed == 2
 
 
@@ -184,8 +185,8 @@ def test_a_read_and_a_generation_come_out_as_alone(variant: str) -> None:
     (read,) = requests(pipe, "abcd", "a.[SLOT:x].", {"x": ["b", "d"]}, steps=2)
     (free,) = pipe.requests([pipe.encode("da.bcd:")], 20, {"sampling.seed": 3})
     both, again = completions(pipe, [read, free]), completions(pipe, [free])
-    assert both[0].counts.more == completions(pipe, [read])[0].counts.more != {}
-    assert both[1].canvas == again[0].canvas and both[1].counts.more == {}
+    assert both[0].counts.told == completions(pipe, [read])[0].counts.told != ()
+    assert both[1].canvas == again[0].canvas and both[1].counts.told == ()
 
 
 OTHERS: list[dict[str, Any]] = [
@@ -207,10 +208,10 @@ def test_a_read_takes_nothing_of_what_else_a_recipe_does(parts: dict[str, Any], 
     (read,) = requests(pipe, "abcd", answer, slots, steps=steps)
     (want,) = completions(plain, requests(plain, "abcd", answer, slots, steps=steps))
     (free,) = pipe.requests([pipe.encode("da.bcd:")], 20, None)
-    read = replace(read, more=read.more | {"bias": {"add": {model.spec.delete_id: 20.0}}})
+    read = replace(read, asks=(*read.asks, TokenBias(((model.spec.delete_id, 20.0),))))
     both, (alone,) = completions(pipe, [read, free]), completions(pipe, [free])
-    assert both[0].canvas[: len(read.prompt)] == want.canvas[: len(read.prompt)]
-    for got, told in zip(both[0].counts.more["read"], want.counts.more["read"], strict=True):
+    assert both[0].canvas[: read.length] == want.canvas[: read.length]
+    for got, told in zip(both[0].counts.told[0].blanks, want.counts.told[0].blanks, strict=True):
         assert torch.allclose(torch.tensor(got.logprobs), torch.tensor(told.logprobs), atol=1e-4)
     assert both[1].canvas == alone.canvas
 

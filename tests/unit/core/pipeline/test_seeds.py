@@ -36,5 +36,7 @@ def test_samples_of_one_prompt_differ_and_a_seed_repeats_them() -> None:
 def test_runs_that_can_be_repeated_take_seeds_from_the_setting_and_the_index() -> None:
     for given, first in (({}, 0), ({"seed": 7}, 7)):
         recipe = pipe(**given).recipe
-        assert [seeded(recipe, {}, i)["sampling.seed"] for i in range(3)] == [first, first + 1, first + 2]
-    assert seeded(pipe(temperature=0.0).recipe, {}, 3) == {}
+        found = [seeded(recipe, recipe.resolve({}), i).values["sampling.seed"] for i in range(3)]
+        assert found == [first, first + 1, first + 2]
+    greedy = pipe(temperature=0.0).recipe
+    assert seeded(greedy, greedy.resolve({}), 3) == greedy.resolve({})

@@ -81,7 +81,7 @@ def test_a_module_is_imported_when_it_is_built_or_the_table_is_older(
     monkeypatch.setattr("dinfer.core.registry.table", lambda: known)
     described = registry.describe("plain")
     assert (f"{name}.plain" in sys.modules) != fits
-    assert registry.check({"name": "plain", "share": 1}) == ("plain", {"share": 1.0})
+    assert registry.check({"name": "plain", "share": 1}) == {"name": "plain", "share": 1.0}
     with pytest.raises(ValueError, match=r"decoder.kind='c' must be 'a' or 'b' or null"):
         registry.check({"name": "plain", "kind": "c"})
     cls = registry.get("plain")

@@ -39,7 +39,7 @@ def recipe_for(sampling: Any = "standard", decoder: Any = "threshold", model: An
 
 
 def outputs(recipe: Recipe, options: list[dict[str, Any]], **runtime: Any) -> list[tuple]:
-    requests = [Request(PROMPT, 21, recipe.resolve(given)) for given in options]
+    requests = [Request.behind(PROMPT, 21, recipe.resolve(given)) for given in options]
     return [outcome(c) for c in completions(engine_for(recipe, **runtime), requests)]
 
 
@@ -55,9 +55,9 @@ def test_a_row_that_does_not_sample_is_not_changed_by_one_that_does() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         for sampling in SAMPLINGS.names():
             recipe = recipe_for(sampling, model=tiny_model(dtype=dtype))
-            plain = Request(PROMPT, 21, recipe.resolve({}))
-            pair = [plain, Request(PROMPT, 21, recipe.resolve({"seed": 5}))]  # the same shapes, not sampled
-            hot = [plain, Request(PROMPT, 21, recipe.resolve({"temperature": 1.0, "seed": 5}))]
+            plain = Request.behind(PROMPT, 21, recipe.resolve({}))
+            pair = [plain, Request.behind(PROMPT, 21, recipe.resolve({"seed": 5}))]  # the same shapes, not sampled
+            hot = [plain, Request.behind(PROMPT, 21, recipe.resolve({"temperature": 1.0, "seed": 5}))]
             one, other = (completions(engine_for(recipe), requests)[0] for requests in (pair, hot))
             assert outcome(one) == outcome(other)
 
@@ -75,7 +75,7 @@ def drawn(options: dict[str, Any], sampling: str = "standard", count: int = 4000
     table = torch.randn(1, 1, VOCAB, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     table[..., MASK] = -math.inf
     recipe = recipe_for(sampling, {"name": "fixed", "steps": 1}, Scripted(table, max_length=5000), block=count)
-    tokens = completions(engine_for(recipe), [Request([1], count, recipe.resolve(options))])[0].canvas[1:]
+    tokens = completions(engine_for(recipe), [Request.behind([1], count, recipe.resolve(options))])[0].canvas[1:]
     return torch.bincount(torch.tensor(tokens), minlength=VOCAB) / count
 
 
@@ -130,7 +130,14 @@ def test_the_nucleus_is_that_of_a_stable_sort(seed: int, top_k: int, top_p: floa
 
 def sorted_tokens(recipe: Recipe, options: dict[str, Any]) -> int:
     """How many tokens the steps of such a request sort."""
-    return next((extra.top for extra in recipe.asks(recipe.resolve(options)) if isinstance(extra, Sampled)), 0)
+    return next(
+        (
+            extra.top
+            for extra in recipe.extras(Request.behind([1], 1, recipe.resolve(options)))
+            if isinstance(extra, Sampled)
+        ),
+        0,
+    )
 
 
 def test_no_vocabulary_is_sorted_that_need_not_be() -> None:
@@ -170,7 +177,7 @@ def stats_of(options: dict[str, Any], logits: list[float], *, sampling: str = "s
             return super().select(stats, view, state)
 
     recipe = replace(base, decoder=Spy())
-    canvas = completions(engine_for(recipe), [Request([0], 1, recipe.resolve(options))])[0].canvas
+    canvas = completions(engine_for(recipe), [Request.behind([0], 1, recipe.resolve(options))])[0].canvas
     return canvas[1], seen[0]
 
 
@@ -215,7 +222,7 @@ def test_a_low_temperature_commits_no_more_at_once() -> None:
     table[..., 7] = 3.0  # likeliest of all, and far from sure
     recipe = recipe_for(model=Scripted(table))
     for options in ({}, {"temperature": 0.1}, {"temperature": 0.7, "top_p": 0.3}, {"temperature": 1.0, "top_k": 1}):
-        request = Request([1] * 8, 8, recipe.resolve(options))
+        request = Request.behind([1] * 8, 8, recipe.resolve(options))
         steps = [sum(u.masked or []) for u in engine_for(recipe).run([request], Wants(snapshots=True))]
         assert steps == [7, 6, 5, 4, 3, 2, 1, 0]
 
@@ -241,7 +248,7 @@ def test_no_stop_token_comes_before_min_tokens() -> None:
     table[..., EOS] = 9.0
     recipe = recipe_for(model=Scripted(table))
     for least in (0, 3, 8):
-        request = Request([1] * 8, 8, recipe.resolve({"min_tokens": least}))
+        request = Request.behind([1] * 8, 8, recipe.resolve({"min_tokens": least}))
         (done,) = completions(engine_for(recipe), [request])
         assert len(done.output) == least
 
@@ -277,7 +284,7 @@ def test_decoded_tokens_are_compared_with_the_most_likely_ones() -> None:
     for options, kept in (({}, greedy), ({"temperature": 2.0, "repetition_penalty": 3.0}, drawn)):
         table = torch.randn(1, 8, VOCAB, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
         recipe = replace(base, model=Scripted(table), decoder=Spy(**{"threshold": 0.0, "edit_threshold": 1.0}))
-        completions(engine_for(recipe), [Request([1] * 8, 8, recipe.resolve(options))])
+        completions(engine_for(recipe), [Request.behind([1] * 8, 8, recipe.resolve(options))])
         kept.extend(seen)
         seen.clear()
     best_RL, first_RL = greedy[0][0], drawn[0][0]
@@ -303,7 +310,7 @@ def test_eos_last_commits_stop_tokens_last() -> None:
     table[..., 7] = 3.0
     table[0, ::2, EOS] = 9.0  # at every other position the surest of all
     recipe = recipe_for("standard", {"name": "fixed", "steps": 8}, Scripted(table))
-    request = Request([1] * 8, 8, recipe.resolve({"eos_last": 1}))
+    request = Request.behind([1] * 8, 8, recipe.resolve({"eos_last": 1}))
     steps = [u.masked for u in engine_for(recipe).run([request], Wants(snapshots=True))]
     assert steps[3] is not None and steps[3][8:] == [True, False] * 4
 
@@ -319,7 +326,7 @@ def test_repetition_penalty_counts_prompt_and_decoded_tokens() -> None:
     table = torch.zeros(1, 1, VOCAB, dtype=torch.float64)
     table[..., 1], table[..., 2], table[..., 3] = 3.0, 2.9, 2.8
     recipe = recipe_for(decoder={"name": "fixed", "steps": 8}, model=Scripted(table))
-    request = Request([1], 3, recipe.resolve({"repetition_penalty": 1.2, "steps": 3}))
+    request = Request.behind([1], 3, recipe.resolve({"repetition_penalty": 1.2, "steps": 3}))
     assert completions(engine_for(recipe), [request])[0].output == [2, 3, 1]
 
 
@@ -327,7 +334,7 @@ def test_the_mask_token_takes_part_in_the_draw() -> None:
     table = torch.zeros(1, 1, VOCAB, dtype=torch.float64)
     table[..., MASK] = math.log(VOCAB)  # as likely as all others together
     recipe = recipe_for("standard", {"name": "threshold", "threshold": 0.0}, Scripted(table), block=64)
-    request = Request([1], 64, recipe.resolve({"temperature": 1.0}))
+    request = Request.behind([1], 64, recipe.resolve({"temperature": 1.0}))
     left = [sum(u.masked or []) for u in engine_for(recipe).run([request], Wants(snapshots=True))]
     assert 20 < left[0] < 44 and left[-1] == 0
 
@@ -385,5 +392,5 @@ def test_defaults_need_no_sampled_step(given: dict[str, Any], sampled: bool) -> 
     recipe = recipe_for()
     engine = engine_for(recipe)
     shapes = observed(engine)
-    completions(engine, [Request(PROMPT, 9, recipe.resolve(given))])
+    completions(engine, [Request.behind(PROMPT, 9, recipe.resolve(given))])
     assert {shape.extras for shape in shapes} == {(Sampled(),) if sampled else ()}

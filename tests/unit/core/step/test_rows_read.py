@@ -56,7 +56,7 @@ def test_the_last_layer_computes_what_is_read(variant: str, cache: str, monkeypa
     )
     engine = engine_for(recipe)
     shapes = observed(engine)
-    completions(engine, [Request(PROMPT, NEW, recipe.resolve({}))])
+    completions(engine, [Request.behind(PROMPT, NEW, recipe.resolve({}))])
     assert rows[0] == [s.width for s in shapes]
     decoding = [s.width for s in shapes if s.phase != Phase.PREFILL]
     assert rows[-1] == [BLOCK if width - BLOCK >= 2 else width for width in decoding]

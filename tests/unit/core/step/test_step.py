@@ -82,7 +82,7 @@ NONSENSE: dict[str, Callable[[TokenStats, BlockView], Proposal]] = {
 def test_nonsense_is_contained(name: str, kind: type[Proposing]) -> None:
     recipe = scripted_recipe(kind(propose=NONSENSE[name]))
     before = PROMPT + [MASK] * NEW
-    for update in engine_for(recipe).run([Request(PROMPT, NEW)], Wants(snapshots=True)):
+    for update in engine_for(recipe).run([Request.behind(PROMPT, NEW)], Wants(snapshots=True)):
         assert update.tokens is not None and update.masked is not None
         assert update.tokens[: len(PROMPT)] == PROMPT
         assert all(0 <= token < VOCAB for token in update.tokens)
@@ -96,7 +96,7 @@ def test_forced_progress_takes_the_best_position_that_is_not_declined() -> None:
     table[0, 5, 10], table[0, 6, 11], table[0, 7, 12] = 6.0, 1.0, 2.0
     table[0, 5, MASK] = 7.0  # the position with the surest token, 0.26 against 0.07 and 0.16, would rather wait
     recipe = replace(scripted_recipe(Proposing(propose=NONSENSE["nothing"])), model=Scripted(table))
-    seen = [u.tokens for u in engine_for(recipe).run([Request(PROMPT, 3)], Wants(snapshots=True))]
+    seen = [u.tokens for u in engine_for(recipe).run([Request.behind(PROMPT, 3)], Wants(snapshots=True))]
     assert [row[5:] for row in seen] == [[MASK, MASK, 12], [MASK, 11, 12], [10, 11, 12]]
 
 
@@ -107,7 +107,7 @@ def test_a_decoder_that_waits_need_not_commit() -> None:
         return Proposal(every(view, False), waits_R=view.step_R % 3 < 2)
 
     recipe = scripted_recipe(Proposing(propose=propose))
-    counts = [update.committed for update in engine_for(recipe).run([Request(PROMPT, 3)], Wants(snapshots=True))]
+    counts = [update.committed for update in engine_for(recipe).run([Request.behind(PROMPT, 3)], Wants(snapshots=True))]
     assert counts == [0, 0, 1, 1, 1, 2, 2, 2, 3]
 
 
@@ -120,7 +120,7 @@ def test_a_decoder_that_is_busy_for_ever_is_stopped(ahead: bool) -> None:
     engine = launched_ahead(engine) if ahead else engine
     for _ in range(2):  # the engine is good for another run
         with pytest.raises(StalledRow, match=r"request 0: .* Proposing keeps the row busy"):
-            completions(engine, [Request(PROMPT, NEW), Request(PROMPT, 1)])
+            completions(engine, [Request.behind(PROMPT, NEW), Request.behind(PROMPT, 1)])
 
 
 def test_an_editing_decoder_that_never_settles_is_stopped() -> None:
@@ -129,14 +129,14 @@ def test_an_editing_decoder_that_never_settles_is_stopped() -> None:
         return Proposal(every(view), flip_RL, torch.ones_like(view.step_R, dtype=torch.bool))
 
     with pytest.raises(StalledRow, match="busy"):
-        completions(engine_for(scripted_recipe(Editing(propose=propose))), [Request(PROMPT, NEW)])
+        completions(engine_for(scripted_recipe(Editing(propose=propose))), [Request.behind(PROMPT, NEW)])
 
 
 def test_busy_rows_take_another_step_and_edits_do_not_count_as_commits() -> None:
     def propose(stats: TokenStats, view: BlockView) -> Proposal:
         return Proposal(every(view), tokens(view, 9) + view.step_R[:, None], view.step_R < 2)
 
-    completion = completions(engine_for(scripted_recipe(Editing(propose=propose))), [Request(PROMPT, NEW)])[0]
+    completion = completions(engine_for(scripted_recipe(Editing(propose=propose))), [Request.behind(PROMPT, NEW)])[0]
     assert completion.counts.committed == NEW
     assert completion.counts.forwards == 9  # three steps in each of three blocks
     assert completion.output == [11] * NEW
@@ -146,7 +146,7 @@ def test_a_decoder_without_edits_cannot_rewrite() -> None:
     def propose(stats: TokenStats, view: BlockView) -> Proposal:
         return Proposal(every(view), tokens(view, 9) + view.step_R[:, None], view.step_R < 2)
 
-    completion = completions(engine_for(scripted_recipe(Proposing(propose=propose))), [Request(PROMPT, NEW)])[0]
+    completion = completions(engine_for(scripted_recipe(Proposing(propose=propose))), [Request.behind(PROMPT, NEW)])[0]
     assert completion.output == [9] * NEW
 
 
@@ -157,7 +157,7 @@ def test_the_view_is_what_the_contract_says() -> None:
         views.append(view)
         return Proposal(view.pos_RL % 2 == 1)
 
-    completions(engine_for(scripted_recipe(Proposing(propose=propose))), [Request(PROMPT, 6)])
+    completions(engine_for(scripted_recipe(Proposing(propose=propose))), [Request.behind(PROMPT, 6)])
     first, later, last = views[0], views[1], views[-1]
     assert first.pos_RL.tolist() == [[0, 1, 2, 3, 4, 5, 6, 7]]
     assert first.given_RL.tolist() == [[True] * 5 + [False] * 3]
@@ -191,7 +191,7 @@ def test_decoder_state_is_fresh_in_every_block_and_request() -> None:
     decoder = Remembering(seen=[])
     engine = engine_for(scripted_recipe(decoder), rows=2)
     for _ in range(2):
-        completions(engine, [Request(PROMPT, NEW), Request([1], 9), Request([1, 2], 4)])
+        completions(engine, [Request.behind(PROMPT, NEW), Request.behind([1], 9), Request.behind([1, 2], 4)])
     assert len(decoder.seen) == 2 * (NEW + 9 + 4)
     assert all(mine == theirs + 3 for mine, theirs in decoder.seen)
 
@@ -212,7 +212,7 @@ def test_passes_that_decode_nothing_keep_the_state_of_the_cache() -> None:
     model = tiny_model("block_causal", causal_block=BLOCK)
     sweep = {"name": "block_diffusion", "block": BLOCK, "stop": "off"}
     recipe = compose(model, iteration=sweep, decoder=Fixed(steps=1), cache=Counting())
-    host = Host(recipe, [Request([1] * 20, 16), Request([1] * 16, 16)])
+    host = Host(recipe, [Request.behind([1] * 20, 16), Request.behind([1] * 16, 16)])
     first, second = host.slots
     for phase, slots, width in (
         (Phase.PREFILL, [first, second], BLOCK), (Phase.PREFILL, [second, first], 2 * BLOCK),
@@ -231,7 +231,7 @@ def test_what_a_model_is_fed_leaves_the_state_of_the_iteration_alone(name: str) 
     models = {"self_conditioned": "uniform", "block_diffusion": "block_causal"}
     model, iteration = tiny_model(models.get(name, "bidirectional")), ITERATIONS.build(name)
     recipe = compose(model, iteration=iteration, decoder="entropy_bound", cache="none")
-    host = Host(recipe, [Request([1] * 5, 16)])
+    host = Host(recipe, [Request.behind([1] * 5, 16)])
     host.step(Phase.FULL, host.slots)
     slot_B = torch.tensor(host.slots)
     lanes, state = host.state.canvas.lanes(slot_B, Phase.FULL), host.state.iteration.lanes(slot_B)
