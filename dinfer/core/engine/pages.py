@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from itertools import takewhile
 
 from dinfer.core.memory import RESERVED
+from dinfer.core.step.request import Request
 
 
 def prompt_keys(
@@ -29,6 +30,11 @@ def prompt_keys(
         own.update(array("q", [stop]).tobytes())
         keys.append(own.digest())
     return keys
+
+
+def keyed(request: Request) -> list[tuple[int, bytes]]:
+    """What the keys of a request depend on beside its tokens, see `Ask.keyed`."""
+    return [keyed for ask in request.asks if (keyed := ask.keyed) is not None]
 
 
 def common(some: Sequence[bytes], others: Sequence[bytes]) -> int:

@@ -100,10 +100,7 @@ class Ability:
 
     @classmethod
     def told(cls, kept: Any, slots: Sequence[int]) -> Mapping[int, Any]:
-        """By slot, what it tells of requests that end: an object of a class of its own, for `Counts.tells`.
-
-        It may wait for the device. Host side.
-        """
+        """By slot, an object that tells of a request that ends, for `Counts.tells`. It may wait for the device."""
         return {}
 
     # The forward.

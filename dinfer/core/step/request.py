@@ -1,7 +1,4 @@
-"""A request: a canvas of which some positions are open, its options, and what it asks of abilities.
-
-Plain data, which is the same on the host, in a step and in other processes. It knows nothing of text.
-"""
+"""A request: a canvas of which some positions are open, its options, and what it asks of abilities. Plain data."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -67,11 +64,6 @@ class Request:
         return of_kind(kind, self.asks)
 
     @property
-    def keyed(self) -> tuple[tuple[int, bytes], ...]:
-        """What keys depend on beside tokens, see `Ask.keyed`."""
-        return tuple(keyed for ask in self.asks if (keyed := ask.keyed) is not None)
-
-    @property
     def length(self) -> int:
         return len(self.tokens)
 
@@ -97,6 +89,5 @@ class Request:
 
     @property
     def text_behind_a_gap(self) -> bool:
-        """Whether given text stands behind an open position. False for a partly written answer: its blocks see the
-        written part as they see any decoded text."""
+        """Whether given text stands behind an open position. A partly written answer is decoded text."""
         return self.first is None and not all(self.open[self.start :])

@@ -137,8 +137,8 @@ class BatchState:
         Returns the cursors of each, and their tokens on the host, ~token where it is open. int64 [A, S + 1]
         """
         spec, canvas, requests = recipe.model.spec, self.canvas, [entry.request for entry in entries]
-        lengths, options = ([r.length for r in requests], [[*recipe.values(r.options).values()] for r in requests])
-        cursors = [self._cursors(recipe, entry) for entry in entries]
+        options = [[*recipe.values(request.options).values()] for request in requests]
+        cursors, lengths = [self._cursors(recipe, entry) for entry in entries], [r.length for r in requests]
         tokens_AS = host_rows([request.tokens for request in requests], canvas.capacity + 1, 0)
         masked_AS = host_rows([request.open for request in requests], canvas.capacity + 1, 0).bool()
         if spec.mask_id is None:
@@ -172,8 +172,8 @@ class BatchState:
             phase = Phase.WINDOW
         length = min((kind.first_length(recipe, request) for kind in recipe.abilities), default=length)
         seed = max(int(recipe.sampling_of(request.options).get("seed", 0)), 0)  # nobody chose one
-        stops = int(request.stops)
-        return Cursors(int(phase), request.start, length, start, end, kept=entry.kept, seed=seed, stops=stops)
+        where = int(phase), request.start, length, start, end
+        return Cursors(*where, kept=entry.kept, seed=seed, stops=int(request.stops))
 
     def abilities(self, recipe: Parts, shape: StepShape) -> tuple[Any, ...]:
         """The abilities that take part in steps of this shape, in the order of their hooks."""
