@@ -627,7 +627,42 @@ def experts() -> str:
     return table(columns, sorted(took.items()))
 
 
+PRESETS = {
+    "llada2-mini": "llada2_mini", "llada-8b": "llada_8b_instruct",
+    "sdar-4b": "sdar model.checkpoint=JetLM/SDAR-4B-Chat", "sdar-8b": "sdar_8b_chat",
+}  # fmt: skip
+RECIPES = (
+    "goals-mini-h200", "goals-mini-fp8-h200", "goals-8b-64-h200", "goals-8b-fp8-batch8-h200", "goals-sdar-4b-128-h200",
+    "goals-sdar-8b-128-h200",
+)  # fmt: skip
+
+
+def recipes(folder: Path = RESULTS) -> str:
+    """This model on this card: the line that serves it, and what to expect of it."""
+    rows = []
+    for report in there(RECIPES, folder):
+        setting = report["setting"]
+        best = max(report["runs"], key=lambda run: run["tokens_per_s"])
+        own = f" quantize={setting['quantize']}" if setting["quantize"] else ""
+        favour = " runtime.favour=throughput" if setting["gather"] else ""
+        line = (
+            f"dinfer serve model={PRESETS[setting['shape']]} device=cuda runtime.rows={best['in_flight']}{own}{favour}"
+        )
+        line += f" runtime.max_length={setting['prompt'] + setting['new']}"
+        rows.append(best | {
+            "model": setting["shape"], "card": report["hardware"].removeprefix("NVIDIA "), "line": f"`{line}`",
+            "rate": setting["rate"], "first": f"{best['first_block_s']['median']:.2f} s",
+            "lengths": f"{setting['prompt']} and {setting['new']}", "commit": report["commit"],
+        })  # fmt: skip
+    columns: dict[str, Cell] = {
+        "model": "{model}", "card": "{card}", "line": "{line}", "tokens in and out": "{lengths}",
+        "tokens a step": "{rate}", "expect, tokens/s": "{tokens_per_s:,.0f}", "first block": "{first}", "at": "{commit}",
+    }  # fmt: skip
+    return table(columns, rows)
+
+
 SECTIONS: dict[str, Callable[[], str]] = {
+    "recipes": recipes,
     "families": families, "summary": summary, "box": box, "second_box": second_box, "further": further,
     "everything": everything, "short": short, "steps": steps, "step-runs": step_runs, "parts": step_parts,
     "peers": peers, "rival": rival, "narrow-card": narrow, "constrained": constrained,
