@@ -656,7 +656,8 @@ def recipes(folder: Path = RESULTS) -> str:
         })  # fmt: skip
     columns: dict[str, Cell] = {
         "model": "{model}", "card": "{card}", "line": "{line}", "tokens in and out": "{lengths}",
-        "tokens a step": "{rate}", "expect, tokens/s": "{tokens_per_s:,.0f}", "first block": "{first}", "at": "{commit}",
+        "tokens a step": "{rate}", "expect, tokens/s": "{tokens_per_s:,.0f}", "first block": "{first}",
+        "at": "{commit}",
     }  # fmt: skip
     return table(columns, rows)
 
