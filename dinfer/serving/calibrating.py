@@ -82,7 +82,10 @@ def _number(place: int, question: Predicate | Choice | Score, answer: object) ->
 
 
 def calibrated(server: Server, asked: list[tuple[DecisionRequest, list[int]]]) -> list[Fitted]:
-    """A temperature for each kind, fitted on every second question. Raises ValueError and ApiError."""
+    """A temperature for each kind, fitted on every second question; 1 if it loses on the others.
+
+    Raises ValueError and ApiError.
+    """
     served, kinds = server.catalogue.find(""), dict[str, Labelled]()
 
     async def read(request: DecisionRequest) -> list[list[float]]:

@@ -124,6 +124,33 @@ def test_the_tokenizer_is_told_without_paths_of_this_machine(client: Client) -> 
     assert not any("/" in str(value) for name, value in told.items() if name != "chat_template")
 
 
+def test_no_log_has_a_key_or_a_prompt(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    secret, prompt = "sk-secret-key-1", "zebras cross at noon"
+    monkeypatch.setenv("KEY", secret)
+    turns = [{"role": "user", "content": prompt}]
+    bodies: dict[str, Any] = {
+        CHAT: {"messages": turns}, MESSAGES: {"messages": turns, "max_tokens": 8}, RESPONSES: {"input": prompt},
+        "/v1/completions": {"prompt": prompt}, "/v1/fim/completions": {"prompt": prompt, "suffix": prompt},
+        "/v1/edit/completions": {"messages": turns}, "/v1/infill": {"text": f"{prompt} [MASK:2]"},
+        "/v1/read": {"messages": turns, "choice": ["a", "b"]}, "/tokenize": {"prompt": prompt},
+        "/v1/decisions": {"input": prompt, "questions": [{"type": "predicate", "instructions": prompt}]},
+        "/v1/systemone": {"state": prompt, "questions": {"q": {"type": "noul", "instructions": prompt}}},
+    }  # fmt: skip
+    with served(Settings(api_key="env:KEY")) as own, caplog.at_level("DEBUG"):
+        for path, body in bodies.items():
+            for extra in ({}, {"max_tokens": 10**9, "surprise": prompt}, {"model": prompt}, {"temperature": prompt}):
+                for key in (secret, f"{secret}-wrong"):
+                    ask = {"model": "tiny"} | body | extra
+                    status = own.ask(path, ask, authorization=f"Bearer {key}").status_code
+                    assert status < 500 and (status == 401) == (key != secret), (path, extra, status)
+    said = [json.dumps({**vars(record), "args": repr(record.args)}, default=repr) for record in caplog.records]
+    heard = capsys.readouterr()
+    text = "\n".join([*said, caplog.text, heard.out, heard.err])
+    assert '"path": "/v1/systemone"' in text and secret not in text and "zebras" not in text
+
+
 EDIT = """<|recently_viewed_code_snippets|>
 <|recently_viewed_code_snippet|>
 code_snippet_file_path: b.py
