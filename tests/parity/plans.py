@@ -7,7 +7,7 @@ from typing import Any
 
 from dinfer.core.engine.request import Request, Resolved
 from dinfer.core.step.contracts import Decoder
-from tests.parity import s2d2
+from tests.parity import look_ahead, s2d2
 from tests.parity.draws import recorded
 from tests.parity.golden import Fields, GoldenError, Skip
 from tests.parity.kinds.decoders import insert_delete, translate
@@ -30,6 +30,9 @@ class Plan:
     options: dict[str, Any] = field(default_factory=dict)  # of every request
     drawn: Drawn | None = None  # makes the decoder, with recorded random numbers; row b is the request of seed b
     sampled: Callable[[Fields], Any] | None = None  # makes the sampling, with recorded random numbers
+    speculate: int = 0  # drafts that forwards evaluate too
+    further: bool = False  # the reference drafts in later blocks too: forwards are to be no more than without drafts
+    swept: Callable[[dict[str, Any], Fields], Any] | None = None  # makes the iteration, with recorded random numbers
     wraps: Callable[[Any], Any] | None = None  # what the reference changes of the model's forward
     every_step: bool = False  # compare the canvas after each step too, but for those that change nothing
     keep_masks: bool = False  # the reference returns what an early stop left undecoded as masks, not as EOS
@@ -318,6 +321,17 @@ def _s2d2(prompts: list[list[int]], params: Fields) -> Plan:
     return replace(plan, drawn=s2d2.recorded, wraps=wraps, answer=plan.new_tokens, drop_eos=True, every_step=True)
 
 
+def _freedave(prompts: list[list[int]], params: Fields) -> Plan:
+    """FreeDave, whose drafts change forwards and no tokens: runtime.speculate with the same number of drafts."""
+    drafts, threshold = params.take("draft_steps"), params.take("confidence_threshold")
+    params.take("draft_mode")  # how a forward evaluates several states
+    score = "sequential" if params.take("alg_temp") == -1 else "low_confidence"
+    decoder = quota(params.take("block_length"), 1.0 if threshold is None else threshold) | {"score": score}
+    plan = aligned(prompts, params, decoder, "block")
+    plan.iteration["stop"] = "block" if params.take("early_exit") else "off"
+    return replace(plan, speculate=drafts, further=params.take("eager"))
+
+
 def _a2d(prompts: list[list[int]], params: Fields, *, blocks: bool) -> Plan:
     """A2D's samplers. BD3LM counts its blocks from the prompt's end, ours from position 0."""
     new_tokens, block = params.take("max_new_tokens"), params.take("block_size")
@@ -338,6 +352,15 @@ def _a2d(prompts: list[list[int]], params: Fields, *, blocks: bool) -> Plan:
         every_step=not blocks and len(prompts) == 1,
         filled=not blocks,
     )
+
+
+def _info_gain(prompts: list[list[int]], params: Fields) -> Plan:
+    """Information-Gain-Sampler. Its blocks have a number of steps each, and what they leave stays masked, a defect."""
+    new_tokens, block, _ = (params.take(name) for name in ("max_new_tokens", "block_size", "steps"))
+    iteration = {"name": "look_ahead", "block": block, "stop": "off", "branches": params.take("candidate_number")}
+    iteration |= {"heat": params.take("position_temperature"), "own_entropy": params.take("variant") == "info_gain"}
+    decoder = {"name": "when_sure", "threshold": params.take("threshold"), "all": True}
+    return Plan(iteration, decoder, {"name": "none"}, new_tokens, swept=look_ahead.recorded)
 
 
 # Algorithm of the goldens -> plan, of prompts and parameters. Whoever adds an iteration or a cache adds an entry here.
@@ -362,6 +385,8 @@ ALGORITHMS: dict[str, Callable[[list[list[int]], Fields], Plan]] = {
     "daedal": _daedal,
     "streaming_dllm": _streaming,
     "s2d2": _s2d2,
+    "info_gain": _info_gain,
+    "freedave": _freedave,
     "a2d_mdlm": partial(_a2d, blocks=False),
     "a2d_bd3lm": partial(_a2d, blocks=True),
 }

@@ -9,6 +9,7 @@ Shape suffixes beside those of `dinfer.core.step.contracts`: X = K * L positions
 present state first, J the others, G = C * B lanes of the forward.
 """
 
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -208,6 +209,17 @@ def branches_of(iteration: Iteration) -> int:
     return iteration.branches if isinstance(iteration, Branches) else 0
 
 
+class LooksAhead(Branches):
+    """An iteration whose branches are offered and judged by `dinfer.research.abilities.looking`."""
+
+    by = "entropy"
+    own_entropy: bool  # the entropy of the added token's position counts, too
+
+    @abstractmethod
+    def offers(self, confidence_RL: Tensor, view: BlockView) -> Tensor:
+        """Places in the block to try next, each once; -1: none. int64 [R, J] Confidences are below 0 where none is."""
+
+
 @ABILITIES.register("branches")
 @dataclass(frozen=True)
 class Branched(Ability):
@@ -227,6 +239,11 @@ class Branched(Ability):
 
     @classmethod
     def of(cls, recipe: Parts, shape: StepShape) -> Self | None:
+        return None if isinstance(recipe.iteration, LooksAhead) else cls.made(recipe, shape)
+
+    @classmethod
+    def made(cls, recipe: Parts, shape: StepShape) -> Self | None:
+        """The ability in these steps, whoever judges the branches."""
         iteration = recipe.iteration
         if not isinstance(iteration, Branches) or shape.phase == Phase.PREFILL:
             return None

@@ -60,8 +60,9 @@ def run(golden: Golden, doc: Fields) -> str:
         for row, prompt in enumerate(prompts):
             _same_steps(doc, plan, found, row, snapshots(doc, row, prompt + [mask_id] * plan.new_tokens))
     _same_answers(doc, plan, prompts, found.rows)
-    at_most("num_forwards", doc.take("num_forwards"), max(found.forwards))
-    return f"{max(found.forwards)} forwards, reference {doc.take('num_forwards')}"
+    forwards = (doc.fields("without_drafts") if plan.further else doc).take("num_forwards")
+    at_most("num_forwards", forwards, max(found.forwards))
+    return f"{max(found.forwards)} forwards, reference {forwards}"
 
 
 def generated(golden: Golden, doc: Fields, plan: Plan, prompts: list[list[int]], scratch: Path) -> Found:
@@ -75,7 +76,7 @@ def generated(golden: Golden, doc: Fields, plan: Plan, prompts: list[list[int]],
     requests = [
         plan.request(prompt, mask_id, recipe.resolve(plan.options | {"seed": row})) for row, prompt in enumerate(bare)
     ]
-    engine = Engine(recipe, Runtime(rows=len(requests)))
+    engine = Engine(recipe, Runtime(rows=len(requests), speculate=plan.speculate))
     for update in engine.run(requests, Wants(snapshots=plan.keep_masks or plan.every_step)):
         row, pad = update.index, pads[update.index]
         if plan.every_step:
@@ -105,7 +106,10 @@ def _recipe(
         (scratch / "token_counts.json").write_text(json.dumps(doc.take("token_counts")))
         options["frequencies"] = str(scratch / "token_counts.json")
     decoder = build(DECODERS, options) if plan.drawn is None else plan.drawn(options, doc, bare, plan.new_tokens)
-    iteration = build(ITERATIONS, plan.iteration, **plan.sweep)
+    if plan.swept is not None:
+        iteration = plan.swept(plan.iteration, doc)
+    else:
+        iteration = build(ITERATIONS, plan.iteration, **plan.sweep)
     sampling = {} if plan.sampled is None else {"sampling": plan.sampled(doc)}
     return ReferenceRecipe(network, iteration, decoder, build(CACHES, plan.cache), **sampling)
 
