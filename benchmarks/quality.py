@@ -69,6 +69,14 @@ def further(spec: ModelSpec) -> Iterator[Recipe]:
     yield block, CALIBRATED[0], "dual"
 
 
+def looking(spec: ModelSpec) -> Iterator[Recipe]:
+    """A look ahead where no token is sure, Info-Gain as published, and the threshold alone."""
+    ahead: dict[str, Any] = {"name": "look_ahead", "block": BLOCK}
+    yield {"name": "blockwise", "block": BLOCK}, SURE, "none"
+    yield ahead, {"name": "when_sure"}, "none"
+    yield ahead, {"name": "when_sure", "threshold": 0.8, "all": True}, "none"
+
+
 def several(spec: ModelSpec, edits: bool, blocks: int) -> Iterator[Recipe]:
     """Recipes with several open blocks, and the same decoders with one. `edits`: the model was trained to edit."""
     aligned = spec.causal_block is not None and not spec.prompt_block
@@ -105,7 +113,7 @@ def recipes(preset: str, spec: ModelSpec) -> Iterator[Recipe]:
     if spec.causal_block is not None:
         foundation = product([{"name": "block_diffusion"}], FOUNDATION + EDITING, ["none", "block"])
     if preset != "everything":
-        yield from further(spec) if preset == "further" else foundation
+        yield from {"further": further, "looking": looking}[preset](spec) if preset != "foundation" else foundation
         return
     iterations: list[Any] = [
         {"name": name} | ({"block": BLOCK} if name not in ("full", "block_diffusion") else {})
@@ -187,7 +195,9 @@ def measure(base: dinfer.Pipeline, problems: list[Problem], new_tokens: int, rec
 def main() -> None:
     parser = command_line(__doc__, device="cpu")
     parser.add_argument("--model", default="tiny", help="a model in the box, or a folder with one trained likewise")
-    parser.add_argument("--preset", choices=("foundation", "everything", "further", "several"), default="foundation")
+    parser.add_argument(
+        "--preset", choices=("foundation", "everything", "further", "looking", "several"), default="foundation"
+    )
     parser.add_argument("--adapter", help="folder or name of an adapter that is merged into it")
     parser.add_argument("--block", type=int, default=0, help="its attention blocks from the prompt's end (D2F)")
     parser.add_argument("--edits", action="store_true", help="with several: decoders that edit too")

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from support import selection
-from support.models import OF_FAMILIES, UNIFORM, VARIANTS, fitted, tiny_model
+from support.models import UNIFORM, VARIANTS, fitted, tiny_model
 
 from dinfer.core.engine.engine import Engine
 from dinfer.core.engine.request import Completion, Request
@@ -92,9 +92,13 @@ def settings_of(registry: Registry, names: Sequence[str] | None = None) -> list[
     return found
 
 
+PAIRS = ("look_ahead", "when_sure")  # an iteration and a decoder that are there for each other
+
+
 def general(registry: Registry) -> list[str]:
-    """The components that are not there for a single family."""
-    return [name for name in registry.names() if not registry.get(name).__module__.startswith("dinfer.families.")]
+    """The components that are not there for a single family, or for one other component."""
+    names = [name for name in registry.names() if name not in PAIRS]
+    return [name for name in names if not registry.get(name).__module__.startswith("dinfer.families.")]
 
 
 def combinations() -> list[Combination]:
@@ -122,7 +126,8 @@ def of_families() -> list[Combination]:
             *product(["seeded_drafts"], ["linear_spec"], ["block", "block_at_once"]),
         ],
         "fed_order": product(["sliding", "blockwise"], ["near_entropy", "threshold"], ["block", "none"]),
-        "bidirectional": product(["sliding"], ["threshold"], ["none"]),
+        "bidirectional": [("sliding", "threshold", "none"), *product(["look_ahead"], ["when_sure"], ["none", "dual"])],
+        "block_causal": [("look_ahead", "when_sure", "block")],
     }
 
     def setting(registry: Registry, name: str) -> tuple[tuple[str, Any], ...]:
@@ -197,10 +202,8 @@ def covering(points: list[Combination]) -> list[Combination]:
 
 LEGAL = [c for c in COMBINATIONS if composes(c)]
 ILLEGAL = [c for c in COMBINATIONS if not composes(c)]
-SAMPLE = [
-    *covering([c for c in LEGAL if c.variant not in OF_FAMILIES]),
-    *(c for c in LEGAL if c.variant in OF_FAMILIES),
-]
+OF_ONE = of_families()
+SAMPLE = covering([c for c in LEGAL if c not in OF_ONE]) + OF_ONE
 BLOCK_CACHED = [c for c in SAMPLE if dict(c.cache)["name"] == "block" and dict(c.iteration)["name"] != "full"]
 
 
