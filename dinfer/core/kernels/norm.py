@@ -1,5 +1,7 @@
 """RMSNorm of a residual sum, and the gated activation: the pointwise parts of a block."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -8,7 +10,6 @@ from dinfer.core.kernels.deferred import close, held, to_add
 from dinfer.core.kernels.dispatch import native, triton, use_triton
 from dinfer.core.kernels.linear import round_rows
 from dinfer.core.kernels.types import Deferred, InGroups, InputFormat, PartialSums, Share
-from dinfer.core.ranks.symmetric import Exchange
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -51,7 +52,7 @@ def add_rms_norm(
     return x_BWD, _as(normed_BWD, inputs)
 
 
-def _addend(x_BWD: Tensor, delta_BWD: Deferred) -> tuple[Tensor | PartialSums, Exchange | None]:
+def _addend(x_BWD: Tensor, delta_BWD: Deferred) -> tuple[Tensor | PartialSums, Any]:
     """What a kernel adds, and if that is one rank's addend, the memory through which it gets the others'."""
     if isinstance(delta_BWD, Share) and (found := delta_BWD.ranks.exchange) is not None and found.takes(x_BWD):
         return delta_BWD.value, found

@@ -18,8 +18,8 @@ try:
 except ImportError:  # its name before torch 2.12
     from torch.distributed import all_gather_into_tensor as all_gather_single
 
+from dinfer.core.provided import provided
 from dinfer.core.ranks.split import WHOLE, Rank, Section
-from dinfer.core.ranks.symmetric import Exchange, SymmetricSum
 from dinfer.core.terms.stats import VocabularySlice
 
 
@@ -29,8 +29,8 @@ class Ranks:
 
     rank: Rank = WHOLE
     group: Any = None  # the ProcessGroup; None: this rank is alone, and collectives cost nothing
-    small: SymmetricSum | None = None  # adds up small tensors faster than the group does
-    exchange: Exchange | None = None  # by which kernels add up the rows of all ranks as they read them
+    small: Any = None  # `dinfer.kernels.symmetric`: adds up small tensors faster than the group does
+    exchange: Any = None  # by which its kernels add up the rows of all ranks as they read them
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None = None) -> Self:
@@ -43,7 +43,8 @@ class Ranks:
         if rank.ranks == 1:
             return cls()
         cuda = dist.get_backend(group) == "nccl"
-        if not cuda or (small := SymmetricSum.of(group, torch.device("cuda", torch.cuda.current_device()))) is None:
+        fast = provided("symmetric_sum") if cuda else None
+        if fast is None or (small := fast(group, torch.device("cuda", torch.cuda.current_device()))) is None:
             return cls(rank, group)
         return cls(rank, group, small, small.exchange)
 

@@ -9,8 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from dinfer.core.kernels.types import FLOAT8, LARGEST, Grouped, InputFormat, PartialSums, Rounded, Squares
-from dinfer.core.ranks.symmetric import EMPTY as SENT_NOTHING
-from dinfer.core.ranks.symmetric import Exchange
+from dinfer.kernels.symmetric import EMPTY as SENT_NOTHING
+from dinfer.kernels.symmetric import Exchange
 from dinfer.kernels.triton.launch import added, addends, early, follow, let_next, wait
 from dinfer.kernels.triton.linear import FEW, empty_groups, empty_rounded, in_groups, round_rows, scaled, store_groups
 

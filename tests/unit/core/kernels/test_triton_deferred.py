@@ -14,8 +14,8 @@ pytestmark = [pytest.mark.gpu] if CUDA else []
 from dinfer.core.kernels import linear, norm, rotary  # noqa: E402
 from dinfer.core.kernels.deferred import close  # noqa: E402
 from dinfer.core.kernels.types import HeadNorm, InputFormat, PartialSums, Projections  # noqa: E402
-from dinfer.core.ranks.symmetric import EMPTY, Exchange  # noqa: E402
 from dinfer.formats.kernels.scaled import scaled_linear  # noqa: E402
+from dinfer.kernels.symmetric import EMPTY, Exchange  # noqa: E402
 from dinfer.kernels.triton import linear as triton_linear  # noqa: E402
 from dinfer.kernels.triton import moe as triton_moe  # noqa: E402
 from dinfer.kernels.triton import moe as triton_route  # noqa: E402
@@ -106,9 +106,8 @@ def test_large_products_of_float8_are_torchs(
     x, weight_OK, bias_O = draw(2, 5, 64, dtype=dtype), draw(outputs, 64, dtype=dtype), draw(outputs, dtype=dtype)
     rows, (weight_OK, scale_O, *_) = linear.round_rows(x), linear.round_rows(weight_OK)
     want = scaled_linear(rows, weight_OK, scale_O, bias_O)
-    monkeypatch.setattr(linear, "LARGE", 10 * outputs)
-    monkeypatch.setattr(linear, "on_hopper", lambda _: True)
-    monkeypatch.setattr(linear, "use_triton", lambda *_: True)
+    for name, value in (("LARGE", 10 * outputs), ("on_hopper", lambda _: True), ("use_triton", lambda *_: True)):
+        monkeypatch.setattr(f"dinfer.formats.kernels.scaled.{name}", value)
     monkeypatch.setattr(triton_linear, "linear", lambda *_: want)
     got = scaled_linear(rows, weight_OK, scale_O, bias_O)
     assert (got is not want) == torchs
