@@ -32,7 +32,7 @@ from dinfer.lab.likelihood import combine, logps, passes
 from dinfer.rollouts.rollouts import Rollouts
 
 FAMILIES = ("ages", "chains", "sharing", "travel", "turns", "walks")  # whose answers fit into two blocks
-BLOCK, NEW, GROUP, ROWS = 32, 64, 8, 32
+BLOCK, GROUP, ROWS = 32, 8, 32
 SLOW = 24.0  # forwards that earn nothing beside the right answer
 OPTIONS: dict[str, dict[str, Any]] = {"diffu_grpo": {}, "tracerl": {"shrink": 4}}
 
@@ -55,9 +55,13 @@ def plain(pipe: Any, prompts: list[list[int]], seed: int, given: Namespace) -> R
     """The loop that trainers run: a group at a time, the whole canvas in every forward, in eager torch."""
     spec, generator, found = pipe.model.spec, torch.Generator().manual_seed(seed), list[Rollouts]()
     for prompt in prompts:
-        tokens_NT = torch.tensor([prompt + [spec.mask] * NEW] * GROUP)
-        step_NA, forwards_N, stopped_N = torch.full((GROUP, NEW), -1), torch.zeros(GROUP).long(), torch.zeros(GROUP) > 0
-        for begin in range(len(prompt), len(prompt) + NEW, BLOCK):
+        tokens_NT = torch.tensor([prompt + [spec.mask] * given.new] * GROUP)
+        step_NA, forwards_N, stopped_N = (
+            torch.full((GROUP, given.new), -1),
+            torch.zeros(GROUP).long(),
+            torch.zeros(GROUP) > 0,
+        )
+        for begin in range(len(prompt), len(prompt) + given.new, BLOCK):
             block = slice(begin, begin + BLOCK)
             while bool((open_NT := tokens_NT[:, block] == spec.mask)[~stopped_N].any()):
                 with torch.inference_mode():
@@ -77,15 +81,15 @@ def plain(pipe: Any, prompts: list[list[int]], seed: int, given: Namespace) -> R
 
 
 def as_rollouts(tokens_NT: Tensor, step_NA: Tensor, forwards_N: Tensor, prompt: int, pipe: Any) -> Rollouts:
-    spec, count = pipe.model.spec, len(tokens_NT)
+    spec, (count, new) = pipe.model.spec, step_NA.shape
     answer_NA = tokens_NT[:, prompt:].masked_fill(step_NA < 0, spec.eos_id)
     ends_NA = torch.isin(answer_NA, torch.tensor(spec.stop_ids)) & (step_NA >= 0)
-    width_N = torch.full((count,), NEW)
-    stop_N = torch.where(ends_NA.any(1), ends_NA.long().argmax(1) + 1, NEW)
+    width_N = torch.full((count,), new)
+    stop_N = torch.where(ends_NA.any(1), ends_NA.long().argmax(1) + 1, new)
     return Rollouts(
         prompt_ids=tokens_NT[:, :prompt], prompt_lengths=torch.full((count,), prompt), answer_ids=answer_NA,
         lengths=(step_NA >= 0).sum(1), widths=width_N, stops=stop_N, stopped=ends_NA.any(1), forwards=forwards_N,
-        seeds=torch.full((count,), -1), versions=torch.zeros(count, NEW).long(), steps=step_NA.int(),
+        seeds=torch.full((count,), -1), versions=torch.zeros(count, new).long(), steps=step_NA.int(),
         first_steps=step_NA.int(), logps=None, sampled_logps=None, events=None, event_logps=None, block=BLOCK,
         origin="prompt", eos_id=spec.eos_id, attention=None, inexact="",
     )  # fmt: skip
@@ -96,7 +100,7 @@ def sampled(pipe: Any, problems: list[Problem], seed: int, given: Namespace, sam
     if sampler == "plain":
         return plain(pipe, prompts, seed, given)
     made: Rollouts = pipe.rollout(
-        prompts, n=GROUP, max_new_tokens=NEW, seed=seed, record="steps", temperature=given.temperature
+        prompts, n=GROUP, max_new_tokens=given.new, seed=seed, record="steps", temperature=given.temperature
     )
     return made
 
@@ -129,10 +133,11 @@ def updated(pipe: Any, made: Rollouts, rewards: Tensor, optimizer: Any, given: N
         optimizer.step()
 
 
-def judged(pipe: Any, count: int) -> dict[str, float]:
+def judged(pipe: Any, given: Namespace) -> dict[str, float]:
     """Greedy answers to unseen problems."""
+    count = given.answers
     problems = generate("heldout", count=count, seed=0, families=FAMILIES)
-    results = pipe.generate([problem.question for problem in problems], max_new_tokens=NEW)
+    results = pipe.generate([problem.question for problem in problems], max_new_tokens=given.new)
     right = [is_correct(problem, result.text) for problem, result in zip(problems, results, strict=True)]
     tokens, forwards = (sum(getattr(result.counts, name) for result in results) for name in ("tokens", "forwards"))
     return {
@@ -161,7 +166,7 @@ def train(given: Namespace) -> None:
     if report["rounds"]:
         restore(folder, names, optimizer)
     elif "before" not in report:
-        report["before"] = judged(pipe, given.answers)
+        report["before"] = judged(pipe, given)
         notes.write_text(json.dumps(report, indent=1))
     for problems in problems_of(given, len(report["rounds"])):
         if len(report["rounds"]) >= given.rounds or time.monotonic() - began > given.seconds:
@@ -171,7 +176,7 @@ def train(given: Namespace) -> None:
         notes.write_text(json.dumps(report, indent=1))
         print(json.dumps(report["rounds"][-1]), flush=True)
     if len(report["rounds"]) >= given.rounds and "after" not in report:
-        report["after"] = judged(pipe, given.answers)
+        report["after"] = judged(pipe, given)
         notes.write_text(json.dumps(report, indent=1))
     print(json.dumps({key: report.get(key) for key in ("before", "after")}), flush=True)
 
@@ -259,6 +264,7 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--quick", type=float, default=0.5, help="reward of a right answer for needing few forwards")
     parser.add_argument("--lr", type=float, default=1e-4)
+    parser.add_argument("--new", type=int, default=64, help="positions of an answer")
     parser.add_argument("--stops", action="store_true", help="the plain loop ends an answer at its stop token, too")
     given = parser.parse_args()
     torch.set_num_threads(1)
