@@ -115,8 +115,8 @@ def rewarded(pipe: Any, problems: list[Problem], made: Rollouts, given: Namespac
 
 def updated(pipe: Any, made: Rollouts, rewards: Tensor, optimizer: Any, given: Namespace, seed: int) -> None:
     """One pass over the samples whose groups differ, with d1's ratio of a single inner iteration."""
-    spread = rewards.std(1, keepdim=True)
-    advantage_N = ((rewards - rewards.mean(1, keepdim=True)) / (spread + 1e-4)).flatten()
+    # Not divided by the deviation: where all are right, a forward more or less would count as much as an answer.
+    advantage_N = (rewards - rewards.mean(1, keepdim=True)).flatten()
     chosen = torch.randperm(len(made), generator=torch.Generator().manual_seed(seed))
     chosen = chosen[advantage_N[chosen].abs() > 1e-6].tolist()
     for begin in range(0, len(chosen), ROWS):
