@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dinfer.core.registry import ITERATIONS
 from dinfer.core.step.contracts import BlockView
 from dinfer.research.iterations.look_ahead import LookAhead
 from tests.parity.golden import Fields, Skip
@@ -36,5 +35,5 @@ class RecordedLookAhead(LookAhead):
 def recorded(options: dict[str, Any], doc: Fields) -> LookAhead:
     if doc.take("masks_left"):
         raise Skip("Info-Gain: its number of steps leaves masks, a defect")
-    _, options = ITERATIONS.check(options)
+    options = {name: value for name, value in options.items() if name != "name"}
     return RecordedLookAhead(**options, recorded=iter(doc.take("uniform_draws")), now={})
