@@ -324,6 +324,12 @@ def test_importing_dinfer_is_light() -> None:
     assert out.stdout.split() == []
 
 
+def test_no_command_waits_for_torch_to_say_what_it_does() -> None:
+    code = "import sys\nfrom dinfer.cli import program\nprogram.parsers()\nprint('torch' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert out.stdout.split() == ["False"], "import what needs torch within functions, in dinfer/cli/commands"
+
+
 def test_addresses_without_a_layer_give_the_same_modules() -> None:
     """People import `dinfer.core.step.contracts`, which is in core."""
     found = importlib.import_module

@@ -40,7 +40,6 @@ from dinfer.cli.commands.eval import settings_of, tasks_of
 from dinfer.cli.commands.serve import made, needed
 from dinfer.cli.conf import GROUPS, beside, counted, need, pipeline, problems_of, ranks_of, setting
 from dinfer.cli.terminal import Report, say, several
-from dinfer.core.pipeline.inputs import named
 from dinfer.core.registry import options_of
 from dinfer.demo.problems import Problem
 from dinfer.lab.outputs import check_file, write
@@ -105,6 +104,8 @@ def run_search(config: dict[str, Any], *, command: str) -> None:
 
 def calibrate(config: dict[str, Any], labelled: str, command: str) -> None:
     """Fits temperatures of decisions on labelled ones, says what they do to others, and writes them as a preset."""
+    from dinfer.core.pipeline.inputs import named  # needs torch
+
     needed("dinfer tune labelled=")
     path = preset_file(Path(setting(config, "preset", str)))
     check_file(path)
