@@ -321,6 +321,19 @@ def _s2d2(prompts: list[list[int]], params: Fields) -> Plan:
     return replace(plan, drawn=s2d2.recorded, wraps=wraps, answer=plan.new_tokens, drop_eos=True, every_step=True)
 
 
+def _dsb(prompts: list[list[int]], params: Fields) -> Plan:
+    """DSB without keys: the constant window alone, which is iteration=sliding."""
+    new_tokens, block = params.take("gen_length"), params.take("block_length")
+    if params.take("max_block_length") != block or params.take("threshold") is None:
+        raise Skip("DSB: windows that grow, and quotas, are not there")
+    if params.take("factor") is not None:
+        raise Skip("DSB: the rule of Fast-dLLM's factor is not there in a window that moves")
+    params.take("steps")
+    decoder = {"name": "threshold", "threshold": params.take("threshold"), "precision": "float64"}
+    iteration = {"name": "sliding", "block": block, "stop": "off"}
+    return Plan(iteration, decoder, {"name": "none"}, new_tokens, every_step=True)
+
+
 def _freedave(prompts: list[list[int]], params: Fields) -> Plan:
     """FreeDave, whose drafts change forwards and no tokens: runtime.speculate with the same number of drafts."""
     drafts, threshold = params.take("draft_steps"), params.take("confidence_threshold")
@@ -386,6 +399,7 @@ ALGORITHMS: dict[str, Callable[[list[list[int]], Fields], Plan]] = {
     "streaming_dllm": _streaming,
     "s2d2": _s2d2,
     "info_gain": _info_gain,
+    "dsb": _dsb,
     "freedave": _freedave,
     "a2d_mdlm": partial(_a2d, blocks=False),
     "a2d_bd3lm": partial(_a2d, blocks=True),

@@ -45,7 +45,8 @@ def test_sampled_drafts_have_the_distribution_of_decoding_one_by_one() -> None:
     model, seen = tiny_model("drafts", sharpness=1.5), []
     for parts in (ISD, ({"name": "block_diffusion", "block": 1}, "threshold")):
         recipe = compose(model, iteration=parts[0], decoder=parts[1], cache="block")
-        requests = [Request.behind([1, 2, 3], 3, recipe.resolve({"temperature": 1.0, "seed": seed})) for seed in range(400)]
+        options = [recipe.resolve({"temperature": 1.0, "seed": seed}) for seed in range(400)]
+        requests = [Request.behind([1, 2, 3], 3, own) for own in options]
         drawn = [done.canvas[5] for done in completions(engine_for(recipe, rows=100), requests)]
         seen.append(torch.bincount(torch.tensor(drawn), minlength=40) / 400)
     assert (seen[0] - seen[1]).abs().sum() / 2 < 0.25  # two samples of 400 from one distribution differ by 0.15
