@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.provenance import begun, command_line, save, show
-from dinfer import Pipeline, Runtime, compose
+from dinfer import Pipeline, Runtime, compose, load
 from dinfer.core.loading.checkpoint import place_of, random_network
 from dinfer.core.models.llada import Llada
 from dinfer.rollouts.transport import handle_of
@@ -126,6 +126,29 @@ def handles(given: Namespace, pipe: Pipeline) -> dict[str, Any]:
     return {"seconds": took, "bits_are_the_senders": same}
 
 
+def deterministic(given: Namespace) -> dict[str, Any]:
+    """What the same bits alone and beside others cost: the model in the box in bfloat16, 16 requests at once.
+
+    `nats`: the largest difference of a log-probability between a request alone and beside the others.
+    """
+    found: dict[str, Any] = {"requests": 16, "tokens": 32}
+    for name, on in (("off", False), ("on", True)):
+        runtime = Runtime(rows=16, deterministic=on, graphs=given.device != "cpu", max_length=256)
+        pipe = load("tiny", device=given.device, dtype="bfloat16", runtime=runtime)
+        prompts = [f"{number} + {2 * number} = ?" for number in range(16)]
+        how: Any = {"max_new_tokens": 32, "temperature": 0.8}
+        beside = pipe.rollout(prompts, seed=[*range(16)], **how)
+        took = [seconds(lambda: pipe.rollout(prompts, seed=[*range(16)], **how), given.device) for _ in range(3)]  # noqa: B023
+        nats = 0.0
+        for number, prompt in enumerate(prompts[:4]):
+            alone = pipe.rollout([prompt], seed=[number], **how)
+            size = min(int(alone.lengths[0]), int(beside.lengths[number]))
+            nats = max(nats, float((alone.logps[0, :size] - beside.logps[number, :size]).abs().max()))  # type: ignore[index]
+        found[name] = {"seconds": took, "nats": nats}
+    found["ratio"] = statistics.median(found["on"]["seconds"]) / statistics.median(found["off"]["seconds"])
+    return found
+
+
 def main() -> None:
     parser = command_line(__doc__, "cpu")
     parser.add_argument("--hidden", type=int, default=1024)
@@ -142,6 +165,7 @@ def main() -> None:
     new, fresh = tensors_of(other), [answers(other, given.tokens) for _ in range(3 if cuda else 1)]
     before = [answers(pipe, given.tokens) for _ in range(4 if cuda else 1)]  # the second and later ones are CUDA graphs
     graphs = pipe.engine.runner.captured
+    report["deterministic"] = deterministic(given)
     report["copies"] = copies(given, pipe, new)
     save(report, given.out)
     report["after"] = {

@@ -15,10 +15,11 @@ def runner(recipe: Recipe, runtime: Runtime) -> Any:
 
 
 def loop(worker: Worker) -> Any:
-    """Rounds of steps that overlap, see `OverlappedLoop`."""
+    """Rounds of steps that overlap, see `OverlappedLoop`, or that do not depend on each other, see `SteadyLoop`."""
     from dinfer.speed.rounds import OverlappedLoop
+    from dinfer.speed.steady import SteadyLoop
 
-    return OverlappedLoop(worker)
+    return (SteadyLoop if worker.runtime.deterministic else OverlappedLoop)(worker)
 
 
 def drop_graphs() -> None:

@@ -69,7 +69,8 @@ class Engine:
         if (reason := recipe.refused(runtime=runtime)) is not None:
             raise IncompatibleRecipe(reason)
         with blaming(recipe.by_kind):
-            self.loop: Loop = (provided("loop") or Loop)(worker_of(recipe, runtime, plain or recipe))
+            found = needed("loop", "runtime.deterministic=true", "speed") if runtime.deterministic else provided("loop")
+            self.loop: Loop = (found or Loop)(worker_of(recipe, runtime, plain or recipe))
         self.recipe, self.runtime = self.loop.worker.recipe, self.loop.worker.runtime
         self._checked: WeakValueDictionary[int, Request] = WeakValueDictionary()  # by identity
         self._turn = threading.Condition()

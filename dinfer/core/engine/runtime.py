@@ -35,6 +35,7 @@ class Runtime:
     kv: Kv = "model"  # keep keys and values in the model's dtype or in float8
     compile: Literal["none", "default", "max-autotune"] = "none"  # torch.compile for the body of the model
     tensor_parallel: int = 1  # cards that divide the model among them, one process each
+    deterministic: bool = False  # the same bits of a request alone and beside others, at a cost
     expert_parallel: bool = False  # each card has some experts whole, not a part of each
 
     @property
