@@ -23,7 +23,7 @@ from torch import Tensor
 from dinfer.core.engine.engine import ENGINES, Engine
 from dinfer.core.engine.errors import RequestAborted, Unready
 from dinfer.core.engine.worker import Worker
-from dinfer.core.loading.checkpoint import LoadPlan, held_by, place_of
+from dinfer.core.loading.checkpoint import LoadPlan, place_of
 from dinfer.core.loading.files import ADAPTER
 from dinfer.core.loading.safetensors_io import read
 from dinfer.core.provided import needed, provided
@@ -198,8 +198,9 @@ class Weights:
         """What is held, by its names in a checkpoint: views, so clone what is to stay. Only for floats on one card."""
         if self.recipe.ranks.size > 1:
             raise ValueError("tensors are of a model on one card")
-        places = self.family.weights(self.pipe.model.spec)
-        held = held_by(self.pipe.model, {place.parameter for place in places.values()})
+        places, held = self.family.weights(self.pipe.model.spec), dict(self.pipe.model.named_parameters())
+        if rounded := [n for n, p in places.items() if not held[p.parameter].is_floating_point()]:
+            raise ValueError(f"{rounded[0]} is held in few bits")
         return {name: place_of(held, place) for name, place in places.items()}
 
     def checksums(self, names: Sequence[str] | None = None) -> dict[str, str]:

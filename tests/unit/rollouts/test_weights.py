@@ -14,6 +14,7 @@ from support.ranks import MODELS as DIVIDED
 
 from dinfer import Pipeline, Runtime, compose
 from dinfer.core.loading.checkpoint import load_network, random_network
+from dinfer.core.recipe import presets
 from dinfer.families.models.diffusion_gemma import DiffusionGemma
 from dinfer.formats.saving import save_network
 from dinfer.rollouts.abilities.versions import MadeWith
@@ -59,6 +60,8 @@ def parts_of(model: str) -> dict[str, Any]:
             "cache": "none", "iteration": {"name": "self_conditioned", "block": 8},
             "decoder": {"name": "renoise", "steps": 4},
         }  # fmt: skip
+    if model in ("idlm", "nemotron", "wedlm"):
+        return presets.chosen("", model).parts() | {"sampling": "standard"}  # nothing is drawn
     causal = MODELS[model][0].spec(MODELS[model][1]).causal_block
     return {"decoder": "threshold"} | (CAUSAL if causal else PLAIN)
 
