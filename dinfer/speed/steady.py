@@ -32,7 +32,7 @@ class SteadyScheduler(Scheduler):
             if phase == Phase.PREFILL:
                 unit = self.unit([row])
                 width = min(width, max(self.runtime.positions // most // unit * unit, unit))
-            alike[width, row.visible, row.asks].append(row)
+            alike[width, row.visible, row.extras].append(row)
         steps = list[PlannedStep]()
         for (width, _, _), some in alike.items():
             lanes = max(min(most, self.runtime.positions // width), 1)
