@@ -27,7 +27,7 @@ class Extra:
     @property
     def whole_logits(self) -> bool:
         """Whether it needs the logits of whole blocks, where others need those of open positions alone."""
-        return False
+        return self.versions > 0
 
     @property
     def versions(self) -> int:

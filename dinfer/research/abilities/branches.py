@@ -43,10 +43,6 @@ class BranchLanes(Extra):
     count: int
 
     @property
-    def whole_logits(self) -> bool:
-        return self.count > 0
-
-    @property
     def versions(self) -> int:
         return self.count
 

@@ -38,10 +38,6 @@ class Candidates(Extra):
     count: int  # 0: none, but the step keeps what it proposes, for candidates of the next one
 
     @property
-    def whole_logits(self) -> bool:
-        return self.count > 0
-
-    @property
     def versions(self) -> int:
         return self.count
 

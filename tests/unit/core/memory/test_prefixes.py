@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from random import Random
 
 import pytest
@@ -11,9 +12,11 @@ from hypothesis import strategies as st
 from support.matrix import completions, engine_for, outcome
 from support.models import tiny_model
 
+from dinfer.core.abilities.registry import ABILITIES
 from dinfer.core.engine.pages import PageAllocator, common, prompt_keys
-from dinfer.core.engine.request import Request
+from dinfer.core.engine.request import Ask, Request
 from dinfer.core.recipe.recipe import Recipe, compose
+from dinfer.core.step.ability import Ability
 
 SYSTEM = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6, 4]
 
@@ -121,6 +124,40 @@ def test_keys_tell_apart_what_attention_sees() -> None:
     assert len(some) == len({*some}) == 6 and common(some, others) == 2  # position 13 is seen from 8 on
     assert common(some, prompt_keys([*SYSTEM, 1, 2], 24, 4, 8)) == 6
     assert common(some, []) == 0
+
+
+def test_keys_tell_apart_what_a_request_asks_from_where_keys_depend_on_it() -> None:
+    bare, one, same, other = (
+        prompt_keys(SYSTEM, 24, 4, 8, beside=beside) for beside in ((), [(13, b"a")], [(13, b"a")], [(13, b"b")])
+    )
+    assert one == same and common(one, bare) == common(one, other) == 2  # position 13 is seen from 8 on
+
+
+@dataclass(frozen=True)
+class Picture(Ask):
+    """What a layer may ask: the keys from position 6 on depend on it."""
+
+    name: str
+
+    @property
+    def keyed(self) -> tuple[int, bytes]:
+        return 6, self.name.encode()
+
+
+def test_requests_share_no_keys_that_depend_on_what_another_asks() -> None:
+    class Seeing(Ability):
+        answers = (Picture,)
+
+    recipe = recipe_of()
+    ABILITIES.register("seeing")(Seeing)
+    try:
+        engine = engine_for(recipe, page=4, share=True)
+        bare = requests_of(recipe)[0]
+        for asks, cached in (((), 0), ((), 24), ((Picture("a"),), 4), ((Picture("b"),), 4), ((Picture("a"),), 24)):
+            *_, last = engine.run([replace(bare, asks=asks)])
+            assert last.cached == cached
+    finally:
+        ABILITIES.unregister("seeing")
 
 
 @settings(max_examples=60)
