@@ -63,12 +63,12 @@ def evaluated(pipe: Any, tasks: list[str], limit: int | None) -> dict[str, Any]:
 
 def recipes(given: Namespace, base: Base) -> Iterator[tuple[dict[str, Any], Any, list[dict[str, Any]]]]:
     """What is measured, its pipeline, and the options of its requests."""
-    where = {"device": given.device, "dtype": given.dtype, "quantize": given.quantize} | json.loads(given.recipe)
+    where = {"device": given.device, "dtype": given.dtype} | json.loads(given.recipe)
     if given.parent:
         yield {"model": "parent"}, loaded(given.base, None, 1, mask=base.chat.mask, **where), [{}]
     for adapter in given.adapter:
         for block in given.blocks:
-            pipe = loaded(given.base, adapter, block, **where)
+            pipe = loaded(given.base, adapter, block, quantize=given.quantize, **where)
             yield {"model": adapter, "block": block}, pipe, [{"threshold": one} for one in given.thresholds]
 
 
@@ -96,7 +96,7 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="*", default=[], help="of lm-eval, with the most requests in flight")
     parser.add_argument("--limit", type=int, help="documents of each task")
     parser.add_argument("--dtype")
-    parser.add_argument("--quantize")
+    parser.add_argument("--quantize", help="of the converted model, whose merged weights are floats")
     args = parser.parse_args()
     device = torch.device(args.device)
     base = load(args.base, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
