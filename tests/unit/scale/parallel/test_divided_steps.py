@@ -115,3 +115,24 @@ def test_a_request_with_broken_logits_fails_alone_on_all_ranks(folder: Path) -> 
     assert [kind is NonFiniteLogits for kind in want] == [False, True, False]
     found, _ = together(2, lambda ranks: ends(folder, ranks))
     assert found == [want] * 2
+
+
+def rolled(folder: Path, ranks: Ranks = ALONE) -> Any:
+    """What two groups of samples record."""
+    network: Any = load_network(
+        folder / UNTIED, MODELS[UNTIED][0], dtype=torch.float64, device=CPU, rank=ranks.rank
+    )  # fmt: skip
+    network.join(ranks)
+    recipe = dinfer.compose(network, iteration={"name": "blockwise", "block": 8}, decoder="threshold", cache="dual")
+    pipe = dinfer.Pipeline(recipe, None, dinfer.Runtime(tensor_parallel=ranks.size))
+    made = pipe.rollout([[1, 5, 9], [4, 4]], n=2, max_new_tokens=16, temperature=0.8, record="events")
+    assert made.steps is not None and made.events is not None
+    return made.answer_ids.tolist(), made.steps.tolist(), [one.tolist() for one in made.events], made.logps
+
+
+def test_ranks_record_what_one_does(folder: Path) -> None:
+    *want, logps = rolled(folder)
+    found, _ = together(2, lambda ranks: rolled(folder, ranks))
+    for *own, said in found:
+        assert own == want
+        torch.testing.assert_close(said, logps)
