@@ -335,6 +335,9 @@ def test_the_configuration_can_be_shown_and_extended(dinfer: CommandLine, checkp
     files = (f"out={tmp_path}/trace.json", "compare.decoder=bold")
     traced = dinfer("trace", "a", "--config-dir", str(own), checkpoint, "max_new_tokens=2", *files)
     assert traced.status == 0, traced.err
+    preset = (f"out={tmp_path}/two.json", "cache=dual", "compare.recipe=careful")
+    beside = dinfer("trace", "a", checkpoint, "max_new_tokens=2", *preset)
+    assert beside.status == 0 and "dual" in beside.out + beside.err and "none" in beside.out + beside.err, beside.err
     for way in ("defaults", "searchpath", "plugins"):
         assert dinfer("generate", "--info", way).status == 0
     linked = "runtime.page=${max_new_tokens}", "--cfg", "job"

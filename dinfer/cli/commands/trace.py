@@ -30,7 +30,7 @@ from dinfer.core.registry import unknown
 from dinfer.lab.outputs import check_file, write
 
 _CHANGE = re.compile(r"compare(?:\.(?P<change>[^=]+=.*)|=.*)", re.DOTALL)
-MAY_DIFFER = (*conf.GROUPS, "max_new_tokens")
+MAY_DIFFER = (*conf.GROUPS, conf.RECIPE, "max_new_tokens")
 SUFFIXES = (".html", ".svg", ".json")
 
 
@@ -54,7 +54,10 @@ def changed(changes: list[str]) -> dict[str, Any]:
     for key in keys:
         if (root := key.partition(".")[0]) not in MAY_DIFFER:
             raise unknown("setting to compare:", root, list(MAY_DIFFER))
-    return conf.recomposed("trace", changes, without={*keys} & {*conf.GROUPS})
+    chosen = {*keys} & {*conf.GROUPS, conf.RECIPE}
+    # A preset chooses all components but the model.
+    without = chosen | ({*conf.GROUPS} - {"model"} if conf.RECIPE in chosen else set())
+    return conf.recomposed("trace", changes, without=without)
 
 
 def trace(config: dict[str, Any], *, changes: list[str]) -> None:
