@@ -255,8 +255,8 @@ class Guard:
             sign.set_result(None)
             try:
                 while not work.done() and not gone.done():
-                    left = min(send.left(), send.silence())
-                    await asyncio.wait({work, gone}, timeout=max(left, 0), return_when=asyncio.FIRST_COMPLETED)
+                    due = max(min(send.left(), send.silence()), 0.0)
+                    await asyncio.wait({work, gone}, timeout=due, return_when=asyncio.FIRST_COMPLETED)
                     if send.silence() <= 0 and sign.done() and not work.done():
                         sign = asyncio.create_task(send.sign(scope["path"]))
             finally:

@@ -69,7 +69,7 @@ class Question:
 
     def written(self, shift: int = 0) -> str:
         """The question and its options. `shift`: of how many the first stand last."""
-        lines = []
+        lines: list[str] = []
         shifted = self.shifted(shift)
         for label, (text, about) in zip(self.labels, self.options, strict=True):
             if self.kind == "choice" and not self.values:  # the label belongs to the place

@@ -110,5 +110,5 @@ def add(app: FastAPI, server: Server) -> None:
             gap = max(size + size // 4, LEAST_GAP)
             gap = body.dinfer.gap or min(gap, body.max_tokens or gap)
             rows = await served.gap_rows(before, behind, body, gap)
-        given = [token for token, open_ in zip(rows[0].prompt, rows[0].masked, strict=True) if not open_]
+        given = [token for token, open in zip(rows[0].tokens, rows[0].open, strict=True) if not open]
         return await generated(server, served, body, [given], Edit, None, rows=rows)
