@@ -117,8 +117,8 @@ def updated(pipe: Any, made: Rollouts, rewards: Tensor, optimizer: Any, given: N
     """One pass over the samples whose groups differ, with d1's ratio of a single inner iteration."""
     # Not divided by the deviation: where all are right, a forward more or less would count as much as an answer.
     advantage_N = (rewards - rewards.mean(1, keepdim=True)).flatten()
-    chosen = torch.randperm(len(made), generator=torch.Generator().manual_seed(seed))
-    chosen = chosen[advantage_N[chosen].abs() > 1e-6].tolist()
+    order = torch.randperm(len(made), generator=torch.Generator().manual_seed(seed))
+    chosen: list[int] = order[advantage_N[order].abs() > 1e-6].tolist()
     for begin in range(0, len(chosen), ROWS):
         rows = chosen[begin : begin + ROWS]
         drawn = passes(given.estimator, pipe.model.spec, made[rows].samples(), seed=seed, **OPTIONS[given.estimator])

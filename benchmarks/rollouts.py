@@ -28,7 +28,7 @@ def cost(prompts: int, group: int, repeats: int, new_tokens: int) -> dict[str, A
     pipe = dinfer.load("tiny", device="cpu", runtime=dinfer.Runtime(rows=64))
     questions = [problem.question for problem in generate("heldout", count=prompts, seed=1)]
     seconds: dict[str, list[float]] = {level: [] for level in LEVELS}
-    tokens = {}
+    tokens: dict[int, torch.Tensor] = {}
     for repeat in range(repeats + 1):
         for level in LEVELS[repeat % 4 :] + LEVELS[: repeat % 4]:
             began = time.process_time()

@@ -121,8 +121,10 @@ class Round:
 def versions_of(made: MadeWith | None, steps_NA: Tensor | None, width: int) -> Tensor:
     """The version of the weights that wrote each position; without steps, the last one. int64 [1, A]"""
     spans = ((0, 0),) if made is None else made.versions
-    found_NA = torch.full((1, width), spans[0][0] if steps_NA is not None else spans[-1][0])
-    for version, step in spans[1:] if steps_NA is not None else ():
+    if steps_NA is None:
+        return torch.full((1, width), spans[-1][0])
+    found_NA = torch.full((1, width), spans[0][0])
+    for version, step in spans[1:]:
         found_NA[steps_NA >= step] = version
     return found_NA
 
