@@ -90,7 +90,7 @@ def scripted_server(folder: Path) -> Iterator[tuple[str, list[str]]]:
     pipe = dinfer.load(str(copy), device="cpu", runtime=dinfer.Runtime(rows=1, max_length=LENGTH))
 
     async def events(served: Any, index: int, request: Any, *_: Any) -> AsyncGenerator[Event]:
-        prompt = str(pipe.tokenizer.decode(request.prompt))
+        prompt = str(pipe.tokenizer.decode(request.tokens))
         text = scripted(prompt, folder)
         asked.append(text)
         for at in range(0, len(text), 8):
