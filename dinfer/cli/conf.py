@@ -78,7 +78,7 @@ def explained() -> Iterator[None]:
 
 def components(config: DictConfig) -> dict[str, dict[str, Any]]:
     """The components of a configuration. Raises ValueError for an option that is unknown or not of its type."""
-    found = {}
+    found = dict[str, dict[str, Any]]()
     for registry in REGISTRIES:
         part = config.get(registry.kind)
         if not isinstance(part, DictConfig):

@@ -280,8 +280,8 @@ def structured(language: Language, done: Sequence[Counts], slack: Sequence[int])
     """What usage tells of a constraint. `forced`: tokens that nothing else could stand for. `slack`, of each row: the
     positions behind its answer. If the least is 0, the canvas may have cut an answer short."""
     forced = [told.tokens for one in done if (told := one.tells(ForcedCount)) is not None]
-    told = {"forced": sum(forced), "slack": min(slack)} if done else {}
-    return {"states": language.states, "depth": language.depth, "exact": language.exact} | told
+    counted = {"forced": sum(forced), "slack": min(slack)} if done else {}
+    return {"states": language.states, "depth": language.depth, "exact": language.exact} | counted
 
 
 def id_of(prefix: str, *of: object) -> str:

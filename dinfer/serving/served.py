@@ -139,8 +139,8 @@ class Served:
                 with at_field(where):
                     self.recipe.resolve({full: values[full]})
             raise invalid("dinfer", f": {error}") from error
-        given = self.recipe.sampling_of(options)
-        draws = given.get("temperature", 0) and given.get("seed", 0) < 0
+        own = self.recipe.sampling_of(options)
+        draws = own.get("temperature", 0) and own.get("seed", 0) < 0
         return self.recipe.seeded(options, secrets.randbelow(SEEDS)) if draws else options
 
     @cached_property
