@@ -75,7 +75,8 @@ def recipes(given: Namespace, base: Base) -> Iterator[tuple[dict[str, Any], Any,
 def of_options(pipe: Pipeline, runtime: Runtime, options: dict[str, Any]) -> Pipeline:
     """The same, where these options are those of all requests."""
     recipe = pipe.recipe
-    decoder = replace(recipe.decoder, **options)
+    decoder: Any = recipe.decoder
+    decoder = replace(decoder, **options)
     return Pipeline(replace(recipe, decoder=decoder), pipe.tokenizer, runtime)
 
 

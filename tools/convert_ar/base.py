@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
 FAMILIES = ("llama", "qwen2", "qwen3")
@@ -88,7 +88,7 @@ def load(path: Path, device: torch.device, dtype: torch.dtype, mask: str | None 
     where, extra = (path.parent, {"gguf_file": path.name}) if gguf else (path, {})
     try:
         tokenizer = AutoTokenizer.from_pretrained(where, local_files_only=True, **extra)
-        model = AutoModelForCausalLM.from_pretrained(where, local_files_only=True, dtype=torch.float32, **extra)
+        model: Any = AutoModelForCausalLM.from_pretrained(where, local_files_only=True, dtype=torch.float32, **extra)
     except (OSError, ValueError, KeyError) as error:
         raise ConversionError(f"{path} could not be read by transformers: {str(error).splitlines()[0]}") from error
     if model.config.model_type not in FAMILIES:
@@ -111,16 +111,16 @@ def chat_of(tokenizer: Any, config: Any, mask: str | None) -> Chat:
         [{"role": "user", "content": "\0question\0"}], add_generation_prompt=True, tokenize=False
     )
     before, after = marked.split("\0question\0")
-    ids = [tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in (before, after)]
+    opening, closing = (tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in (before, after))
     names = [mask] if mask else ["<|mask|>", "<empty_output>", "<|fim_pad|>", "<|reserved_special_token_0|>"]
     vocabulary = tokenizer.get_vocab()
     found = [vocabulary[name] for name in names if vocabulary.get(name, config.vocab_size) < config.vocab_size]
     if not found:
         raise ConversionError(f"the vocabulary has none of {names}: give --mask, a token that no text has")
-    return Chat(*ids, stop=ids[1][0], mask=found[0])
+    return Chat(opening, closing, stop=closing[0], mask=found[0])
 
 
-def _weights(layer: nn.Module) -> Weights:
+def _weights(layer: Any) -> Weights:
     """A layer's tensors. Of an adapted matrix also its pair, by the names NAME.a and NAME.b."""
     found: Weights = {"norm1": layer.input_layernorm.weight, "norm2": layer.post_attention_layernorm.weight}
     for name in LINEAR:

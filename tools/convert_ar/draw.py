@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +36,7 @@ class Sampler:
         self.layers: list[Weights] = cast(base.layers(), base.dtype)
         self.head = base.head().to(base.dtype)
         _, kv_heads, size, _ = base.shape
-        where = {"device": base.device}
+        where: Any = {"device": base.device}
         self.keys = torch.zeros(len(self.layers), 2, rows, length, kv_heads, size, dtype=base.dtype, **where)
         self.tokens = torch.zeros(rows, length, dtype=torch.long, **where)
         self.forced = torch.full((rows, length), -1, **where)

@@ -43,8 +43,8 @@ def judged(base: Base, prompts: list[list[int]], found: list[list[int]], forward
             sums += torch.tensor([1, len(answer), -float(score[len(prompt) - 1 :].sum()), repeats(answer), 0])
     sums[4] = sum(forwards)
     rows, tokens, nll, again, calls = sums.tolist()
-    score = Score(int(rows), int(tokens), nll / tokens, again / rows, int(calls), tokens / max(calls, 1))
-    return asdict(score)
+    total = Score(int(rows), int(tokens), nll / tokens, again / rows, int(calls), tokens / max(calls, 1))
+    return asdict(total)
 
 
 def loaded(
