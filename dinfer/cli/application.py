@@ -41,8 +41,8 @@ from omegaconf import DictConfig
 from dinfer.cli import conf
 from dinfer.cli.conf import components, explained, located, parse, ranks_of, text_of
 from dinfer.cli.terminal import FAILED, INPUT_ERRORS, debugging, failures, message, reported, say, stdin_lines
+from dinfer.core.provided import provided
 from dinfer.core.registry import unknown
-from dinfer.scale.parallel.leader import check_copies, follows
 
 OVERRIDE = re.compile(r"[+]{0,2}(?P<root>[A-Za-z_]\w*)[\w./@:-]*=.*", re.DOTALL)
 Task = Callable[[dict[str, Any]], None]
@@ -204,9 +204,8 @@ def launch(args: Namespace, task: Task, *, text: str = "", needed: str = "") -> 
             values = values | {text: text_of(values, text, given)}
             if needed and values[text] is None:
                 raise ValueError(needed)
-        if command != "eval":
-            check_copies(ranks_of(values))
-        if follows(ranks_of(values)):
+        follows = provided("follows")
+        if follows and follows(ranks_of(values), copies=command == "eval"):
             from dinfer.scale.parallel.divided_model import serve_torchrun
 
             serve_torchrun()

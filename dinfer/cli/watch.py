@@ -31,9 +31,9 @@ from dinfer.core.engine.request import Completion, Counts, Update
 from dinfer.core.loading.files import local
 from dinfer.core.pipeline import Pipeline, TextStream
 from dinfer.core.pipeline.inputs import figures
+from dinfer.core.provided import provided
 from dinfer.core.registry import unknown
 from dinfer.core.step.contracts import Phase
-from dinfer.families.hub import datasets_of
 from dinfer.lab.outputs import write
 from dinfer.lab.trace.record import Pieces
 
@@ -253,6 +253,7 @@ def explain_empty(pipe: Pipeline, counts: Counts) -> None:
     """Says so on stderr if the model ended its answer at once. Else a user may take the empty answer for a failure."""
     if counts.tokens or pipe.tokenizer is None:
         return
+    datasets_of = provided("datasets_of") or (lambda folder: ())
     trained = ", ".join(datasets_of(Path(pipe.tokenizer.name_or_path)))
     known = f" Its card says that it was trained on: {trained}." if trained else ""
     say(f"The answer is empty: the model ended it at once, with a stop token.{known}")

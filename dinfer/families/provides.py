@@ -1,5 +1,5 @@
-"""What core gets from this layer, see `dinfer.core.provided`."""
+"""What core and other layers get from this one, see `dinfer.core.provided`."""
 
-from dinfer.families.hub import download, fetched, snapshot_of
+from dinfer.families.hub import FETCHED, datasets_of, download, fetched, snapshot_of
 
-__all__ = ["download", "fetched", "snapshot_of"]
+__all__ = ["FETCHED", "datasets_of", "download", "fetched", "snapshot_of"]

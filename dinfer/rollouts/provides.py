@@ -22,3 +22,10 @@ def transport() -> Any:
     from dinfer.rollouts import transport as module
 
     return module
+
+
+def version_of(counts: Any) -> int | None:
+    """The version of the weights that wrote the end of an answer; None if no update was told."""
+    from dinfer.rollouts.abilities.versions import MadeWith  # needs torch
+
+    return None if (made := counts.tells(MadeWith)) is None else made.versions[-1][0]

@@ -18,8 +18,8 @@ from starlette.types import Receive, Scope, Send
 
 from dinfer.core.engine.request import Counts
 from dinfer.core.pipeline.tokenizer import Decode
+from dinfer.core.provided import provided
 from dinfer.core.step.told import TokenLogprob
-from dinfer.rollouts.abilities.versions import MadeWith
 from dinfer.serving.errors import ApiError, anthropic
 from dinfer.serving.rows import Event
 from dinfer.structure import Language
@@ -263,7 +263,8 @@ def cost(tokens: int, counts: Sequence[Counts], form: Mapping[str, Any] | None =
     forwards, positions, committed = (
         sum(getattr(one, name) for one in counts) for name in ("forwards", "positions", "committed")
     )
-    versions = [made.versions[-1][0] for one in counts if (made := one.tells(MadeWith)) is not None]
+    version_of = provided("version_of") or (lambda one: None)
+    versions = [version for one in counts if (version := version_of(one)) is not None]
     return {
         "forwards": forwards, "tpf": tokens / max(forwards, 1), "positions": positions,
         "positions_per_committed": positions / max(committed, 1),

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from functools import cache
 from importlib import resources
+from types import ModuleType
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -24,16 +25,13 @@ from dinfer.serving.apis import (
     messages,
     read,
     responses,
-    rollouts,
     tokens,
-    weights,
 )
 from dinfer.serving.errors import ApiError, of_validation
 from dinfer.serving.guard import Guard
 from dinfer.serving.server import Server
 
 APIS = (chats, completions, decisions, edits, infill, messages, read, responses, tokens)
-FOR_TRAINERS = (rollouts, weights)  # with rollouts=true alone
 NO_STATE = "is not served: this server keeps no state"
 # Paths of the same APIs, and why this server has none of them.
 ABSENT = {
@@ -63,9 +61,16 @@ def application(server: Server) -> FastAPI:
     app.add_middleware(Guard, settings=server.settings, refuse=server.refuse)
     handle_errors(app)
     add_operations(app, server)
-    for api in (*APIS, *(FOR_TRAINERS if server.settings.rollouts else ())):
+    for api in (*APIS, *(for_trainers() if server.settings.rollouts else ())):
         api.add(app, server)
     return app
+
+
+def for_trainers() -> tuple[ModuleType, ...]:
+    """The APIs that are served with `rollouts=true` alone."""
+    from dinfer.serving.apis import rollouts, weights  # need the layer of that name
+
+    return rollouts, weights
 
 
 def handle_errors(app: FastAPI) -> None:

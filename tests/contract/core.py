@@ -23,6 +23,11 @@ QUESTION = "Take the number 71, then add 124, subtract 59 and subtract 87. Which
 CLOSURES = {  # what is imported for each, before anything runs
     "denoise_step": "dinfer.core.step.step", "Recipe": "dinfer.core.recipe.recipe", "Pipeline": "dinfer.core.pipeline",
 }  # fmt: skip
+ENTRIES = (
+    "dinfer.serving.run",
+    *(f"dinfer.cli.commands.{path.stem}" for path in PACKAGE.glob("cli/commands/[a-z]*.py")),
+)
+NEEDS = {"serving": {"serving", "structure", "lab"}, "cli": {"cli", "lab"}, "cli.commands.demo": {"demo"}}
 # Torch is imported once. Each copy of the package is then a child of its own.
 PROGRAM = """
 import json, os, sys
@@ -38,8 +43,9 @@ def found(root, module):
     sys.path.insert(0, root)
     import dinfer
     assert dinfer.__file__.startswith(root + os.sep), dinfer.__file__
+    for name in module.split():
+        __import__(name)
     if module:
-        __import__(module)
         names = {name for name in sys.modules if name.split(".")[0] == "dinfer" and name == sys.modules[name].__name__}
         return [len(names), lines(names)]
     answers = {}
@@ -63,6 +69,13 @@ for root, module in copies:
 """
 
 
+def entries(gone: Collection[str]) -> list[str]:
+    """The modules that start the server and the commands, but for those that need one of these layers."""
+    needs = {module: {layer for part in NEEDS if f"{module}.".startswith(f"dinfer.{part}.") for layer in NEEDS[part]}
+             for module in ENTRIES}  # fmt: skip
+    return [module for module in ENTRIES if not needs[module] & {*gone}]
+
+
 def copied(folder: Path, gone: Collection[str]) -> Path:
     """A folder with the package without these layers, and with its configuration."""
     folder.mkdir(parents=True)
@@ -77,7 +90,7 @@ def copied(folder: Path, gone: Collection[str]) -> Path:
 
 
 def run(copies: Iterable[tuple[Path, str]]) -> list[Any]:
-    """What each copy answers, or the lines that it imports for a module; a traceback if it fails."""
+    """What each copy answers, or what it imports for modules, with the lines of that; a traceback if it fails."""
     given = json.dumps([RECIPES, QUESTION, [(str(root), module) for root, module in copies]])
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], cwd=ROOT.anchor, input=given, capture_output=True, text=True, timeout=280

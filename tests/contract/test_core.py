@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from contract.core import CLOSURES, LAYERS, ROOT, copied, counted, run
+from contract.core import CLOSURES, LAYERS, ROOT, copied, counted, entries, run
 
 WITHOUT = {"none": (), "all": tuple(LAYERS), **{layer: (layer,) for layer in LAYERS}}
 MOST = {"denoise_step": 5220, "Recipe": 5310, "Pipeline": 10100}  # lines that are imported for each
@@ -24,6 +24,12 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_the_models_in_the_box_give_the_same_tokens_without(name: str, answers: dict[str, Any]) -> None:
     assert answers["none"]["tiny"][0] and answers["none"]["tiny-llada2"][0]
     assert answers[name] == answers["none"]
+
+
+def test_the_server_and_the_commands_start_without_a_layer_that_they_do_not_need(tmp_path: Path) -> None:
+    copies = {layer: (copied(tmp_path / layer, [layer]), " ".join(entries([layer]))) for layer in LAYERS}
+    found = dict(zip(copies, run(copies.values()), strict=True))
+    assert {layer: told for layer, told in found.items() if isinstance(told, str)} == {}
 
 
 def test_what_is_imported_is_bounded() -> None:

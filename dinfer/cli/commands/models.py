@@ -27,7 +27,6 @@ from dinfer.cli.fetching import fetch
 from dinfer.cli.terminal import show
 from dinfer.core.recipe.presets import Published, catalog
 from dinfer.core.registry import MODELS, unknown
-from dinfer.families.hub import FETCHED
 
 
 def arguments(parser: Parser) -> None:
@@ -60,9 +59,8 @@ def bring(names: list[str]) -> None:
     """Fetches weights, and says where they are and under which licence."""
     if len(names) != 1:
         raise ValueError(f"fetch takes the name of one model, not {len(names)}: dinfer models fetch smol")
-    path = fetch(names[0])
-    known = next(one for one in FETCHED.values() if one.path == path)
-    print(f"{path}\nSHA-256 as expected. Licence: {known.licence}.")
+    known = fetch(names[0])
+    print(f"{known.path}\nSHA-256 as expected. Licence: {known.licence}.")
 
 
 def described(entry: Published) -> dict[str, Any]:

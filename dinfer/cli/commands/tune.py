@@ -41,10 +41,10 @@ from dinfer.cli.commands.serve import made, needed
 from dinfer.cli.conf import GROUPS, beside, counted, need, pipeline, problems_of, ranks_of, setting
 from dinfer.cli.terminal import Report, say, several
 from dinfer.core.registry import options_of
-from dinfer.demo.problems import Problem
 from dinfer.lab.outputs import check_file, write
 
 if TYPE_CHECKING:
+    from dinfer.demo.problems import Problem
     from dinfer.lab.tuning import Components, Found, Measured, Split, Tried
 
 GOALS = ("tps", "tpf")

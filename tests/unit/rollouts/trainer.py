@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import signal
 import sys
 
 import torch
@@ -21,7 +21,7 @@ def main(port: str, file: str, flat: str, last: str) -> None:
     for tensor in tensors:
         broadcast(group, tensor)
     if len(tensors) < len(every) and flat == "0":
-        os._exit(0)
+        signal.raise_signal(signal.SIGKILL)
     leave(group)
 
 
