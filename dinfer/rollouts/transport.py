@@ -34,8 +34,9 @@ def join(
         raise ValueError(f"rank={rank} must be 0 to {size - 1}, as world_size={size}")
     wait = timedelta(seconds=patience)
     store = dist.PrefixStore(name, dist.TCPStore(address, port, size, is_master=rank == 0, timeout=wait))
+    called: Any = name  # a type of its own in newer releases of torch
     group, _ = distributed_c10d._new_process_group_helper(
-        size, rank, [], distributed_c10d.Backend(backend), store, group_name=name, timeout=wait
+        size, rank, [], distributed_c10d.Backend(backend), store, group_name=called, timeout=wait
     )
     distributed_c10d._world.pg_group_ranks[group] = {place: place for place in range(size)}
     return group

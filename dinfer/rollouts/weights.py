@@ -451,7 +451,8 @@ class WeightSink:
 
     def _flush(self) -> None:
         while self._held:
-            some, size = [], 0
+            some: list[tuple[str, Tensor]] = []
+            size = 0
             while self._held and (not some or size + self._held[0][1].nbytes <= BUCKET):
                 some.append(self._held.pop(0))
                 size += some[-1][1].nbytes

@@ -41,6 +41,6 @@ def divided_network(family: Any, folder: Any, dtype: Any, quantize: str | None, 
     from dinfer.scale.parallel.divided_model import Source, divided
 
     source, fits = Source(family, folder, dtype, quantize), provided("fits_memory")
-    asked = fits is not None and (device.type == "cuda" or runtime.memory is not None)
-    checks = partial(fits, family, folder, dtype, quantize, runtime, device) if asked else None
+    planned = device.type == "cuda" or runtime.memory is not None
+    checks = partial(fits, family, folder, dtype, quantize, runtime, device) if fits and planned else None
     return divided(source, runtime.tensor_parallel, device, runtime.expert_parallel, checks)

@@ -51,7 +51,7 @@ def memory_bytes(value: float | str, total: int) -> int:
             f"runtime.memory={value} must be a share of the card above 0 and up to 1, such as 0.9, or bytes, such as "
             "40GB or 40GiB"
         )
-    return int(number * total if share else number)  # type: ignore[operator]
+    return int(number * total if share else number)
 
 
 def free_and_total(device: torch.device) -> tuple[int, int]:

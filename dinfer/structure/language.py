@@ -171,7 +171,8 @@ class Language:
     @classmethod
     def of_plain(cls, text: str) -> Self:
         """Without its automaton over bytes. The same one for the same text."""
-        return _of_text(cls, text)
+        of: Any = cls
+        return _of_text(of, text)
 
 
 @lru_cache(64)

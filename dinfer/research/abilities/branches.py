@@ -12,7 +12,7 @@ present state first, J the others, G = C * B lanes of the forward.
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -221,7 +221,7 @@ class LooksAhead(Branches):
 class Branched(Ability):
     """Steps that evaluate versions of the active blocks, and go on with the best."""
 
-    refusals = (
+    refusals: ClassVar[tuple[Refusal, ...]] = (
         Refusal(ALONE % "decoder", iteration=Branches, decoder=Edits | Verifies),
         Refusal(ALONE % "decoder", iteration=Branches, decoder=Decoder, recipe=LARGE),
         Refusal(ALONE % "cache", iteration=Branches, cache=Watches | LeavesDecoded),

@@ -6,13 +6,14 @@ that the iteration draws, and are judged by the entropy of all masks that the fo
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from dinfer.core.abilities.registry import ABILITIES
 from dinfer.core.kernels.canvas import rows_of, store_rows, take
+from dinfer.core.refusals import Refusal
 from dinfer.core.step.ability import Decision, Extra, Forward, Known, Parts, Step, StepShape
 from dinfer.core.step.canvas import Canvas
 from dinfer.core.step.cursors import Status
@@ -27,7 +28,7 @@ from dinfer.research.abilities.branches import Added, Branched, LooksAhead, Vers
 class Looking(Branched):
     """Steps that try candidates where the last one committed nothing. What they keep is that of `Branched`."""
 
-    refusals = ()
+    refusals: ClassVar[tuple[Refusal, ...]] = ()
 
     @classmethod
     def of(cls, recipe: Parts, shape: StepShape) -> Self | None:
