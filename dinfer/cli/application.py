@@ -41,7 +41,7 @@ from omegaconf import DictConfig
 from dinfer.cli import conf
 from dinfer.cli.conf import components, explained, located, parse, ranks_of, text_of
 from dinfer.cli.terminal import FAILED, INPUT_ERRORS, debugging, failures, message, reported, say, stdin_lines
-from dinfer.core.provided import provided
+from dinfer.core.provided import homes
 from dinfer.core.registry import unknown
 
 OVERRIDE = re.compile(r"[+]{0,2}(?P<root>[A-Za-z_]\w*)[\w./@:-]*=.*", re.DOTALL)
@@ -204,11 +204,8 @@ def launch(args: Namespace, task: Task, *, text: str = "", needed: str = "") -> 
             values = values | {text: text_of(values, text, given)}
             if needed and values[text] is None:
                 raise ValueError(needed)
-        follows = provided("follows")
-        if follows and follows(ranks_of(values), copies=command == "eval"):
-            from dinfer.scale.parallel.divided_model import serve_torchrun
-
-            serve_torchrun()
+        if "scale" in homes("provides.py"):
+            join_ranks(ranks_of(values), command)
         located(values)  # before the task imports torch, so that an error comes at once
         task(values)
 
@@ -225,6 +222,18 @@ def launch(args: Namespace, task: Task, *, text: str = "", needed: str = "") -> 
             job = run_job(run, config, job_dir_key="hydra.run.dir", job_subdir_key=None, hydra_context=context)
             return job.return_value  # raises what the task raised
     in_hydra([*args.flags, *overrides], command)
+
+
+def join_ranks(size: int, command: str) -> None:
+    """Serves as a rank, if torchrun started this process as one of `size` and not the first. Raises ValueError."""
+    from dinfer.scale.parallel.leader import check_copies, follows
+
+    if command != "eval":
+        check_copies(size)
+    if follows(size):
+        from dinfer.scale.parallel.divided_model import serve_torchrun
+
+        serve_torchrun()
 
 
 def in_hydra(argv: Sequence[str], command: str) -> None:

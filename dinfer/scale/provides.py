@@ -8,16 +8,6 @@ from dinfer.core.engine.worker import Worker
 from dinfer.core.recipe.recipe import Recipe
 
 
-def follows(size: int, copies: bool) -> bool:
-    """Whether this process only serves as a rank of `size` that torchrun started. `copies`: processes may each do the
-    same. Raises ValueError."""
-    from dinfer.scale.parallel import leader
-
-    if not copies:
-        leader.check_copies(size)
-    return leader.follows(size)
-
-
 def leading_worker(recipe: Recipe, runtime: Runtime, plain: Recipe) -> Worker | None:
     """The worker of rank 0; None: this process leads no others. `plain`: the recipe of the other ranks."""
     from dinfer.scale.parallel.leader import leader

@@ -115,7 +115,7 @@ def test_names_of_the_hub_need_the_small_files_alone(run: Any, monkeypatch: pyte
             raise CheckpointError("no/network is not in the cache")
         return folder
 
-    monkeypatch.setattr("dinfer.families.provides.download", download)
+    monkeypatch.setattr("dinfer.core.loading.files.from_layer", lambda name, *_: download)
     folder = copied("inclusionAI__LLaDA2.0-mini", tmp_path)
     assert found(run("llada2_mini", "--json"))["recipe"]["use"] == "model=llada2_mini"
     said = found(run("inclusionAI/LLaDA2.1-mini", "--json", "model.revision=v1"))

@@ -47,12 +47,13 @@ def test_a_preset_is_a_legal_recipe_for_its_model_and_is_what_the_table_says(pre
     chosen = composed(*(f"{kind}={choice}" for kind, choice in presets.preset(preset).recipe.items()))
     for kind in presets.preset(preset).recipe:
         assert conf.GROUPS[kind].build(config[kind]) == conf.GROUPS[kind].build(chosen[kind])
-    tiny = (CONFIGS | {"diffusion_gemma": GEMMA})[entry.family] | (
-        {"block_size": entry.block, "bd_size": entry.block} if entry.block else {}
-    )
+    tiny = (CONFIGS | {"diffusion_gemma": GEMMA, "a2d": CONFIGS["sdar"] | {"model_type": "a2d-qwen3"}})[
+        entry.family
+    ] | ({"block_size": entry.block, "bd_size": entry.block} if entry.block else {})
     if config["decoder"]["name"] == "insert_delete":  # LLaDA2.2 predicts two tokens that mean an operation
         tiny |= {"delete_token_id": 35, "split_token_id": 34}
     like = replace(family_for(tiny), block=entry.block) if entry.prompt_block else family_for(tiny)
+    like = replace(like, bidirectional=True) if config["model"].get("bidirectional") else like
     spec = like.spec(tiny)
     assert (spec.causal_block, spec.prompt_block, spec.shift) == (entry.block, entry.prompt_block, int(entry.shifted))
     network = random_network(like, spec, dtype=float32, device=device("cpu"))

@@ -29,7 +29,7 @@ def test_sweep_resume_plot(
     with (tmp_path / "runs" / "runs.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert {(row["decoder"], row["decoder.threshold"], row["decoder.factor"]) for row in rows} == {
-        ("threshold", "0.5", ""), ("threshold", "0.9", ""), ("factor", "", "4"),
+        ("threshold", "0.5", ""), ("threshold", "0.9", ""), ("factor", "", "4.0"),
     }  # fmt: skip
     main(["plot", "runs", "out=front.svg"])
     said = capsys.readouterr()
