@@ -64,7 +64,7 @@ def write_gguf(source: Path, target: Path, made: str) -> None:
     part = target.with_name(f"{target.name}.part")
     writer = GGUFWriter(part, NAMES[spec.family])
     _describe(writer, spec, made)
-    tokenizer = read_tokenizer(source, family.tokenizer)
+    tokenizer = read_tokenizer(source, family.tokenizer, family.adapter)
     if tokenizer is None:
         log.warning("%s has no tokenizer, so the file has none, and llama.cpp cannot read text with it", source)
         writer.add_tokenizer_model("none")

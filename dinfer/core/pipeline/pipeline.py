@@ -571,7 +571,8 @@ def load(
         if (where.type == "cuda" or run.memory is not None) and (fits := provided("fits_memory")) is not None:
             fits(family, folder, dtype, quantize, run, where)
         network = load_network(folder, family, dtype=dtype, device=where, quantize=quantize)
-    return Pipeline(composed.over(network), read_tokenizer(folder, family.tokenizer), run, (family, folder))
+    tokenizer = read_tokenizer(folder, family.tokenizer, family.adapter)
+    return Pipeline(composed.over(network), tokenizer, run, (family, folder))
 
 
 def _part(kind: str, part: Any, usual: Any) -> Any:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from dinfer.core.engine.request import Completion, Update
 from dinfer.core.loading.checkpoint import small_files
-from dinfer.core.loading.files import SmallFiles, read_object, small_object
+from dinfer.core.loading.files import ADAPTER, SmallFiles, locate, read_object, small_object
 from dinfer.core.pipeline.inputs import NoTools, encodable, texts_in
 
 if TYPE_CHECKING:
@@ -37,9 +37,11 @@ Decode = Callable[[list[int]], str]
 WINDOW = 16  # tokens that are decoded again with those that follow
 
 
-def read_tokenizer(folder: Path, name: str | None) -> PreTrainedTokenizerBase | None:
-    """The checkpoint's tokenizer; `name`: the class of transformers that reads it where its own is remote code."""
+def read_tokenizer(folder: Path, name: str | None, adapter: str | None = None) -> PreTrainedTokenizerBase | None:
+    """The checkpoint's tokenizer, with the adapter's chat template, if any. `name`: its class, where its own is remote code."""
     if (found := _read_tokenizer(folder, name)) is not None:
+        if adapter and (own := locate(adapter, needed=ADAPTER) / "chat_template.jinja").is_file():
+            found.chat_template = own.read_text(encoding="utf-8")
         # Too long a text is an error of ours, which says what fits. transformers would warn beside it.
         found.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
     return found

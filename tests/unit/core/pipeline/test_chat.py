@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,9 @@ from support.families import REAL
 from support.tokenizer import published_tokenizer, save_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from dinfer.core.pipeline.tokenizer import ChatTemplate
+from dinfer.core.loading.files import ADAPTER, locate
+from dinfer.core.pipeline.tokenizer import ChatTemplate, read_tokenizer
+from dinfer.structure.tools import calls_in
 
 NAMES = sorted(path.parent.name for path in REAL.glob("*/tokenizer_config.json"))
 
@@ -127,3 +131,54 @@ def test_other_fields_of_a_message_are_text_too(tmp_path: Path) -> None:
     tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}> {{ m.calls[0].name }} {{ m.content }}{% endfor %}"
     ids = ChatTemplate(tokenizer).encode([{"role": "user", "content": "w1", "calls": [{"name": "<bot>"}]}])
     assert special(tokenizer, ids) == [36]
+
+
+SMOLLM2 = """{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system
+You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>
+' }}{% endif %}{{'<|im_start|>' + message['role'] + '
+' + message['content'] + '<|im_end|>' + '
+'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant
+' }}{% endif %}"""  # as the GGUF file of smol's base has it
+
+
+@pytest.fixture
+def smol(tmp_path: Path) -> ChatTemplate:
+    """smol's template, with the tokenizer of the tests."""
+    save_tokenizer(tmp_path)
+    found = read_tokenizer(tmp_path, None, "smol")
+    assert found is not None
+    return ChatTemplate(found)
+
+
+def test_an_adapter_s_template_stands_in_place_of_the_checkpoint_s(tmp_path: Path, smol: ChatTemplate) -> None:
+    assert smol.tokenizer.chat_template == (locate("smol", needed=ADAPTER) / "chat_template.jinja").read_text()
+    own = read_tokenizer(tmp_path, None, "tiny-d2f")  # which has none
+    assert own is not None and own.chat_template == read(tmp_path).chat_template
+
+
+def test_smol_without_tools_reads_what_its_parent_reads(smol: ChatTemplate) -> None:
+    parent = copy.copy(smol.tokenizer)
+    parent.chat_template = SMOLLM2
+    for messages in (conversation("a"), conversation("a")[1:], [{"role": "critic", "content": " x\n"}]):
+        for ends in (True, False):
+            want = ChatTemplate(parent).write(messages, add_generation_prompt=ends)
+            assert smol.write(messages, add_generation_prompt=ends) == want
+
+
+@pytest.mark.parametrize("arguments", [{"city": "Zürich"}, '{"city": "Zürich"}'])
+def test_smol_is_shown_tools_and_calls_as_it_must_write_them(smol: ChatTemplate, arguments: Any) -> None:
+    offered = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+    calls = [{"type": "function", "function": {"name": "weather", "arguments": arguments}}] * 2
+    asked, called = {"role": "user", "content": "warm?"}, {"role": "assistant", "content": "", "tool_calls": calls}
+    shown = smol.write([asked, called, *[{"role": "tool", "content": text} for text in ("18", "12")]], offered)
+    system, user, written, results, rest = shown.split("<|im_end|>\n")
+    assert "named SmolLM" in system and f"<tools>{json.dumps(offered)}</tools>" in system
+    text, found = calls_in(written.removeprefix("<|im_start|>assistant\n"))
+    assert (
+        text == ""
+        and [(call.name, json.loads(call.arguments)) for call in found] == [("weather", {"city": "Zürich"})] * 2
+    )
+    assert results.count("<|im_start|>user") == 1 and results.index("18") < results.index("12")
+    assert user.endswith("warm?") and rest == "<|im_start|>assistant\n"
+    told = smol.write([{"role": "system", "content": "be brief"}, asked], offered)
+    assert told.startswith("<|im_start|>system\nbe brief\n\n") and told.count("be brief") == told.count("system") == 1
