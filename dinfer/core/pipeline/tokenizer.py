@@ -38,7 +38,7 @@ WINDOW = 16  # tokens that are decoded again with those that follow
 
 
 def read_tokenizer(folder: Path, name: str | None, adapter: str | None = None) -> PreTrainedTokenizerBase | None:
-    """The checkpoint's tokenizer, with the adapter's chat template, if any. `name`: its class, where its own is remote code."""
+    """The checkpoint's tokenizer, with the adapter's chat template, if any. `name`: its class in transformers."""
     if (found := _read_tokenizer(folder, name)) is not None:
         if adapter and (own := locate(adapter, needed=ADAPTER) / "chat_template.jinja").is_file():
             found.chat_template = own.read_text(encoding="utf-8")
