@@ -21,7 +21,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from dinfer.cli.commands.list import ROLES
 from dinfer.core.recipe.recipe import all_refusals
 from dinfer.core.refusals import COMPONENTS, Trait
-from dinfer.core.registry import CACHES, DECODERS, REGISTRIES, TABLE, OptionInfo, Registry, digest, options_of
+from dinfer.core.registry import CACHES, DECODERS, MODELS, REGISTRIES, TABLE, OptionInfo, Registry, digest, options_of
 from dinfer.core.step.window import exact as exact_with
 
 ROOT = Path(__file__).parents[1]
@@ -96,8 +96,9 @@ def page(registry: Registry) -> str:
         f"# {kind.capitalize()}s",
         f"{role[0].upper()}{role[1:]}. `dinfer list {kind}` shows the same. "
         "A star marks options that may differ from request to request.",
-        table(registry, [name for names in groups.values() for name in names]),
     ]
+    if registry in (DECODERS, CACHES, MODELS):  # the sections of the others begin with the same lines
+        parts.append(table(registry, [name for names in groups.values() for name in names]))
     if common := shared(registry):
         parts += [f"Options of several {kind}s:", rows(list(common.values()))]
     for idea, names in groups.items():
@@ -244,8 +245,11 @@ def side(kind: str, trait: Trait) -> str:
     """One side of a refusal: in its own words, or the components that have it; none, where all have it."""
     if trait.says:
         return trait.says
-    names = [name for name in COMPONENTS[kind].names() if trait.has(COMPONENTS[kind].get(name)())]
-    return "" if names == COMPONENTS[kind].names() else f"{kind} {', '.join(f'`{name}`' for name in names)}"
+    every = COMPONENTS[kind].names()
+    names = [name for name in every if trait.has(COMPONENTS[kind].get(name)())]
+    others = [name for name in every if name not in names]
+    fewer, words = (others, f"every {kind} but") if len(others) < len(names) else (names, kind)
+    return f"{words} {', '.join(f'`{name}`' for name in fewer)}" if others else ""
 
 
 def pages() -> dict[Path, str]:
