@@ -108,13 +108,13 @@ def page(registry: Registry) -> str:
 
 
 def table(registry: Registry, names: list[str]) -> str:
-    """A line for each component, with what it gives on a model in the box."""
+    """What each component gives on a model in the box; of models, a line each."""
     figures = {name: measured(registry, name) for name in names} if registry in (DECODERS, CACHES) else {}
-    head = [registry.kind, "in a line", *(["accuracy", "tokens a forward", "with"] if figures else [])]
+    head = [registry.kind, *(["accuracy", "tokens a forward", "with"] if figures else ["in a line"])]
     lines = [f"| {' | '.join(head)} |", "| --- |" + " --- |" * (len(head) - 1)]
     for name in names:
         idea = re.sub(r" \([^()]*\)\.$|\.$", "", described(registry, name))
-        lines.append(f"| {' | '.join([f'[`{name}`](#{name})', idea, *figures.get(name, [])])} |")
+        lines.append(f"| {' | '.join([f'[`{name}`](#{name})', *figures.get(name, [idea])])} |")
     if figures:
         rest = "`cache=none`" if registry is DECODERS else "`decoder=threshold`"
         lines += [
