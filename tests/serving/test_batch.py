@@ -122,7 +122,7 @@ def test_lines_may_be_of_any_api(dinfer: CommandLine) -> None:
     assert all(got[path]["error"] is None and got[path]["response"]["body"]["model"] == "tiny" for path in bodies), got
     wrong = got["wrong"]
     assert wrong["response"]["body"]["type"] == "error" and "max_tokens" in wrong["error"]["message"]
-    formed = dinfer("batch", "in.jsonl", "formed.jsonl", "regex=[0-9]+", *QUICK)
+    formed = dinfer("batch", "in.jsonl", "formed.jsonl", "regex='[0-9]+'", *QUICK)
     assert formed.status == 0, formed.err
     assert "takes no form of the command" in answers("formed.jsonl")["responses"]["error"]["message"]
     assert answers("formed.jsonl")["fim/completions"]["response"]["body"]["choices"][0]["text"].isdecimal()

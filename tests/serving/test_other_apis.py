@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -129,6 +130,7 @@ def test_no_log_has_a_key_or_a_prompt(
 ) -> None:
     secret, prompt = "sk-secret-key-1", "zebras cross at noon"
     monkeypatch.setenv("KEY", secret)
+    monkeypatch.setattr(logging.getLogger("dinfer"), "propagate", True)  # a server in this process may have ended that
     turns = [{"role": "user", "content": prompt}]
     bodies: dict[str, Any] = {
         CHAT: {"messages": turns}, MESSAGES: {"messages": turns, "max_tokens": 8}, RESPONSES: {"input": prompt},
@@ -138,7 +140,7 @@ def test_no_log_has_a_key_or_a_prompt(
         "/v1/decisions": {"input": prompt, "questions": [{"type": "predicate", "instructions": prompt}]},
         "/v1/systemone": {"state": prompt, "questions": {"q": {"type": "noul", "instructions": prompt}}},
     }  # fmt: skip
-    with served(Settings(api_key="env:KEY")) as own, caplog.at_level("DEBUG"):
+    with served(Settings(api_key="env:KEY")) as own, caplog.at_level("DEBUG"), caplog.at_level("DEBUG", "dinfer"):
         for path, body in bodies.items():
             for extra in ({}, {"max_tokens": 10**9, "surprise": prompt}, {"model": prompt}, {"temperature": prompt}):
                 for key in (secret, f"{secret}-wrong"):

@@ -160,7 +160,7 @@ class Progress:
             self.first = self.first or answer["error"]["message"]
         else:
             usage = answer["response"]["body"]["usage"]
-            self._tokens += usage["completion_tokens"]
+            self._tokens += usage.get("completion_tokens") or usage.get("output_tokens", 0)  # by API
             self._forwards += usage["dinfer"]["forwards"]
         detail = f"{self.errors} with an error" if self.errors else ""
         self._report.at("answering", done, total, detail)

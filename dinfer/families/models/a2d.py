@@ -53,6 +53,8 @@ class A2d(BlockFamily):
             raise ValueError(f"config.json: shift={shift!r} must be 0, or 1 if logits predict the next token")
         parent = config["model_type"].removeprefix("a2d-")
         scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+        if not isinstance(scaling, dict):
+            raise ValueError(f"config.json: rope_scaling={scaling!r:.80} must be an object or null")
         stretch = stretched(scaling) if scaling.get("rope_type") == "llama3" else None
         if stretch is not None:
             theta = scaling.get("rope_theta", config.get("rope_theta"))

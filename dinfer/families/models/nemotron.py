@@ -76,6 +76,8 @@ def grown(factor: float, scale: float) -> float:
 
 def numbers(rope: Mapping[str, Any]) -> dict[str, float]:
     """The fields of `rope_parameters`. Raises ValueError for one that is absent, or no number above 0."""
+    if not isinstance(rope, Mapping):
+        raise ValueError(f"config.json: rope_parameters={rope!r:.80} must be an object")
     if rope.get("rope_type") != "yarn":
         raise ValueError(f"config.json: rope_parameters.rope_type={rope.get('rope_type')!r} must be 'yarn'")
     found: dict[str, Any] = {name: rope.get(name) for name in NUMBERS}

@@ -31,6 +31,7 @@ from tests.parity.kinds.uniform import Recorded
 
 CANVAS = 6
 SWEEP: dict[str, Any] = {"name": "self_conditioned", "block": CANVAS}
+NEED_OTHERS = {"renoise", "insert_delete", "daedal", "s2d2", "isd", "linear_spec", "when_sure"}
 VISION = {
     "model_type": "gemma4_vision", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
     "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 8, "patch_size": 4, "position_embedding_size": 4,
@@ -256,7 +257,7 @@ def test_a_last_canvas_that_has_no_room_is_shorter() -> None:
 
 
 @pytest.mark.rest(but=5)
-@pytest.mark.parametrize("name", sorted({*DECODERS.names()} - {"renoise", "insert_delete", "daedal", "s2d2"}))
+@pytest.mark.parametrize("name", sorted({*DECODERS.names()} - NEED_OTHERS))
 def test_other_decoders_commit_over_noise(name: str) -> None:
     """Masked is a status: whatever decides over masks decides over noise, and what it leaves open is noise anew."""
     recipe = recipe_of(cache="dual", decoder=name)

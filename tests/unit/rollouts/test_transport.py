@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -48,7 +49,7 @@ def test_broadcasts(how: str, folders: Any) -> None:  # noqa: F811
                     into.receive(group, *told, flat=how == "flat")
         finally:
             leave(group)
-        assert trainer.wait() == 0
+        assert trainer.wait() == (-signal.SIGKILL if how == "lost" else 0)
     if how == "lost":
         with pipe.updating() as into:
             into.load_all(new)

@@ -160,7 +160,8 @@ def test_padding_and_neighbours_are_never_attended(variant: str) -> None:
     """The first step commits what `score` of the row alone says, though the batch is ragged and pages hold garbage."""
     combination = next(c for c in LEGAL if str(c) == f"{variant}-blockwise-fixed-none")
     recipe = combination.recipe()
-    requests = [Request.behind([1, 2, 3], 8), Request.behind(list(range(4, 20)), 8)]
+    at_once = recipe.resolve({"steps": 1})
+    requests = [Request.behind([1, 2, 3], 8, at_once), Request.behind(list(range(4, 20)), 8, at_once)]
     host = Host(recipe, requests)
     spec = recipe.model.spec
     table = host.state.kv.table_NP
