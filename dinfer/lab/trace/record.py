@@ -381,16 +381,16 @@ def animation(trace: Trace, prompt: str) -> str:
         column += width
         if states[-1][2] is not None and "\n" in trace.pieces[states[-1][2]]:
             y, column = y + LINE, 0
-    wide, height = 2 * MARGIN + COLUMNS * CELL, y + MARGIN
+    wide, height = round(2 * MARGIN + COLUMNS * CELL), round(y + MARGIN)
     frames = "\n".join(_keyframes(name, first, end, total, steps) for (first, end), name in spans.items())
     title = html.escape(f"{trace.name}: {trace.counts['tokens']} tokens in {trace.counts['forwards']} forwards")
     body = "\n".join(parts)
-    return f"""<svg xmlns="http://www.w3.org/2000/svg" width="{wide:.0f}" height="{height:.0f}" role="img"
- viewBox="0 0 {wide:.0f} {height:.0f}">
+    return f"""<svg xmlns="http://www.w3.org/2000/svg" width="{wide}" height="{height}" role="img"
+ viewBox="0 0 {wide} {height}">
 <title>{title}</title>
 <style>{STYLE}{frames}
 </style>
-<rect class="card" x="0.5" y="0.5" width="{wide - 1:.0f}" height="{height - 1:.0f}" rx="8"/>
+<rect class="card" x="0.5" y="0.5" width="{wide - 1}" height="{height - 1}" rx="8"/>
 {body}
 </svg>
 """

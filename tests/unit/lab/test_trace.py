@@ -213,5 +213,7 @@ def test_the_animation_shows_the_canvas_after_every_forward(decoder: str) -> Non
         masked |= {} if step is None else dict.fromkeys(step.remasked, True) | {p: False for p, _ in step.commits}
         shown = [element.get("class", "").split()[0] for element, first, end in spans if first <= number < end]
         assert shown.count("mask") == sum(masked.values())
+    card = next(element for element in root.iter() if element.get("class") == "card")  # its lines are 1 wide
+    assert all(float(root.get(side, 0)) - float(card.get(side, 0)) == 1 for side in ("width", "height"))
     last = [element.text for element, _, end in spans if end > len(trace.steps) and element.text]
     assert last[1:] == ['</svg>&"·' if t == trace.canvas[-1] else trace.pieces[t] for t in trace.canvas[len(PROMPT) :]]
