@@ -25,7 +25,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
 
@@ -195,7 +195,10 @@ def lengths(in_flight: int, rounds: int, new: int, stagger: bool) -> list[int]:
 def repeated(requests: list[Request], rounds: int, stagger: bool) -> list[Request]:
     """The requests, so many times, with `lengths`."""
     each = lengths(len(requests), rounds, requests[0].new_tokens, stagger)
-    return [replace(request, new_tokens=new) for request, new in zip(cycle(requests), each, strict=False)]
+    return [
+        Request.behind(one.prompt, new, one.options, asks=one.asks)
+        for one, new in zip(cycle(requests), each, strict=False)
+    ]
 
 
 def measured(

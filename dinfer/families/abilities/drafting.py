@@ -49,7 +49,7 @@ class Drafting(ByPart[Drafts]):
         Refusal("{decoder} feeds drafts from the first open position on, where the active region must begin.",
                 decoder=Drafts, iteration=Trait(lambda iteration: not isinstance(iteration, Slides))),
         Refusal("{decoder} writes the keys of its drafts, and {cache} may keep them.",
-                decoder=Drafts, cache=INEXACT),
+                cache=INEXACT, decoder=Drafts),
         Refusal("runtime.speculate has no candidates for drafts of {decoder}.",
                 decoder=Drafts, runtime=SPECULATES),
         Refusal("{decoder} feeds drafts, and guidance has a branch that it does not feed.",

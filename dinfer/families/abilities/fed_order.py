@@ -35,7 +35,7 @@ class FedOrder(Ability):
 
     refusals = (
         Refusal("this model's keys stand in the order in which positions are fed, and {cache} may keep them.",
-                model=FED, cache=INEXACT),
+                cache=INEXACT, model=FED),
         Refusal("runtime.speculate has candidates of one order alone, and this model's order changes with each token.",
                 model=FED, runtime=SPECULATES),
         Refusal("{iteration} runs versions of one order, and this model's order changes with each token.",

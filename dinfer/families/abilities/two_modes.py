@@ -54,7 +54,7 @@ class TwoModes(Ability):
         Refusal("{decoder} reads all of a block, and in a region of {iteration} a position has no logits of its own.",
                 iteration=Seeds, decoder=READS_ALL),
         Refusal("{iteration} chooses by what is open how keys are computed, and {cache} may keep them.",
-                iteration=Seeds, cache=INEXACT),
+                cache=INEXACT, iteration=Seeds),
         Refusal("runtime.speculate has no candidates for the passes of {iteration}.",
                 iteration=Seeds, runtime=SPECULATES),
         Refusal("sampling.leftmost holds masks back, as {iteration} does itself.", iteration=Seeds, sampling=HELD),

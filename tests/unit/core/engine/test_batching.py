@@ -40,6 +40,7 @@ from dinfer.speed.grouping import FREE, Group, free_positions, grouped
 from dinfer.speed.settling import settling
 
 POISON = 37
+CAUSAL = ("drafts", "two_modes")  # families that write the keys of a block as they decode it
 
 
 def block_recipe() -> Recipe:
@@ -104,7 +105,7 @@ def test_the_same_logits_in_float32_give_the_same_tokens(
 
 
 @pytest.mark.rest(but=3)
-@pytest.mark.parametrize("combination", BLOCK_CACHED, ids=str)
+@pytest.mark.parametrize("combination", [one for one in BLOCK_CACHED if str(one).split("-")[0] not in CAUSAL], ids=str)
 def test_large_batches_settle_finished_blocks_in_passes_of_their_own(
     combination: Combination, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -312,7 +313,7 @@ def test_what_will_never_fit_is_refused_at_once() -> None:
     long = Request.behind([1] * 60, 8, recipe.resolve({}))
     with pytest.raises(ValueError, match=r"68 positions exceeds runtime\.max_length=64"):
         engine_for(recipe, max_length=64).add(long)
-    with pytest.raises(ValueError, match=r"needs 5 pages .* runtime\.pages=4"):
+    with pytest.raises(ValueError, match=r"needs 5 pages .* there are 4: raise runtime\.pages"):
         completions(engine_for(recipe, pages=4), [long])
     guided = LEGAL[0].recipe()
     request = Request.behind([1] * 60, 8, guided.resolve({"guidance": 1.0}))
