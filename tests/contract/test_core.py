@@ -26,6 +26,7 @@ def test_the_models_in_the_box_give_the_same_tokens_without(name: str, answers: 
     assert answers[name] == answers["none"]
 
 
+@pytest.mark.rest
 def test_the_server_and_the_commands_start_without_a_layer_that_they_do_not_need(tmp_path: Path) -> None:
     copies = {layer: (copied(tmp_path / layer, [layer]), " ".join(entries([layer]))) for layer in LAYERS}
     found = dict(zip(copies, run(copies.values()), strict=True))
