@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import re
 import subprocess
 import sys
@@ -12,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from dinfer.core.abilities.registry import ABILITIES
 from dinfer.core.registry import REGISTRIES
+from dinfer.core.step.ability import Ability
 
 ROOT = Path(__file__).parents[2]
 LINES, PARAMETERS = 60, 10  # of a function; kernels spell out their arguments
@@ -344,3 +347,14 @@ def test_addresses_without_a_layer_give_the_same_modules() -> None:
     assert found("dinfer.kernels").__name__ == "dinfer.kernels"
     with pytest.raises(ModuleNotFoundError, match=r"dinfer\.core\.step\.nothing"):
         found(".".join(["dinfer", "step", "nothing"]))
+
+
+def test_an_ability_has_no_method_that_nobody_calls() -> None:
+    """A hook that is renamed leaves those of its old name behind, which a step never asks."""
+    unknown = []
+    for ability in ABILITIES.ordered():
+        own = {name for name, value in vars(ability).items() if inspect.isfunction(getattr(value, "__func__", value))}
+        source = Path(inspect.getfile(ability)).read_text()
+        names = sorted(name for name in own if not name.startswith("_") and not hasattr(Ability, name))
+        unknown += [f"{ability.__qualname__}.{name}" for name in names if f".{name}" not in source]
+    assert unknown == []

@@ -4,16 +4,15 @@ Keys of the active region stand in that order: those of its known tokens first, 
 position sees is an interval of places, and the keys of tokens without a mask before them stand at their own positions.
 """
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Self
 
 import torch
 
 from dinfer.core.abilities.registry import ABILITIES
 from dinfer.core.kernels.canvas import span
 from dinfer.core.refusals import Refusal, Trait
-from dinfer.core.step.ability import Ability, Extra, Parts, Step, StepShape
+from dinfer.core.step.ability import Ability, Extra, Parts, Request, Step, StepShape
 from dinfer.core.step.cursors import Phase, Status
 from dinfer.core.step.mixins import Branches, Verifies
 from dinfer.core.step.window import Window
@@ -49,7 +48,7 @@ class FedOrder(Ability):
         return cls() if isinstance(recipe.model.spec, FedOrderSpec) and shape.phase != Phase.PREFILL else None
 
     @classmethod
-    def asks(cls, recipe: Parts, options: Sequence[float], more: Mapping[str, Any]) -> Extra | None:
+    def adds_for(cls, recipe: Parts, request: Request) -> Extra | None:
         return Undivided() if isinstance(recipe.model.spec, FedOrderSpec) else None
 
     def window(self, step: Step, window: Window) -> Window:

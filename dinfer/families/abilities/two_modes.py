@@ -5,9 +5,8 @@ token before the region and the region's masks see each other, and each row of l
 pass is causal: its rows predict the next token, the last position of the region is decoded, or drafts are verified.
 """
 
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from dinfer.core.kernels.attention import attention_interval, encoder_intervals
 from dinfer.core.kernels.canvas import span
 from dinfer.core.memory import Seen
 from dinfer.core.refusals import Refusal, Trait
-from dinfer.core.step.ability import Ability, Decision, Extra, Forward, Parts, Proposal, Step, StepShape
+from dinfer.core.step.ability import Ability, Decision, Extra, Forward, Parts, Proposal, Request, Step, StepShape
 from dinfer.core.step.cursors import Phase, RowCursors, Status
 from dinfer.core.step.mixins import Adjusts, Edits, Slides
 from dinfer.core.step.window import Window
@@ -68,7 +67,7 @@ class TwoModes(Ability):
         return cls() if there and shape.phase != Phase.PREFILL else None
 
     @classmethod
-    def asks(cls, recipe: Parts, options: Sequence[float], more: Mapping[str, Any]) -> Extra | None:
+    def adds_for(cls, recipe: Parts, request: Request) -> Extra | None:
         return Undivided() if isinstance(recipe.iteration, Seeds) else None
 
     def begin(self, step: Step) -> None:

@@ -119,3 +119,12 @@ def test_blocks_of_masks_that_nobody_taught_a_model_are_refused() -> None:
     with pytest.raises(IncompatibleRecipe, match="candidates of one order alone"):
         recipe = compose(tiny_model("fed_order"), iteration="sliding", decoder="near_entropy", cache="block")
         engine_for(recipe, speculate=2)
+
+
+@pytest.mark.parametrize(
+    ("variant", "iteration", "decoder"), [("fed_order", ISD[0], "near_entropy"), ("two_modes", *SPEC)]
+)
+def test_a_row_whose_positions_depend_on_each_other_takes_one_lane(variant: str, iteration: Any, decoder: str) -> None:
+    recipe = compose(tiny_model(variant), iteration=iteration, decoder=decoder, cache="block")
+    extras = recipe.extras(Request.behind([1, 2, 3], 14, recipe.resolve({})))
+    assert not all(extra.divides for extra in extras)
