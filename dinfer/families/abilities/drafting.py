@@ -13,10 +13,14 @@ from dinfer.core.refusals import Refusal, Trait
 from dinfer.core.step.ability import ByPart, Decision, Extra, Forward, Step
 from dinfer.core.step.contracts import State
 from dinfer.core.step.cursors import BlockView, Phase, Status
-from dinfer.core.step.mixins import KeepsNothing, Slides
+from dinfer.core.step.mixins import KeepsNothing, LeavesMasks, Slides
 from dinfer.families.gated import passing
 
-INEXACT = Trait(lambda cache: not (isinstance(cache, KeepsNothing) or cache.plan(Phase.WINDOW).keeps))
+INEXACT = Trait(
+    lambda cache: (
+        not isinstance(cache, KeepsNothing) and (isinstance(cache, LeavesMasks) or not cache.plan(Phase.WINDOW).keeps)
+    )
+)
 SPECULATES = Trait(lambda runtime: runtime.speculate != 0, "`runtime.speculate`", instead="runtime.speculate=0")
 HELD = sampled("leftmost", "above 0")
 

@@ -122,6 +122,17 @@ def test_blocks_of_masks_that_nobody_taught_a_model_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
+    ("variant", "iteration", "decoder"),
+    [("drafts", *ISD), ("two_modes", *SPEC), ("two_modes", {"name": "seeded", "block": 8}, "threshold"),
+     ("fed_order", {"name": "blockwise", "block": 8}, "threshold")],
+)  # fmt: skip
+def test_keys_that_a_pass_leaves_for_good_are_not_left_out(variant: str, iteration: Any, decoder: str) -> None:
+    """With a narrow window, tokens of `seeded` depended on the rows beside them, and drafts changed tokens."""
+    with pytest.raises(IncompatibleRecipe, match="cache=narrow_block may keep them"):
+        answers(tiny_model(variant), iteration, decoder, "narrow_block")
+
+
+@pytest.mark.parametrize(
     ("variant", "iteration", "decoder"), [("fed_order", ISD[0], "near_entropy"), ("two_modes", *SPEC)]
 )
 def test_a_row_whose_positions_depend_on_each_other_takes_one_lane(variant: str, iteration: Any, decoder: str) -> None:
