@@ -1,6 +1,6 @@
 """GRPO of the model in the box: the right answer in few forwards is rewarded. One process, on a CPU.
 
-    python -m benchmarks.grpo train --estimator diffu_grpo --seed 0 --rounds 12 --folder RUN --seconds 300
+    python -m benchmarks.grpo train --estimator tracerl --seed 0 --folder RUN --seconds 300
     python -m benchmarks.grpo compare --out benchmarks/results/grpo-loops-cpu.json
     python -m benchmarks.grpo table RUN ... --out benchmarks/results/grpo-cpu.json
 
@@ -8,7 +8,11 @@
 last, unseen problems are answered greedily. `compare` runs whole rounds with dinfer's sampler and with a plain loop
 over the same network, one after the other, from the same weights.
 
-Shape suffixes: N samples, P their prompt, A positions of an answer, T both, V vocabulary.
+`tracerl` scores each token on the canvas of the step that wrote it; a few steps of a sample, drawn anew, are enough.
+`diffu_grpo` scores all of them on an empty canvas. There is one update a round, so that the policy that is updated is
+the one that drew: their ratio is 1, and nothing needs to be clipped.
+
+Shape suffixes: N samples, P their prompt, A positions of an answer, T both, V vocabulary, M passes, X scored tokens.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import json
 import time
 from argparse import Namespace
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -28,13 +33,13 @@ from torch import Tensor
 import dinfer
 from benchmarks.provenance import command_line, provenance, save
 from dinfer.demo.problems import Problem, generate, is_correct, stream
-from dinfer.lab.likelihood import combine, logps, passes
+from dinfer.lab.likelihood import Passes, logps, passes
 from dinfer.rollouts.rollouts import Rollouts
 
 FAMILIES = ("ages", "chains", "sharing", "travel", "turns", "walks")  # whose answers fit into two blocks
 BLOCK, GROUP, ROWS = 32, 8, 32
 SLOW = 24.0  # forwards that earn nothing beside the right answer
-OPTIONS: dict[str, dict[str, Any]] = {"diffu_grpo": {}, "tracerl": {"shrink": 4}}
+ESTIMATORS = ("diffu_grpo", "tracerl")
 
 
 def setting_of(given: Namespace) -> dict[str, Any]:
@@ -88,7 +93,8 @@ def as_rollouts(tokens_NT: Tensor, step_NA: Tensor, forwards_N: Tensor, prompt: 
     stop_N = torch.where(ends_NA.any(1), ends_NA.long().argmax(1) + 1, new)
     return Rollouts(
         prompt_ids=tokens_NT[:, :prompt], prompt_lengths=torch.full((count,), prompt), answer_ids=answer_NA,
-        lengths=(step_NA >= 0).sum(1), widths=width_N, stops=stop_N, stopped=ends_NA.any(1), forwards=forwards_N,
+        lengths=(step_NA >= 0).sum(1), widths=width_N, stops=stop_N, stopped=ends_NA.any(1),
+        aborted=torch.zeros(count) > 0, forwards=forwards_N,
         seeds=torch.full((count,), -1), versions=torch.zeros(count, new).long(), steps=step_NA.int(),
         first_steps=step_NA.int(), logps=None, sampled_logps=None, events=None, event_logps=None, block=BLOCK,
         origin="prompt", eos_id=spec.eos_id, attention=None, inexact="",
@@ -114,29 +120,41 @@ def rewarded(pipe: Any, problems: list[Problem], made: Rollouts, given: Namespac
 
 
 def updated(pipe: Any, made: Rollouts, rewards: Tensor, optimizer: Any, given: Namespace, seed: int) -> None:
-    """One pass over the samples whose groups differ, with d1's ratio of a single inner iteration."""
+    """One step of the optimizer by all samples whose groups differ; each counts by the mean of its tokens."""
     # Not divided by the deviation: where all are right, a forward more or less would count as much as an answer.
     advantage_N = (rewards - rewards.mean(1, keepdim=True)).flatten()
     order = torch.randperm(len(made), generator=torch.Generator().manual_seed(seed))
     chosen: list[int] = order[advantage_N[order].abs() > 1e-6].tolist()
+    optimizer.zero_grad()
     for begin in range(0, len(chosen), ROWS):
         rows = chosen[begin : begin + ROWS]
-        drawn = passes(given.estimator, pipe.model.spec, made[rows].samples(), seed=seed, **OPTIONS[given.estimator])
-        scored = combine(drawn, logps(pipe.model, drawn, batch_tokens=1 << 16))
-        token_NA = scored.per_token.sum(0)
-        counted_NA = scored.counted & (torch.arange(token_NA.shape[1]) < made[rows].stops[:, None])
-        ratio_NA = (token_NA - token_NA.detach()).exp()
-        gain_N = (ratio_NA * advantage_N[rows, None] * counted_NA).sum(1) / counted_NA.sum(1).clamp_min(1)
-        optimizer.zero_grad()
-        (-gain_N.mean()).backward()
+        drawn = some(passes(given.estimator, pipe.model.spec, made[rows].samples(), seed=seed), given.passes, seed)
+        logp_X, of_X = logps(pipe.model, drawn, batch_tokens=1 << 14), drawn.sequence_M[drawn.pass_X]
+        counted_X = (drawn.place_X - drawn.prompt_N[of_X] < made[rows].stops[of_X]).float()  # not what stands behind it
+        tokens_N = torch.zeros(len(rows)).index_add(0, of_X, counted_X).clamp_min(1)
+        (-(logp_X * counted_X * (advantage_N[rows] / tokens_N)[of_X]).sum() / len(chosen)).backward()
+    if chosen:
         torch.nn.utils.clip_grad_norm_(pipe.model.parameters(), 1.0)
         optimizer.step()
+
+
+def some(drawn: Passes, most: int, seed: int) -> Passes:
+    """At most so many passes of each sample, by chance."""
+    order_M = torch.randperm(len(drawn.sequence_M), generator=torch.Generator().manual_seed(seed))
+    kept_M = torch.zeros(len(order_M), dtype=torch.bool)
+    for n in range(len(drawn.prompt_N)):
+        kept_M[order_M[drawn.sequence_M[order_M] == n][:most]] = True
+    kept_X, place_M = kept_M[drawn.pass_X], kept_M.cumsum(0) - 1
+    return replace(
+        drawn, sequence_M=drawn.sequence_M[kept_M], sample_M=drawn.sample_M[kept_M], masked_MT=drawn.masked_MT[kept_M],
+        pass_X=place_M[drawn.pass_X[kept_X]], place_X=drawn.place_X[kept_X], weight_X=drawn.weight_X[kept_X],
+    )  # fmt: skip
 
 
 def judged(pipe: Any, given: Namespace) -> dict[str, float]:
     """Greedy answers to unseen problems."""
     count = given.answers
-    problems = generate("heldout", count=count, seed=0, families=FAMILIES)
+    problems = generate("heldout", count=count, seed=given.unseen, families=FAMILIES)
     results = pipe.generate([problem.question for problem in problems], max_new_tokens=given.new)
     right = [is_correct(problem, result.text) for problem, result in zip(problems, results, strict=True)]
     tokens, forwards = (sum(getattr(result.counts, name) for result in results) for name in ("tokens", "forwards"))
@@ -162,7 +180,7 @@ def train(given: Namespace) -> None:
         "setting": setting_of(given), **provenance(torch.device("cpu")), "rounds": [],
     }  # fmt: skip
     names = dict(pipe.model.named_parameters())
-    optimizer = torch.optim.AdamW(names.values(), lr=given.lr, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(names.values(), lr=given.lr, betas=(0.9, 0.99), weight_decay=0.0)
     if report["rounds"]:
         restore(folder, names, optimizer)
     elif "before" not in report:
@@ -254,11 +272,13 @@ def main() -> None:
     parser.add_argument("task", choices=("train", "compare", "table"))
     parser.add_argument("runs", type=Path, nargs="*")
     parser.add_argument("--folder", type=Path)
-    parser.add_argument("--estimator", choices=sorted(OPTIONS), default="diffu_grpo")
+    parser.add_argument("--estimator", choices=ESTIMATORS, default="tracerl")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--answers", type=int, default=200, help="unseen problems")
+    parser.add_argument("--unseen", type=int, default=7, help="which ones: settings were tried on those of 0")
+    parser.add_argument("--passes", type=int, default=3, help="steps of a sample that an update sees")
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--threshold", type=float, default=0.6)
     parser.add_argument("--temperature", type=float, default=1.0)

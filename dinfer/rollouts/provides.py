@@ -24,6 +24,13 @@ def transport() -> Any:
     return module
 
 
+def was_aborted(counts: Any) -> bool:
+    """Whether an update of the weights ended a request before its time."""
+    from dinfer.rollouts.abilities.versions import Aborted
+
+    return counts.tells(Aborted) is not None
+
+
 def version_of(counts: Any) -> int | None:
     """The version of the weights that wrote the end of an answer; None if no update was told."""
     from dinfer.rollouts.abilities.versions import MadeWith  # needs torch

@@ -36,6 +36,7 @@ class Rollouts:
     widths: Tensor  # int64 [N], positions of the canvas behind the prompt
     stops: Tensor  # int64 [N], positions up to and with the stop token; `lengths` without one
     stopped: Tensor  # bool [N], whether there is one
+    aborted: Tensor  # bool [N], an update of the weights ended it before its time
     forwards: Tensor  # int64 [N]
     seeds: Tensor  # int64 [N]; -1: nothing is drawn
     versions: Tensor  # int64 [N, A], of the weights that wrote a position
@@ -130,11 +131,9 @@ class Rollouts:
         for n in range(len(self)):
             stop, length = int(self.stops[n]), int(self.lengths[n])
             ids = self.answer_ids[n, :length].tolist()
-            reason = (
-                {"type": "stop", "matched": ids[stop - 1]} if self.stopped[n] else {"type": "length", "length": stop}
-            )
             meta: dict[str, Any] = {
-                "finish_reason": reason, "prompt_tokens": int(self.prompt_lengths[n]), "completion_tokens": stop,
+                "finish_reason": self._reason(n), "prompt_tokens": int(self.prompt_lengths[n]),
+                "completion_tokens": stop,
                 "weight_version": str(int(self.versions[n, : max(stop, 1)].max())) if length else "0",
             }  # fmt: skip
             if self.logps is not None:
@@ -148,6 +147,15 @@ class Rollouts:
                 }  # fmt: skip
             found.append({"output_ids": ids[:stop], "meta_info": meta})
         return found
+
+    def _reason(self, n: int) -> dict[str, Any]:
+        """Why a sample ended, as SGLang says it."""
+        stop = int(self.stops[n])
+        if self.aborted[n]:
+            return {"type": "abort", "message": "the weights were updated, or paused"}
+        if self.stopped[n]:
+            return {"type": "stop", "matched": int(self.answer_ids[n, stop - 1])}
+        return {"type": "length", "length": stop}
 
     def to_trl(self) -> dict[str, Any]:
         """What TRL's rollout functions return: answers up to and with the stop token. Log-probabilities are those of

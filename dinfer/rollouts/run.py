@@ -9,11 +9,11 @@ Shape suffixes as in `dinfer.rollouts.rollouts`.
 from __future__ import annotations
 
 import hashlib
-import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
+from warnings import warn
 
 import torch
 from torch import Tensor
@@ -26,10 +26,11 @@ from dinfer.core.registry import unknown
 from dinfer.core.step.mixins import Branches, Edits, Feeds, Verifies
 from dinfer.core.step.window import exact
 from dinfer.rollouts.abilities.recording import Record, RecordAsk, RecordRead
-from dinfer.rollouts.abilities.versions import MadeWith
+from dinfer.rollouts.abilities.versions import Aborted, MadeWith
 from dinfer.rollouts.rollouts import Rollouts
 
 SEED = "sampling.seed"
+ALIKE = "samples of a prompt at temperature 0 are alike, unless the decoder draws: give temperature=1.0"
 OWN = FormKeywords.__annotations__
 
 
@@ -109,6 +110,7 @@ class Round:
             prompt_ids=torch.tensor([request.prompt]), prompt_lengths=torch.tensor([start]), answer_ids=answer_A[None],
             lengths=torch.tensor([length]), widths=torch.tensor([width]),
             stops=torch.tensor([int(stop_A.nonzero()[0]) + 1 if stopped else length]), stopped=torch.tensor([stopped]),
+            aborted=torch.tensor([done.counts.tells(Aborted) is not None]),
             forwards=torch.tensor([done.counts.forwards]), seeds=torch.tensor([self.seeds[index]]),
             versions=versions_of(done.counts.tells(MadeWith), one.get("last"), width),
             steps=one.get("last"), first_steps=one.get("first"),
@@ -206,9 +208,7 @@ def planned(pipe: Any, prompts: Sequence[Any], asked: Asked, **more: Any) -> Rou
     found = [replace(one, padding=0) for one in found]
     drawn = [recipe.sampling_of(one.options) for one in found]
     if count > 1 and not all(one.get("temperature", 0) > 0 for one in drawn):
-        logging.getLogger(__name__).warning(
-            "n=%s samples of a prompt at temperature 0 are alike, unless the decoder draws: give temperature=1.0", count
-        )
+        warn(ALIKE, stacklevel=2)  # which Python tells once
     reasons = [inexact(recipe, one) for one in drawn]
     return Round(recipe, found, seeds if seeded else [-1] * len(seeds), level, origin, reasons)
 

@@ -10,7 +10,6 @@ import logging
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -30,7 +29,7 @@ from dinfer.core.provided import needed, provided
 from dinfer.core.step.cursors import CURSORS
 from dinfer.core.step.window import first_phase
 from dinfer.rollouts import sleeping, transport, writing
-from dinfer.rollouts.abilities.versions import Seen
+from dinfer.rollouts.abilities.versions import Aborted, Seen
 from dinfer.rollouts.state import WeightsState, state_of
 
 Pending = Literal["finish", "abort", "keep", "recompute"]
@@ -43,11 +42,6 @@ BUCKET = 1 << 28  # bytes that rank 0 sends to the others at a time
 
 class WeightsIncomplete(Unready):
     """The weights are a mixture, or forgotten: no request may run."""
-
-
-@dataclass(frozen=True, slots=True)
-class Aborted:
-    """Tells that new weights ended a request before its time."""
 
 
 class Weights:

@@ -226,11 +226,13 @@ class Answer:
         """Adds an event. Returns what it says."""
         return self.choices[event.row].take(event)
 
-    def finish(self, row: int) -> Literal["calls", "stop", "length"] | None:
+    def finish(self, row: int) -> Literal["calls", "stop", "length", "abort"] | None:
         """Why a choice has ended; None: it has not."""
         choice = self.choices[row]
         if (last := choice.last) is None or last.finish is None:
             return None
+        if last.finish == "abort":
+            return "abort"
         if choice.calls:
             return "calls"
         # Any text beside tools may end anywhere: without a stop token, the canvas has cut it.

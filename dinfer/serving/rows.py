@@ -13,6 +13,7 @@ import torch
 from dinfer.core.engine.errors import BrokenContract, NonFiniteLogits, RankFailed, RequestAborted, StalledRow
 from dinfer.core.engine.request import Completion, Counts, Request, Update, Wants
 from dinfer.core.pipeline.tokenizer import Decode, GrowingText
+from dinfer.core.provided import provided
 from dinfer.core.step.mixins import Edits
 from dinfer.core.step.told import FORCED, LEVELS, SURE, TokenLogprob
 from dinfer.lab.trace.record import Pieces
@@ -149,7 +150,7 @@ class Event:
     canvas: dict[str, Any] | None = None
     ids: list[int] = field(default_factory=list)  # tokens whose text has been sent, if the client wants them
     logprobs: Sequence[TokenLogprob | None] = ()  # of `ids`; None: unknown
-    finish: str | None = None  # "stop" or "length"
+    finish: str | None = None  # "stop", "length" or "abort"
     matched: str | int | None = None  # the stop string or the stop token that ended the row
     counts: Counts | None = None
     tokens: int = 0  # of the answer, if there are counts
@@ -203,6 +204,8 @@ async def row_events(
                     matched = text.matched or matched
                     held = request.ask(InLanguage) is not None  # an answer that is held to a form ends
                     finish = "stop" if held or matched is not None else "length"
+                    if done is not None and not text.stopped and was_aborted(done.counts):
+                        finish, matched = "abort", None
                     yield replace(
                         news, finish=finish, matched=matched, counts=counts, tokens=text.tokens, completion=done
                     )
@@ -214,6 +217,12 @@ async def row_events(
         if not isinstance(error, OF_ONE_REQUEST):
             await served.engine.probe()
         raise failure(error) from error
+
+
+def was_aborted(counts: Counts) -> bool:
+    """Whether an update of the weights ended a row before its time."""
+    found = provided("was_aborted")
+    return found is not None and found(counts)
 
 
 def failure(error: Exception) -> ApiError:

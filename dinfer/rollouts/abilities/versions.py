@@ -37,6 +37,11 @@ class MadeWith:
     versions: tuple[tuple[int, int], ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Aborted:
+    """Tells that an update, a pause or a sleep ended a request before its time."""
+
+
 @ABILITIES.register("versions")
 class Versions(Ability):
     """Tells the versions of the weights, from the first update of a model on."""

@@ -348,7 +348,7 @@ class Message(Rendering):
 
     def _end(self) -> dict[str, Any]:
         matched = None if self._choice.last is None else self._choice.last.matched
-        reasons = {"calls": "tool_use", "length": "max_tokens", "stop": "end_turn"}
+        reasons = {"calls": "tool_use", "length": "max_tokens", "stop": "end_turn", "abort": "pause_turn"}
         reason = reasons[self.answer.finish(0) or "stop"]
         if reason == "end_turn" and isinstance(matched, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": matched}

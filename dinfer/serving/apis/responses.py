@@ -38,6 +38,7 @@ NAMES = {
     "reasoning_effort": "reasoning.effort", "verbosity": "text.verbosity",
 }  # fmt: skip
 TEXTS = ("input_text", "output_text", "text", "refusal")
+CUT = {"length": "max_output_tokens", "abort": "aborted"}  # why an answer is incomplete
 
 
 class Returned(Strict):
@@ -388,7 +389,7 @@ class Output(Rendering):
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": scores}
 
     def _item(self, part: Part, text: str, status: str | None = None) -> dict[str, Any]:
-        status = status or ("incomplete" if self.answer.finish(0) == "length" else "completed")
+        status = status or ("incomplete" if self.answer.finish(0) in CUT else "completed")
         item: dict[str, Any] = {"id": self._item_id(part)}
         if part.kind == "call":
             call = {"call_id": id_of("call", self.id, part.call), "name": part.text, "arguments": text}
@@ -411,9 +412,9 @@ class Output(Rendering):
         return [one | {"bytes": one["bytes"] or []} for one in made]
 
     def _response(self, items: Sequence[dict[str, Any]], status: str | None = None) -> dict[str, Any]:
-        body, cut = self.body, self.answer.finish(0) == "length"
-        status = status or ("incomplete" if cut else "completed")
-        why = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        body, reason = self.body, CUT.get(self.answer.finish(0) or "")
+        status = status or ("completed" if reason is None else "incomplete")
+        why = {"reason": reason} if status == "incomplete" else None
         form = body.text.format.model_dump(by_alias=True, exclude_none=True)
         usage = self.answer.usage()
         chosen = body.tool_choice if isinstance(body.tool_choice, str) else body.tool_choice.model_dump()

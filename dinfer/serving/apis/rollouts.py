@@ -20,7 +20,6 @@ from pydantic import Field
 from dinfer.core.engine.request import Completion
 from dinfer.lab.likelihood import Passes, Samples, combine, logps, passes
 from dinfer.rollouts.run import Asked, Round, planned
-from dinfer.rollouts.weights import Aborted
 from dinfer.serving.errors import ApiError, at_field, refused
 from dinfer.serving.fields import MAX_CHOICES, SEEDS, Own
 from dinfer.serving.forms import Strict
@@ -211,8 +210,6 @@ def told(
     sample = made.read(place, done)
     (answer,) = sample.to_sglang()
     answer["meta_info"] |= {"id": rid, "cached_tokens": 0, "seed": int(sample.seeds[0]), "exact": sample.exact}
-    if done.counts.tells(Aborted) is not None:
-        answer["meta_info"]["finish_reason"] = {"type": "abort", "message": "the weights were updated, or paused"}
     if not body.return_step_maps:
         for name in [key for key in answer["meta_info"] if key == "step_maps" or key.startswith("dllm_")]:
             del answer["meta_info"][name]

@@ -82,6 +82,32 @@ def test_vllms_four_phases_and_what_waits_meanwhile(client: Client) -> None:
     assert client.ask("/get_world_size").json() == {"world_size": 1}
 
 
+def test_what_a_pause_aborts_says_so(client: Client) -> None:
+    """Neither a stop token nor the length ended it."""
+    user, slow = [{"role": "user", "content": "3 + 4 = ?"}], {"threshold": 1.0, "min_tokens": 150}
+    asked: dict[str, dict[str, Any]] = {
+        "/v1/chat/completions": {"messages": user, "max_tokens": 160, "dinfer": slow},
+        "/v1/messages": {"messages": user, "max_tokens": 160, "dinfer": slow},
+        "/v1/responses": {"input": "3 + 4 = ?", "max_output_tokens": 160, "dinfer": slow},
+        "/generate": {"text": "3 + 4 = ?", "sampling_params": {"max_new_tokens": 160}, "dinfer": slow},
+    }
+
+    async def ended() -> list[Any]:
+        posts = [client.http.post(path, json={"model": "tiny"} | body) for path, body in asked.items()]
+        tasks = [asyncio.create_task(post) for post in posts]
+        while len(client.pipe.engine.loop.running) < len(tasks):
+            await asyncio.sleep(0.001)
+        assert (await client.http.post("/pause?mode=abort")).status_code == 200
+        found = [(await task).json() for task in tasks]
+        await client.http.post("/resume")
+        return found
+
+    chat, message, response, sample = client.loop.run(ended())
+    assert chat["choices"][0]["finish_reason"] == "abort" and message["stop_reason"] == "pause_turn"
+    assert (response["status"], response["incomplete_details"]) == ("incomplete", {"reason": "aborted"})
+    assert sample["meta_info"]["finish_reason"]["type"] == "abort"
+
+
 def test_a_failed_update_stops_requests_until_one_succeeds(client: Client, tmp_path: Path) -> None:
     before = text(client)
     absent = client.ask("/update_weights_from_disk", {"model_path": str(tmp_path / "nothing")})
