@@ -19,6 +19,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "tiny": {"model": TINY, "cache": "dual", "iteration": {"name": "blockwise", "block": 16}},
     "tiny-llada2": {"model": f"{TINY}-llada2", "cache": "block", "iteration": {"name": "block_diffusion"}},
 }
+ROUNDED = {"rounded": RECIPES["tiny"] | {"quantize": "int4"}}  # kernels round in another order
 QUESTION = "Take the number 71, then add 124, subtract 59 and subtract 87. Which number is it?"
 CLOSURES = {  # what is imported for each, before anything runs
     "denoise_step": "dinfer.core.step.step", "Recipe": "dinfer.core.recipe.recipe", "Pipeline": "dinfer.core.pipeline",
@@ -33,32 +34,32 @@ PROGRAM = """
 import json, os, sys
 import tokenizers, torch, transformers
 torch.set_num_threads(1)
-recipes, question, copies = json.load(sys.stdin)
+question, copies = json.load(sys.stdin)
 
 def lines(names):
     files = [sys.modules[name].__file__ for name in names]
     return sum(open(file, encoding="utf-8").read().count("\\n") for file in files if file)
 
-def found(root, module):
+def found(root, asked):
     sys.path.insert(0, root)
     import dinfer
     assert dinfer.__file__.startswith(root + os.sep), dinfer.__file__
-    for name in module.split():
-        __import__(name)
-    if module:
+    if isinstance(asked, str):
+        for name in asked.split():
+            __import__(name)
         names = {name for name in sys.modules if name.split(".")[0] == "dinfer" and name == sys.modules[name].__name__}
         return [len(names), lines(names)]
     answers = {}
-    for name, recipe in recipes.items():
+    for name, recipe in asked.items():
         pipe = dinfer.load(device="cpu", dtype="float32", runtime=dinfer.Runtime(rows=2), **recipe)
         answers[name] = [result.ids for result in pipe.generate([question, "3 + 4 = ?"], max_new_tokens=32)]
-    return answers
+    return answers | {"algebra": "sympy" in sys.modules}
 
-for root, module in copies:
+for root, asked in copies:
     if (child := os.fork()) == 0:
         status = 1
         try:
-            print(json.dumps(found(root, module)), flush=True)
+            print(json.dumps(found(root, asked)), flush=True)
             status = 0
         except BaseException:
             import traceback
@@ -82,16 +83,16 @@ def copied(folder: Path, gone: Collection[str]) -> Path:
     left_out = {PACKAGE / name for name in gone} | {PACKAGE / "demo" / "checkpoints"}
 
     def ignored(parent: str, names: list[str]) -> Iterable[str]:
-        return [name for name in names if name == "__pycache__" or Path(parent, name) in left_out]
+        return [name for name in names if Path(parent, name) in left_out]
 
     shutil.copytree(PACKAGE, folder / "dinfer", ignore=ignored)
     shutil.copytree(ROOT / "conf", folder / "conf")
     return folder
 
 
-def run(copies: Iterable[tuple[Path, str]]) -> list[Any]:
-    """What each copy answers, or what it imports for modules, with the lines of that; a traceback if it fails."""
-    given = json.dumps([RECIPES, QUESTION, [(str(root), module) for root, module in copies]])
+def run(copies: Iterable[tuple[Path, str | dict[str, Any]]]) -> list[Any]:
+    """What each copy answers by recipes, or how many modules and lines it imports for modules; else a traceback."""
+    given = json.dumps([QUESTION, [(str(root), asked) for root, asked in copies]])
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], cwd=ROOT.anchor, input=given, capture_output=True, text=True, timeout=280
     )

@@ -6,24 +6,44 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from contract.core import CLOSURES, LAYERS, ROOT, copied, counted, entries, run
+from contract.core import CLOSURES, LAYERS, RECIPES, ROOT, ROUNDED, copied, counted, entries, run
 
-WITHOUT = {"none": (), "all": tuple(LAYERS), **{layer: (layer,) for layer in LAYERS}}
 MOST = {"denoise_step": 5220, "Recipe": 5310, "Pipeline": 10100}  # lines that are imported for each
+KERNELS = RECIPES | ROUNDED
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The tokens of the models in the box without these layers."""
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What copies answer, and what the package imports: of one process, since importing torch takes the longest."""
     folder = tmp_path_factory.mktemp("copies")
-    found = run((copied(folder / name, gone), "") for name, gone in WITHOUT.items())
-    return dict(zip(WITHOUT, found, strict=True))
+    gone: dict[str, Any] = {"none": (), "all": LAYERS, "kernels": ("kernels",)}
+    copies = {name: (copied(folder / name, layers), KERNELS if name == "kernels" else RECIPES)
+              for name, layers in gone.items()}  # fmt: skip
+    asked = copies | {name: (ROOT, module) for name, module in CLOSURES.items()}
+    return dict(zip(asked, run(asked.values()), strict=True))
 
 
-@pytest.mark.parametrize("name", [name for name in WITHOUT if name != "none"])
-def test_the_models_in_the_box_give_the_same_tokens_without(name: str, answers: dict[str, Any]) -> None:
-    assert answers["none"]["tiny"][0] and answers["none"]["tiny-llada2"][0]
-    assert answers[name] == answers["none"]
+@pytest.mark.parametrize("name", ["all", "kernels"])
+def test_the_models_in_the_box_give_the_same_tokens_without(name: str, told: dict[str, Any]) -> None:
+    assert told["none"]["tiny"][0] and told["none"]["tiny-llada2"][0]
+    assert {model: told[name][model] for model in RECIPES} == {model: told["none"][model] for model in RECIPES}
+
+
+def test_rounded_weights_need_no_kernels(told: dict[str, Any]) -> None:
+    assert len(told["kernels"]["rounded"]) == 2 and all(told["kernels"]["rounded"])
+
+
+def test_loading_a_model_imports_no_computer_algebra(told: dict[str, Any]) -> None:
+    """Torch does so when it is asked for a tensor like one without memory, and then every command starts later."""
+    assert not told["none"]["algebra"]
+
+
+@pytest.mark.rest
+def test_each_other_layer_can_be_left_out(tmp_path: Path) -> None:
+    names = ["none", *sorted({*LAYERS} - {"kernels"})]
+    copies = [(copied(tmp_path / name, [name]), RECIPES) for name in names]
+    usual, *others = run(copies)
+    assert [name for name, other in zip(names[1:], others, strict=True) if other != usual] == []
 
 
 @pytest.mark.rest
@@ -33,9 +53,8 @@ def test_the_server_and_the_commands_start_without_a_layer_that_they_do_not_need
     assert {layer: told for layer, told in found.items() if isinstance(told, str)} == {}
 
 
-def test_what_is_imported_is_bounded() -> None:
-    found = dict(zip(CLOSURES, run((ROOT, module) for module in CLOSURES.values()), strict=True))
-    assert {name: lines for name, (_, lines) in found.items() if lines > MOST[name]} == {}
+def test_what_is_imported_is_bounded(told: dict[str, Any]) -> None:
+    assert {name: told[name] for name in CLOSURES if told[name][1] > MOST[name]} == {}
 
 
 def test_the_size_of_core_is_bounded(tmp_path: Path) -> None:

@@ -224,9 +224,9 @@ def test_every_page_is_in_the_navigation_once() -> None:
     assert sorted(named) == sorted(pages)
 
 
-TUTORIALS = (
-    "first_answer", "choose", "evaluate", "read_a_trace", "add_a_cache", "add_an_iteration", "add_a_model",
-    "how_it_works", "multi-block",
+TUTORIALS = (  # three generate much; README's example runs in `make test`, too
+    *(pytest.param(name, marks=pytest.mark.rest, id=name) for name in ("first_answer", "choose", "how_it_works")),
+    "evaluate", "read_a_trace", "add_a_cache", "add_an_iteration", "add_a_model", "multi-block",
 )  # fmt: skip
 # Each page is a program of its own. All run in one process, which is not that of the tests: a page may register
 # components, and importing torch takes longer than most pages.
@@ -259,9 +259,10 @@ def programs_of(name: str) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def errors_of_tutorials() -> dict[str, str]:
-    """The traceback of each tutorial; empty if its blocks ran."""
-    pages = {name: programs_of(name) for name in TUTORIALS}
+def errors_of_tutorials(request: pytest.FixtureRequest) -> dict[str, str]:
+    """The traceback of each tutorial that is to run; empty if its blocks ran."""
+    chosen = {item.callspec.id for item in request.session.items if "code_of_a_tutorial" in item.nodeid}
+    pages = {name: programs_of(name) for name in chosen}
     done = subprocess.run(
         [sys.executable, "-c", RUN_PAGES], cwd=ROOT, input=json.dumps(pages), capture_output=True, text=True, check=True
     )

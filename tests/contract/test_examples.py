@@ -27,6 +27,7 @@ def test_every_example_is_described_and_run_here() -> None:
     assert all(f'"{name}"' in Path(__file__).read_text() for name in described)
 
 
+@pytest.mark.rest
 def test_compare_decoders(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     head, *rows = shown("compare_decoders.py", capsys, monkeypatch, "--count", "4").splitlines()
     assert head.split()[:2] == ["decoder", "accuracy"] and len(rows) == 5

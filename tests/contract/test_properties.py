@@ -127,9 +127,9 @@ def run(case: Case) -> dict[int, list[Update]]:
     return updates
 
 
-@pytest.mark.rest(but=6)
+@pytest.mark.rest(but=5)
 @pytest.mark.parametrize("name", general(DECODERS))
-@examples(30)
+@examples(25)
 @given(st.data())
 def test_invariants_hold_for_any_logits(name: str, data: st.DataObject) -> None:
     decoder = data.draw(st.sampled_from([s for s in settings_of(DECODERS) if dict(s)["name"] == name]))
@@ -176,9 +176,9 @@ def _check_row(case: Case, request: Request, updates: list[Update], edits: bool)
         assert not any(masked)
 
 
-@pytest.mark.rest(but=6)
+@pytest.mark.rest(but=4)
 @pytest.mark.parametrize("name", general(DECODERS))
-@examples(15)
+@examples(10)
 @given(st.data())
 def test_the_same_logits_give_the_same_tokens(name: str, data: st.DataObject) -> None:
     """No state is left over: the second run of one engine equals the first."""

@@ -19,7 +19,8 @@ from dinfer.rollouts.weights import WeightsIncomplete
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.mark.parametrize("how", ["one by one", "flat", "lost"])
+@pytest.mark.rest(but=2)
+@pytest.mark.parametrize("how", ["one by one", "lost", "flat"])
 def test_broadcasts(how: str, folders: Any) -> None:  # noqa: F811
     """A trainer that is lost in the middle leaves a pause that says so."""
     pipe, new = pipeline(folders("llada", "A"), "llada"), new_weights(folders, "llada")

@@ -90,6 +90,7 @@ def same_as_loaded(pipe: Pipeline, fresh: Pipeline) -> None:
     assert answers(pipe) == answers(fresh)
 
 
+@pytest.mark.rest(but=8)
 @pytest.mark.parametrize(
     ("model", "quantize", "experts"),
     [
@@ -169,6 +170,7 @@ BAD: dict[str, tuple[Any, str]] = {
 }
 
 
+@pytest.mark.rest(but=5)
 @pytest.mark.parametrize("staged", [False, True])
 @pytest.mark.parametrize("fault", BAD)
 def test_a_refusal_never_leaves_a_mixture(fault: str, staged: bool, folders: Any) -> None:
@@ -234,6 +236,7 @@ def test_keys_that_are_computed_anew_are_exact(folders: Any) -> None:
     assert found["block", "recompute"] == found["none", "recompute"] != found["block", "keep"]
 
 
+@pytest.mark.rest(but=4)
 @pytest.mark.parametrize("cache", ["none", "dual", "block"])
 @pytest.mark.parametrize("pending", ["finish", "abort", "keep", "recompute"])
 def test_requests_on_the_way(pending: Any, cache: str, folders: Any) -> None:

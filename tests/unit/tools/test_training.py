@@ -99,6 +99,7 @@ def test_drafts_leave_no_mask(model: Transformer, tokens_BT: Tensor) -> None:
     assert torch.equal(weight_BT > 0, torch.arange(LENGTH) >= PROMPT_B[:, None])
 
 
+@pytest.mark.rest(but=1)
 @pytest.mark.parametrize("name", ["llada", "llada2"])
 def test_steps_lower_the_loss(name: str) -> None:
     model = trainable(random_model(name, torch.float32))

@@ -144,7 +144,7 @@ def some_request(recipe: Recipe, random: Random) -> tuple[Request, Language]:
     return replace(asked, asks=(*asked.asks, TokenBias(bias))), found
 
 
-@pytest.mark.rest(but=6)
+@pytest.mark.rest(but=3)
 @pytest.mark.parametrize("name", [name for name in general(DECODERS) if name not in REFUSED])
 @pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.rest) for part in range(1, 4))])
 @examples(4)

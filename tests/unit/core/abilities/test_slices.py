@@ -77,7 +77,7 @@ def test_rounds_are_launched_ahead_where_it_is_known_who_enters(
         cache={"name": "narrow_block", "ahead": 4, "back": 2},
     )  # fmt: skip
     prompts = [[1 + (7 * i + j) % 30 for i in range(BLOCK * (1 + j % 3))] for j in range(12)]
-    requests = [Request.behind(ids, BLOCK * (6 + j % 4), recipe.resolve({})) for j, ids in enumerate(prompts)]
+    requests = [Request.behind(ids, BLOCK * (3 + j % 3), recipe.resolve({})) for j, ids in enumerate(prompts)]
     alone = [outcome(done) for done in completions(engine_for(recipe, rows=1), requests)]
     monkeypatch.setattr("dinfer.speed.grouping.FREE", 64)
     monkeypatch.setattr("dinfer.speed.abilities.open_positions.MANY", many)

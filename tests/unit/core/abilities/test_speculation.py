@@ -107,7 +107,7 @@ def states(
 
 
 @given(st.data())
-@examples(25)
+@examples(15)
 def test_every_step_commits_what_it_would_commit_without(data: st.DataObject) -> None:
     """Decoders, caches, models and seeds of samplings, one request at a time: the same states in the same order."""
     variant = data.draw(st.sampled_from(["bidirectional", "shifted", "block_causal", "causal"]))

@@ -57,6 +57,7 @@ def test_dream_commits_what_the_reference_commits(alg: str, steps: int, length: 
     assert found == dream_reference(scores[alg], steps, 1e-3)
 
 
+@pytest.mark.rest(but=1)
 @pytest.mark.parametrize("eps", [1e-3, 1e-5])
 def test_dream_counts_exactly_for_any_length(eps: float) -> None:
     """Where n h / t is an integer up to rounding, one bit decides; all lengths and steps up to 40 hit many of those."""
