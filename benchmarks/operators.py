@@ -158,9 +158,13 @@ def measured(setting: Setting) -> dict[str, Any]:
 
 
 def differences(record: list[dict[str, Any]]) -> Iterator[str]:
-    """What runs otherwise than in a record, a line for each recipe."""
+    """What runs otherwise than in a record, or not any more: a line for each recipe."""
     for entry in record:
-        now = measured(entry["setting"])
+        try:
+            now = measured(entry["setting"])
+        except (TypeError, ValueError) as error:  # an option that is gone, or a pair that is refused now
+            yield f"{json.dumps(entry['setting'])}: operators none any more: {error}"
+            continue
         if changed := [f"{key} {entry[key]} -> {value}" for key, value in now.items() if entry[key] != value]:
             yield f"{json.dumps(entry['setting'])}: {', '.join(changed)}"
 
@@ -170,8 +174,11 @@ def main() -> None:
     parser.add_argument("--compare", type=Path, help="a record; prints what differs from it, and fails for a number")
     given = parser.parse_args()
     if given.compare:
-        found = [*differences(json.loads(given.compare.read_text())["recipes"])]
-        print("\n".join(found) or "all the same")
+        found = []
+        for line in differences(json.loads(given.compare.read_text())["recipes"]):
+            print(line, flush=True)
+            found.append(line)
+        print(f"{len(found)} of the recipes differ")
         raise SystemExit(any("operators " in line or "tokens " in line for line in found))
     settings = [*step_settings(), *feature_settings(), *pairwise()]
     recipes = [{"setting": setting} | measured(setting) for setting in settings]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,11 +21,6 @@ def load(name: str, folder: Path = RESULTS) -> Report:
     return dict(json.loads((folder / f"{name}.json").read_text()))
 
 
-def there(names: Iterable[str], folder: Path) -> list[Report]:
-    """Those of the files that are there."""
-    return [load(name, folder) for name in names if (folder / f"{name}.json").is_file()]
-
-
 def table(columns: Mapping[str, Cell], rows: Iterable[Any]) -> str:
     """A table with these columns, title to cell, and a line for each row."""
     lines = [f"| {' | '.join(columns)} |", "| --- |" + " --- |" * (len(columns) - 1)]
@@ -34,16 +28,6 @@ def table(columns: Mapping[str, Cell], rows: Iterable[Any]) -> str:
         cells = (cell.format_map(row) if isinstance(cell, str) else str(cell(row)) for cell in columns.values())
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
-
-
-def at(index: Any) -> Callable[[Any], Any]:
-    """The cell that is the row's entry at an index, or nothing."""
-    return lambda row: row.get(index, "") if isinstance(row, dict) else row[index]
-
-
-def command(report: Report) -> str:
-    """The command of a report, without its output."""
-    return re.sub(r" --out \S+", "", report["command"])
 
 
 def made(*reports: Report) -> str:
@@ -59,72 +43,19 @@ ACCURACY = "{accuracy:.1f}%, {tpf:.2f}"
 SHOWN = ("steps=32", "steps=8", "threshold=0.99", "threshold=0.9", "threshold=0.7", "threshold=0.5")
 
 
-def matrix(title: str, heads: Mapping[str, Any], names: Mapping[str, Any], cell: Callable[[Any, Any], str]) -> str:
-    """A table of two keys: a line for each of `names`, a column for each of `heads`, title to key."""
-    columns: dict[str, Cell] = {title: lambda name: name}
-    columns |= {head: lambda name, key=key: cell(names[name], key) for head, key in heads.items()}
-    return table(columns, names)
-
-
 def box() -> str:
     """`tiny`: accuracy and tokens per forward by decoder and cache."""
     rows = {(row["options"], row["cache"]): row for row in load("tiny-quality-h200")["rows"]}
-    return matrix(
-        "decoder",
-        {f"cache `{cache}`": cache for cache in ("none", "prefix", "dual")},
-        {f"`{rows[options, 'none']['decoder']}` {options}": options for options in SHOWN},
-        lambda options, cache: ACCURACY.format_map(rows[options, cache]),
-    )
+    columns: dict[str, Cell] = {"decoder": lambda options: f"`{rows[options, 'none']['decoder']}` {options}"}
+    for cache in ("none", "prefix", "dual"):
+        columns[f"cache `{cache}`"] = lambda options, cache=cache: ACCURACY.format_map(rows[options, cache])
+    return table(columns, SHOWN)
 
 
 def second_box() -> str:
     """`tiny-llada2`: accuracy, forwards and tokens per forward by decoder."""
     figures = {"accuracy": "{accuracy:.1f}%", "NFE": "{nfe:.1f}", "TPF": "{tpf:.2f}"}
     return table({"decoder": "`{decoder}` {options}", **figures}, load("tiny-llada2-quality")["rows"])
-
-
-def everything() -> str:
-    """Accuracy, tokens per forward and wall time of every decoder and cache, a table for each iteration."""
-    report = load("tiny-everything-h200")
-    rows = {(row["iteration"], row["decoder"], row["options"], row["cache"]): row for row in report["rows"]}
-    caches = {f"`{name}`": name for name in ("none", "vicinity", "prefix", "dual", "delayed", "adaptive")}
-    parts = [f"{len(rows)} recipes, {made(report)}."]
-
-    def cell(recipe: Any, cache: str) -> str:
-        row = rows.get((*recipe, cache))
-        return "-" if row is None else (ACCURACY + ", {seconds:.2f} s").format_map(row)
-
-    for iteration in ("blockwise", "smooth", "full"):
-        names = {f"`{key[1]}` {key[2]}".rstrip(): key[:3] for key in rows if key[0] == iteration}
-        parts.append(f"### `{iteration}`\n\n{matrix('decoder', caches, names, cell)}")
-    return "\n\n".join(parts)
-
-
-FURTHER = {
-    "tiny": ("tiny-further-cpu", "tiny-further-more-cpu", "tiny-further-prior-cpu"),
-    "tiny-llada2": ("tiny-llada2-further-cpu",),
-}
-
-
-def further() -> str:
-    """Decoders, caches and options that are not in the table of everything."""
-    reports = {model: [load(file) for file in files] for model, files in FURTHER.items()}
-    every = [report for runs in reports.values() for report in runs]
-
-    def named(name: str, options: str) -> str:
-        return " ".join([f"`{name}`", *([options] if options else [])])
-
-    rows = [row | {"model": model} for model, runs in reports.items() for report in runs for row in report["rows"]]
-    columns: dict[str, Cell] = {
-        "model": "`{model}`",
-        "iteration": "`{iteration}`",
-        "decoder": lambda row: named(row["decoder"], row["options"]),
-        "cache": lambda row: named(*row["cache"].partition(" ")[::2]),
-        "accuracy": "{accuracy:.1f}%",
-        "NFE": "{nfe:.1f}",
-        "TPF": "{tpf:.2f}",
-    }
-    return f"{made(*every)}.\n\n{table(columns, rows)}"
 
 
 def families() -> str:
@@ -213,78 +144,6 @@ def step_parts() -> str:
     return table(columns, found.values())
 
 
-ABLATIONS = [f"ablation-{name}h200" for name in ("", "experts-", "more-", "decoders-", "host-")]
-
-
-def ablation() -> str:
-    """What a step loses without each kernel group or optimisation of the host: a line each, a column for each case."""
-    reports, cases = there(ABLATIONS, RESULTS), dict[str, Report]()
-    for report in reports:
-        for case, rows in report["cases"].items():
-            cases.setdefault(case, {}).update({name: row for name, row in rows.items() if "error" not in row})
-    names = dict.fromkeys(name for rows in cases.values() for name in rows if not name.startswith("all on"))
-    spreads = {case: rows["all on"] for case, rows in cases.items()}
-    heads = {case: case for case in cases}
-    spread = {"spread of all on": "all on"}
-    return (
-        f"{made(*reports)}.\n\n"
-        + matrix(
-            "without", heads, spread | {f"`{name}`": name for name in names},
-            lambda name, case: (
-                "{step_spread:.1%} / {wall_spread:.1%}".format_map(spreads[case]) if name == "all on"
-                else lost(cases[case].get(name), spreads[case])
-            ),
-        )
-    )  # fmt: skip
-
-
-def lost(row: Report | None, base: Report) -> str:
-    """What step and run lose without something; a dot: no more than repeated runs differ."""
-    parts = []
-    for key in ("step", "wall") if row else ():
-        change = row[f"{key}_ratio"] - 1
-        within = abs(change) <= max(base[f"{key}_spread"], row.get(f"{key}_spread", 0))
-        parts.append("·" if within else f"{change:+.1%}")
-    return " / ".join(parts)
-
-
-def throughput() -> str:
-    """Tokens per second over the number of requests in flight, and the time of the largest batch by step."""
-    parts = []
-    runs: dict[str, Cell] = {
-        "in flight": "{in_flight}",
-        "tokens/s": "{tokens_per_s:.0f}",
-        "steady": lambda run: "-" if run["steady_tokens_per_s"] is None else f"{run['steady_tokens_per_s']:.0f}",
-        "TPF": "{tpf:.2f}",
-        "first block, median": lambda run: f"{1e3 * run['first_block_s']['median']:.0f} ms",
-        "worst": lambda run: f"{1e3 * run['first_block_s']['max']:.0f} ms",
-        "a request": "{latency_s[median]:.2f} s",
-        "GPU busy": lambda run: f"{100 * run['device_share']:.0f}%",
-        "beyond": "{memory[beyond_weights_and_kv_gb]:.2f} GB",
-    }
-    for name in ("llada2-mini-spread", "llada2-mini", "llada-8b", "llada-8b-compile", "tiny"):
-        report = load(f"throughput-{name}-h200")
-        last = report["runs"][-1]
-        launched: dict[str, Cell] = {
-            "step, at the largest number in flight": lambda row: (
-                "{phase}, {lanes} rows of {width} positions".format_map(row)
-                + (", some of which settle" if row["settles"] else "")
-            ),
-            "launches": "{launches}",
-            "median": "{median_ms:.2f} ms",
-            "of the time": lambda row, whole=1e3 * last["seconds"]: f"{100 * row['total_ms'] / whole:.0f}%",
-        }
-        parts += [
-            f"### {name}",
-            f"`{command(report)}`, {report['setting']['dtype']}, {made(report)}. The "
-            f"first block of the first request: {report['cold']['first_block_s']:.1f} s after the weights were on the "
-            "card.",
-            table(runs, report["runs"]),
-            table(launched, last["steps"][:4]),
-        ]
-    return "\n\n".join(parts)
-
-
 CURVES = {"bf16": "mini", "fp8": "mini-fp8"}
 
 
@@ -327,27 +186,6 @@ def goals(results: Path = RESULTS) -> str:
     return f"{made(*reports.values())}.\n\n{table(columns, ROWS)}"
 
 
-def long_prompts(results: Path = RESULTS) -> str:
-    """Prefills and steps of long prompts."""
-    reports = measured(results)
-    rows = [
-        run | {"length": length}
-        for length in ("16k", "32k")
-        for run in reports.get(f"mini-{length}", {"runs": []})["runs"]
-    ]
-    return table(
-        {
-            "LLaDA2-mini, prompts of": "{length}",
-            "in flight": "{in_flight}",
-            "prefill, positions/s": lambda run: f"{run['limit']['prefill'].get('positions_per_s', 0):,.0f}",
-            "usual step": "{limit[usual][median_ms]:.2f} ms",
-            "by bytes": "{limit[usual][bytes_ms]:.2f} ms",
-            "keys and values read": "{limit[usual][keys_gb]:.2f} GB",
-        },
-        rows,
-    )
-
-
 def curve(results: Path = RESULTS) -> str:
     """Tokens a second and latency of LLaDA2-mini over the requests in flight."""
     rows = [run | {"title": title} for title, runs in levels(results).items() for run in runs]
@@ -362,35 +200,6 @@ def curve(results: Path = RESULTS) -> str:
         },
         rows,
     )
-
-
-STARTS = {  # when kernels are compiled, and the file
-    "at its first launch": "startup-llada2-mini-h200",
-    "ahead, beside each other": "startup-llada2-mini-ahead-h200",
-}
-
-
-def startup(results: Path = RESULTS) -> str:
-    """From weights on the card to the first block: nothing compiled before, and once more on the same machine."""
-    found = {title: report for title, name in STARTS.items() for report in there([name], results)}
-    if not found:
-        return "Not measured yet: `python -m benchmarks.startup` does it."
-    rows = [
-        {"title": title, "commit": report["commit"], "start": words}
-        | {phase["phase"]: phase for phase in report[name]["phases"]}
-        for title, report in found.items()
-        for name, words in (("cold", "first"), ("warm", "second"))
-        if name in report
-    ]
-    columns: dict[str, Cell] = {
-        "a kernel is compiled": "{title}",
-        "commit": "{commit}",
-        "start": "{start}",
-        "first block": "{one request[first_block_s]:.1f} s",
-        "kernels": "{one request[kernels]}",
-        "several requests": "{all in flight[seconds]:.1f} s",
-    }
-    return f"{made(*found.values())}.\n\n{table(columns, rows)}"
 
 
 # Beside other programs
@@ -428,13 +237,9 @@ def peers() -> str:
         star = " *" if name in together else ""
         rows.append(runs[name] | {"title": title, "window": window, "full": full, "star": star})
     columns: dict[str, Cell] = {
-        "run": "{title}",
-        "ms a forward, generation": "{ms_per_forward:.2f}",
-        "window step": "{window}",
-        "full pass": "{full:.2f}",
-        "tokens/s": "{tokens_per_s:,.0f}",
-        "first call": "{warm_up_s:.0f} s{star}",
-    }
+        "run": "{title}", "ms a forward, generation": "{ms_per_forward:.2f}", "window step": "{window}",
+        "full pass": "{full:.2f}", "tokens/s": "{tokens_per_s:,.0f}", "first call": "{warm_up_s:.0f} s{star}",
+    }  # fmt: skip
     return f"dInfer at {report['peer_commit']}; {made(report)}, transformers {report['transformers']}.\n\n" + table(
         columns, rows
     )
@@ -465,43 +270,6 @@ def rival() -> str:
     )
 
 
-NARROW = {  # by file
-    "throughput-llada2-mini-block-beside-6-2-h100": "all (`block`), bf16",
-    "throughput-llada2-mini-narrow-8-4-h100": "twelve, bf16",
-    "throughput-llada2-mini-narrow-6-2-h100": "eight, bf16",
-    "throughput-llada2-mini-fp8-narrow-6-2-h100": "eight, fp8",
-}
-
-
-def narrow() -> str:
-    """Throughput with whole blocks and with the narrow window."""
-    reports = {name: load(name) for name in NARROW}
-    rows = [
-        {"title": NARROW[name], **run, "least": run["limit"]["tokens_per_s"]}
-        for name, report in reports.items() for run in report["runs"]
-    ]  # fmt: skip
-    rows.sort(key=lambda row: (row["title"], row["in_flight"]))
-    columns: dict[str, Cell] = {
-        "positions": "{title}", "in flight": "{in_flight}", "tokens/s, steady": "{steady_tokens_per_s:,.0f}",
-        "limit of its steps": "{least:,.0f}",
-    }  # fmt: skip
-    return f"{made(*reports.values())}.\n\n{table(columns, rows)}"
-
-
-def constrained() -> str:
-    """What a step costs whose rows are in a language."""
-    report = load("constrained-llada-8b-h100")
-    rows = [
-        {"batch": batch, "step": step, "plain": found["none"]["ms"]}
-        | {name: f"{own['ms']:.2f} ms, {own['more']:+.1%}" for name, own in found.items()}
-        for batch, steps in report["batches"].items() for step, found in steps.items()
-    ]  # fmt: skip
-    columns: dict[str, Cell] = {"step, rows x positions": "{step}", "without": "{plain:.2f} ms"}
-    for name, size in report["languages"].items():
-        columns[f"{size['states']:,} states"] = lambda row, name=name: row.get(name, "-")
-    return f"{made(report)}.\n\n{table(columns, rows)}"
-
-
 BLOCKS = {"llada": "LLaDA-8B, blocks of 32", "sdar-4b": "SDAR-4B, blocks of 4", "sdar-8b": "SDAR-8B, blocks of 4"}
 
 
@@ -527,13 +295,9 @@ def diffulex(folder: Path = RESULTS) -> str:
         and (usual := max(run["by_width"].values(), key=lambda found: found["forwards"]))
     ]
     columns: dict[str, Cell] = {
-        "run": "{title}",
-        "batch": "{batch}",
-        "ms a forward, generation": "{ms_per_forward:.2f}",
-        "step": "{usual:.2f} ms",
-        "forwards": "{forwards}",
-        "tokens/s": "{tokens_per_s:,.0f}",
-    }
+        "run": "{title}", "batch": "{batch}", "ms a forward, generation": "{ms_per_forward:.2f}",
+        "step": "{usual:.2f} ms", "forwards": "{forwards}", "tokens/s": "{tokens_per_s:,.0f}",
+    }  # fmt: skip
     about = (
         f"Diffulex at {report['diffulex_commit']}; {made(*reports.values())}, transformers {report['transformers']}."
     )
@@ -545,7 +309,7 @@ def llama_cpp() -> str:
     report = load("llama-cpp-memory-cpu")
     rows = [(name.removesuffix(".gguf"), found) for name, found in sorted(report["after"]["files"].items())]
     columns: dict[str, Cell] = {
-        "file": at(0),
+        "file": lambda row: row[0],
         "full pass, llama.cpp": lambda row: f"{row[1]['llama.cpp']['whole pass']:.2f} s",
         "ours": lambda row: f"{row[1]['ours']['whole pass']:.2f} s",
         "our window step": lambda row: f"{row[1]['ours']['window step']:.2f} s",
@@ -620,7 +384,7 @@ def experts() -> str:
         if case and (case["shape"], case["cards"], case["quantize"], case["sums"]) == ("llada2-mini", 2, None, "fused"):
             took.setdefault(case["rows"], {})[case["experts"]] = found["with_host_ms"]
     columns: dict[str, Cell] = {
-        "requests": at(0),
+        "requests": lambda row: row[0],
         "divided experts": lambda row: milliseconds(row[1].get("divided")),
         "whole experts": lambda row: milliseconds(row[1].get("dealt out")),
     }
@@ -637,10 +401,10 @@ RECIPES = (
 )  # fmt: skip
 
 
-def recipes(folder: Path = RESULTS) -> str:
+def recipes() -> str:
     """This model on this card: the line that serves it, and what to expect of it."""
     rows = []
-    for report in there(RECIPES, folder):
+    for report in map(load, RECIPES):
         setting = report["setting"]
         best = max(report["runs"], key=lambda run: run["tokens_per_s"])
         own = f" quantize={setting['quantize']}" if setting["quantize"] else ""
@@ -663,11 +427,7 @@ def recipes(folder: Path = RESULTS) -> str:
 
 
 SECTIONS: dict[str, Callable[[], str]] = {
-    "recipes": recipes,
-    "families": families, "summary": summary, "box": box, "second_box": second_box, "further": further,
-    "everything": everything, "short": short, "steps": steps, "step-runs": step_runs, "parts": step_parts,
-    "peers": peers, "rival": rival, "narrow-card": narrow, "constrained": constrained,
-    "diffulex": diffulex, "llama-cpp": llama_cpp, "goals": goals,
-    "long-prompts": long_prompts, "curve": curve, "startup": startup, "throughput": throughput, "ablation": ablation,
-    "experts": experts,
+    "recipes": recipes, "families": families, "summary": summary, "box": box, "second_box": second_box, "short": short,
+    "steps": steps, "step-runs": step_runs, "parts": step_parts, "peers": peers, "rival": rival, "diffulex": diffulex,
+    "llama-cpp": llama_cpp, "goals": goals, "curve": curve, "experts": experts,
 }  # fmt: skip

@@ -2,7 +2,7 @@
 
 A round has two parts. The base model answers fresh problems of the training split, and each answer is rewritten as
 JSON; the problem's own solution replaces a wrong one. Then the adapter is trained to give the JSON, with masks behind a
-random place and in part before it. Half of the questions ask for JSON, as `benchmarks.structured_answers` does.
+random place and in part before it. Half of the questions ask for JSON (`IN_PROMPT`).
 
     python -m tools.json_tiny tiny OUT --fit-seconds 420
     python -m tools.json_tiny tiny OUT --device cpu --no-compile --no-graphs --rows 2048 --batch 16 --steps 400
@@ -25,7 +25,6 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 import dinfer  # registers the families
-from benchmarks.structured_answers import IN_PROMPT
 from dinfer.core.layers.transformer import Transformer
 from dinfer.core.loading.checkpoint import family_of, load_network, read_config
 from dinfer.core.loading.files import locate
@@ -38,6 +37,15 @@ from tools.trained_experts import trainable
 from tools.training import capturable, parsed, prepare, write_record
 
 BLOCK = 32  # of decoding
+IN_PROMPT = ' Answer as JSON: {"steps": [...], "answer": N}'
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "steps": {"type": "array", "items": {"type": "string"}, "maxItems": 8},
+        "answer": {"anyOf": [{"type": "integer"}, {"type": "string"}]},
+    },
+    "required": ["steps", "answer"],
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,6 @@ class Crowd:
     seconds: float | None = None  # how long requests are drawn from `bodies`; None: each is sent once
     leave: float = 0.0  # share of requests whose client leaves before the end
     slow: float = 0.0  # share of requests whose client reads slowly
-    at: list[float] | None = None  # when each body is sent, on the clock that all processes share; None: in turn
 
 
 @dataclass(slots=True)
@@ -177,8 +176,6 @@ async def run(crowd: Crowd, tell: Callable[[Outcome], None]) -> None:
 
     async def stream() -> None:
         while (asked := next_one()) is not None:
-            if crowd.at is not None:
-                await asyncio.sleep(crowd.at[asked] - time.monotonic())
             lot = draw.random()
             fate = "leave" if lot < crowd.leave else "slow" if lot < crowd.leave + crowd.slow else "stay"
             found = await asked_until(end, crowd, asked, fate, draw)

@@ -20,7 +20,7 @@ Group = Literal[
     "linear", "packed", "experts", "router", "attention", "rotary", "norm", "gate", "canvas", "commit", "advance",
     "draw", "token_stats", "languages",
 ]  # fmt: skip
-"""Kernels that are switched off together, to measure what they gain (`benchmarks.ablation`)."""
+"""Kernels that are switched off together, to measure what they gain."""
 GROUPS: tuple[str, ...] = get_args(Group)
 WIDEST_HEAD = 256  # the tiles are made for heads up to this size
 _COMPILING_FOR: ContextVar[torch.device | None] = ContextVar("compiling_for", default=None)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import dinfer.kernels
-from benchmarks import card, figures, goals, parts, startup, step, tables, throughput
+from benchmarks import card, figures, goals, operators, parts, startup, step, tables, throughput
 from benchmarks.feeds import apart, plain_tokens, random_prompts
 from benchmarks.limits import limits, operations, weight_bytes
 from benchmarks.parts import Span, by_kernel, by_part, longest
@@ -151,7 +151,7 @@ def test_runs_for_the_goals_are_gone_on_with_and_told_in_tables(
 ) -> None:
     for row in goals.ROWS:  # every row is a level of a run that throughput takes
         assert row.in_flight in throughput.arguments(goals.line(row.run, dry=True)).in_flight
-    assert "Not measured" in tables.goals(tmp_path) and "Not measured" in tables.startup(tmp_path)
+    assert "Not measured" in tables.goals(tmp_path)
     args = [*goals.line("mini", dry=True), "--in-flight", "64,1", "--block", "1", "--new", "16", "--rounds", "3"]
     throughput.main([*args, "--out", str(tmp_path / "goals-mini-h200.json")])
     capsys.readouterr()
@@ -217,3 +217,12 @@ def test_a_family_without_a_published_checkpoint_is_in_no_table(monkeypatch: pyt
     usual, names = tables.families(), tables.MODELS.names()
     monkeypatch.setattr(type(tables.MODELS), "names", lambda self: [*names, "plain"])
     assert tables.families() == usual
+
+
+def test_operators_are_compared_to_the_end() -> None:
+    """A recipe that is refused by now is a line, and costs none of the others."""
+    setting = operators.step_settings()[0] | {"new": 8}
+    same = {"setting": setting} | operators.measured(setting)
+    gone = same | {"setting": setting | {"decoder": "gone"}}
+    lines = [*operators.differences([gone, same, same | {"operators": 1}])]
+    assert len(lines) == 2 and "none any more" in lines[0] and f"operators 1 -> {same['operators']}" in lines[1]

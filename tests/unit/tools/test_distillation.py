@@ -12,13 +12,12 @@ from support.families import CONFIGS, family_for, random_model
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from benchmarks.structured_answers import IN_PROMPT
 from dinfer.core.loading.checkpoint import load_network
 from dinfer.core.loading.files import locate
 from dinfer.core.registry import MODELS
 from dinfer.demo.problems import stream
 from dinfer.formats.saving import save_network
-from tools.json_tiny import Json, masks
+from tools.json_tiny import IN_PROMPT, Json, masks
 from tools.low_rank import LowRank
 from tools.rollout import ANSWER, Rollout, answers
 from tools.states import States, blocks_of

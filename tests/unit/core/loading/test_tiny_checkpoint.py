@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 import dinfer
-from benchmarks.structured_answers import SCHEMA
 from dinfer.core.loading.files import CheckpointError, boxed
 from dinfer.demo.problems import generate, is_correct
 from dinfer.formats.lora import CONFIG as ADAPTER
+from tools.json_tiny import SCHEMA
 from tools.trained_experts import trainable
 
 BOX = Path(dinfer.__file__).parent / "demo" / "checkpoints"
