@@ -1,5 +1,5 @@
 """Writes docs/components/*.md: one page for each registry, from the components' docstrings and options, and one of
-what cannot go together, from what abilities and components refuse. And dinfer/components.json, from which commands
+what cannot go together, from what abilities and components refuse. And dinfer/cli/components.json, from which commands
 know components without importing them.
 
     python -m tools.component_pages
@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
 from dinfer.cli.commands.list import ROLES
+from dinfer.cli.described import TABLE, digest
 from dinfer.core.recipe.recipe import all_refusals
 from dinfer.core.refusals import COMPONENTS, Trait
-from dinfer.core.registry import CACHES, DECODERS, MODELS, REGISTRIES, TABLE, OptionInfo, Registry, digest, options_of
+from dinfer.core.registry import CACHES, DECODERS, MODELS, REGISTRIES, OptionInfo, Registry, options_of
 from dinfer.core.step.window import exact as exact_with
 
 ROOT = Path(__file__).parents[1]
@@ -258,7 +259,7 @@ def pages() -> dict[Path, str]:
 
 
 def components() -> dict[str, Any]:
-    """The table of `dinfer.core.registry`: by module its sources, their digest, and its components by kind."""
+    """The table of `dinfer.cli.described`: by module its sources, their digest, and its components by kind."""
     found: dict[str, Any] = {}
     for registry in REGISTRIES:
         classes = {name: registry.get(name) for name in registry.names()}

@@ -5,35 +5,26 @@ A module registers its components when it is imported. A registry finds the modu
 in `dinfer.core` and in layers, so no central list is edited. Other distributions add components through entry points in
 the groups `dinfer.model`, `dinfer.iteration`, `dinfer.decoder`, `dinfer.cache` and `dinfer.sampling`.
 
-Names, options and docstrings are known without importing torch: from a table that a tool has written. A module that the
-table does not have, or whose sources have changed since, is imported instead.
+A layer may know names, options and docstrings without importing torch (`described.py`). Other modules are imported.
 """
 
 import dataclasses
 import difflib
-import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
 import inspect
-import json
 import math
 import pkgutil
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache, cached_property, reduce
-from operator import or_
-from pathlib import Path
-from types import GenericAlias
-from typing import Any, ClassVar, Generic, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from functools import cache, cached_property
+from typing import Any, ClassVar, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 from weakref import WeakValueDictionary
 
-import dinfer
-from dinfer.core.provided import packages
+from dinfer.core.provided import homes, packages
 
-TABLE = Path(dinfer.__path__[0], "components.json")
-TYPES: dict[str, Any] = {"int": int, "float": float, "bool": bool, "str": str, "None": None}
 EXACT = 2**53  # per-request options are columns of one float64 tensor, which holds integers up to here
 T = TypeVar("T", bound=type)
 entry_points = cache(importlib.metadata.entry_points)
@@ -58,58 +49,6 @@ class Description:
     summary: str  # the first line of the docstring
     paper: str
     options: tuple[OptionInfo, ...]
-
-
-def declared(packages: Sequence[str], kind: str) -> Iterator[tuple[str, dict[str, Description] | None]]:
-    """The modules of these packages, and the components of that kind in each; None for one to be imported."""
-    for package in packages:
-        found = importlib.util.find_spec(package)
-        assert found is not None
-        for module in pkgutil.iter_modules(found.submodule_search_locations):
-            yield (name := f"{package}.{module.name}"), _told(name, kind)
-
-
-@cache
-def table() -> dict[str, Any]:
-    """What `python -m tools.component_pages` has written of each module, for as long as its sources are the same."""
-    return json.loads(TABLE.read_text(encoding="utf-8")) if TABLE.is_file() else {}
-
-
-def digest(sources: Sequence[str]) -> str:
-    """Of these files, by their paths below the package; empty if one is not there."""
-    try:
-        return hashlib.blake2b(b"".join(map(_source, sources)), digest_size=8).hexdigest()
-    except OSError:
-        return ""
-
-
-@cache
-def _source(path: str) -> bytes:
-    return (TABLE.parent / path).read_bytes()
-
-
-def _told(module: str, kind: str) -> dict[str, Description] | None:
-    known = table().get(module)
-    if known is None or known["digest"] != digest(known["sources"]):
-        return None
-    return {
-        name: Description(summary, paper, tuple(_option(*each) for each in options))
-        for name, (summary, paper, options) in known.get(kind, {}).items()
-    }
-
-
-def _option(name: str, default: Any, help: str, per_request: bool, hint: Any) -> OptionInfo:
-    return OptionInfo(name, tuple(default) if isinstance(default, list) else default, help, per_request, _type(hint))
-
-
-def _type(said: Any) -> Any:
-    """A type as the table has it: a name, or a list of a kind and what is in it."""
-    if isinstance(said, str):
-        return TYPES[said]
-    kind, *parts = said
-    if kind == "Literal":
-        return cast(Any, Literal)[tuple(parts)]
-    return GenericAlias(tuple, (_type(parts[0]), ...)) if kind == "tuple" else reduce(or_, map(_type, parts))
 
 
 class UnknownName(ValueError):
@@ -237,7 +176,7 @@ class Chosen(dict[str, Any]):
 class Registry(Generic[T]):
     """`Registry("decoder", "dinfer.core.decoders", ...)` holds every component of these packages by name.
 
-    Names and descriptions are those of the table. A module is imported when a component of it is needed.
+    A module that a layer describes is imported when a component of it is needed.
     """
 
     built: ClassVar[WeakValueDictionary[int, Any]] = WeakValueDictionary()  # all that any has built, by identity
@@ -267,12 +206,16 @@ class Registry(Generic[T]):
 
     @cached_property
     def _written(self) -> dict[str, tuple[str, Description]]:
-        """The module and the description of what the table has. Imports the modules that it does not have."""
+        """The module and the description of what a layer describes. Imports the other modules."""
+        layers = [importlib.import_module(f"dinfer.{home}.described") for home in homes("described.py")]
         found: dict[str, tuple[str, Description]] = {}
-        for module, registered in declared(self.packages, self.kind):
-            if registered is None:
-                importlib.import_module(module)
-            found |= {name: (module, description) for name, description in (registered or {}).items()}
+        for package in self.packages:
+            for module in pkgutil.iter_modules(importlib.import_module(package).__path__, f"{package}."):
+                answers = (layer.described(module.name, self.kind) for layer in layers)
+                told = next((answer for answer in answers if answer is not None), None)
+                if told is None:
+                    importlib.import_module(module.name)
+                found |= {name: (module.name, description) for name, description in (told or {}).items()}
         return found
 
     @cached_property

@@ -17,11 +17,12 @@ import pytest
 from support.models import tiny_model
 
 from benchmarks import report
+from dinfer.cli.described import table
 from dinfer.core.engine.runtime import Runtime
 from dinfer.core.loading.files import boxed
 from dinfer.core.pipeline import Pipeline
 from dinfer.core.recipe.recipe import compose
-from dinfer.core.registry import CACHES, DECODERS, REGISTRIES, table
+from dinfer.core.registry import CACHES, DECODERS, REGISTRIES
 from tools.component_pages import FORMULAS, IDEAS, MEASURED, RESULTS, components, pages
 
 ROOT = Path(__file__).parents[2]

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 import dinfer
+from dinfer.cli.described import digest
 from dinfer.core.provided import packages
-from dinfer.core.registry import REGISTRIES, Description, Registry, digest, options_of
+from dinfer.core.registry import REGISTRIES, Description, Registry, options_of
 
 HEAD = """
 from dataclasses import dataclass
@@ -78,7 +79,7 @@ def test_a_module_is_imported_when_it_is_built_or_the_table_is_older(
     ]  # fmt: skip
     said = {"plain": ["Says what it does.", "arXiv:1", options]}
     known = {f"{name}.plain": {"sources": [], "digest": digest([]) if fits else "of before", "decoder": said}}
-    monkeypatch.setattr("dinfer.core.registry.table", lambda: known)
+    monkeypatch.setattr("dinfer.cli.described.table", lambda: known)
     described = registry.describe("plain")
     assert (f"{name}.plain" in sys.modules) != fits
     assert registry.check({"name": "plain", "share": 1}) == {"name": "plain", "share": 1.0}
