@@ -59,7 +59,7 @@ def pipeline(given: argparse.Namespace, case: str) -> tuple[Any, Callable[[], An
     from benchmarks.shapes import shape
     from dinfer import Pipeline, Runtime, compose
     from dinfer.core.layers.linear import quantize
-    from dinfer.core.loading.checkpoint import random_network
+    from dinfer.lab.random_network import random_network
 
     settings = step.arguments([*CASES[case].split(), "--device", given.device])
     if given.tiny:

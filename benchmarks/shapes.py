@@ -7,10 +7,11 @@ from typing import Any
 import torch
 
 from dinfer.core.layers.linear import quantize
-from dinfer.core.loading.checkpoint import family_of, random_network
+from dinfer.core.loading.checkpoint import family_of
 from dinfer.core.registry import MODELS
 from dinfer.core.step.contracts import ModelSpec
 from dinfer.core.step.model import ModelFamily
+from dinfer.lab.random_network import random_network
 
 LLADA_8B: dict[str, Any] = {
     "model_type": "llada", "block_type": "llama", "layer_norm_type": "rms", "activation_type": "silu", "rope": True,

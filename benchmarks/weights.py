@@ -23,8 +23,9 @@ from torch import Tensor
 
 from benchmarks.provenance import begun, command_line, save, show
 from dinfer import Pipeline, Runtime, compose, load
-from dinfer.core.loading.checkpoint import place_of, random_network
+from dinfer.core.loading.checkpoint import place_of
 from dinfer.core.models.llada import Llada
+from dinfer.lab.random_network import random_network
 from dinfer.rollouts.transport import handle_of
 
 CONFIG: dict[str, Any] = {

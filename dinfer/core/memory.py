@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 import torch
 from torch import Tensor
 
-from dinfer.core.kernels.attention import attention_received, paged_attention, taken
+from dinfer.core.kernels.attention import paged_attention
 from dinfer.core.kernels.canvas import at, host_rows, key_places, uploaded
 from dinfer.core.kernels.linear import FLOAT8, check_float8
 from dinfer.core.kernels.rotary import rotate_and_store
@@ -213,30 +213,14 @@ class PagedAttend:
     local_BW: tuple[Tensor, Tensor] | None = None  # the interval in layers with local attention
     context_BW: Tensor | None = None
     self_key_BW: Tensor | None = None  # int64, place in the pool of a key that a query also sees; -1: none
-    queries: list[Tensor] | None = None  # those of each layer, for a cache that `follows`; None: they are not kept
+    queries: list[Tensor] | None = None  # those of each layer, for a cache that reads them; None: they are not kept
     needed_BX: Tensor | None = None  # int64, which of the W hidden states are read, see `dinfer.core.step.model.Model`
-
-    @property
-    def layers(self) -> int:
-        return len(self.queries or ())
 
     def reading(self, needed_BX: Tensor | None) -> PagedAttend:
         """The same for a forward of which these hidden states are read, in all lanes that stand for one row."""
         if needed_BX is None:
             return self
         return replace(self, needed_BX=needed_BX.repeat(self.pos_BW.shape[0] // needed_BX.shape[0], 1))
-
-    def received(self, layer: int, weight_BW: Tensor) -> Tensor:
-        """See `dinfer.core.step.model.Followed`; only with `queries`."""
-        assert self.queries is not None
-        keys = self.pool.layer(layer)[0]
-        got_BS = attention_received(self.queries[layer], keys, self.pages_BP, self.interval_BW, weight_BW)
-        return self.pool.ranks.all_reduce(got_BS) / self.pool.ranks.size
-
-    def values(self) -> Tensor:
-        """The last layer's values at the queries' positions, of all ranks; anything at padding. [B, W, G * E]"""
-        v_XGE = taken(self.pool.layer(-1)[1].flatten(0, 1), self.write_X)
-        return self.pool.ranks.all_gather(v_XGE.view(*self.pos_BW.shape, -1)).movedim(0, -2).flatten(-2)
 
     def __call__(self, layer: int, qkv: Any, needed_BX: Tensor | None = None) -> Any:
         k_PTGE, v_PTGE, near = self.pool.layer(layer)

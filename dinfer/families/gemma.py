@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dinfer.core.kernels.attention import encoder_intervals, interval_mask, local_interval
+from dinfer.core.kernels.attention import interval_mask
 from dinfer.core.kernels.canvas import at
 from dinfer.core.kernels.deferred import close, share
 from dinfer.core.kernels.dispatch import on_own_device, untouched
 from dinfer.core.kernels.moe import expert_mixture, route
-from dinfer.core.kernels.norm import geglu, wide_rms_norm
+from dinfer.core.kernels.norm import geglu
 from dinfer.core.kernels.rotary import rotary_table
 from dinfer.core.kernels.types import Projections, Table
 from dinfer.core.layers.linear import Linear
@@ -34,6 +34,7 @@ from dinfer.core.layers.transformer import (
 from dinfer.core.ranks.ranks import ALONE, Ranks
 from dinfer.core.step.model import Attend
 from dinfer.core.terms.spec import LocalAttention, ModelSpec
+from dinfer.families.abilities.encoder import encoder_intervals, local_interval
 
 
 class Norm(nn.RMSNorm):
@@ -261,3 +262,10 @@ class Gemma(nn.Module):
         """
         expected_BCD = None if expected_BCV is None else self.mix(expected_BCV)
         return self.logits(self.hidden(ids_BT, canvas_BC, expected_BCD)[:, -canvas_BC.shape[1] :])
+
+
+def wide_rms_norm(x: Tensor, weight_D: Tensor | None, eps: float) -> Tensor:
+    """x / rms(x) times the weight (None: 1), in float32 or wider, rounded once at the end (Gemma)."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (normed if weight_D is None else normed * weight_D.to(wide.dtype)).to(x.dtype)

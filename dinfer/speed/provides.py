@@ -65,3 +65,10 @@ def memory_told(worker: Any) -> str:
     from dinfer.speed.memory import told
 
     return told(worker)
+
+
+def compiled(model: Any, mode: str) -> Any:
+    """The network with torch.compile, see `dinfer.speed.compiling.compiled`."""
+    from dinfer.speed import compiling
+
+    return compiling.compiled(model, mode)

@@ -18,7 +18,6 @@ from dinfer.__main__ import main
 from dinfer.cli import conf, fetching
 from dinfer.cli.commands import models
 from dinfer.cli.commands.models import use
-from dinfer.core.loading.checkpoint import random_network
 from dinfer.core.loading.files import CheckpointError, boxed, locate
 from dinfer.core.recipe import presets
 from dinfer.core.recipe.presets import catalog
@@ -26,6 +25,7 @@ from dinfer.core.recipe.recipe import compose
 from dinfer.core.registry import MODELS
 from dinfer.core.step.window import exact
 from dinfer.families.hub import FETCHED, Fetched
+from dinfer.lab.random_network import random_network
 
 PRESETS = list(dict.fromkeys(entry.preset for entry in catalog()))
 

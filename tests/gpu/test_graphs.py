@@ -29,7 +29,7 @@ from dinfer.core.engine.request import Request, Wants
 from dinfer.core.kernels.dispatch import VARIABLE
 from dinfer.core.recipe.recipe import compose
 from dinfer.core.step.contracts import BlockView, Proposal, State, TokenStats
-from dinfer.core.step.mixins import Watches
+from dinfer.research.abilities.following import Watches
 from dinfer.speed.abilities.slices import Sliced
 
 compiles = torch._dynamo.utils.counters["stats"]

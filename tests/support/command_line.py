@@ -20,9 +20,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from dinfer.__main__ import main
-from dinfer.core.loading.checkpoint import random_network
 from dinfer.core.models.llada import Llada
 from dinfer.formats.saving import save_network
+from dinfer.lab.random_network import random_network
 
 ROOT = Path(__file__).parents[2]
 

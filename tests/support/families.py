@@ -10,9 +10,10 @@ import torch
 from support.models import CONFIG, EOS, MASK
 
 from dinfer.core.layers.transformer import Transformer
-from dinfer.core.loading.checkpoint import family_of, random_network
+from dinfer.core.loading.checkpoint import family_of
 from dinfer.core.registry import MODELS
 from dinfer.core.step.model import ModelFamily
+from dinfer.lab.random_network import random_network
 
 REAL = Path(__file__).parents[1] / "configs" / "real"
 NUMBERS = {

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from dinfer.core.loading.checkpoint import random_network
 from dinfer.core.models.llada import Llada
 from dinfer.core.registry import DECODERS
 from dinfer.core.step.contracts import ModelSpec
@@ -19,6 +18,7 @@ from dinfer.families.abilities.fed_order import FedOrderSpec
 from dinfer.families.gemma import Gemma
 from dinfer.families.models.diffusion_gemma import DiffusionGemma
 from dinfer.families.nemotron import TwoModeSpec
+from dinfer.lab.random_network import random_network
 
 VOCAB, EOS, MASK = 40, 38, 39
 DELETE, SPLIT = 33, 34  # of models that predict them

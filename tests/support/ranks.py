@@ -16,11 +16,12 @@ from support.families import CONFIGS, family_for
 from support.models import CONFIG, GEMMA
 
 from dinfer import Pipeline, Runtime, compose
-from dinfer.core.loading.checkpoint import load_network, random_network
+from dinfer.core.loading.checkpoint import load_network
 from dinfer.core.ranks.ranks import ALONE, Ranks
 from dinfer.core.step.model import ModelFamily
 from dinfer.families.models.diffusion_gemma import DiffusionGemma
 from dinfer.formats.saving import save_network
+from dinfer.lab.random_network import random_network
 
 os.environ["DINFER_CHECK_RANKS"] = "1"  # a rank that strays is found in the round in which it does
 

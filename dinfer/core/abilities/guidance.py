@@ -17,7 +17,6 @@ from dinfer.core.memory import Seen
 from dinfer.core.refusals import Refusal
 from dinfer.core.step.ability import ByExtra, Extra, Forward, Parts, Request, Step
 from dinfer.core.step.cursors import Status
-from dinfer.core.step.mixins import Follows
 from dinfer.core.step.model import Attend, Model, OwnLogits
 
 
@@ -71,8 +70,6 @@ class Guidance(ByExtra[Guided]):
     refusals = (
         Refusal("sampling.guidance masks the prompt in a second branch, and this model has no mask token.",
                 sampling=GUIDED, model=NO_MASK),
-        Refusal("{cache} follows the attention of one branch, and guidance takes two.",
-                sampling=GUIDED, cache=Follows),
         Refusal("{iteration} feeds what it expects at the masks, and a branch without the prompt would expect others.",
                 sampling=GUIDED, iteration=REMEMBERS),
     )  # fmt: skip

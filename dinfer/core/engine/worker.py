@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dinfer.core.engine.runner import Runner
 from dinfer.core.engine.runtime import BatchSize, Runtime
 from dinfer.core.memory import PoolSize, kv_dtype
-from dinfer.core.provided import provided
+from dinfer.core.provided import needed, provided
 from dinfer.core.recipe.recipe import Recipe
 from dinfer.core.step.cursors import Cursors
 from dinfer.core.step.shape import StepShape
@@ -35,12 +35,8 @@ class Worker:
 
     def __init__(self, recipe: Recipe, runtime: Runtime) -> None:
         if runtime.compile != "none":
-            if not hasattr(recipe.model, "compiled"):
-                raise ValueError(
-                    f"runtime.compile={runtime.compile}: the model {type(recipe.model).__name__} has no method "
-                    "`compiled`. Use runtime.compile=none."
-                )
-            recipe = recipe.over(recipe.model.compiled(runtime.compile))
+            compiled = needed("compiled", f"runtime.compile={runtime.compile}", "speed")
+            recipe = recipe.over(compiled(recipe.model, runtime.compile))
         self.recipe, self.runtime = recipe, runtime
         self.kv = kv_dtype(runtime.kv, recipe.model.dtype, recipe.model.device)
         self.runner: Runner = (provided("runner") or Runner)(recipe, runtime)

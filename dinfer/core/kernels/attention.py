@@ -13,8 +13,6 @@ from torch import Tensor
 from dinfer.core.kernels.dispatch import native, triton, use_triton
 from dinfer.core.kernels.types import FLOAT8, Grouped, InputFormat
 
-PIECE = 128  # queries whose attention over all keys `attention_received` holds at once
-
 
 def interval_mask(kv_start_BW: Tensor, kv_end_BW: Tensor, keys: int) -> Tensor:
     """Which of the positions 0 to `keys` - 1 each query sees. bool [B, W, keys]"""
@@ -35,28 +33,6 @@ def interval_attention(q_BWHE: Tensor, k_BSGE: Tensor, v_BSGE: Tensor, seen_BWS:
         enable_gqa=q_BWHE.shape[2] != k_BSGE.shape[2],
     )
     return out_BHWE.transpose(1, 2)
-
-
-def encoder_intervals(pos_BW: Tensor, start_B: Tensor, end_B: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Which queries stand before the active region `[start, end)`, and the interval each query sees.
-
-    The former are the encoder's, and causal. The others see the active region and all before it.
-    Returns bool [B, W] and two int64 [B, W].
-    """
-    context_BW = pos_BW < start_B[:, None]
-    end_BW = torch.where(context_BW, pos_BW + 1, end_B[:, None])
-    return context_BW, (torch.zeros_like(end_BW), end_BW.clamp_min(1))
-
-
-def local_interval(
-    interval_BW: tuple[Tensor, Tensor], pos_BW: Tensor, start_B: Tensor, window: int
-) -> tuple[Tensor, Tensor]:
-    """Cuts an interval of `encoder_intervals` to the last `window` positions, the query's own included.
-
-    All queries of the active region see what its first query sees.
-    """
-    start_BW = (torch.minimum(pos_BW, start_B[:, None]) - (window - 1)).clamp_min(0)
-    return torch.maximum(interval_BW[0], start_BW), interval_BW[1]
 
 
 def taken(pool: Tensor, index: Tensor) -> Tensor:
@@ -115,28 +91,6 @@ def paged_attention(
         self_key_BWW = torch.diag_embed(self_key_BW >= 0)
         seen_BWS = torch.cat((seen_BWS, self_key_BWW), -1)
     return interval_attention(q_BWHE, k_BSGE, v_BSGE, seen_BWS)
-
-
-def attention_received(
-    q_BWHE: Tensor, k_PTGE: Tensor, pages_BP: Tensor, interval_BW: tuple[Tensor, Tensor], weight_BW: Tensor
-) -> Tensor:
-    """The attention that each key receives, summed over queries by `weight_BW`, as a mean over heads. float32 [B, S]
-
-    It goes through the queries in pieces, so it never holds the attention of all of them.
-    """
-    if use_triton(q_BWHE, "attention", q_BWHE.shape[-1]):
-        return triton("attention").attention_received(q_BWHE, k_PTGE, pages_BP, *interval_BW, weight_BW)
-    lanes, heads = pages_BP.shape[0], q_BWHE.shape[2]
-    k_BSGE = taken(k_PTGE, pages_BP).view(lanes, -1, *k_PTGE.shape[2:])
-    k_BHSE = k_BSGE.to(q_BWHE.dtype).transpose(1, 2).repeat_interleave(heads // k_BSGE.shape[2], 1)
-    got_BS = torch.zeros(lanes, k_BHSE.shape[2], device=q_BWHE.device)
-    pieces = (tensor.split(PIECE, 1) for tensor in (q_BWHE, *interval_BW, weight_BW))
-    for q_BXHE, start_BX, end_BX, weight_BX in zip(*pieces, strict=True):
-        score_BHXS = (q_BXHE.transpose(1, 2) @ k_BHSE.transpose(2, 3)).float() / q_BWHE.shape[3] ** 0.5
-        seen_BXS = interval_mask(start_BX, end_BX, k_BHSE.shape[2])
-        share_BXS = score_BHXS.masked_fill(~seen_BXS[:, None], float("-inf")).softmax(-1).mean(1)
-        got_BS += (share_BXS * weight_BX[..., None].float()).sum(1)
-    return got_BS
 
 
 def attention_interval(

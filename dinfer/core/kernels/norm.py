@@ -21,13 +21,6 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight_D
 
 
-def wide_rms_norm(x: Tensor, weight_D: Tensor | None, eps: float) -> Tensor:
-    """x / rms(x) times the weight (None: 1), in float32 or wider, rounded once at the end (Gemma)."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (normed if weight_D is None else normed * weight_D.to(wide.dtype)).to(x.dtype)
-
-
 def add(x_BWD: Tensor, delta_BWD: Deferred) -> Tensor:
     """x + delta. [B, W, D]"""
     if use_triton(x_BWD, "norm"):

@@ -8,7 +8,7 @@ Shape suffixes: O outputs, K inputs, X experts.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, ParamSpec, TypeVar, cast
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -26,29 +26,16 @@ Weight = tuple[Tensor, ...]
 """The tensors of a weight: its values, which are a parameter, and the format's buffers (`beside`)."""
 
 
-Args = ParamSpec("Args")
-Result = TypeVar("Result")
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-class Untraced:
-    """Stands for an `untraced` method while its class is made, then notes the method and puts it back."""
-
-    waiting: ClassVar[list[tuple[type, str]]] = []
-
-    def __init__(self, method: Callable[..., Any]) -> None:
-        self.method = method
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        setattr(owner, name, self.method)
-        self.waiting.append((owner, name))
-
-
-def untraced(method: Callable[Args, Result]) -> Callable[Args, Result]:
+def untraced(method: Method) -> Method:
     """Marks a method that torch.compile is to leave out, because our kernels are faster than what it makes.
 
     Not by `torch.compiler.disable` at once: that imports the compiler, which takes as long as torch itself and 145 MB.
     """
-    return cast(Callable[Args, Result], Untraced(method))
+    vars(method)["untraced"] = True
+    return method
 
 
 class Format(ABC):

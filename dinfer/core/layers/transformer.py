@@ -5,7 +5,6 @@ Shape suffixes: B rows, W positions, D hidden, H query heads, G key/value heads,
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
@@ -24,7 +23,7 @@ from dinfer.core.kernels.moe import Gate, Shared, block_experts, expert_mixture,
 from dinfer.core.kernels.norm import add, add_rms_norm, rms_norm, swiglu
 from dinfer.core.kernels.rotary import projections, queries_keys_values, rotary_table
 from dinfer.core.kernels.types import Dealt, Deferred, Grouped, HeadNorm, InGroups, InputFormat, Projections, Table
-from dinfer.core.layers.format import PLAIN, Untraced, untraced
+from dinfer.core.layers.format import PLAIN, untraced
 from dinfer.core.layers.linear import Embedding, Formatted, Linear, Router, apply, fused, inputs_of
 from dinfer.core.ranks.ranks import ALONE, Ranks
 from dinfer.core.step.model import Attend
@@ -274,25 +273,6 @@ class Block(nn.Module):
         return x_BWD, apply(self.mlp, h_BWD, pos_BW)
 
 
-def compiled_pieces(before: Callable[..., Any], after: Callable[..., Any], mode: str) -> Pieces:
-    """What precedes attention in a block, and what follows it, compiled. All `untraced` methods are left out.
-
-    `mode` as torch.compile has it, but never with CUDA graphs of its own: they would be captured in ours.
-    """
-    while Untraced.waiting:
-        owner, name = Untraced.waiting.pop()
-        setattr(owner, name, torch.compiler.disable(getattr(owner, name)))
-    mode = "max-autotune-no-cudagraphs" if mode == "max-autotune" else mode
-    before, behind = torch.compile(before, mode=mode), torch.compile(after, mode=mode)
-
-    def closed(block: Any, x_BWD: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
-        # Dynamo would trace `before` once for each kind of deferred value, more often than it allows.
-        x_BWD, delta_BWD = behind(block, x_BWD, *others)
-        return x_BWD, close(delta_BWD).view_as(x_BWD)
-
-    return before, closed
-
-
 class Transformer(nn.Module):
     """Embedding, blocks, final norm and head: the four methods that the step and `score` need.
 
@@ -315,15 +295,6 @@ class Transformer(nn.Module):
         for block in self.blocks if ranks.size > 1 else ():
             assert isinstance(block, Block)
             block.join(ranks)
-
-    def compiled(self, mode: str) -> Transformer:
-        """The same network, its weights shared, with torch.compile for what is neither attention nor experts.
-
-        Attention writes keys and values in place, which a traced graph would do to a copy of the whole pool.
-        """
-        twin = copy.copy(self)
-        twin.pieces = compiled_pieces(Block.before, Block.after, mode)
-        return twin
 
     @property
     def dtype(self) -> torch.dtype:

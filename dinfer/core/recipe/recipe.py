@@ -13,27 +13,11 @@ from dinfer.core.refusals import COMPONENTS, Refusal, Trait, refused
 from dinfer.core.registry import brief, check_types, options_of, unknown
 from dinfer.core.step.blame import blaming
 from dinfer.core.step.contracts import CachePolicy, Component, Decoder, Iteration, Phase
-from dinfer.core.step.mixins import (
-    Adjusts,
-    Aligned,
-    Chooses,
-    Feeds,
-    Follows,
-    Paces,
-    Pads,
-    RefreshesWithin,
-    Slides,
-    Verifies,
-    Watches,
-)
+from dinfer.core.step.mixins import MIXINS, Aligned, RefreshesWithin, Slides
 from dinfer.core.step.model import Model, Parts, Sampling
 from dinfer.core.step.request import Request, Resolved
 from dinfer.core.step.shape import Extra, HostFacts, Planned, Sampled, StepShape, extras_of
 
-# What components derive from, to be asked for their methods.
-MIXINS: dict[str, tuple[type, ...]] = {
-    "decoder": (Adjusts, Verifies), "cache": (Chooses, Watches, Follows), "iteration": (Feeds, Paces, Pads),
-}  # fmt: skip
 COUNTED = Trait(lambda model: model.spec.prompt_block, "a model whose attention blocks begin behind the prompt")
 CAUSAL = Trait(lambda model: model.spec.causal_block is not None, "a model that reads from left to right")
 ALIGNED = Trait(

@@ -4,7 +4,6 @@ A component derives from them too, and defines what they ask for. Shape suffixes
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
 from typing import ClassVar, Literal, NamedTuple
 
 from torch import Tensor
@@ -12,7 +11,7 @@ from torch import Tensor
 from dinfer.core.step.canvas import Canvas
 from dinfer.core.step.contracts import Iteration, ModelSpec, Proposal, State
 from dinfer.core.step.cursors import BlockView, Phase, RowCursors, Status
-from dinfer.core.step.model import Followed, Model
+from dinfer.core.step.model import Model
 
 # Decoders.
 
@@ -23,17 +22,6 @@ class Adjusts(ABC):
     @abstractmethod
     def adjust(self, logits_RLV: Tensor, view: BlockView, state: State) -> Tensor:
         """Logits to take the statistics of; changes `state` in place, never the logits."""
-
-
-class Weighs(ABC):
-    """A decoder that orders masks by another confidence than the probability of the most likely token."""
-
-    @abstractmethod
-    def weighed(self, top_RL: Tensor, token_RL: Tensor, options: Mapping[str, Tensor], state: State) -> Tensor:
-        """The confidence of tokens with these probabilities. [R, L] Reads the decoder's `state`, and never changes it.
-
-        `options`: per-request options of the decoder, [R, 1] each.
-        """
 
 
 class Edits:
@@ -82,6 +70,10 @@ class RefreshesWithin:
         return True
 
 
+class ReadsForward:
+    """A cache that reads what a forward computes at all positions of its window, so each step has one forward."""
+
+
 class LeavesDecoded:
     """A cache whose windows may lack decoded positions, so that these have no logits."""
 
@@ -116,27 +108,6 @@ class Chooses(ABC):
 
         Changes `state` in place. It is stored after every pass, also if that decodes nothing.
         """
-
-
-class Follows(ABC):
-    """A cache that follows attention, and may leave out masks of the active blocks."""
-
-    score: Literal["low_confidence", "margin"]  # what confidence of a mask is; the former is weighed as decoders do
-
-    @abstractmethod
-    def follow(
-        self, attend: Followed, confidence: Callable[[], Tensor], pos_BW: Tensor, lanes: RowCursors, shift: int,
-        phase: Phase, state: State,
-    ) -> None:  # fmt: skip
-        """Sees the attention of a forward, and may ask for the confidence of the tokens it predicts. [B, W]"""
-
-
-class Watches(ABC):
-    """A cache that sees how values change."""
-
-    @abstractmethod
-    def observe(self, pos_BW: Tensor, old_BWX: Tensor, new_BWX: Tensor, lanes: RowCursors, state: State) -> None:
-        """Sees the last layer's values at the window's positions before and after the forward."""
 
 
 # Iterations.
@@ -215,3 +186,9 @@ class Branches(ABC):
     @abstractmethod
     def present(self, alone_B: Tensor) -> Tensor:
         """Whether the present state takes part. `alone_B`: the row has no other branch. bool [B]"""
+
+
+MIXINS: dict[str, list[type]] = {
+    "decoder": [Adjusts, Verifies], "cache": [Chooses], "iteration": [Feeds, Paces, Pads],
+}  # fmt: skip
+"""By the kind of component, those that are asked for their methods. Layers add theirs."""

@@ -42,17 +42,6 @@ class Attend(Protocol):
         ...
 
 
-class Followed(Protocol):
-    """The attention of a forward that has ended."""
-
-    @property
-    def layers(self) -> int: ...
-
-    def received(self, layer: int, weight_BW: Tensor) -> Tensor:
-        """Attention that each position receives from queries of these weights, as a mean over heads. float32 [B, S]"""
-        ...
-
-
 class Network(Protocol):
     """What a forward needs. It keeps no state between calls; keys and values go through `attend`."""
 
@@ -79,13 +68,6 @@ class Model(Network, Protocol):
     def device(self) -> torch.device: ...
 
     def mix(self, logits_BLV: Tensor) -> Tensor: ...  # [B, L, D], the expected embedding under softmax(logits)
-
-
-class SelfConditioned(Protocol):
-    """What a `Model` with `spec.self_conditioning` also defines."""
-
-    def condition(self, x_BWD: Tensor, expected_BWD: Tensor) -> Tensor:
-        """Embeddings with the expected embeddings of the step before, as `Model.mix` gives them, or zeros. [B, W, D]"""
 
 
 @runtime_checkable

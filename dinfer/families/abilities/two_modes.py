@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dinfer.core.abilities.registry import ABILITIES
 from dinfer.core.abilities.traits import GUIDED
-from dinfer.core.kernels.attention import attention_interval, encoder_intervals
+from dinfer.core.kernels.attention import attention_interval
 from dinfer.core.kernels.canvas import span
 from dinfer.core.memory import Seen
 from dinfer.core.refusals import Refusal, Trait
@@ -22,6 +22,7 @@ from dinfer.core.step.cursors import Phase, RowCursors, Status
 from dinfer.core.step.mixins import Adjusts, Edits, Slides
 from dinfer.core.step.window import Window
 from dinfer.families.abilities.drafting import HELD, INEXACT, SPECULATES, Drafts, Undivided
+from dinfer.families.abilities.encoder import encoder_intervals
 from dinfer.families.gated import passing
 from dinfer.families.nemotron import TwoModeSpec
 

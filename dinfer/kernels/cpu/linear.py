@@ -6,7 +6,7 @@ what their namesakes in `dinfer.kernels` do, for tensors that `dispatch.native` 
 (`languages.c`) are those of `dinfer.structure.kernels.languages`, where torch takes a call for each position and set.
 
 Shape suffixes: R rows, K inputs, O outputs, G groups, S segments (experts), B lanes, W queries, H query heads, G key
-heads, E head size; of languages as in `dinfer.core.kernels.lines`.
+heads, E head size; of languages as in `dinfer.structure.kernels.lines`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dinfer.core.kernels.lines import LaneLanguages, Line
 from dinfer.core.kernels.types import HeadNorm, WeightPart
 
 NAMES = "linear.c", "float.c", "languages.c", "blocks.h", "vectors.h"
@@ -230,7 +229,7 @@ def rotate_and_store(
     return q_BWHE
 
 
-def language_allowed(held: LaneLanguages, line: Line) -> Tensor:
+def language_allowed(held: Any, line: Any) -> Tensor:
     """See `Sweeps.allowed`."""
     most = held.languages.size_GC.shape[1]
     out_BXC = torch.zeros(*line.token_BX.shape, most, dtype=torch.bool)
@@ -239,7 +238,7 @@ def language_allowed(held: LaneLanguages, line: Line) -> Tensor:
     return out_BXC
 
 
-def language_admitted(held: LaneLanguages, line: Line, commit_BX: Tensor, token_BX: Tensor, order_BX: Tensor) -> Tensor:
+def language_admitted(held: Any, line: Any, commit_BX: Tensor, token_BX: Tensor, order_BX: Tensor) -> Tensor:
     """See `Sweeps.admitted`. `order_BX`: the order in which positions are tried."""
     out_BX = torch.zeros_like(commit_BX, memory_format=torch.contiguous_format)
     own = (x.clone(memory_format=torch.contiguous_format) for x in (line.token_BX, line.open_BX))
@@ -248,14 +247,14 @@ def language_admitted(held: LaneLanguages, line: Line, commit_BX: Tensor, token_
     return out_BX
 
 
-def language_run(held: LaneLanguages, state_B: Tensor, token_BX: Tensor, passed_BX: Tensor) -> Tensor:
+def language_run(held: Any, state_B: Tensor, token_BX: Tensor, passed_BX: Tensor) -> Tensor:
     """See `Sweeps.run`."""
     out_B = torch.empty_like(state_B, memory_format=torch.contiguous_format)
     _language("run", held, token_BX.shape[1], state_B, token_BX, passed_BX, out_B)
     return out_B
 
 
-def _language(name: str, held: LaneLanguages, active: int, *given: Tensor | int) -> None:
+def _language(name: str, held: Any, active: int, *given: Tensor | int) -> None:
     own, place_B = held.languages, held.language_B
     tables = place_B, own.meta_G8, own.class_GV, own.next_Y, own.pair_Y2, own.edge_Y3, own.distance_GQ
     kept = [x.contiguous() for x in tables]

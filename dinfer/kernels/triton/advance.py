@@ -207,7 +207,7 @@ def slide_blocks(
     hold_B: Tensor | None, next_B: Tensor, length_B: Tensor, start_B: Tensor, end_B: Tensor, block_B: Tensor,
     *, block: int, align: bool, add_at: float, stable_at: float, stop: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """See `dinfer.core.kernels.advance.slide_blocks`."""
+    """See `dinfer.research.kernels.blocks.slide_blocks`."""
     lanes, blocks = finished_BK.shape
     read = (
         finished_BK, stop_BKL, given_BKL, open_BKL, next_B if stable_BK is None else stable_BK,
@@ -250,7 +250,7 @@ def _forced_blocks(
 def forced_blocks(
     open_BKL: Tensor, start_B: Tensor, end_B: Tensor, *, block: int, force_at: float, first: bool
 ) -> Tensor:
-    """See `dinfer.core.kernels.advance.forced_blocks`."""
+    """See `dinfer.research.kernels.blocks.forced_blocks`."""
     lanes, blocks, row = open_BKL.shape
     must_BK = open_BKL.new_empty(lanes, blocks)
     _forced_blocks[(lanes,)](

@@ -286,7 +286,7 @@ def _receive(
 def attention_received(
     q_BWHE: Tensor, k_PTGE: Tensor, pages_BP: Tensor, start_BW: Tensor, end_BW: Tensor, weight_BW: Tensor
 ) -> Tensor:
-    """See `dinfer.core.kernels.attention.attention_received`."""
+    """See `dinfer.research.kernels.received.attention_received`."""
     lanes, width, heads, size = q_BWHE.shape
     _, page, groups, _ = k_PTGE.shape
     pages = pages_BP.shape[1]

@@ -1,15 +1,17 @@
 """Sets of states over the active positions of a row, and the choices they admit; see `structure.kernels.languages`.
 
 A program follows one lane from position to position. The sets lie in global memory, a byte for a state, and the threads
-of a program meet at a barrier before they read what others wrote.
+of a program meet at a barrier before they read what others wrote. `held` are the `LaneLanguages` of a step, `line` is a
+`Line` of `structure.kernels.lines`.
 """
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from dinfer.core.kernels.lines import LaneLanguages, Line, Settled
 from dinfer.kernels.triton.launch import early, follow
 
 MOST = 16384  # pairs, edges or states at a time
@@ -333,7 +335,7 @@ def _sizes(states: int) -> dict[str, int]:
     return {"PIECE": piece, "SPAN": min(triton.next_power_of_2(states), piece), "num_warps": min(piece // 64, 32)}
 
 
-def _sets(held: LaneLanguages, line: Line, *chosen: Tensor) -> tuple[Tensor, Tensor]:
+def _sets(held: Any, line: Any, *chosen: Tensor) -> tuple[Tensor, Tensor]:
     """Forward and backward sets; with a choice (commits, tokens) also those once it is written.
 
     bool [2 or 4, B, X + 1, Q + SPARE], and the codes of the positions, int32 [2 or 4, B, X]
@@ -357,12 +359,12 @@ def _sets(held: LaneLanguages, line: Line, *chosen: Tensor) -> tuple[Tensor, Ten
     return sets, codes
 
 
-def allowed(held: LaneLanguages, line: Line) -> Tensor:
+def allowed(held: Any, line: Any) -> Tensor:
     """See `dinfer.structure.kernels.languages.Sweeps.allowed`."""
     return _marks(held, *_sets(held, line))
 
 
-def _marks(held: LaneLanguages, sets: Tensor, codes: Tensor, *settled: Tensor) -> Tensor:
+def _marks(held: Any, sets: Tensor, codes: Tensor, *settled: Tensor) -> Tensor:
     """The allowed classes. `settled`: what `_allowed` reads of a choice, and where it says what is written."""
     languages, place_B = held.languages, held.language_B
     _, lanes, active = codes.shape
@@ -378,7 +380,7 @@ def _marks(held: LaneLanguages, sets: Tensor, codes: Tensor, *settled: Tensor) -
     return allowed_BXC
 
 
-def settled(held: LaneLanguages, line: Line, commit_BX: Tensor, token_BX: Tensor, confidence_BX: Tensor) -> Settled:
+def settled(held: Any, line: Any, commit_BX: Tensor, token_BX: Tensor, confidence_BX: Tensor) -> tuple[Tensor, ...]:
     """See `dinfer.structure.kernels.languages.Sweeps.settled`."""
     languages, place_B = held.languages, held.language_B
     lanes, active = line.token_BX.shape
@@ -396,13 +398,13 @@ def settled(held: LaneLanguages, line: Line, commit_BX: Tensor, token_BX: Tensor
         LINE=triton.next_power_of_2(active), **_sizes(held.states), **early(place_B),
     )  # fmt: skip
     written_BX, forced_BX, text_BX, only_BX = (torch.empty_like(admitted_BX) for _ in range(4))
-    found = Settled(written_BX, torch.empty_like(token_BX), forced_BX, text_BX, only_BX)
+    found = written_BX, torch.empty_like(token_BX), forced_BX, text_BX, only_BX
     _marks(held, sets, codes, whole_B, token_BX, admitted_BX, *found)
     return found
 
 
 def leave(
-    held: LaneLanguages, row_N6: Tensor, slot_B: Tensor, line: Line, token_BX: Tensor, pos_BX: Tensor, text_BX: Tensor,
+    held: Any, row_N6: Tensor, slot_B: Tensor, line: Any, token_BX: Tensor, pos_BX: Tensor, text_BX: Tensor,
     *regions: Tensor,
 ) -> None:  # fmt: skip
     """See `dinfer.structure.kernels.languages.Sweeps.leave`."""
@@ -418,9 +420,7 @@ def leave(
     )  # fmt: skip
 
 
-def masked(
-    held: LaneLanguages, logits_RLV: Tensor, allowed_RLC: Tensor, outside_RL: Tensor, keep: int, revive: bool
-) -> Tensor:
+def masked(held: Any, logits_RLV: Tensor, allowed_RLC: Tensor, outside_RL: Tensor, keep: int, revive: bool) -> Tensor:
     """See `dinfer.structure.kernels.languages.Sweeps.masked`."""
     place_B, class_GV = held.language_B, held.languages.class_GV
     (rows, length, vocab), piece = logits_RLV.shape, 1024

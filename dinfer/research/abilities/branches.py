@@ -27,13 +27,14 @@ from dinfer.core.step.ability import Ability, Decision, Entry, Extra, Forward, K
 from dinfer.core.step.canvas import Canvas
 from dinfer.core.step.contracts import Decoder, Iteration, Large
 from dinfer.core.step.cursors import BlockView, Phase, RowCursors, Status
-from dinfer.core.step.mixins import Branches, Edits, LeavesDecoded, Verifies, Watches
+from dinfer.core.step.mixins import Branches, Edits, LeavesDecoded, Verifies
 from dinfer.core.step.record import Raw, Said, Written, records, said_of, tell
 from dinfer.core.step.scores import proposed_tokens
 from dinfer.core.step.shape import HostFacts, Planned
 from dinfer.core.step.step import block_view, forward, seen
 from dinfer.core.step.versions import States, logits_of_versions
 from dinfer.core.step.window import deciding
+from dinfer.research.abilities.following import Watches
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dinfer.core.kernels.canvas import padded
-from dinfer.core.kernels.selection import density, descending_rank
+from dinfer.core.kernels.selection import descending_rank
 from dinfer.core.registry import CACHES, option
 from dinfer.core.step.contracts import CachePolicy, ModelSpec, Moved, Phase, RowCursors, State, WindowPlan
-from dinfer.core.step.mixins import CanvasRows, Chooses, Follows, LeavesDecoded, LeavesMasks, RefreshesWithin, Watches
-from dinfer.core.step.model import Followed
+from dinfer.core.step.mixins import CanvasRows, Chooses, LeavesDecoded, LeavesMasks, RefreshesWithin
 from dinfer.core.terms.plan import SHARES
+from dinfer.research.abilities.following import Followed, Follows, Watches
+from dinfer.research.kernels.blocks import density
 
 
 # Keys change most in the step after the token appears, the first one that sees it. Published: dKV-Cache-Decode with a

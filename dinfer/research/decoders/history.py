@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 from dinfer.core.decoders.threshold import confident
-from dinfer.core.kernels.selection import density, descending_rank
+from dinfer.core.kernels.selection import descending_rank
 from dinfer.core.registry import DECODERS, option
 from dinfer.core.step.contracts import BlockView, Decoder, Large, ModelSpec, Proposal, State, TokenStats
-from dinfer.core.step.mixins import Adjusts, Weighs
+from dinfer.core.step.mixins import Adjusts
+from dinfer.research.abilities.following import Weighs
+from dinfer.research.kernels.blocks import density
 
 TINY = 1e-12  # added before the logarithm, as published
 

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from dinfer.core.iterations.sweep import BlockSweep
-from dinfer.core.kernels.advance import decoded_share, forced_blocks, slide_blocks
 from dinfer.core.kernels.canvas import padded, span
 from dinfer.core.refusals import Refusal, Trait
 from dinfer.core.registry import ITERATIONS, option
 from dinfer.core.step.contracts import BlockAfter, ModelSpec, Moved, RowCursors, State
 from dinfer.core.step.mixins import Branches, Edits, Feeds, Paces
 from dinfer.core.step.model import Model
+from dinfer.research.kernels.blocks import decoded_share, forced_blocks, slide_blocks
 
 
 @ITERATIONS.register("multi_block")

@@ -4,7 +4,7 @@ It is what Analog Bits (arXiv:2208.04202) and DiffusionGemma do.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, cast
+from typing import ClassVar, Literal, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from dinfer.core.kernels.advance import Grid
 from dinfer.core.registry import ITERATIONS, option
 from dinfer.core.step.contracts import ModelSpec, RowCursors, State
 from dinfer.core.step.mixins import Feeds, Pads
-from dinfer.core.step.model import Model, SelfConditioned
+from dinfer.core.step.model import Model
 
 
 @ITERATIONS.register("self_conditioned")
@@ -75,3 +75,10 @@ class SelfConditionedSweep(AlignedSweep, Feeds, Pads):
         _, rows, hidden = state["expected"].shape
         row_BW = torch.where(self._inside(pos_BW, lanes), pos_BW - lanes.start_B[:, None], rows - 1)
         return row_BW[..., None].expand(-1, -1, hidden)
+
+
+class SelfConditioned(Protocol):
+    """What a `Model` with `spec.self_conditioning` also defines."""
+
+    def condition(self, x_BWD: Tensor, expected_BWD: Tensor) -> Tensor:
+        """Embeddings with the expected embeddings of the step before, as `Model.mix` gives them, or zeros. [B, W, D]"""

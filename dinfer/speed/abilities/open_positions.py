@@ -14,7 +14,7 @@ from dinfer.core.kernels.selection import compact
 from dinfer.core.registry import values_of
 from dinfer.core.step.ability import Ability, ByExtra, Decision, Extra, Forward, Parts, Step, StepShape, TokenStats
 from dinfer.core.step.cursors import Phase
-from dinfer.core.step.mixins import Adjusts, Edits, Follows, LeavesMasks, Watches, scores_of
+from dinfer.core.step.mixins import Adjusts, Edits, LeavesMasks, ReadsForward, scores_of
 from dinfer.core.step.scores import proposed_tokens, read_logits, statistics
 from dinfer.core.step.shape import KeysOnly, Planned, Sampled
 from dinfer.speed.abilities.slices import Sliced
@@ -26,21 +26,23 @@ FEWEST = 64  # skip unread positions only if there are at least so many, since s
 class ReadPositions(Ability):
     """Says which of the W hidden states are read, once all keys and values are kept.
 
-    Of a prefill that decodes nothing none are, of other passes those whose logits decode the active blocks. Caches that
-    follow attention see all queries, some iterations all logits, and experts of limited capacity choose by all tokens
+    Of a prefill that decodes nothing none are, of other passes those whose logits decode the active blocks. Who
+    keeps queries needs them all, some iterations all logits, and experts of limited capacity choose by all tokens
     of an attention block. Where rows are sliced, their active blocks are in several lanes.
     """
 
     @classmethod
     def of(cls, recipe: Parts, shape: StepShape) -> Self | None:
         experts = recipe.model.spec.experts
-        everywhere = isinstance(recipe.cache, Follows) or (experts is not None and experts.capacity is not None)
+        everywhere = experts is not None and experts.capacity is not None
         few = shape.lanes * (shape.width - shape.blocks * shape.block) < FEWEST
         window = scores_of(recipe.iteration) == "window" and shape.phase != Phase.PREFILL
         return None if everywhere or few or window or shape.extra(Sliced) else cls()
 
     def feed(self, step: Step, run: Forward) -> None:
         lanes, logits_RL = step.shape.lanes, run.logits_RL
+        if run.attend.queries is not None:
+            return
         if step.shape.phase == Phase.PREFILL and run.window.final_until_B is not None:
             run.needed_BX = logits_RL.new_empty(lanes, 0)
         elif scores_of(step.recipe.iteration) != "window":
@@ -89,7 +91,7 @@ def scores_open(recipe: Parts) -> bool:
     A row for which there is no room repeats its step. A cache that watches values change must not see that.
     """
     reads = isinstance(recipe.decoder, Adjusts | Edits) or scores_of(recipe.iteration) != "none"
-    return not reads and not isinstance(recipe.cache, Watches | Follows)
+    return not reads and not isinstance(recipe.cache, ReadsForward)
 
 
 @ABILITIES.register("open_positions", after=("branches", "slices", "speculation"))

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from dinfer.core.abilities.registry import ABILITIES
 from dinfer.core.kernels.canvas import rows_of, uploaded
-from dinfer.core.kernels.lines import Languages, Line, Settled
 from dinfer.core.refusals import Refusal, Trait
 from dinfer.core.step.ability import (
     Ask,
@@ -42,6 +41,7 @@ from dinfer.core.step.mixins import Moves
 from dinfer.core.step.shape import Sampled, power_of_2
 from dinfer.core.step.told import Forced
 from dinfer.structure.kernels.languages import Sweeps, placed
+from dinfer.structure.kernels.lines import Languages, Line, Settled
 from dinfer.structure.language import NOWHERE, Language
 
 LEAST = 64  # the number of states, and of pairs and edges, is rounded up to a power of two from here on

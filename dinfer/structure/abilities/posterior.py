@@ -20,10 +20,10 @@ from torch import Tensor
 
 from dinfer.core.abilities.registry import ABILITIES
 from dinfer.core.kernels.canvas import uploaded
-from dinfer.core.kernels.lines import Line
 from dinfer.core.step.ability import Ability, BlockView, Canvas, Entry, Extra, Parts, Request, Step, StepShape
 from dinfer.structure.abilities.constraints import Constraints, InLanguage
 from dinfer.structure.kernels.languages import Sweeps
+from dinfer.structure.kernels.lines import Line
 
 NEVER = float("-inf")
 

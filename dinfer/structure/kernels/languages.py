@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dinfer.core.kernels.canvas import rows_of
 from dinfer.core.kernels.dispatch import compiled, triton, use_triton
-from dinfer.core.kernels.lines import LaneLanguages, Line, Settled
+from dinfer.structure.kernels.lines import LaneLanguages, Line, Settled
 
 
 class Sweeps(LaneLanguages):
@@ -114,7 +114,7 @@ class Sweeps(LaneLanguages):
     def settled(self, line: Line, commit_BX: Tensor, token_BX: Tensor, confidence_BX: Tensor) -> Settled:
         """What is written of a choice, see `admitted`, and what then follows from the language."""
         if use_triton(line.token_BX, "languages"):
-            return triton("languages").settled(self, line, commit_BX, token_BX, confidence_BX)
+            return Settled(*triton("languages").settled(self, line, commit_BX, token_BX, confidence_BX))
         admitted_BX = self.admitted(line, commit_BX, token_BX, confidence_BX)
         held_BX = torch.where(admitted_BX, token_BX, line.token_BX)
         after = replace(line, token_BX=held_BX, open_BX=line.open_BX & ~admitted_BX)

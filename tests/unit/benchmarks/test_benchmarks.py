@@ -17,11 +17,11 @@ from benchmarks.parts import Span, by_kernel, by_part, longest
 from benchmarks.peers import ours, work
 from benchmarks.shapes import SHAPES, shape
 from dinfer.core.layers.linear import quantize
-from dinfer.core.loading.checkpoint import random_network
 from dinfer.core.memory import KVPool, PoolSize
 from dinfer.core.recipe.recipe import Recipe, compose
 from dinfer.core.step.cursors import Phase
 from dinfer.core.step.shape import StepShape
+from dinfer.lab.random_network import random_network
 
 
 def random_recipe(name: str) -> Recipe:

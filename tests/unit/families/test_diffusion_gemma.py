@@ -15,7 +15,6 @@ from transformers.models.diffusion_gemma import generation_diffusion_gemma as re
 
 from dinfer.core.engine.request import Request, Wants
 from dinfer.core.engine.runtime import Runtime
-from dinfer.core.kernels.attention import encoder_intervals, local_interval
 from dinfer.core.loading.checkpoint import load_network
 from dinfer.core.loading.files import CheckpointError
 from dinfer.core.memory import RESERVED, KVPool, PoolSize, Seen
@@ -23,6 +22,7 @@ from dinfer.core.pipeline import Pipeline
 from dinfer.core.recipe.recipe import IncompatibleRecipe, Recipe, compose
 from dinfer.core.registry import CACHES, DECODERS
 from dinfer.core.step.cursors import Phase
+from dinfer.families.abilities.encoder import encoder_intervals, local_interval
 from dinfer.families.gemma import Gemma
 from dinfer.families.models.diffusion_gemma import DiffusionGemma
 from dinfer.formats.saving import save_network

@@ -13,10 +13,11 @@ from support.models import CONFIG, GEMMA
 from support.ranks import MODELS as DIVIDED
 
 from dinfer import Pipeline, Runtime, compose
-from dinfer.core.loading.checkpoint import load_network, random_network
+from dinfer.core.loading.checkpoint import load_network
 from dinfer.core.recipe import presets
 from dinfer.families.models.diffusion_gemma import DiffusionGemma
 from dinfer.formats.saving import save_network
+from dinfer.lab.random_network import random_network
 from dinfer.rollouts.abilities.versions import MadeWith
 from dinfer.rollouts.weights import Aborted, WeightsIncomplete
 

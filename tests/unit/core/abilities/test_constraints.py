@@ -20,7 +20,6 @@ from support.models import EOS, MASK, VOCAB, fitted
 from support.scripted import Scripted, scripted_spec
 
 from dinfer.core.engine.request import Request, Resolved, Update
-from dinfer.core.kernels.lines import Line
 from dinfer.core.recipe.presets import component
 from dinfer.core.recipe.recipe import IncompatibleRecipe, Recipe, compose
 from dinfer.core.registry import CACHES, DECODERS, ITERATIONS
@@ -32,6 +31,7 @@ from dinfer.structure.abilities.bias import TokenBias
 from dinfer.structure.abilities.constraints import ForcedCount, InLanguage
 from dinfer.structure.compiler import compile_automaton
 from dinfer.structure.constraint import choice, regex
+from dinfer.structure.kernels.lines import Line
 from dinfer.structure.language import Language, Vocabulary, language
 from tests.support.structure_reference import Row
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from support.languages import sweeps_of
 
-from dinfer.core.kernels.lines import Line
 from dinfer.structure.abilities.posterior import class_weights, others
 from dinfer.structure.compiler import compile_automaton
 from dinfer.structure.constraint import regex
+from dinfer.structure.kernels.lines import Line
 from dinfer.structure.language import Vocabulary, language
 from tests.support.structure_reference import OPEN, Row, posterior
 

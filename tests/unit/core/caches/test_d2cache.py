@@ -13,11 +13,11 @@ from support.models import VOCAB, tiny_model
 from torch import Tensor
 
 from dinfer.core.engine.request import Request, Wants
-from dinfer.core.kernels.attention import attention_received
 from dinfer.core.recipe.recipe import IncompatibleRecipe, compose
 from dinfer.core.step.canvas import Canvas
 from dinfer.core.step.cursors import Cursors, Phase
 from dinfer.research.caches.chosen import D2Cache
+from dinfer.research.kernels.received import attention_received
 
 SWEEP = {"name": "blockwise", "block": 8, "stop": "off"}
 

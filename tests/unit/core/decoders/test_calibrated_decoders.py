@@ -9,7 +9,7 @@ import torch
 from support.decoding import PROMPT, decoded, script
 from support.matrix import TOKEN_COUNTS
 
-from dinfer.core.kernels.selection import density
+from dinfer.research.kernels.blocks import density
 
 # Prophet
 

@@ -89,5 +89,5 @@ def test_what_cannot_be_compiled_is_refused() -> None:
             | {"runtime": {"compile": "fast"}, "device": "cpu", "dtype": None, "quantize": None}
         )
     scripted = compose(Scripted(torch.zeros(1, 1, 40)), iteration="blockwise", decoder="threshold", cache="none")
-    with pytest.raises(ValueError, match="model Scripted has no method `compiled`"):
+    with pytest.raises(ValueError, match="model Scripted is not made of the blocks"):
         engine_for(scripted, compile="default")

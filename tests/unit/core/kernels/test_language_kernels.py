@@ -16,10 +16,10 @@ pytest.importorskip("triton")
 pytestmark = [pytest.mark.gpu] if CUDA else []
 
 from dinfer.core.kernels import dispatch  # noqa: E402
-from dinfer.core.kernels.lines import Line  # noqa: E402
 from dinfer.structure.compiler import compile_automaton  # noqa: E402
 from dinfer.structure.constraint import regex  # noqa: E402
 from dinfer.structure.kernels import languages  # noqa: E402
+from dinfer.structure.kernels.lines import Line  # noqa: E402
 from dinfer.structure.language import Language, Vocabulary, language  # noqa: E402
 
 PATTERNS = ("ab|cd", "[a-j]{3,6}", r'\{"(a|b)":\d{1,3}(,\d)*"\}', "(ab|é)*x?", "abc(12)+")

@@ -13,6 +13,7 @@ from dinfer.core.kernels import attention  # noqa: E402
 from dinfer.core.kernels.types import FLOAT8  # noqa: E402
 from dinfer.kernels.triton import attention as triton_attention  # noqa: E402
 from dinfer.kernels.triton import attention as triton_received  # noqa: E402
+from dinfer.research.kernels import received  # noqa: E402
 
 
 @pytest.mark.rest(but=1)
@@ -59,6 +60,6 @@ def test_what_keys_receive(
     start_BW = end_BW // 3
     weight_BW = torch.rand(lanes, width, device=DEVICE).masked_fill(end_BW % 5 == 4, 0)
     got_BS = triton_received.attention_received(q_BWHE, k_PTGE, pages_BP, start_BW, end_BW, weight_BW)
-    want_BS = attention.attention_received(q_BWHE, k_PTGE, pages_BP, (start_BW, end_BW), weight_BW)
+    want_BS = received.attention_received(q_BWHE, k_PTGE, pages_BP, (start_BW, end_BW), weight_BW)
     torch.testing.assert_close(got_BS, want_BS, **CLOSE[dtype])
     torch.testing.assert_close(got_BS.sum(1), weight_BW.sum(1), rtol=1e-3, atol=1e-3)

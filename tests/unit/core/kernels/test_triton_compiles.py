@@ -12,8 +12,8 @@ from support.launches import failures, recorded_launches
 from support.matrix import LEGAL, SAMPLE, Combination
 from support.models import UNIFORM, tiny_model
 
-from dinfer.core.kernels.lines import LaneLanguages, Languages, Line
 from dinfer.core.kernels.types import FLOAT8, InGroups, Matrices, Plan, Rounded
+from dinfer.structure.kernels.lines import LaneLanguages, Languages, Line
 
 triton_linear = pytest.importorskip("dinfer.kernels.triton.linear")
 triton_languages = pytest.importorskip("dinfer.kernels.triton.languages")

@@ -30,6 +30,7 @@ from dinfer.core.step.cursors import CURSORS, BlockView, Phase, RowCursors, Stat
 from dinfer.core.terms.plan import WindowPlan  # noqa: E402
 from dinfer.core.terms.stats import Quota  # noqa: E402
 from dinfer.kernels.triton import launch  # noqa: E402
+from dinfer.research.kernels import blocks as sliding  # noqa: E402
 
 DEVICE = "cuda" if CUDA else "cpu"
 SLOTS, CAPACITY, LANES = 5, 70, 3
@@ -44,7 +45,7 @@ def both(monkeypatch: pytest.MonkeyPatch, work: Callable[[], Any]) -> tuple[Any,
     """What the kernels give, and what torch gives."""
     made = []
     for use in (True, False):
-        for module in (attention, canvas, commits, rotary, selection, advance):
+        for module in (attention, canvas, commits, rotary, selection, advance, sliding):
             monkeypatch.setattr(module, "use_triton", lambda *given, use=use: use)
         made.append(work())
     return made[0], made[1]
@@ -303,12 +304,12 @@ def test_slide_blocks(monkeypatch: pytest.MonkeyPatch, stop: str, blocks: int, l
     )
     for align, add_at, stable, hold in rules:
         work = partial(
-            advance.slide_blocks, finished_BK, stop_BKL, given_BKL, open_BKL, stable, hold, next_B, length_B, start_B,
+            sliding.slide_blocks, finished_BK, stop_BKL, given_BKL, open_BKL, stable, hold, next_B, length_B, start_B,
             end_B, block_B, grid=advance.Grid(length, align=align), add_at=add_at, stable_at=0.75, stop=stop,
         )  # fmt: skip
         same(*both(monkeypatch, work))
         rule = {"block": length, "force_at": add_at, "first": align}
-        same(*both(monkeypatch, partial(advance.forced_blocks, open_BKL, start_B, end_B, **rule)))
+        same(*both(monkeypatch, partial(sliding.forced_blocks, open_BKL, start_B, end_B, **rule)))
 
 
 @pytest.mark.rest(but=2)

@@ -18,12 +18,13 @@ from support.families import REAL
 from support.models import GEMMA, tiny_gemma
 from support.tokenizer import published_tokenizer
 
-from dinfer.core.loading.checkpoint import family_of, load_network, random_network, read_config, read_spec
+from dinfer.core.loading.checkpoint import family_of, load_network, read_config, read_spec
 from dinfer.core.loading.files import CheckpointError
 from dinfer.core.pipeline import load
 from dinfer.core.registry import MODELS
 from dinfer.families.models.diffusion_gemma import DiffusionGemma
 from dinfer.formats.saving import save_network
+from dinfer.lab.random_network import random_network
 
 CPU = torch.device("cpu")
 SIZES: dict[str, Any] = {

@@ -11,9 +11,9 @@ from support.families import CONFIGS, family_for
 from support.models import EOS, MASK, tiny_model
 
 import dinfer
-from dinfer.core.loading.checkpoint import random_network
 from dinfer.core.step.window import exact
 from dinfer.formats.saving import save_network
+from dinfer.lab.random_network import random_network
 
 CPU = torch.device("cpu")
 

@@ -21,7 +21,8 @@ from dinfer.core.recipe.recipe import Recipe, compose
 from dinfer.core.registry import ITERATIONS
 from dinfer.core.step.contracts import BlockView, Decoder, Edit, Proposal, State, TokenStats
 from dinfer.core.step.cursors import Phase
-from dinfer.core.step.mixins import Edits, Feeds, Watches
+from dinfer.core.step.mixins import Edits, Feeds
+from dinfer.research.abilities.following import Watches
 
 PROMPT, NEW, BLOCK = [1, 2, 3, 4, 5], 19, 8
 

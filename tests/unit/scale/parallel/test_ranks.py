@@ -11,10 +11,11 @@ from support.families import EXPERTS, family_for
 from support.models import CONFIG
 from support.ranks import CPU, MODELS
 
-from dinfer.core.loading.checkpoint import load_network, random_network
+from dinfer.core.loading.checkpoint import load_network
 from dinfer.core.loading.safetensors_io import read_slices, stored
 from dinfer.core.ranks.split import Rank
 from dinfer.formats.saving import save_network
+from dinfer.lab.random_network import random_network
 
 RANKS = [(2, False), (3, False), (3, True)]
 

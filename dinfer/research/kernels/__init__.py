@@ -1,0 +1,1 @@
+"""References of kernels that components of single papers need."""
