@@ -8,9 +8,9 @@ import torch
 
 from dinfer.core.layers.linear import quantize
 from dinfer.core.loading.checkpoint import family_of
+from dinfer.core.models.family import ModelFamily
 from dinfer.core.registry import MODELS
 from dinfer.core.step.contracts import ModelSpec
-from dinfer.core.step.model import ModelFamily
 from dinfer.lab.random_network import random_network
 
 LLADA_8B: dict[str, Any] = {

@@ -34,7 +34,7 @@ import dinfer  # registers the families
 from dinfer.core.layers.transformer import Transformer
 from dinfer.core.loading.checkpoint import family_of, load_network, read_config
 from dinfer.core.loading.files import locate
-from dinfer.core.step.model import ModelFamily
+from dinfer.core.models.family import ModelFamily
 from tools.low_rank import LowRank
 from tools.rollout import Rollout, answers
 from tools.states import States, blocks_of

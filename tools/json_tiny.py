@@ -28,7 +28,7 @@ import dinfer  # registers the families
 from dinfer.core.layers.transformer import Transformer
 from dinfer.core.loading.checkpoint import family_of, load_network, read_config
 from dinfer.core.loading.files import locate
-from dinfer.core.step.model import ModelFamily
+from dinfer.core.models.family import ModelFamily
 from dinfer.demo.problems import ANSWER_LABEL
 from tools import distill_tiny
 from tools.distill_tiny import Distillation, train

@@ -30,7 +30,7 @@ from torch import Tensor
 import dinfer  # registers the families
 from dinfer.core.layers.transformer import Transformer
 from dinfer.core.loading.checkpoint import family_of, load_network, read_config
-from dinfer.core.step.model import ModelFamily
+from dinfer.core.models.family import ModelFamily
 from dinfer.formats.saving import save_network
 from tools.noise import Noise
 from tools.tiny_data import Shard, shards

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from dinfer.core.loading.checkpoint import family_of, place_of, read_config
 from dinfer.core.loading.files import CONFIG, GGUF, CheckpointError
+from dinfer.core.models.family import ModelFamily
 from dinfer.core.registry import MODELS, values_of
-from dinfer.core.step.model import ModelFamily
 from dinfer.core.terms.spec import ExpertLayout
 
 SMALL = ("*.json", "*.jinja", "*.txt", "*.model")

@@ -42,9 +42,9 @@ from dinfer.core.loading.safetensors_io import (
     stored_in,
     weight_map,
 )
+from dinfer.core.models.family import ModelFamily
 from dinfer.core.ranks.split import Placement
 from dinfer.core.registry import MODELS
-from dinfer.core.step.model import ModelFamily
 from dinfer.core.terms.spec import ModelSpec
 from dinfer.formats.quantized import FIELD, SCALES, packed, packed_names, packing, scale_block, spare_biases
 

@@ -6,8 +6,8 @@ import torch
 
 from dinfer.core.layers import linear
 from dinfer.core.loading.checkpoint import divisions, empty_network
+from dinfer.core.models.family import ModelFamily
 from dinfer.core.ranks.split import WHOLE, Rank
-from dinfer.core.step.model import ModelFamily
 from dinfer.core.terms.spec import ModelSpec
 
 

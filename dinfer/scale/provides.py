@@ -34,3 +34,10 @@ def divided_network(family: Any, folder: Any, dtype: Any, quantize: str | None, 
     planned = device.type == "cuda" or runtime.memory is not None
     checks = partial(fits, family, folder, dtype, quantize, runtime, device) if fits and planned else None
     return divided(source, runtime.tensor_parallel, device, runtime.expert_parallel, checks)
+
+
+def divided_stats(*given: Any) -> Any:
+    """The statistics of a divided vocabulary, see `dinfer.scale.statistics.divided_stats`."""
+    from dinfer.scale.statistics import divided_stats as found
+
+    return found(*given)

@@ -20,9 +20,9 @@ import torch
 from dinfer.core.engine.runtime import BatchSize, Runtime
 from dinfer.core.engine.worker import Worker
 from dinfer.core.memory import KVPool, PoolSize
+from dinfer.core.models.family import ModelFamily
 from dinfer.core.ranks.split import Rank
 from dinfer.core.step.cursors import Cursors, Phase
-from dinfer.core.step.model import ModelFamily
 from dinfer.core.step.shape import Sampled, StepShape
 from dinfer.core.step.window import width_of
 

@@ -27,9 +27,9 @@ REFLECTIONS = 20  # calls of getattr and hasattr in all: each hides from the typ
 # Folders and modules of dinfer, from the ground up. A file imports what is below it, or of its own floor. Core comes
 # first; the others are layers, and each can be left out.
 FLOORS = (
-    "core/provided", "core/registry", "core/refusals", "core/terms", "core/ranks", "core/kernels", "core/memory",
-    "core/step", "core/abilities", "core/decoders core/caches core/iterations core/sampling", "core/recipe",
-    "core/layers", "core/loading/files", "core/models", "core/loading", "core/engine", "core/pipeline",
+    "core/provided", "core/options", "core/registry", "core/refusals", "core/terms", "core/ranks", "core/kernels",
+    "core/memory", "core/step", "core/abilities", "core/decoders core/caches core/iterations core/sampling",
+    "core/recipe", "core/layers", "core/loading/files", "core/models", "core/loading", "core/engine", "core/pipeline",
     "kernels", "families", "formats", "structure", "speed", "research", "demo", "lab", "rollouts", "serving", "scale",
     "cli", "__init__", "__main__",
 )  # fmt: skip

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dinfer.core.kernels.random import nucleus
-from dinfer.core.sampling.gumbel import StandardSampling
+from dinfer.core.sampling.gumbel import StandardSampling, nucleus
 from dinfer.core.step.contracts import BlockView, Decoder, ModelSpec
 from dinfer.core.step.model import Options
 from dinfer.core.terms.stats import Draw, VocabularySlice

@@ -11,8 +11,8 @@ from support.models import CONFIG, EOS, MASK
 
 from dinfer.core.layers.transformer import Transformer
 from dinfer.core.loading.checkpoint import family_of
+from dinfer.core.models.family import ModelFamily
 from dinfer.core.registry import MODELS
-from dinfer.core.step.model import ModelFamily
 from dinfer.lab.random_network import random_network
 
 REAL = Path(__file__).parents[1] / "configs" / "real"

@@ -17,8 +17,8 @@ from support.models import CONFIG, GEMMA
 
 from dinfer import Pipeline, Runtime, compose
 from dinfer.core.loading.checkpoint import load_network
+from dinfer.core.models.family import ModelFamily
 from dinfer.core.ranks.ranks import ALONE, Ranks
-from dinfer.core.step.model import ModelFamily
 from dinfer.families.models.diffusion_gemma import DiffusionGemma
 from dinfer.formats.saving import save_network
 from dinfer.lab.random_network import random_network

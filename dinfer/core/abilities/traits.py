@@ -1,7 +1,7 @@
 """What several abilities cannot go with, see `dinfer.core.refusals`."""
 
+from dinfer.core.options import values_of
 from dinfer.core.refusals import Trait
-from dinfer.core.registry import values_of
 from dinfer.core.step.mixins import RecomputesEveryKey, scores_of
 
 

@@ -43,10 +43,10 @@ from dinfer.core.loading.safetensors_io import (
     read_slices,
     stored,
 )
+from dinfer.core.models.family import ModelFamily
 from dinfer.core.provided import needed, provided
 from dinfer.core.ranks.split import WHOLE, Placement, Rank, Split
 from dinfer.core.registry import MODELS
-from dinfer.core.step.model import ModelFamily
 from dinfer.core.terms.spec import ExpertLayout, ModelSpec
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from dinfer.core.options import unknown
 from dinfer.core.provided import needed as from_layer
 from dinfer.core.provided import provided
-from dinfer.core.registry import unknown
 
 POINTER = "version https://git-lfs"
 FETCH = "is a pointer that git-lfs left in place of the file: run `git lfs pull` in its folder"

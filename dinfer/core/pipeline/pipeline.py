@@ -23,6 +23,7 @@ from dinfer.core.engine.request import Ask, Completion, Counts, Request, Resolve
 from dinfer.core.engine.runtime import Runtime
 from dinfer.core.loading.checkpoint import family_of, load_network, read_config, spec_of
 from dinfer.core.loading.files import locate
+from dinfer.core.models.family import ModelFamily
 from dinfer.core.pipeline.inputs import (
     FormKeywords,
     Infilled,
@@ -48,7 +49,6 @@ from dinfer.core.recipe.recipe import SEEDS, Recipe, compose
 from dinfer.core.registry import CACHES, MODELS
 from dinfer.core.step.contracts import CachePolicy
 from dinfer.core.step.mixins import Pads
-from dinfer.core.step.model import ModelFamily
 from dinfer.core.step.told import TokenLogprob
 from dinfer.core.step.window import exact
 

@@ -10,7 +10,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from dinfer.core.registry import unknown
+from dinfer.core.options import unknown
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dinfer.core.registry import values_of
+from dinfer.core.options import values_of
 from dinfer.core.step.ability import Ability
 from dinfer.core.step.contracts import Component, Moved, Proposal
 from dinfer.core.step.cursors import Phase

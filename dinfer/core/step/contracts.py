@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 from torch import Tensor
 
-from dinfer.core.registry import check_options
+from dinfer.core.options import check_options
 from dinfer.core.step.cursors import BlockView, Phase, RowCursors
 from dinfer.core.terms.plan import WindowPlan
 from dinfer.core.terms.spec import ModelSpec

@@ -12,13 +12,12 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from dinfer.core.options import options_of, values_of
 from dinfer.core.ranks.ranks import ALONE, Ranks
-from dinfer.core.ranks.split import Placement
-from dinfer.core.registry import options_of, values_of
 from dinfer.core.step.contracts import CachePolicy, Component, Decoder, Iteration
 from dinfer.core.step.cursors import BlockView
 from dinfer.core.step.request import DEFAULTS, Resolved
-from dinfer.core.terms.spec import ExpertLayout, ModelSpec
+from dinfer.core.terms.spec import ModelSpec
 from dinfer.core.terms.stats import Draw, VocabularySlice
 
 
@@ -87,41 +86,6 @@ class Divided(OwnLogits, Protocol):
     def join(self, ranks: Ranks) -> None:
         """Makes a network that holds the share of one rank compute with the others. Once, before anything else."""
         ...
-
-
-class ModelFamily(Component):
-    """What the checkpoints of one family mean. Options say which one; `dinfer.core.loading.checkpoint` loads it."""
-
-    kind = "model"
-    harmless: ClassVar[frozenset[str]] = frozenset()  # fields of config.json that it need not read, see `Fields.unread`
-    unused: ClassVar[tuple[str, ...]] = ()  # beginnings of the names of tensors that the network has no use for
-    adapter: str | None = None  # hub name or folder of a LoRA adapter to merge
-    tokenizer: ClassVar[str | None] = None  # transformers class for checkpoints whose own tokenizer is remote code
-
-    @classmethod
-    @abstractmethod
-    def matches(cls, config: dict[str, Any]) -> bool:
-        """Whether a checkpoint's config.json belongs to this family."""
-
-    @abstractmethod
-    def spec(self, config: dict[str, Any]) -> ModelSpec:
-        """Reads config.json; raises ValueError for what is missing or not supported."""
-
-    @abstractmethod
-    def network(self, spec: ModelSpec) -> Any:
-        """The network, a `Model`; on whatever device is torch's default."""
-
-    @abstractmethod
-    def weights(self, spec: ModelSpec, experts: ExpertLayout = "separate") -> dict[str, Placement]:
-        """Every tensor the checkpoint must have, and where it goes."""
-
-    def finished(self, network: Any) -> Any:
-        """The network once it holds the checkpoint's weights. A family may add to it."""
-        return network
-
-    def copies(self, spec: ModelSpec) -> dict[str, str]:
-        """Names of tied weights that some programs also save, and for each the name in `weights` that it repeats."""
-        return {}
 
 
 Options = Mapping[str, Tensor]

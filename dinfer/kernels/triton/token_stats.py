@@ -17,7 +17,7 @@ from dinfer.core.terms.stats import Draw, TokenStats, VocabularySlice
 from dinfer.kernels.triton.launch import early, follow
 
 DRAW_PIECE = 1024  # logits that a program takes for a draw
-DRAW_NUMBERS = 4  # of a piece, see `dinfer.core.kernels.token_stats.own_draw`
+DRAW_NUMBERS = 4  # of a piece, see `dinfer.scale.statistics.own_draw`
 MIX_0, MIX_1, MIX_2 = (tl.constexpr(number) for number in MIX)
 
 
@@ -134,7 +134,7 @@ PIECE, TURNS = 4096, 4  # logits that a program takes at a time, and how often
 GROUP = 8  # neighbours that a thread reads at once
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 LOG2E = tl.constexpr(1.4426950408889634)
-NUMBERS = 8  # of a piece, see `dinfer.core.kernels.token_stats.own_numbers`; a float32 holds every token's number
+NUMBERS = 8  # of a piece, see `dinfer.scale.statistics.own_numbers`; a float32 holds every token's number
 
 
 @triton.jit

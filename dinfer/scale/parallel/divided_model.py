@@ -25,12 +25,12 @@ from dinfer.core.engine.runtime import BatchSize, Runtime
 from dinfer.core.engine.worker import Worker
 from dinfer.core.loading.checkpoint import divisions, load_network, read_config, read_spec
 from dinfer.core.loading.files import QUANTIZATION
+from dinfer.core.models.family import ModelFamily
 from dinfer.core.provided import provided
 from dinfer.core.ranks.ranks import ALONE, Ranks
 from dinfer.core.ranks.split import Rank
 from dinfer.core.recipe.recipe import Recipe
 from dinfer.core.step.contracts import ModelSpec
-from dinfer.core.step.model import ModelFamily
 from dinfer.lab.random_network import random_network
 from dinfer.scale.parallel.follower import Follower
 from dinfer.scale.parallel.leader import FIELD, Leader, follows, leader, started

@@ -16,9 +16,10 @@ from support.models import EOS, MASK, VOCAB, tiny_model
 from support.scripted import Scripted
 
 from dinfer.core.engine.request import Request, Wants
-from dinfer.core.kernels.random import nucleus, uniform
+from dinfer.core.kernels.random import uniform
 from dinfer.core.recipe.recipe import IncompatibleRecipe, Recipe, compose
 from dinfer.core.registry import SAMPLINGS
+from dinfer.core.sampling.gumbel import nucleus
 from dinfer.core.step.shape import Sampled
 from dinfer.core.terms.stats import VocabularySlice
 

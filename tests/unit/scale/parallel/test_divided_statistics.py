@@ -16,9 +16,9 @@ from support.kernels import DEVICE
 pytest.importorskip("triton")
 
 from dinfer.core.kernels import token_stats as module
-from dinfer.core.kernels.random import nucleus
 from dinfer.core.kernels.token_stats import token_stats
 from dinfer.core.ranks.split import Rank, Section
+from dinfer.core.sampling.gumbel import nucleus
 from dinfer.core.terms.stats import Draw, VocabularySlice
 from dinfer.kernels.triton import token_stats as triton_stats
 
