@@ -58,7 +58,7 @@ def pipeline(given: argparse.Namespace, case: str) -> tuple[Any, Callable[[], An
     from benchmarks.feeds import apart, random_prompts
     from benchmarks.shapes import shape
     from dinfer import Pipeline, Runtime, compose
-    from dinfer.core.layers.linear import quantize
+    from dinfer.formats.holding import quantize
     from dinfer.lab.random_network import random_network
 
     settings = step.arguments([*CASES[case].split(), "--device", given.device])

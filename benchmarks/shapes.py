@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from dinfer.core.layers.linear import quantize
 from dinfer.core.loading.checkpoint import family_of
 from dinfer.core.models.family import ModelFamily
 from dinfer.core.registry import MODELS
 from dinfer.core.step.contracts import ModelSpec
+from dinfer.formats.holding import quantize
 from dinfer.lab.random_network import random_network
 
 LLADA_8B: dict[str, Any] = {

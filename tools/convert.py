@@ -25,12 +25,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dinfer.core.layers.format import Format
-from dinfer.core.layers.linear import format_of, formatted
+from dinfer.core.layers.linear import formatted
 from dinfer.core.loading.checkpoint import family_of, layout, read_config, read_spec
 from dinfer.core.loading.files import GGUF, CheckpointError, locate, read_object, refuse
 from dinfer.core.loading.safetensors_io import mismatches, stored
 from dinfer.core.registry import MODELS, options_of
 from dinfer.core.terms.spec import ExpertLayout
+from dinfer.formats.holding import format_of
 from dinfer.formats.quantized import FIELD
 from dinfer.formats.saving import INDEX, SMALL, whole
 from tools import to_gguf

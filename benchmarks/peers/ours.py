@@ -17,10 +17,10 @@ from benchmarks.feeds import random_prompts
 from benchmarks.peers.work import RATE, arguments, report
 from benchmarks.shapes import random_weights
 from dinfer.core.decoders.threshold import Threshold
-from dinfer.core.layers.linear import quantize
 from dinfer.core.loading.checkpoint import family_of
 from dinfer.core.registry import MODELS, option
 from dinfer.core.step.contracts import BlockView, Proposal, State, TokenStats
+from dinfer.formats.holding import quantize
 
 
 @dataclass(frozen=True, kw_only=True)

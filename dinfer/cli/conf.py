@@ -26,6 +26,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, Interpolation
 
 import dinfer.core.recipe.presets as presets
 from dinfer.core.loading.files import GGUF, SMALL, CheckpointError, local, locate
+from dinfer.core.provided import needed
 from dinfer.core.recipe.presets import folder
 from dinfer.core.registry import REGISTRIES, Registry, UnknownName, typed, unknown
 
@@ -290,12 +291,12 @@ def inspected(model: dict[str, Any], dtype: str | None, quantize: str | None) ->
 
     A folder must hold its weights; those of a hub name may still be downloaded.
     """
-    from dinfer.core.layers.linear import taken
     from dinfer.core.loading.safetensors_io import stored
     from dinfer.core.pipeline.pipeline import dtype_of
     from dinfer.lab.inspect import inspect
 
-    taken(quantize)
+    if quantize is not None:
+        needed("format_of", f"quantize={quantize}", "formats")(quantize)
     if dtype is not None:
         dtype_of(dtype)
     family = GROUPS["model"].build(model)

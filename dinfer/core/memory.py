@@ -123,51 +123,6 @@ class KVPool:
         if self.local is not None:
             self.local.wipe(pages)
 
-    def forked(self, slot_B: Tensor, pos_BW: Tensor, count: int) -> Tensor:
-        """The pages of each lane, and of `count` candidates that compute the same positions. [(1 + count) * B, P]
-
-        A candidate shares the pages without such a position and has its own instead of the others. Of these, the
-        first and the last may hold keys beside the window, so they are copied.
-        """
-        table_BP, (first_B, last_B) = self.table_NP.index_select(0, slot_B), self._ends(pos_BW)
-        column_P, which_K = (torch.arange(n, device=slot_B.device) for n in (table_BP.shape[1], count))
-        own_KB = self._first_beside() + (slot_B * self.candidates + which_K[:, None]) * self.fork - first_B
-        inside_BP = (column_P >= first_B[:, None]) & (column_P <= last_B[:, None])
-        table_KBP = torch.where(inside_BP, own_KB[..., None] + column_P, table_BP)
-        ends_B2 = torch.stack((first_B, last_B), -1).clamp(0, table_BP.shape[1] - 1)
-        from_KB2 = table_BP.gather(1, ends_B2).expand(count, -1, -1)
-        self._copy(from_KB2.flatten(), table_KBP.gather(2, ends_B2.expand(count, -1, -1)).flatten())
-        return torch.cat((table_BP, table_KBP.flatten(0, 1)))
-
-    def forks(self, pos_BW: Tensor) -> Tensor:
-        """Where the positions lie in as few pages as a candidate has. bool [B]"""
-        first_B, last_B = self._ends(pos_BW)
-        return last_B - first_B < self.fork
-
-    def adopt(self, slot_B: Tensor, pos_BW: Tensor, choice_B: Tensor) -> None:
-        """Makes the keys of a candidate those of the slot, at the positions that `forked` was given; 0: none does."""
-        first_B, last_B = self._ends(pos_BW)
-        page_F = torch.arange(self.fork, device=slot_B.device)
-        column_BF = first_B[:, None] + page_F
-        own_BF = (self._first_beside() + (slot_B * self.candidates + choice_B - 1) * self.fork)[:, None] + page_F
-        takes_BF = (choice_B > 0)[:, None] & (column_BF <= last_B[:, None])
-        table_BP = self.table_NP.index_select(0, slot_B)
-        to_BF = table_BP.gather(1, column_BF.clamp_max(table_BP.shape[1] - 1))
-        nowhere = torch.full_like(own_BF, SCRATCH)
-        self._copy(*(torch.where(takes_BF, page_BF, nowhere).flatten() for page_BF in (own_BF, to_BF)))
-
-    def _ends(self, pos_BW: Tensor) -> tuple[Tensor, Tensor]:
-        """The columns of the table with the first and the last position of each lane; -1 is none. int64 [B] each"""
-        last_B = pos_BW.amax(-1) // self.page
-        return torch.where(pos_BW < 0, pos_BW.new_full((), NOWHERE), pos_BW).amin(-1) // self.page, last_B
-
-    def _copy(self, from_X: Tensor, to_X: Tensor) -> None:
-        for pool in (self.k_JPTGE, self.v_JPTGE):
-            pool = pool.view(torch.uint8) if pool.dtype == FLOAT8 else pool
-            pool.index_copy_(1, to_X, pool.index_select(1, from_X))
-        if self.local is not None:
-            self.local._copy(from_X, to_X)
-
     def attend(
         self, slot_B: Tensor, pos_BW: Tensor, seen: Seen, pages: int, *, place_BW: Tensor | None = None,
         table_NP: Tensor | None = None, self_keys: int = 0,
@@ -190,13 +145,14 @@ class KVPool:
         if self_keys:
             none_BX, place_X = torch.full_like(pos_BW[:, self_keys:], -1), torch.arange(self_keys, device=slot_B.device)
             # In pages that belong to the slots and to no position of their requests.
-            first_B1 = (self._first_beside() + slot_B * self.candidates * self.fork)[:, None] * self.page
+            first_B1 = (self.first_beside + slot_B * self.candidates * self.fork)[:, None] * self.page
             self_key_BW = torch.cat((none_BX, first_B1 + place_X), 1)
             write_X = torch.where(self_key_BW < 0, write_X.view_as(self_key_BW), self_key_BW).flatten()
         interval_BW = interval_BW[0].contiguous(), interval_BW[1].contiguous()
         return PagedAttend(self, pos_BW, write_X, pages_BP, interval_BW, near_BW, context_BW, self_key_BW=self_key_BW)
 
-    def _first_beside(self) -> int:
+    @property
+    def first_beside(self) -> int:
         """The first page that belongs to no request."""
         return self.k_JPTGE.shape[1] - self.table_NP.shape[0] // 2 * self.candidates * self.fork
 

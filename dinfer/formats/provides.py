@@ -1,6 +1,5 @@
 """What core gets from this layer, see `dinfer.core.provided`."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,7 @@ from dinfer.formats.lora import read_adapter
 from dinfer.formats.quantized import rounded_tensors
 from dinfer.formats.saving import save_checkpoint
 
-__all__ = ["gguf_blocks", "gguf_file", "read_adapter", "rounded_tensors", "save_checkpoint"]
+__all__ = ["fill", "format_of", "gguf_file", "kept_formats", "read_adapter", "rounded_tensors", "save_checkpoint"]
 
 
 def gguf_file(path: Path) -> Any:
@@ -18,8 +17,22 @@ def gguf_file(path: Path) -> Any:
     return module.gguf_file(path)
 
 
-def gguf_blocks(tensors: Mapping[str, Any], placements: Mapping[str, Any], changed: Any) -> dict[str, Any]:
-    """The formats that keep a file's blocks, see `blocks_of`."""
-    from dinfer.formats import gguf_file as module
+def format_of(name: str, device: Any = None) -> Any:
+    """The format that `quantize=name` rounds to. Raises ValueError."""
+    from dinfer.formats import holding  # needs torch
 
-    return module.blocks_of(tensors, placements, changed)
+    return holding.format_of(name, device)
+
+
+def kept_formats(*given: Any) -> dict[str, Any]:
+    """The formats that keep a checkpoint's values bit for bit, see `dinfer.formats.holding.kept_formats`."""
+    from dinfer.formats import holding
+
+    return holding.kept_formats(*given)
+
+
+def fill(*given: Any) -> None:
+    """Fills a network that holds or rounds weights in few bits, see `dinfer.formats.filling.fill`."""
+    from dinfer.formats import filling
+
+    filling.fill(*given)

@@ -399,6 +399,7 @@ class ScalesOfBlocks(Scales):
                 yield f"{scale.name}: {scale.dtype} {scale.shape}, {must}"
 
     def per_output(self, name: str, weights: Mapping[str, Stored]) -> bool:
+        """Whether all inputs of an output have the same scale."""
         shape, outputs = self.stored[name].shape, weights[name].shape[:-1]
         return math.prod(shape) == 1 or shape in (outputs, (*outputs, 1))
 
@@ -407,7 +408,12 @@ class ScalesOfBlocks(Scales):
         blocks = None if self.block is None else (*lead, -(-rows // self.block[0]), -(-width // self.block[1]))
         return self.stored[name].shape == blocks
 
+    def read(self) -> dict[str, Tensor]:
+        """The scales in float32, by the weight's name."""
+        return {name: scale.float().clone() for name, scale in read(self.stored)}
+
     def at(self, scale: Tensor, shape: tuple[int, ...], part: Slices) -> Tensor:
+        """The factors of a part of a weight of this shape. `scale`: one of `read`."""
         return scale_at(scale, shape, self.block, part)
 
 

@@ -16,7 +16,7 @@ import torch
 from jinja2 import TemplateError
 
 from dinfer.core.layers.format import PLAIN
-from dinfer.core.layers.linear import format_of, formatted, roundings
+from dinfer.core.layers.linear import formatted
 from dinfer.core.loading.checkpoint import LoadPlan, empty_network, family_of, headers, layout, read_spec, small_files
 from dinfer.core.loading.files import (
     CONFIG,
@@ -46,6 +46,7 @@ from dinfer.core.models.family import ModelFamily
 from dinfer.core.ranks.split import Placement
 from dinfer.core.registry import MODELS
 from dinfer.core.terms.spec import ModelSpec
+from dinfer.formats.holding import format_of, roundings
 from dinfer.formats.quantized import FIELD, SCALES, packed, packed_names, packing, scale_block, spare_biases
 
 CHAT = (

@@ -4,9 +4,10 @@ from typing import Any
 
 import torch
 
-from dinfer.core.layers import linear
+from dinfer.core.layers.linear import formatted
 from dinfer.core.loading.checkpoint import divisions, empty_network
 from dinfer.core.models.family import ModelFamily
+from dinfer.core.provided import needed
 from dinfer.core.ranks.split import WHOLE, Rank
 from dinfer.core.terms.spec import ModelSpec
 
@@ -20,10 +21,10 @@ def random_network(
     A `rank` gets its share of the network that torch's seed makes. `quantize`: the format of all weights of linear
     layers and experts, each rounded as soon as it is made. Raises ValueError.
     """
-    wanted = None if quantize is None else linear.format_of(quantize, device)
+    wanted = None if quantize is None else needed("format_of", f"quantize={quantize}", "formats")(quantize, device)
     network, divided = empty_network(family, spec, dtype, device, rank=rank, rest=wanted), divisions(family, spec, rank)
     shapes = dict(empty_network(family, spec, dtype, torch.device("meta")).named_parameters())
-    rounded = {} if wanted is None else linear.formatted(network)
+    rounded = {} if wanted is None else formatted(network)
     for name, parameter in network.named_parameters():
         split, whole = divided.get(name), parameter
         if split is not None or name in rounded:
@@ -42,5 +43,8 @@ def random_network(
             module.write(own, whole)
         elif split is not None:
             parameter.copy_(whole)
-    linear.settle(network)
+    if wanted is not None:
+        from dinfer.formats.holding import settle
+
+        settle(network)
     return network

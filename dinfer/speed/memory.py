@@ -21,6 +21,7 @@ from dinfer.core.engine.runtime import BatchSize, Runtime
 from dinfer.core.engine.worker import Worker
 from dinfer.core.memory import KVPool, PoolSize
 from dinfer.core.models.family import ModelFamily
+from dinfer.core.provided import needed
 from dinfer.core.ranks.split import Rank
 from dinfer.core.step.cursors import Cursors, Phase
 from dinfer.core.step.shape import Sampled, StepShape
@@ -79,15 +80,13 @@ def fits(
     device: torch.device,
 ) -> None:  # fmt: skip
     """Raises ValueError if a card has no memory for its share of the weights. Reads no weight."""
-    from dinfer.core.layers import linear
     from dinfer.core.loading.checkpoint import LoadPlan, empty_network
     from dinfer.core.loading.files import GGUF
 
-    linear.taken(quantize)  # raises for a name that is none
+    wanted = None if quantize is None else needed("format_of", f"quantize={quantize}", "formats")(quantize, device)
     rank = Rank(0, runtime.tensor_parallel, runtime.expert_parallel)
     plan, (free, total) = LoadPlan.read(folder, family), free_and_total(device)
     dtype = dtype or plan.dtype
-    wanted = None if quantize is None else linear.format_of(quantize, device)
     blocks = rank.ranks == 1 and device.type == "cpu" and folder.suffix == GGUF and quantize is None
     formats = plan.formats(dtype, quantize, rank, blocks=blocks)
     weights = held(empty_network(family, plan.spec, dtype, META, formats, rank, wanted))

@@ -8,14 +8,13 @@ over: then the module is called with tensors, as any other (`apply`).
 from operator import attrgetter
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from dinfer.core.kernels.deferred import close, share
-from dinfer.core.kernels.dispatch import on_own_device, untouched
+from dinfer.core.kernels.dispatch import untouched
 from dinfer.core.kernels.moe import ExpertWeight, wide_linear
 from dinfer.core.kernels.types import Deferred, InputFormat
-from dinfer.core.layers.format import FORMATS, PLAIN, Format, Weight
+from dinfer.core.layers.format import PLAIN, Format, Weight
 from dinfer.core.ranks.ranks import Ranks
 
 
@@ -135,35 +134,6 @@ class Embedding(Formatted, nn.Embedding):
         return close(self.formats["weight"].linear(x, self.weight_of("weight"), None))
 
 
-def roundings() -> list[str]:
-    """The names of the formats that `quantize=` rounds to."""
-    return [name for name in FORMATS.names() if name != "plain"]
-
-
-def format_of(name: str, device: torch.device | None = None) -> Format:
-    """The format that `quantize=name` rounds to.
-
-    Raises ValueError for a name that is not one, and for a device, if it is given, that cannot compute with it.
-    """
-    if not roundings():
-        raise ValueError(f"quantize={name} needs dinfer.formats, which this installation leaves out")
-    if name not in roundings():
-        raise ValueError(f"quantize={name!r} is not known; use one of {', '.join(roundings())}, or null for none")
-    found: Format = FORMATS.get(name)()
-    if device is not None:
-        found.check(device, f"quantize={name}")
-    return found
-
-
-def taken(quantize: str | None) -> dict[str, Format]:
-    """The formats in which weights may stay as a checkpoint has them, by the name of what it has them in.
-
-    With `quantize`, only what is in that format already stays.
-    """
-    formats = [format_of(name) for name in (roundings() if quantize is None else [quantize])]
-    return {known.stored: known for known in formats if known.stored is not None}
-
-
 def formatted(network: nn.Module, embeddings: bool = False) -> dict[str, tuple[Formatted, str]]:
     """The parameters that formats hold: their modules and what they are called there.
 
@@ -175,28 +145,3 @@ def formatted(network: nn.Module, embeddings: bool = False) -> dict[str, tuple[F
         if isinstance(module, Formatted) and (module.rounds or embeddings)
     }
     return {f"{path}.{own}": (module, own) for path, module in modules.items() for own in module.formats}
-
-
-@on_own_device
-def quantize(network: nn.Module, name: str) -> None:
-    """Rounds the weights of every linear layer and of all experts to a format, in place, layer by layer.
-
-    Norms, routers, embeddings and a head that is the embedding stay as they are, and so do weights that a checkpoint
-    holds in 8 bits. Raises ValueError for a layer that cannot be rounded so; the network is of no use then.
-    """
-    wanted = format_of(name, next(network.parameters()).device)
-    for path, (module, own) in formatted(network).items():
-        if module.formats[own] is PLAIN:
-            try:
-                made = wanted.make(module.get_parameter(own).detach())
-            except ValueError as error:
-                raise ValueError(f"{path.removesuffix(f'.{own}')}: {error}") from error
-            module.hold(own, wanted.settled(made), wanted)
-
-
-def settle(network: nn.Module) -> None:
-    """Lays out the weights as their device reads them fastest, one after the other. For a network that has them all."""
-    for module, own in formatted(network, embeddings=True).values():
-        held, weight = module.formats[own], module.weight_of(own)
-        if (settled := held.settled(weight)) is not weight:
-            module.hold(own, settled, held)

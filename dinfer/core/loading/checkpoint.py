@@ -7,8 +7,6 @@ names it.
 
 from __future__ import annotations
 
-import logging
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,7 +31,6 @@ from dinfer.core.loading.files import (
     token_ids,
 )  # fmt: skip
 from dinfer.core.loading.safetensors_io import (
-    FLOATS,
     Scales,
     Slices,
     Stored,
@@ -50,11 +47,7 @@ from dinfer.core.registry import MODELS
 from dinfer.core.terms.spec import ExpertLayout, ModelSpec
 
 if TYPE_CHECKING:
-    from dinfer.core.layers.format import Format
-    from dinfer.core.layers.linear import Formatted
-
-
-TABLE = "embedding.weight"  # the embedding of every network
+    pass
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -199,47 +192,18 @@ class LoadPlan:
         return next(dtype for name in self.placements if (dtype := self.tensors[name].floats) is not None)
 
     @property
-    def table(self) -> str | None:
-        """The name of the tensor that is the embedding."""
-        return next((name for name, place in self.placements.items() if place.parameter == TABLE), None)
+    def plain(self) -> bool:
+        """Whether its tensors are the network's, in floats."""
+        return not (self.adapter or self.scales.stored or any(one.packed for one in self.tensors.values()))
 
     def formats(
         self, dtype: torch.dtype, quantize: str | None = None, rank: Rank = WHOLE, *, blocks: bool = False
-    ) -> dict[str, Any]:
-        """The formats of parameters that keep the checkpoint's values bit for bit, on a rank of a network in `dtype`.
-
-        `blocks`: a GGUF file's blocks stay, as on a CPU. The embedding stays in floats that are narrower than `dtype`,
-        and its rows are widened when they are looked up: beside weights in few bits a wide table would be a large part
-        of the model. A table that is also the head is widened, for speed.
-        """
-        from dinfer.core.layers.format import Plain  # only here: networks are heavy to import
-        from dinfer.core.layers.linear import taken
-
-        takes, changed = taken(quantize), () if self.adapter is None else self.adapter.pairs
-        kinds: dict[str, set[tuple[Any, ...] | None]] = {}
-        for name, place in self.placements.items():
-            kinds.setdefault(place.parameter, set()).add(None if name in changed else self._kind(name, rank))
-        found: dict[str, Any] = {}
-        for parameter, (kind, *others) in kinds.items():  # all weights of a parameter must be alike
-            if kind is not None and not others and kind[0] in takes:
-                found[parameter] = takes[kind[0]].like(*kind[1:])
-        found.pop(TABLE, None)  # none of these formats looks up rows
-        if blocks:
-            found |= needed("gguf_blocks", f"{self.folder.name}, a GGUF file,", "formats")(
-                self.tensors, self.placements, changed
-            )
-        own = None if self.spec.tied_head or self.table in changed else self.table
-        narrow = None if own is None else FLOATS.get(self.tensors[own].dtype)
-        if narrow is not None and narrow.itemsize < dtype.itemsize and (found or quantize):
-            found.setdefault(TABLE, Plain(narrow))
-        return found
-
-    def _kind(self, name: str, rank: Rank) -> tuple[Any, ...] | None:
-        """The dtype of rounded values that a format may hold bit for bit, and of integers their group and scales."""
-        one = self.tensors[name]
-        if one.packed:
-            return one.kept(self.placements[name], rank)
-        return (one.dtype,) if name in self.scales.stored and self.scales.per_output(name, self.tensors) else None
+    ) -> Mapping[str, Any]:
+        """The formats of parameters that keep the checkpoint's values bit for bit, see `formats.holding.kept_formats`.
+        Raises ValueError for a `quantize` that is none."""
+        if quantize is None and provided("kept_formats") is None:
+            return {}
+        return needed("kept_formats", f"quantize={quantize}", "formats")(self, dtype, quantize, rank, blocks)
 
 
 def headers(folder: Path, family: ModelFamily, spec: ModelSpec) -> dict[str, Stored]:
@@ -249,10 +213,6 @@ def headers(folder: Path, family: ModelFamily, spec: ModelSpec) -> dict[str, Sto
     return _gguf(folder).stored(
         {name: None for experts in get_args(ExpertLayout) for name in family.weights(spec, experts)}
     )
-
-
-Piece = tuple[str, Slices, Slices]
-"""A part of a tensor, and the part of its parameter that it fills."""
 
 
 def load_network(
@@ -269,138 +229,37 @@ def load_network(
     Raises CheckpointError, or ValueError for a format that the device cannot compute with.
     """
     from dinfer.core.kernels.dispatch import prepare_native  # only here: networks are heavy to import
-    from dinfer.core.layers import linear
 
     alone = rank.ranks == 1  # ranks that share a model compile a kernel at its first launch
     compilers = provided("prepare_compilers") if alone else None
     imported = compilers(device) if compilers else lambda: None
-    linear.taken(quantize)  # raises for a name that is none, before anything is read
+    wanted = None if quantize is None else needed("format_of", f"quantize={quantize}", "formats")(quantize, device)
     plan = LoadPlan.read(folder, family).verified()
     dtype = dtype or plan.dtype
     if dtype == torch.float32:
         prepare_native(device)
-    on_cpu = alone and device.type == "cpu"
-    formats = plan.formats(dtype, quantize, rank, blocks=on_cpu and folder.suffix == GGUF and quantize is None)
-    for format in {type(format): format for name, format in formats.items() if name != TABLE}.values():
+    blocks = alone and device.type == "cpu" and folder.suffix == GGUF and quantize is None
+    formats = plan.formats(dtype, quantize, rank, blocks=blocks)
+    for format in {type(format): format for format in formats.values()}.values():
         format.check(device, f"{folder}: what it holds in {format.stored}")
-    wanted = None if quantize is None else linear.format_of(quantize, device)
     network = empty_network(family, plan.spec, dtype, device, formats, rank, wanted)
     with torch.no_grad():
-        filling = _Filling(plan, network, formats, rank, device)
-        if on_cpu and TABLE in formats:
-            filling.map_table()
-        filling.fill_unchanged()
-        filling.fill(dtype, wanted)
-    if quantize is None:
-        filling.warn(dtype)
-    linear.settle(network)
+        if plan.plain and not formats and wanted is None:
+            fill(plan, network, rank)
+        else:
+            needed("fill", f"{folder}, which holds rounded weights,", "formats")(
+                plan, network, formats, rank, dtype, wanted
+            )
     imported()
     return family.finished(network)
 
 
-class _Filling:
-    """Carries out a plan: fills an empty network with a checkpoint's tensors."""
-
-    def __init__(
-        self, plan: LoadPlan, network: Any, formats: Mapping[str, Any], rank: Rank, device: torch.device
-    ) -> None:
-        from dinfer.core.layers.linear import formatted  # only here: networks are heavy to import
-
-        self.plan, self.network, self.formats, self.device = plan, network, formats, device
-        self.alone = rank.ranks == 1
-        self.weights, self.scales = formatted(network, embeddings=True), plan.scales.read()
-        self.pieces: list[Piece] = [
-            (name, *piece) for name in plan.tensors for piece in plan.placements[name].pieces(rank)
-        ]
-        self.widened: set[str] = set()  # rounded weights that no format holds
-
-    def _parameter(self, name: str) -> str:
-        return self.plan.placements[name].parameter
-
-    def map_table(self) -> None:
-        """Maps the embedding into memory: only rows that are looked up take any."""
-        if (own := self.plan.table) is not None:
-            module, name = self.weights[TABLE]
-            module.hold(name, (self.plan.tensors[own].mapped(),), module.formats[name])
-            self.pieces = [piece for piece in self.pieces if piece[0] != own]
-
-    def fill_unchanged(self) -> None:
-        """Fills the weights whose tensors know how a format holds them: blocks and packed integers."""
-        held = {
-            name
-            for name in self.plan.tensors.keys() - self.scales.keys()
-            if self._parameter(name) in self.formats.keys() & self.weights.keys() - {TABLE}
-        }
-        for name, source, target in (piece for piece in self.pieces if piece[0] in held):
-            module, own = self.weights[self._parameter(name)]
-            self.plan.tensors[name].fill(module.formats[own], module.weight_of(own), source, target)
-        self.pieces = [piece for piece in self.pieces if piece[0] not in held]
-
-    def fill(self, dtype: torch.dtype, wanted: Format | None) -> None:
-        """Reads all other tensors, and rounds those of linear layers and experts if a format is `wanted`."""
-        plan, rounding = self.plan, None
-        if wanted is not None:
-            self.pieces.sort(key=lambda piece: self._parameter(piece[0]))  # a weight's parts follow one another
-            rest = {name: one for name, one in self.weights.items() if name not in self.formats and one[0].rounds}
-            parts_of = [(self._parameter(name), target) for name, _, target in self.pieces]
-            rounding = Rounding(rest, parts_of, dtype, self.device)
-        parts = [(plan.tensors[name], None if self.alone else source) for name, source, _ in self.pieces]
-        for (name, source, target), tensor in zip(self.pieces, read_slices(parts), strict=True):
-            parameter = self._parameter(name)
-            if name in self.scales:
-                scale = plan.scales.at(self.scales[name].to(self.device), plan.tensors[name].shape, source)
-                if parameter in self.formats and parameter in self.weights:
-                    module, own = self.weights[parameter]
-                    self.formats[parameter].take(module.weight_of(own), target, tensor, scale)
-                    continue
-                tensor = tensor.to(self.device).float() * scale
-                self.widened.add(name)
-            elif plan.tensors[name].packed:
-                self.widened.add(name)
-            if plan.adapter is not None:
-                tensor = plan.adapter.merged(name, tensor, self.device, source)
-            if rounding is not None and parameter in rounding.weights:
-                rounding.add(parameter, target, tensor)
-            else:
-                self.network.get_parameter(parameter).detach()[target].copy_(tensor)
-
-    def warn(self, dtype: torch.dtype) -> None:
-        """Says how many rounded weights are wide in the network."""
-        if self.widened:
-            rounded = len(self.scales) + sum(one.packed for one in self.plan.tensors.values())
-            logging.getLogger(__name__).warning(
-                "%s: %d of %d rounded weights are widened to %s. Either no format holds their scales (of blocks), "
-                "zeros or order of inputs, or an adapter changes them, or they share a matrix with others. "
-                "quantize=fp8, int8 or int4 rounds them again.",
-                self.plan.folder, len(self.widened), rounded, dtype,
-            )  # fmt: skip
-
-
-class Rounding:
-    """The weights to round, each of them whole until its last part has been read."""
-
-    def __init__(
-        self, weights: dict[str, tuple[Formatted, str]], parts: Sequence[tuple[str, Slices]], dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:  # fmt: skip
-        """`weights`: the module and attribute of each parameter; `parts`: of parameters, which will be added."""
-        self.weights, self.dtype, self.device = weights, dtype, device
-        self.whole: dict[str, Tensor] = {}
-        self.left = Counter(name for name, _ in parts)
-        self.shape: dict[str, tuple[int, ...]] = {}
-        for name, part in parts:
-            sizes = [piece.stop for piece in part]
-            self.shape[name] = tuple(map(max, sizes, self.shape.get(name, sizes)))
-
-    def add(self, name: str, part: Slices, values: Tensor) -> None:
-        """Fills in a part of a weight, and rounds the weight after its last part. Raises ValueError."""
-        if name not in self.whole:
-            self.whole[name] = torch.empty(self.shape[name], dtype=self.dtype, device=self.device)
-        self.whole[name][part].copy_(values)
-        self.left[name] -= 1
-        if not self.left[name]:
-            module, own = self.weights[name]
-            module.write(own, self.whole.pop(name))
+def fill(plan: LoadPlan, network: Any, rank: Rank) -> None:
+    """Fills an empty network with the tensors of a plan that is `plain`."""
+    pieces = [(name, *piece) for name in plan.tensors for piece in plan.placements[name].pieces(rank)]
+    parts = [(plan.tensors[name], None if rank.ranks == 1 else source) for name, source, _ in pieces]
+    for (name, _, target), tensor in zip(pieces, read_slices(parts), strict=True):
+        network.get_parameter(plan.placements[name].parameter).detach()[target].copy_(tensor)
 
 
 def place_of(parameters: Mapping[str, Tensor], place: Placement) -> Tensor:

@@ -17,7 +17,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dinfer.core.loading.files import QUANTIZATION, CheckpointError, damaged, read_object
-from dinfer.core.ranks.split import Placement, Rank
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 NARROW = {"F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8}
@@ -55,14 +54,6 @@ class Stored:
 
     packed: ClassVar[bool] = False  # whether several values stand in each integer of the file
 
-    def kept(self, place: Placement, rank: Rank) -> tuple[Any, ...] | None:
-        """What a format must be for to hold a rank's part of it bit for bit; None: only floats or scales tell."""
-        return None
-
-    def fill(self, format: Any, weight: tuple[Tensor, ...], source: Slices, target: Slices) -> None:
-        """Copies a part of it into a weight whose format holds it unchanged, for tensors that have such a format."""
-        raise NotImplementedError
-
     def mapped(self) -> Tensor:
         """What a format that holds it unchanged has, in a private mapping of the file.
 
@@ -89,18 +80,6 @@ class Scales:
     def problems(self, weights: Mapping[str, Stored], placements: Collection[str]) -> Iterator[str]:
         """The scales with a wrong shape or dtype, and packed weights of which nobody says how."""
         yield from ()
-
-    def per_output(self, name: str, weights: Mapping[str, Stored]) -> bool:
-        """Whether all inputs of an output have the same scale."""
-        return False
-
-    def read(self) -> dict[str, Tensor]:
-        """The scales in float32, by the weight's name."""
-        return {name: scale.float().clone() for name, scale in read(self.stored)}
-
-    def at(self, scale: Tensor, shape: tuple[int, ...], part: Slices) -> Tensor:
-        """The factors of a part of a weight of this shape. `scale`: one of `read`."""
-        raise NotImplementedError
 
 
 def plain(

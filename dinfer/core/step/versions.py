@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from dinfer.core.kernels.canvas import take
-from dinfer.core.memory import KVPool, PagedAttend, Seen
+from dinfer.core.kernels.types import FLOAT8
+from dinfer.core.memory import NOWHERE, KVPool, PagedAttend, Seen
 from dinfer.core.step.canvas import Canvas
 from dinfer.core.step.cursors import Phase, RowCursors
 from dinfer.core.step.scores import read_logits
@@ -44,7 +45,7 @@ class States:
         `intervals`: what the positions see, for the present state and for each candidate. [B, W] each
         """
         count = self.states_CBX.shape[0]
-        table_GP = kv.forked(self.slot_B, place_BW, count - 1)
+        table_GP = forked(kv, self.slot_B, place_BW, count - 1)
         pos_GW, place_GW = (t_BW.repeat(count, 1) for t_BW in (pos_BW, place_BW))
         start_GW, end_GW = (torch.cat(bounds) for bounds in zip(*intervals, strict=True))
         lane_G = torch.arange(table_GP.shape[0], device=table_GP.device)
@@ -64,3 +65,35 @@ def logits_of_versions(step: Step, run: Forward, count: int) -> Tensor:
     """The logits of the active blocks in each of `count` versions of the lanes. [C, R, L, V]"""
     lanes_GWD = take(run.h_BWD, run.logits_RL.repeat(count, 1))
     return read_logits(step, run.model, lanes_GWD).unflatten(0, (count, -1))
+
+
+def forked(kv: KVPool, slot_B: Tensor, pos_BW: Tensor, count: int) -> Tensor:
+    """The pages of each lane, and of `count` candidates that compute the same positions. [(1 + count) * B, P]
+
+    A candidate shares the pages without such a position and has its own instead of the others. Of these, the
+    first and the last may hold keys beside the window, so they are copied.
+    """
+    table_BP, (first_B, last_B) = kv.table_NP.index_select(0, slot_B), columns_of(kv, pos_BW)
+    column_P, which_K = (torch.arange(n, device=slot_B.device) for n in (table_BP.shape[1], count))
+    own_KB = kv.first_beside + (slot_B * kv.candidates + which_K[:, None]) * kv.fork - first_B
+    inside_BP = (column_P >= first_B[:, None]) & (column_P <= last_B[:, None])
+    table_KBP = torch.where(inside_BP, own_KB[..., None] + column_P, table_BP)
+    ends_B2 = torch.stack((first_B, last_B), -1).clamp(0, table_BP.shape[1] - 1)
+    from_KB2 = table_BP.gather(1, ends_B2).expand(count, -1, -1)
+    copy_pages(kv, from_KB2.flatten(), table_KBP.gather(2, ends_B2.expand(count, -1, -1)).flatten())
+    return torch.cat((table_BP, table_KBP.flatten(0, 1)))
+
+
+def columns_of(kv: KVPool, pos_BW: Tensor) -> tuple[Tensor, Tensor]:
+    """The columns of the table with the first and the last position of each lane; -1 is none. int64 [B] each"""
+    last_B = pos_BW.amax(-1) // kv.page
+    return torch.where(pos_BW < 0, pos_BW.new_full((), NOWHERE), pos_BW).amin(-1) // kv.page, last_B
+
+
+def copy_pages(kv: KVPool, from_X: Tensor, to_X: Tensor) -> None:
+    """Copies keys and values of pages to others, in all layers."""
+    for pool in (kv.k_JPTGE, kv.v_JPTGE):
+        pool = pool.view(torch.uint8) if pool.dtype == FLOAT8 else pool
+        pool.index_copy_(1, to_X, pool.index_select(1, from_X))
+    if kv.local is not None:
+        copy_pages(kv.local, from_X, to_X)

@@ -16,11 +16,11 @@ from benchmarks.limits import limits, operations, weight_bytes
 from benchmarks.parts import Span, by_kernel, by_part, longest
 from benchmarks.peers import ours, work
 from benchmarks.shapes import SHAPES, shape
-from dinfer.core.layers.linear import quantize
 from dinfer.core.memory import KVPool, PoolSize
 from dinfer.core.recipe.recipe import Recipe, compose
 from dinfer.core.step.cursors import Phase
 from dinfer.core.step.shape import StepShape
+from dinfer.formats.holding import quantize
 from dinfer.lab.random_network import random_network
 
 

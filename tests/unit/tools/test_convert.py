@@ -13,11 +13,11 @@ from safetensors import safe_open
 from support.families import CONFIGS, EXPERTS, family_for, random_model
 from support.gguf_files import LLADA
 
-from dinfer.core.layers.linear import quantize as quantize_network
 from dinfer.core.loading.checkpoint import load_network
 from dinfer.core.loading.files import CheckpointError, locate
 from dinfer.core.loading.safetensors_io import read, stored
 from dinfer.core.models.llada import Llada
+from dinfer.formats.holding import quantize as quantize_network
 from dinfer.formats.saving import save_network
 from tools import convert as tool
 

@@ -25,13 +25,13 @@ from dinfer.core.engine.request import Request, Update
 from dinfer.core.engine.row import Row
 from dinfer.core.engine.runtime import Runtime
 from dinfer.core.engine.scheduler import Scheduler
-from dinfer.core.layers.linear import quantize
 from dinfer.core.memory import PoolSize
 from dinfer.core.pipeline import Pipeline
 from dinfer.core.recipe.recipe import Recipe, compose
 from dinfer.core.step.shape import StepShape
 from dinfer.core.step.state import BatchState
 from dinfer.core.step.window import width_of
+from dinfer.formats.holding import quantize
 from dinfer.lab.bounds import greedy, log_likelihoods
 
 BAD = 21  # the length of the request that something goes wrong with

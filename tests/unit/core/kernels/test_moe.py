@@ -16,9 +16,9 @@ from dinfer.core.kernels.deferred import close
 from dinfer.core.kernels.linear import round_rows
 from dinfer.core.kernels.moe import block_experts, route
 from dinfer.core.kernels.types import Dealt
-from dinfer.core.layers.linear import quantize
 from dinfer.core.layers.transformer import Experts, blocks_of
 from dinfer.core.terms.spec import ExpertSpec
+from dinfer.formats.holding import quantize
 
 
 def rng(seed: int) -> torch.Generator:

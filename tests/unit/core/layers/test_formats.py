@@ -14,7 +14,8 @@ from dinfer.core.kernels.deferred import close
 from dinfer.core.kernels.moe import ExpertWeight, PlainExperts
 from dinfer.core.kernels.types import Matrices
 from dinfer.core.layers.format import FORMATS, Format, Weight
-from dinfer.core.layers.linear import format_of, formatted
+from dinfer.core.layers.linear import formatted
+from dinfer.formats.holding import format_of
 
 IDS = torch.arange(12)[None]
 

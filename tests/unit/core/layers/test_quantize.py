@@ -12,10 +12,11 @@ from dinfer.core.kernels.deferred import widened
 from dinfer.core.kernels.linear import check_float8, round_rows
 from dinfer.core.kernels.types import FLOAT8, LARGEST
 from dinfer.core.layers.format import FORMATS
-from dinfer.core.layers.linear import Linear, format_of, formatted, quantize
+from dinfer.core.layers.linear import Linear, formatted
 from dinfer.core.loading.checkpoint import load_network
 from dinfer.core.loading.files import locate
 from dinfer.core.registry import MODELS
+from dinfer.formats.holding import format_of, quantize
 from dinfer.formats.kernels.packed import pack, packed_linear, tiled, unpack
 from dinfer.formats.kernels.scaled import rounded, scaled_linear
 

@@ -16,11 +16,11 @@ from support.families import CONFIGS, family_for
 from support.models import GEMMA
 from support.real_configs import FOLDERS, REAL, copied
 
-from dinfer.core.layers.linear import roundings
 from dinfer.core.loading.checkpoint import load_network, read_spec
 from dinfer.core.loading.files import PUBLISHED as DEFAULT
 from dinfer.core.loading.files import locate
 from dinfer.core.registry import MODELS
+from dinfer.formats.holding import roundings
 from dinfer.lab.inspect import Inspection, inspect
 
 INDEX = "model.safetensors.index.json"
