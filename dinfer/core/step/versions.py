@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dinfer.core.kernels.canvas import take
-from dinfer.core.kernels.types import FLOAT8
+from dinfer.core.kernels.linear import FLOAT8
 from dinfer.core.memory import NOWHERE, KVPool, PagedAttend, Seen
 from dinfer.core.step.canvas import Canvas
 from dinfer.core.step.cursors import Phase, RowCursors
