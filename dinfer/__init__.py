@@ -72,6 +72,11 @@ _ADDRESSES = {
     "decoders.s2d2": "research.decoders.s2d2", "loading.inspect": "lab.inspect", "analysis": "lab",
     "parallel": "scale.parallel", "engine.async_engine": "serving.async_engine", "startup": "speed.startup",
 }  # fmt: skip
+# Names that left their module for a layer, which modules imported by an address without a layer have still.
+_NAMES = {
+    "core.layers.linear": {"quantize": "formats.holding"},
+    "core.loading.checkpoint": {"save_network": "formats.saving", "random_network": "lab.random_network"},
+}
 
 
 class _Addresses:
@@ -92,7 +97,15 @@ class _Addresses:
         return None
 
     def exec_module(self, module: ModuleType) -> None:
-        sys.modules[module.__name__] = importlib.import_module(self.address)
+        found = sys.modules[module.__name__] = importlib.import_module(self.address)
+        if (moved := _NAMES.get(self.address.removeprefix("dinfer."))) is not None:
+
+            def named(name: str) -> Any:
+                if name in moved:
+                    return vars(importlib.import_module(f"dinfer.{moved[name]}"))[name]
+                raise AttributeError(f"module {found.__name__!r} has no attribute {name!r}")
+
+            vars(found)["__getattr__"] = named
 
 
 sys.meta_path.insert(0, _Addresses)  # before the folders' own names are looked for in them

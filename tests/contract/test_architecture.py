@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -342,9 +343,19 @@ def test_addresses_without_a_layer_give_the_same_modules() -> None:
         ("caches.chosen", "research.caches.chosen"),
         ("kernels.selection", "core.kernels.selection"),
         ("models.dream", "families.models.dream"),
+        ("loading.files", "core.loading.files"),
+        ("decoders.schedule", "core.decoders.schedule"),
+        ("kernels.linear", "core.kernels.linear"),
     ):
         assert found(".".join(["dinfer", name])) is found(f"dinfer.{home}")
     assert found("dinfer.kernels").__name__ == "dinfer.kernels"
+    for name, home in (
+        ("loading.checkpoint.save_network", "formats.saving"),
+        ("loading.checkpoint.random_network", "lab.random_network"),
+        ("layers.linear.quantize", "formats.holding"),
+    ):
+        module, _, own = name.rpartition(".")
+        assert vars(found(f"dinfer.{home}"))[own] is attrgetter(own)(found(".".join(["dinfer", module])))
     with pytest.raises(ModuleNotFoundError, match=r"dinfer\.core\.step\.nothing"):
         found(".".join(["dinfer", "step", "nothing"]))
 
