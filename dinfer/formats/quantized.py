@@ -444,7 +444,7 @@ def scales_of(tensors: Mapping[str, Stored], block: BlockShape | None) -> tuple[
 def scale_at(scale: Tensor, shape: tuple[int, ...], block: BlockShape | None, part: tuple[slice, ...]) -> Tensor:
     """The factors of a part of a rounded weight; their last dimension is 1 if all inputs share a scale.
 
-    `shape` is that of the whole weight, [..., O, K], and `scale` one of `Scales.read`.
+    `shape` is that of the whole weight, [..., O, K], and `scale` one of `ScalesOfBlocks.read`.
     """
     *lead, rows, width = shape
     if scale.numel() == 1:
