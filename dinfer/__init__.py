@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from dinfer.core.recipe.presets import presets
     from dinfer.core.recipe.recipe import IncompatibleRecipe, Recipe, compose
     from dinfer.core.registry import CACHES, DECODERS, ITERATIONS, MODELS, SAMPLINGS, UnknownName
+    from dinfer.formats.adapters import load_adapter, unload_adapter
     from dinfer.serving.async_engine import AsyncEngine
 
 # Before torch is loaded: OpenMP threads that spin while they wait make small models several times slower as soon as
@@ -32,13 +33,14 @@ __version__ = "0.1.0"
 __all__ = [
     "ABILITIES", "CACHES", "DECODERS", "ITERATIONS", "MODELS", "SAMPLINGS", "AsyncEngine", "Counts",
     "IncompatibleRecipe", "Infilled", "NonFiniteLogits", "Pipeline", "Recipe", "Result", "Runtime", "UnknownName",
-    "Wants", "compose", "load", "presets",
+    "Wants", "compose", "load", "load_adapter", "presets", "unload_adapter",
 ]  # fmt: skip
 _MODULES = {
     "core.abilities.registry": ("ABILITIES",),
     "core.registry": ("CACHES", "DECODERS", "ITERATIONS", "MODELS", "SAMPLINGS", "UnknownName"),
     "core.recipe.presets": ("presets",),
     "core.recipe.recipe": ("IncompatibleRecipe", "Recipe", "compose"),
+    "formats.adapters": ("load_adapter", "unload_adapter"),
     "serving.async_engine": ("AsyncEngine",),
     "core.engine.errors": ("NonFiniteLogits",),
     "core.engine.request": ("Counts", "Wants"),

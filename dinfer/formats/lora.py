@@ -19,6 +19,7 @@ from dinfer.core.loading.safetensors_io import mismatches, read, stored_in
 from dinfer.core.ranks.split import Placement
 
 PREFIX = "base_model.model."
+WEIGHTS = "adapter_model.safetensors"
 ROUNDED = "F8_E4M3"  # what an adapter may be stored in, its factor being that of lora_alpha
 # Fields that change an adapter's meaning, and their supported values; null and absent always are.
 SUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -82,9 +83,9 @@ def read_adapter(folder: Path, placements: Mapping[str, Placement]) -> Adapter:
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if type(rank) is not int or rank < 1 or not isinstance(alpha, (int, float)):
         raise CheckpointError(f"{folder / CONFIG}: r={rank!r} must be 1 or more, and lora_alpha={alpha!r} a number")
-    if not (folder / "adapter_model.safetensors").is_file():
-        raise CheckpointError(f"{folder} has no adapter_model.safetensors (adapters in other formats are not read)")
-    tensors = stored_in(folder / "adapter_model.safetensors")
+    if not (folder / WEIGHTS).is_file():
+        raise CheckpointError(f"{folder} has no {WEIGHTS} (adapters in other formats are not read)")
+    tensors = stored_in(folder / WEIGHTS)
     wanted, modules = {}, _targets(config.get("target_modules"), placements, folder)
     for name in modules:
         out, width = placements[f"{name}.weight"].shape

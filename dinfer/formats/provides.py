@@ -10,6 +10,13 @@ from dinfer.formats.saving import save_checkpoint
 __all__ = ["fill", "format_of", "gguf_file", "kept_formats", "read_adapter", "rounded_tensors", "save_checkpoint"]
 
 
+def adapters() -> Any:
+    """Loads and unloads adapters for the requests that ask for them, see `dinfer.formats.adapters`."""
+    from dinfer.formats import adapters
+
+    return adapters
+
+
 def gguf_file(path: Path) -> Any:
     """A GGUF file as a checkpoint, see `dinfer.formats.gguf_file.gguf_file`."""
     from dinfer.formats import gguf_file as module  # slow to import

@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 
 import dinfer
 from dinfer.core.engine.errors import Unready
+from dinfer.serving.apis import adapters as adapters_api
 from dinfer.serving.apis import (
     chats,
     completions,
@@ -61,7 +62,8 @@ def application(server: Server) -> FastAPI:
     app.add_middleware(Guard, settings=server.settings, refuse=server.refuse)
     handle_errors(app)
     add_operations(app, server)
-    for api in (*APIS, *(for_trainers() if server.settings.rollouts else ())):
+    adapters = () if server.settings.adapters is None else (adapters_api,)
+    for api in (*APIS, *adapters, *(for_trainers() if server.settings.rollouts else ())):
         api.add(app, server)
     return app
 

@@ -33,14 +33,14 @@ PREFIX = "batch_req_"  # of the ids of answers
 BEGIN = f'{{"id": "{PREFIX}'.encode()  # of the lines of answers
 
 
-def settings(round_timeout: float) -> Settings:
+def settings(round_timeout: float, adapters: dict[str, str] | None = None) -> Settings:
     """Settings without limits: the caller says how many lines run at a time, and no client waits.
 
     `round_timeout`: seconds after which a round of steps counts as hung. Raises ValueError.
     """
     return Settings(
         max_requests=NO_LIMIT, max_tokens=NO_LIMIT, max_body=NO_LIMIT, deadline=NO_LIMIT, send_timeout=NO_LIMIT,
-        round_timeout=round_timeout,
+        round_timeout=round_timeout, adapters=adapters,
     )  # fmt: skip
 
 

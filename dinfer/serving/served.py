@@ -48,6 +48,8 @@ class Served:
     max_new_tokens: int  # the default of a request
     created: int
     told: dict[str, Callable[[], Any]] = field(default_factory=dict)  # more for its entry in /v1/models
+    root: str | None = None  # where it is from; None: its name says it
+    parent: str | None = None  # the model that it is made of
 
     @property
     def decoder(self) -> str:
@@ -230,7 +232,7 @@ class Served:
         }
         return {
             "id": self.name, "object": "model", "created": self.created, "owned_by": "dinfer",
-            "root": self.name, "parent": None, "max_model_len": self.max_length,
+            "root": self.root or self.name, "parent": self.parent, "max_model_len": self.max_length,
             "dinfer": {
                 "max_length": self.max_length,
                 "max_new_tokens": self.max_new_tokens,
@@ -244,7 +246,10 @@ class Served:
 class Catalogue(dict[str, Served]):
     """The served models by name."""
 
-    aliases: Mapping[str, str] = {}  # other names of served models
+    def __init__(self) -> None:
+        super().__init__()
+        self.aliases: Mapping[str, str] = {}  # other names of served models
+        self.variants: dict[str, Callable[[Served], Served]] = {}  # of all of them, asked for as MODEL:VARIANT
 
     def call(self, aliases: Mapping[str, str]) -> None:
         """Gives models other names. Raises ValueError."""
@@ -258,7 +263,12 @@ class Catalogue(dict[str, Served]):
     def cards(self) -> list[dict[str, Any]]:
         """The entries in /v1/models."""
         others = [self[name].card() | {"id": alias} for alias, name in self.aliases.items()]
-        return [*(model.card() for model in self.values()), *others]
+        first = next(iter(self.values()))
+        return [
+            *(model.card() for model in self.values()),
+            *others,
+            *(of(first).card() for of in self.variants.values()),
+        ]
 
     @property
     def engines(self) -> dict[str, AsyncEngine]:
@@ -275,10 +285,12 @@ class Catalogue(dict[str, Served]):
         No name is that of the first model, as other servers have it; the answer tells it.
         """
         name = self.aliases.get(name, name) or next(iter(self))
+        model, _, variant = name.rpartition(":")
+        if name not in self and variant in self.variants and model in {"", *self}:
+            return self.variants[variant](self.find(model, decoder))
         if name not in self:
-            raise ApiError(
-                404, f"model={name!r:.80} is not served. Served: {', '.join(self)}", "model", "model_not_found"
-            )
+            known = ", ".join([*self, *(f"{next(iter(self))}:{variant}" for variant in self.variants)])
+            raise ApiError(404, f"model={name!r:.80} is not served. Served: {known}", "model", "model_not_found")
         family = name.partition(":")[0]
         same = [self[name], *(model for model in self.values() if model.name.partition(":")[0] == family)]
         for model in same:

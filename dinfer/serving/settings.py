@@ -43,6 +43,7 @@ class Settings:
     grace: float = 30.0  # seconds that running requests have after SIGTERM
     log_prompts: bool = False
     rollouts: bool = False  # serves trainers: samples with their steps, likelihoods, and new weights
+    adapters: dict[str, str] | None = None  # LoRA adapters by name, and more over HTTP; null: none, also later
     aliases: dict[str, str] | None = None  # other names of served models, for clients that choose none
     calibration: dict[str, float] | None = None  # temperatures of decisions by their kind; null: 1
 
@@ -63,9 +64,13 @@ class Settings:
                 f"host={self.host} can be reached from other machines, and there is no api_key. Set "
                 "api_key=env:NAME or api_key=file:PATH, or say insecure=true to serve everybody."
             )
-        if self.rollouts and not is_loopback(self.host) and self.api_key is None:
-            raise ValueError(f"rollouts=true lets clients replace the weights, and host={self.host} can be reached "
-                             "from other machines: set api_key=env:NAME or api_key=file:PATH")  # fmt: skip
+        for given, does in (
+            (self.rollouts, "rollouts=true lets clients replace the weights"),
+            (self.adapters is not None, "adapters= lets clients load files of this machine"),
+        ):
+            if given and not is_loopback(self.host) and self.api_key is None:
+                raise ValueError(f"{does}, and host={self.host} can be reached from other machines: set "
+                                 "api_key=env:NAME or api_key=file:PATH")  # fmt: skip
 
     def keys(self) -> list[bytes]:
         """The keys that clients may use, one a line. Raises ValueError or OSError."""

@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any
 
 from dinfer.core.engine.engine import Engine
-from dinfer.core.engine.request import Completion, Counts, Request
+from dinfer.core.engine.request import Ask, Completion, Counts, Request
 from dinfer.core.pipeline.inputs import as_int, encodable, is_conversation, listed, marked, named, short
 from dinfer.core.step.contracts import Iteration
 from dinfer.core.step.mixins import Pads
@@ -110,6 +110,7 @@ class Layout:
     pieces: list[str | tuple[str]]  # text, or the name of a slot
     tokens: list[int]  # any where it is open
     slots: list[Open]
+    asks: tuple[Ask, ...] = ()  # of the pipeline's requests
 
     def requests(self, engine: Engine, prompt: Sequence[int], steps: int, seeds: int, seed: int) -> list[Request]:
         """One for each seed. Raises ValueError for what cannot be read."""
@@ -130,7 +131,7 @@ class Layout:
         opened = {position for blank in blanks for position in blank.positions}
         # Where the text before the first slot is read otherwise than a prompt, it is left to the canvas.
         first = offset if spec.encoder or spec.prompt_block else min(opened)
-        asks = (Read((*blanks,), steps),)
+        asks = (Read((*blanks,), steps), *self.asks)
         found = []
         for number in range(seeds):
             options = engine.recipe.resolve({"sampling.seed": seed + number} if seed + number else {})
@@ -274,7 +275,7 @@ def layout(pipe: Any, answer: Any, slots: Any, choice: Any) -> Layout:
             raise ValueError(f"slots {slot.name!r} and {then.name!r} share a token: put text between them")
     tokens = ids(firsts)
     end = found[-1].first + found[-1].length
-    return Layout(pieces, tokens[:end] + [0] * (end - len(tokens)) + tokens[end:], found)
+    return Layout(pieces, tokens[:end] + [0] * (end - len(tokens)) + tokens[end:], found, pipe.asks)
 
 
 def opened(

@@ -72,7 +72,7 @@ def batch(config: dict[str, Any], *, paths: list[str], line: list[str]) -> None:
         from dinfer.serving.batch_file import Output, run, settings
         from dinfer.serving.run import EngineFailed
 
-        limits = settings(setting(config, "round_timeout", float))
+        limits = settings(setting(config, "round_timeout", float), setting(config, "adapters", dict[str, str] | None))
         answering = answering_of(config | {"name": name_of(config)}, others, limits)
         progress = Progress(report)
         with Output(target, overwrite=overwrite) as output:

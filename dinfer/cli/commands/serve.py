@@ -54,6 +54,8 @@ def serve(config: dict[str, Any]) -> None:
     if setting(config, "replicas", int | None) is not None:
         if settings.rollouts:
             raise ValueError("rollouts=true is of one process, whose weights a trainer replaces: leave out replicas")
+        if settings.adapters is not None:
+            raise ValueError("adapters= are of one process, where clients load more: leave out replicas")
         return serve_replicas(config, others, settings)
     if config["autoscaling"] is not None:
         raise ValueError(f"autoscaling={config['autoscaling']} is for replicas: give replicas= too, the least of them")
@@ -117,11 +119,16 @@ def made(config: dict[str, Any], others: dict[str, dict[str, Any]], settings: Se
     for preset, other in others.items():
         with of_recipe(preset):
             found[f"{config['name']}:{preset}"] = compose(pipe.model, **other)
+    from dinfer.core.pipeline.inputs import named
+    from dinfer.serving.apis.adapters import load
     from dinfer.serving.served import catalogue, tell_memory, warm_up
     from dinfer.serving.server import Server  # while a compiler may be at the kernels of `pipe`
 
     new_tokens = setting(config, "max_new_tokens", int)
     server = Server(catalogue(pipe, found, max_new_tokens=new_tokens, created=int(time.time())), settings)
+    for adapter, path in (settings.adapters or {}).items():
+        with named("adapters"):
+            load(server.catalogue, adapter, path)
     if settings.warm_up:
         warm_up(server.catalogue, settings.warm_up)
     tell_memory(server.catalogue)

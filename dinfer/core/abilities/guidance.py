@@ -81,12 +81,12 @@ class Guidance(ByExtra[Guided]):
         return Guided() if recipe.sampling_of(request.options).get("guidance", 0) > 0 else None
 
     def feed(self, step: Step, run: Forward) -> None:
-        kv, slot_B, model = step.state.kv, step.lanes.slot_B, step.recipe.model
+        kv, slot_B = step.state.kv, step.lanes.slot_B
         scale_B = step.state.options(step.recipe, slot_B, "sampling")["guidance"][:, 0]
-        bare_BW = torch.where(run.status_BW == int(Status.GIVEN), model.spec.mask, run.tokens_BW)
+        bare_BW = torch.where(run.status_BW == int(Status.GIVEN), step.recipe.model.spec.mask, run.tokens_BW)
         twin_BW = torch.where(scale_B[:, None] > 0, run.pos_BW, -1)
         places = torch.cat((run.place_BW, torch.where(scale_B[:, None] > 0, run.place_BW, -1)))
         start_BW, end_BW = (torch.cat((bound_BW, bound_BW)) for bound_BW in run.seen[0])
         slots, positions = torch.cat((slot_B, kv.twin(slot_B))), torch.cat((run.pos_BW, twin_BW))
         run.fed = kv.attend(slots, positions, Seen((start_BW, end_BW)), step.shape.pages, place_BW=places)
-        run.model = GuidedModel(model, bare_BW, scale_B)
+        run.model = GuidedModel(run.model, bare_BW, scale_B)

@@ -100,6 +100,7 @@ class Pipeline:
     ) -> None:  # fmt: skip
         """`origin`: the family of the checkpoint, and its folder or file, which `save` needs."""
         self.recipe, self.tokenizer, self.origin = recipe, tokenizer, origin
+        self.asks: tuple[Ask, ...] = ()  # of every request
         spec = recipe.model.spec
         self.engine = Engine(recipe, runtime)
         _tell_if_inexact(spec.family, spec.attention_layout, recipe.cache, recipe.alignment)
@@ -432,7 +433,8 @@ class Pipeline:
 
     def _checked(self, what: str, options: Any, request: Request) -> Request:
         """The request with its options. Raises a ValueError that begins with `what` if it can never run."""
-        request = replace(request, options=seeded(self.recipe, self._resolved(what, options)))
+        options = seeded(self.recipe, self._resolved(what, options))
+        request = replace(request, options=options, asks=(*request.asks, *self.asks))
         with named(what):
             self.engine.check(request)
         return request

@@ -1,0 +1,1 @@
+"""What rollouts record, and which weights made an answer."""
