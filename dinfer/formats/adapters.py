@@ -53,7 +53,7 @@ class AdapterAsk(Ask):
         return 0, bytes.fromhex(self.digest)
 
 
-class Gate:
+class LaneAdapters:
     """Whose columns the lanes of the forward that is running take; shared by the layers of a network."""
 
     def __init__(self, number_B: Tensor | None = None) -> None:
@@ -94,14 +94,14 @@ class Columns:
 class Adapted(nn.Module):
     """W x + b, and B A x of the adapter that each lane has."""
 
-    def __init__(self, columns: Columns, gate: Gate, owner: Owners) -> None:
+    def __init__(self, columns: Columns, lanes: LaneAdapters, owner: Owners) -> None:
         super().__init__()
-        self.base, self.columns, self.gate, self.owner = columns.base, columns, gate, owner
+        self.base, self.columns, self.lanes, self.owner = columns.base, columns, lanes, owner
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., K] -> [..., O], whose lanes come one after the other"""
         y: Tensor = self.base(x)
-        number_B, a_PCK, b_PCO = self.gate.number_B, self.columns.a_PCK, self.columns.b_PCO
+        number_B, a_PCK, b_PCO = self.lanes.number_B, self.columns.a_PCK, self.columns.b_PCO
         if number_B is None or a_PCK is None or b_PCO is None:
             return y
         x_BWK = x.reshape(len(number_B), -1, x.shape[-1])
@@ -136,7 +136,7 @@ class AdaptedPass:
     """A forward in which lanes have adapters."""
 
     network: Any  # the twin of the one that would run otherwise
-    gate: Gate
+    lanes: LaneAdapters
     number_B: Tensor
 
     @property
@@ -148,11 +148,11 @@ class AdaptedPass:
 
     def forward(self, x_BWD: Tensor, attend: Attend) -> Tensor:
         """See `dinfer.core.step.model.Network`. Further branches or versions of all lanes follow one another."""
-        self.gate.number_B = self.number_B.repeat(x_BWD.shape[0] // len(self.number_B))
+        self.lanes.number_B = self.number_B.repeat(x_BWD.shape[0] // len(self.number_B))
         try:
             return self.network.forward(x_BWD, attend)
         finally:
-            self.gate.number_B = None
+            self.lanes.number_B = None
 
     def logits(self, h_BLD: Tensor) -> Tensor:
         return self.network.logits(h_BLD)
@@ -177,7 +177,7 @@ class Adapters:
     by_name: dict[str, Loaded] = field(default_factory=dict)
     layers: dict[str, Columns] = field(default_factory=dict)  # by path
     owner: Owners | None = None  # None: none was ever loaded
-    gate: Gate = field(default_factory=Gate)  # of steps
+    lanes: LaneAdapters = field(default_factory=LaneAdapters)  # of steps
     count: int = 0  # loadings so far
     turn: threading.Lock = field(default_factory=threading.Lock)
 
@@ -193,10 +193,10 @@ class Adapters:
             raise ValueError(f"adapter={name!r:.80} is not loaded ({known}): load it first")
         return self.by_name[name]
 
-    def over(self, network: Any, gate: Gate) -> Any:
-        """The network whose layers ask `gate`."""
+    def over(self, network: Any, lanes: LaneAdapters) -> Any:
+        """The network whose layers ask `lanes`."""
         assert self.owner is not None
-        return twin(network, {path: Adapted(layer, gate, self.owner) for path, layer in self.layers.items()})
+        return twin(network, {path: Adapted(layer, lanes, self.owner) for path, layer in self.layers.items()})
 
     def found(self, network: Any, placements: Mapping[str, Placement]) -> None:
         """Looks for the linear layers, once."""
@@ -356,4 +356,4 @@ class AdaptedPipeline(Pipeline):
     def model(self) -> Any:
         """The network with the adapter in every lane, for `score`."""
         held, number = adapters_of(self.recipe.model), self.asks[-1].number
-        return held.over(self.recipe.model, Gate(torch.tensor([number], device=self.recipe.model.device)))
+        return held.over(self.recipe.model, LaneAdapters(torch.tensor([number], device=self.recipe.model.device)))

@@ -433,10 +433,9 @@ class Pipeline:
 
     def _checked(self, what: str, options: Any, request: Request) -> Request:
         """The request with its options. Raises a ValueError that begins with `what` if it can never run."""
-        options = seeded(self.recipe, self._resolved(what, options))
-        request = replace(request, options=options, asks=(*request.asks, *self.asks))
+        own = seeded(self.recipe, self._resolved(what, options))
         with named(what):
-            self.engine.check(request)
+            self.engine.check(request := replace(request, options=own, asks=request.asks + self.asks))
         return request
 
     def _template(self, text: Any) -> list[int]:

@@ -63,5 +63,5 @@ class Adapting(ByExtra[WithAdapters]):
     def feed(self, step: Step, run: Forward) -> None:
         kept: Numbers = step.kept(Adapting)
         number_B = kept.number_N.index_select(0, step.lanes.slot_B)
-        kept.network = kept.network or kept.adapters.over(step.recipe.model, kept.adapters.gate)
-        run.model = AdaptedPass(kept.network, kept.adapters.gate, number_B)
+        kept.network = kept.network or kept.adapters.over(step.recipe.model, kept.adapters.lanes)
+        run.model = AdaptedPass(kept.network, kept.adapters.lanes, number_B)
