@@ -26,7 +26,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from dinfer.core.engine.engine import ENGINES, Engine
 from dinfer.core.layers.linear import Linear
-from dinfer.core.loading.checkpoint import TABLE
 from dinfer.core.loading.files import ADAPTER, CheckpointError, local, locate, read_object
 from dinfer.core.pipeline import Pipeline
 from dinfer.core.provided import provided
@@ -204,7 +203,7 @@ class Adapters:
             return
         for name, place in placements.items():
             path = place.parameter.removesuffix(".weight")
-            if place.experts or len(place.shape) != 2 or path == HEAD or place.parameter == TABLE:
+            if place.experts or len(place.shape) != 2 or path == HEAD:
                 continue
             base = network.get_submodule(path) if f"{path}.weight" in dict(network.named_parameters()) else None
             if isinstance(base, Linear):
