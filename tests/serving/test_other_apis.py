@@ -85,6 +85,7 @@ def streamed(path: str, response: httpx.Response) -> tuple[str, str, list[Any]]:
     return thought, text, [json.loads(one) for one in (*calls, *blocks.values()) if one]
 
 
+@pytest.mark.rest(but=1)
 @pytest.mark.parametrize("path", [MESSAGES, RESPONSES])
 def test_streams_join_to_the_whole_answer(client: Client, path: str) -> None:
     for more in ({}, TOOLS[path], FORMS[path]):
@@ -98,6 +99,7 @@ def test_streams_join_to_the_whole_answer(client: Client, path: str) -> None:
         assert streamed(path, drafts) == streamed(path, told) and any("dinfer" in one for one in events(drafts))
 
 
+@pytest.mark.rest(but=1)
 @pytest.mark.parametrize("path", ASKS)
 def test_a_silent_stream_gets_signs_of_life(client: Client, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ask = {"model": "tiny", "stream": True} | ASKS[path]

@@ -370,6 +370,7 @@ def axe() -> str:
         pytest.skip(f"axe-core cannot be brought from the npm registry: {error}")
 
 
+@pytest.mark.rest  # seven seconds each
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_axe_finds_nothing_serious(page: Browser, axe: str, theme: str) -> None:
     if page.name == "firefox":

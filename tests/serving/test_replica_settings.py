@@ -142,6 +142,7 @@ def test_what_cannot_be_loaded_is_said_before_a_cluster_starts(
     assert said.status == 2 and message in said.err, said.err
 
 
+@pytest.mark.rest(but=1)
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
