@@ -7,6 +7,8 @@ scalar that a layer's output is multiplied with, which is all that encoder and d
 Shape suffixes: B rows, W positions, T prompt, C canvas, D hidden, X heads or experts, E head size, V vocabulary.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -166,6 +168,7 @@ class Gemma(nn.Module):
         self.conditioning = SelfConditioning(spec)
         self.blocks = nn.ModuleList(GemmaBlock(spec, layer) for layer in range(spec.layers))
         self.norm = Norm(spec.hidden, spec)
+        self.eyes: Any = None  # `dinfer.families.images.tower.Eyes`, or why there are none
 
     def join(self, ranks: Ranks) -> None:
         """See `dinfer.core.step.model.Divided`."""

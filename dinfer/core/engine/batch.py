@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dinfer.core.engine.pages import PageAllocator, common, keyed, prompt_keys
+from dinfer.core.engine.pages import PageAllocator, common, prompt_keys
 from dinfer.core.engine.row import Row
 from dinfer.core.engine.runtime import BatchSize, block_of, pages_of
 from dinfer.core.engine.worker import Worker
@@ -206,7 +206,7 @@ class Batch:
         if self.runtime.share and not own and prefilled(recipe.cache, spec, row.request.length):
             unit = spec.causal_block or 1
             final = row.cursors.kept // unit * unit
-            keys = prompt_keys(row.canvas[:final], final, page, unit, row.epoch, keyed(row.request))
+            keys = prompt_keys(row.canvas[:final], final, page, unit, row.epoch, row.request.asks)
             for i in range(row.published, len(keys)):
                 self.pages.publish(keys[i], row.pages[i])
         self.release(row)
@@ -227,7 +227,7 @@ class Batch:
             first, _ = recipe.iteration.first_region(request.start, request.length)
             end = prefilled(recipe.cache, spec, first)
             epoch, page = self.pages.epoch, self.runtime.page
-            row.prefix_keys = prompt_keys(request.prompt, end, page, unit, epoch, keyed(request))
+            row.prefix_keys = prompt_keys(request.prompt, end, page, unit, epoch, request.asks)
         row.epoch = self.pages.epoch
         pages = self.pages.published(row.prefix_keys)
         if not row.prefix_keys:

@@ -7,34 +7,29 @@ from collections.abc import Sequence
 from itertools import takewhile
 
 from dinfer.core.memory import RESERVED
-from dinfer.core.step.request import Request
+from dinfer.core.step.request import Ask
 
 
 def prompt_keys(
-    prompt: Sequence[int], end: int, page: int, block: int, epoch: int = 0, beside: Sequence[tuple[int, bytes]] = ()
+    prompt: Sequence[int], end: int, page: int, block: int, epoch: int = 0, asks: Sequence[Ask] = ()
 ) -> list[bytes]:
     """A hash for each page of the first `end` positions, which a prefill computes.
 
     It covers everything that the page's keys and values depend on: the tokens up to the end of the attention block in
     which the page ends, and the weights, which are others in each `epoch`. An attention block has `block` positions.
-    `beside`: see `dinfer.core.step.request.Ask.keyed`.
+    `asks`: of the request, as keys depend on them (`Ask.keyed`).
     """
     sha, done, keys = hashlib.sha256(epoch.to_bytes(8, "little")), 0, []
     for stop in range(page, end + 1, page):
         seen = -(-stop // block) * block
         sha.update(array("q", prompt[done:seen]).tobytes())
-        for first, digest in beside:
+        for first, digest in (one for ask in asks for one in ask.keyed):
             sha.update(digest if done <= first < seen else b"")
         done = seen
         own = sha.copy()
         own.update(array("q", [stop]).tobytes())
         keys.append(own.digest())
     return keys
-
-
-def keyed(request: Request) -> list[tuple[int, bytes]]:
-    """What the keys of a request depend on beside its tokens, see `Ask.keyed`."""
-    return [keyed for ask in request.asks if (keyed := ask.keyed) is not None]
 
 
 def common(some: Sequence[bytes], others: Sequence[bytes]) -> int:

@@ -251,7 +251,7 @@ def load_network(
                 plan, network, formats, rank, dtype, wanted
             )
     imported()
-    return family.finished(network)
+    return family.finished(network, folder)
 
 
 def fill(plan: LoadPlan, network: Any, rank: Rank) -> None:

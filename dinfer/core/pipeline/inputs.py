@@ -24,13 +24,11 @@ from dinfer.core.step.told import TokenLogprob
 
 
 def is_conversation(prompt: Any) -> bool:
-    """A list of messages, each with a role and a text."""
+    """A list of messages, each with a role and a content: a text, or a list of parts."""
     if not isinstance(prompt, Sequence) or not prompt:
         return False
-    return all(
-        isinstance(message, Mapping) and all(isinstance(message.get(key), str) for key in ("role", "content"))
-        for message in prompt
-    )
+    kinds = (("role", str), ("content", str | list))
+    return all(isinstance(one, Mapping) and all(isinstance(one.get(k), kind) for k, kind in kinds) for one in prompt)
 
 
 def encodable(text: str) -> str:

@@ -374,6 +374,10 @@ class Pipeline:
             raise ValueError(f"a prompt is a text or a list of messages with 'role' and 'content', not {prompt!r:.80}")
         if tokenizer.chat_template is None:
             raise ValueError("the checkpoint's tokenizer has no chat template: give texts, with chat=None or False")
+        if any(not isinstance(message["content"], str) for message in prompt):
+            return cast(
+                list[int], needed("encode_parts", "content of parts", "families")(self, self._chat, prompt, **how)
+            )
         return self._chat.encode(prompt, **how)
 
     def written(self, messages: Sequence[Mapping[str, Any]], **how: Any) -> str:
@@ -409,6 +413,7 @@ class Pipeline:
         room = max(self.engine.max_length - len(ids) - new_tokens, 0)
         iteration = self.recipe.iteration
         padding = min(iteration.padding(new_tokens) if isinstance(iteration, Pads) else 0, room)
+        asks += () if (own := provided("asks_of")) is None else own(self.model, prompt, ids, f"prompt {index}")
         asks += () if language is None else (_of_forms("answer_in")(language, len(ids), new_tokens),)
         request = Request.behind(ids, new_tokens, padding=padding, asks=asks, stops=stops)
         return self._checked(f"prompt {index}", options, request)

@@ -17,9 +17,9 @@ class Ask:
     __slots__ = ()
 
     @property
-    def keyed(self) -> tuple[int, bytes] | None:
-        """From which position on keys depend on it, so that others share them only with the same, and a digest."""
-        return None
+    def keyed(self) -> Sequence[tuple[int, bytes]]:
+        """From which positions on keys depend on it, and digests: others share them only with the same ones."""
+        return ()
 
 
 def of_kind(kind: type[T], some: Iterable[object]) -> T | None:

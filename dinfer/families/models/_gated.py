@@ -1,6 +1,7 @@
 """Families whose drafts may take an adapter that decoded tokens do not."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from dinfer.core.layers.transformer import Transformer
@@ -19,7 +20,7 @@ class GatedFamily(HubFamily):
     def network(self, spec: ModelSpec) -> Transformer:
         return GatedTransformer(spec)
 
-    def finished(self, network: Any) -> Any:
+    def finished(self, network: Any, folder: Path) -> Any:
         if self.draft_adapter is not None:
             add_adapter(network, self.draft_adapter, self.weights(network.spec))
         return network

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 from dinfer.core.models._family import HubCheckpoint, check_kinds, complete, expect, fused_placements, mlp_placements
@@ -9,11 +10,12 @@ from dinfer.core.ranks.split import Placement, Section, Split
 from dinfer.core.registry import MODELS, option
 from dinfer.core.terms.spec import ExpertLayout, ExpertSpec, LocalAttention, ModelSpec
 from dinfer.families.gemma import Gemma
+from dinfer.families.images.tower import PROJECTION, TOWER, eyes_of
 
 EXPECTED: dict[str, tuple[Any, ...]] = {
     "hidden_activation": ("gelu_pytorch_tanh",),
     "attention_bias": (False, None),
-    "use_bidirectional_attention": (None, "vision"),  # "vision" changes nothing for text
+    "use_bidirectional_attention": (None, "vision"),  # "vision": image tokens see each other
     "tie_word_embeddings": (True, None),
 }
 LOCAL, FULL = "sliding_attention", "full_attention"
@@ -31,7 +33,7 @@ DECODER, ENCODER = "model.decoder", "model.encoder.language_model"
 @MODELS.register("diffusion_gemma")
 @dataclass(frozen=True, kw_only=True)
 class DiffusionGemma(HubCheckpoint):
-    """DiffusionGemma checkpoints. Of 26B-A4B the text part is loaded, and the vision tower is not.
+    """DiffusionGemma checkpoints, with their vision tower if they have one and Pillow is installed.
 
     Published decoding: iteration=self_conditioned, decoder=renoise, sampling.temperature=1 and cache=block.
     """
@@ -42,7 +44,7 @@ class DiffusionGemma(HubCheckpoint):
         "eoi_token_id", "image_token_id", "tie_word_embeddings", "video_token_id", "vision_config",
         "vision_soft_tokens_per_image",
     })  # fmt: skip
-    unused: ClassVar[tuple[str, ...]] = ("model.encoder.vision_tower.", "model.encoder.embed_vision.")
+    unused: ClassVar[tuple[str, ...]] = (TOWER, PROJECTION)  # of the network; its eyes take them
     published_stops: ClassVar[tuple[int, ...]] = (1, 106, 50)
 
     checkpoint: str = option("google/diffusiongemma-26B-A4B-it", "hub name or folder")
@@ -53,6 +55,10 @@ class DiffusionGemma(HubCheckpoint):
 
     def network(self, spec: ModelSpec) -> Gemma:
         return Gemma(spec)
+
+    def finished(self, network: Any, folder: Path) -> Any:
+        network.eyes = eyes_of(folder, network)
+        return network
 
     def spec(self, config: dict[str, Any]) -> ModelSpec:
         if not isinstance(text := config.get("text_config"), Mapping):

@@ -4,7 +4,7 @@ The reference's random canvases are recorded in order of use: one when a canvas 
 Its draw of tokens was replaced by the most likely token, which is dinfer's temperature 0.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dinfer.core.engine.engine import Engine
-from dinfer.core.engine.request import Request, Wants
+from dinfer.core.engine.request import Ask, Request, Wants
 from dinfer.core.engine.runtime import Runtime
 from dinfer.core.recipe.recipe import compose
 from dinfer.core.sampling.gumbel import StandardSampling
@@ -68,8 +68,17 @@ def renoise(params: Fields) -> dict[str, Any]:
 
 
 def run(golden: Golden, doc: Fields) -> str:
-    """Generates as the reference did; compares the canvas after every step, the answers and the number of steps."""
-    network = golden.network(doc.take("model"), doc.take("family"))
+    """Generates as the reference did."""
+    return generated(golden, golden.network(doc.take("model"), doc.take("family")), doc)
+
+
+def generated(
+    golden: Golden, network: Any, doc: Fields, asks: Sequence[tuple[Ask, ...]] = (), *, padded: bool = False
+) -> str:
+    """Compares the canvas after every step, the answers and the number of steps.
+
+    `asks`: of each row. `padded`: the reference pads what is behind a stop token.
+    """
     params, prompts, length = doc.fields("params"), doc.take("prompt_ids"), doc.take("canvas_length")
     decoder = renoise(params)
     new_tokens, canvases = params.take("max_new_tokens"), -(-params.take("max_new_tokens") // length)
@@ -84,7 +93,8 @@ def run(golden: Golden, doc: Fields) -> str:
     iteration = {"name": "self_conditioned", "block": length}
     recipe = compose(network, iteration=iteration, decoder=decoder, cache="block", sampling=noise)
     requests = [
-        Request.behind(prompt, canvases * length, recipe.resolve({"seed": row})) for row, prompt in enumerate(prompts)
+        Request.behind(prompt, canvases * length, recipe.resolve({"seed": row}), asks=own)
+        for row, (prompt, own) in enumerate(zip(prompts, asks or [()] * len(prompts), strict=True))
     ]
     rows: list[list[int]] = [[] for _ in prompts]
     after, steps = doc.take("canvas_after"), [0] * len(prompts)
@@ -98,6 +108,11 @@ def run(golden: Golden, doc: Fields) -> str:
         steps[row] += 1
         if update.completion is not None:
             rows[row] = update.completion.canvas[: len(prompts[row]) + new_tokens]
-    same("output_ids", doc.take("output_ids"), rows)
+    wanted = doc.take("output_ids")
+    for at, (row, prompt) in enumerate(zip(wanted, prompts, strict=True)):
+        stop = next((i for i in range(len(prompt), len(row)) if row[i] in network.spec.stop_ids), len(row))
+        if padded and len({*row[stop + 1 :]}) < 2:
+            rows[at][stop + 1 :] = row[stop + 1 :]
+    same("output_ids", wanted, rows)
     same("decoder_forwards", doc.take("decoder_forwards"), max(steps))
     return f"{max(steps)} steps"

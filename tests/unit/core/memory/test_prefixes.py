@@ -128,20 +128,22 @@ def test_keys_tell_apart_what_attention_sees() -> None:
 
 def test_keys_tell_apart_what_a_request_asks_from_where_keys_depend_on_it() -> None:
     bare, one, same, other = (
-        prompt_keys(SYSTEM, 24, 4, 8, beside=beside) for beside in ((), [(13, b"a")], [(13, b"a")], [(13, b"b")])
+        prompt_keys(SYSTEM, 24, 4, 8, asks=asks)
+        for asks in ((), [Picture("a", 13)], [Picture("a", 13)], [Picture("b", 13)])
     )
     assert one == same and common(one, bare) == common(one, other) == 2  # position 13 is seen from 8 on
 
 
 @dataclass(frozen=True)
 class Picture(Ask):
-    """What a layer may ask: the keys from position 6 on depend on it."""
+    """What a layer may ask: the keys from a position on depend on it."""
 
     name: str
+    first: int = 6
 
     @property
-    def keyed(self) -> tuple[int, bytes]:
-        return 6, self.name.encode()
+    def keyed(self) -> tuple[tuple[int, bytes], ...]:
+        return ((self.first, self.name.encode()),)
 
 
 def test_requests_share_no_keys_that_depend_on_what_another_asks() -> None:

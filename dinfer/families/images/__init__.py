@@ -1,0 +1,1 @@
+"""Images in prompts: files, the vision tower, and conversations with image parts."""

@@ -1,0 +1,130 @@
+"""Image files, which may come from anybody: what is opened, within which limits, and how it becomes RGB of 8 bits."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from dinfer.core.pipeline.inputs import named
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF")  # others are not even probed
+MOST_BYTES, MOST_PIXELS, MOST_IMAGES = 1 << 25, 1 << 24, 8
+DATA = re.compile(r"data:(image/(?:png|jpeg|webp|gif));base64,")
+INSTALL = "images need Pillow: pip install 'dinfer[images]'"
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A file whose header was read, or an image of Pillow's, within the limits. Its pixels are not decoded yet."""
+
+    image: Image
+    where: str  # errors begin with it
+
+    def decoded(self) -> Image:
+        """The pixels, turned as EXIF says. Raises ValueError for a damaged file."""
+        from PIL import ImageOps
+
+        with named(self.where), _told():
+            self.image.load()
+            return ImageOps.exif_transpose(self.image)
+
+
+def opened(given: Any, where: str) -> Picture:
+    """An image of a file's path, its bytes, a data: URL or an image of Pillow's. Errors begin with `where`."""
+    with named(where):
+        try:
+            from PIL import Image
+        except ImportError as error:
+            raise ValueError(INSTALL) from error
+        if isinstance(given, Image.Image):
+            return Picture(_within(given), where)
+        declared = None
+        if isinstance(given, str) and given.startswith("data:"):
+            declared, given = of_data_url(given)
+        elif isinstance(given, str) and re.match(r"[a-zA-Z][a-zA-Z0-9+.-]+://", given):
+            raise ValueError(
+                f"{given!r:.80} is an address, and nothing is fetched: give a file, its bytes or a data: URL"
+            )
+        if isinstance(given, str | os.PathLike):
+            given = _read(given)
+        if not isinstance(given, bytes | bytearray | memoryview):
+            raise ValueError(f"an image is a path, bytes, a data: URL or an image of Pillow's, not {given!r:.80}")
+        return Picture(_of_bytes(bytes(given), declared), where)
+
+
+def of_data_url(url: str) -> tuple[str, bytes]:
+    """The declared type, and the bytes, of a data: URL. Raises ValueError for any other address."""
+    if (found := DATA.match(url)) is None:
+        raise ValueError(
+            f"{url!r:.60} is no image in a data: URL, and nothing is fetched: send "
+            "data:image/png;base64,... (png, jpeg, webp or gif)"
+        )
+    try:
+        return found[1], base64.b64decode(url[found.end() :], validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ValueError(f"what follows {found[0]!r} is not base64 ({error}): encode the file's bytes") from error
+
+
+def _read(path: str | os.PathLike[str]) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            return file.read(MOST_BYTES + 1)
+    except OSError as error:
+        raise ValueError(f"{os.fspath(path)!r:.200} cannot be read: {error.strerror}") from error
+
+
+def _of_bytes(data: bytes, declared: str | None) -> Image:
+    from PIL import Image as module
+
+    if not data:
+        raise ValueError("the file is empty: it has 0 bytes")
+    if len(data) > MOST_BYTES:
+        raise ValueError(f"the file has more than {MOST_BYTES:,} bytes: save it smaller")
+    with _told():
+        image = module.open(io.BytesIO(data), formats=FORMATS)
+    found = module.MIME[image.format or ""]
+    if declared is not None and declared != found:
+        raise ValueError(f"it is declared as {declared} and is {found}: declare what it is")
+    return _within(image)
+
+
+def _within(image: Image) -> Image:
+    width, height = image.size
+    if not width * height:
+        raise ValueError(f"it has {width} x {height} pixels, and needs at least one")
+    if width * height > MOST_PIXELS:
+        raise ValueError(f"it has {width} x {height} pixels, more than {MOST_PIXELS:,}: make it smaller")
+    with _told():
+        frames = getattr(image, "n_frames", 1)
+    if frames > 1:
+        raise ValueError(f"it is animated, with {frames} frames: send one frame as an image")
+    if image.mode.startswith(("I", "F")):
+        raise ValueError(f"it has more than 8 bits a channel (mode {image.mode}): save it with 8")
+    return image
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """Pillow's errors as one sentence."""
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        yield
+    except UnidentifiedImageError as error:
+        raise ValueError(
+            f"it is no image that is read here: send {', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
+        ) from error
+    except Image.DecompressionBombError as error:
+        raise ValueError(f"it has more than {MOST_PIXELS:,} pixels: make it smaller") from error
+    except (OSError, SyntaxError, ValueError) as error:
+        raise ValueError(f"it is damaged or cut off ({error}): save it once more") from error

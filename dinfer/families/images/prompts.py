@@ -1,0 +1,115 @@
+"""Conversations whose messages have parts: texts and images."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from itertools import pairwise
+from typing import Any, cast
+
+from dinfer.families.abilities.embedded import MOST, Embedded, Stretch
+from dinfer.families.gemma import Gemma
+from dinfer.families.images.pictures import MOST_IMAGES, opened
+from dinfer.families.images.tower import Eyes
+
+
+class PromptIds(list[int]):
+    """Token ids of a prompt with images."""
+
+    embedded: Embedded | None = None
+
+
+def eyes_of(network: Any) -> Eyes | str:
+    """What sees for a network; why nothing does."""
+    if isinstance(network, Gemma) and network.eyes is not None:
+        return cast(Eyes | str, network.eyes)
+    return f"models of the family {network.spec.family} take no images: send text alone"
+
+
+def encode_parts(pipe: Any, chat: Any, messages: Sequence[Mapping[str, Any]], **how: Any) -> PromptIds | list[int]:
+    """Token ids of a conversation some of whose contents are lists of parts. Raises ValueError.
+
+    A part is {"type": "text", "text": ...} or {"type": "image", "image": a path, bytes, a data: URL or an image of
+    Pillow's}; `path` and `url` may stand for `image`, and parts of type "image_url" are OpenAI's. `chat`: the
+    pipeline's `ChatTemplate`; `how`: what its `encode` takes.
+    """
+    plain, given = [], list[tuple[str, Any]]()
+    for i, message in enumerate(messages):
+        content = message["content"]
+        if not isinstance(content, str):
+            parts = [_part(part, f"messages.{i}.content.{j}", given, message["role"]) for j, part in enumerate(content)]
+            images = any(part["type"] == "image" for part in parts)
+            content = parts if images else "\n".join(part["text"] for part in parts)
+        plain.append({**message, "content": content})
+    if not given:
+        return list(chat.encode(plain, **how))
+    if isinstance(own := eyes_of(pipe.model), str):
+        raise ValueError(f"{given[0][0]}: {own}")
+    if len(given) > MOST_IMAGES:
+        raise ValueError(f"{given[MOST_IMAGES][0]}: a request has {len(given)} images, and {MOST_IMAGES} is the most")
+    pictures = [opened(one, where) for where, one in given]
+    counts = [own.soft_tokens(picture) for picture in pictures]
+    ids, firsts = _expanded(chat.encode(plain, **how), own, counts)
+    room = pipe.engine.max_length
+    if sum(counts) > MOST or len(ids) >= room:
+        most = f"{MOST} positions for images" if sum(counts) > MOST else f"{room} positions"
+        raise ValueError(
+            f"{given[-1][0]}: {len(given)} images take {sum(counts)} positions of a prompt of {len(ids)}, and there is "
+            f"room for {most}: send fewer or less text"
+        )
+    between = pipe.engine.between_rounds if pipe.model.device.type == "cuda" else nullcontext
+    pairs = zip(firsts, pictures, strict=True)
+    ids.embedded = Embedded(tuple(Stretch(first, own.see(one, between), own.mutual) for first, one in pairs))
+    return ids
+
+
+def _part(part: Any, where: str, given: list[tuple[str, Any]], role: str) -> dict[str, str]:
+    """A part as the template takes it. What an image is of is added to `given`."""
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind == "text" and isinstance(part.get("text"), str):
+        return {"type": "text", "text": part["text"]}
+    if kind not in ("image", "image_url"):
+        raise ValueError(f"{where}: {part!r:.80} must be a part of type 'text' with a text, or of type 'image'")
+    if role != "user":
+        raise ValueError(f"{where}: an image in a message of role {role!r:.80}: only messages of the user may have one")
+    image = part.get("image_url")
+    image = image.get("url") if isinstance(image, Mapping) else image
+    image = next(
+        (one for one in (image, *(part.get(name) for name in ("image", "path", "url"))) if one is not None), None
+    )
+    if image is None:
+        raise ValueError(f"{where}: the part has no image: give it as 'image'")
+    given.append((where, image))
+    return {"type": "image"}
+
+
+def _expanded(ids: Sequence[int], own: Eyes, counts: Sequence[int]) -> tuple[PromptIds, list[int]]:
+    """The ids with as many placeholders as each image has soft tokens, and where the first of each stands."""
+    token, begin, end = own.tokens
+    marks = [at for at, one in enumerate(ids) if one == token]
+    if len(marks) != len(counts):
+        raise ValueError(
+            f"the checkpoint's chat template writes {len(marks)} images of {len(counts)}: put one that writes each "
+            "image part beside the weights, as chat_template.jinja"
+        )
+    found, firsts = PromptIds(ids[: marks[0]]), []
+    for (mark, behind), count in zip(pairwise([*marks, len(ids)]), counts, strict=True):
+        found.append(begin)
+        firsts.append(len(found))
+        found.extend([token] * count + [end])
+        found.extend(ids[mark + 1 : behind])
+    return found, firsts
+
+
+def asks_of(network: Any, prompt: Any, ids: Sequence[int], where: str) -> tuple[Embedded, ...]:
+    """What a prompt of these ids asks beside them. Raises ValueError for an image token without one."""
+    embedded = prompt.embedded if isinstance(prompt, PromptIds) else None
+    if isinstance(own := eyes_of(network), Eyes) and ids.count(token := own.tokens[0]) != (
+        0 if embedded is None else len(embedded)
+    ):
+        inside = {at for one in (embedded.stretches if embedded else ()) for at in range(one.first, one.end)}
+        at = next(at for at, one in enumerate(ids) if one == token and at not in inside)
+        raise ValueError(
+            f"{where}: the image token {token} stands at position {at} without an image: send messages with one"
+        )
+    return () if embedded is None else (embedded,)
