@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from dinfer.core.engine.request import Counts, Wants
     from dinfer.core.engine.runtime import Runtime
     from dinfer.core.pipeline import Pipeline, Result, load
-    from dinfer.core.pipeline.inputs import Infilled
     from dinfer.core.recipe.presets import presets
     from dinfer.core.recipe.recipe import IncompatibleRecipe, Recipe, compose
     from dinfer.core.registry import CACHES, DECODERS, ITERATIONS, MODELS, SAMPLINGS, UnknownName
     from dinfer.formats.adapters import load_adapter, unload_adapter
     from dinfer.serving.async_engine import AsyncEngine
+    from dinfer.structure.infilling import Infilled
 
 # Before torch is loaded: OpenMP threads that spin while they wait make small models several times slower as soon as
 # anything else wants the cores.
@@ -46,7 +46,7 @@ _MODULES = {
     "core.engine.request": ("Counts", "Wants"),
     "core.engine.runtime": ("Runtime",),
     "core.pipeline": ("Pipeline", "Result", "load"),
-    "core.pipeline.inputs": ("Infilled",),
+    "structure.infilling": ("Infilled",),
 }
 # What people's code may import: an address without its layer, and the address. The longest that fits counts.
 _ADDRESSES = {

@@ -13,7 +13,7 @@ from typing import Any
 from dinfer.core.engine.engine import Engine
 from dinfer.core.engine.request import Request, Resolved, Wants
 from dinfer.core.pipeline import Pipeline
-from dinfer.core.pipeline.inputs import escaped, texts_in
+from dinfer.core.pipeline.inputs import texts_in
 from dinfer.core.pipeline.pipeline import samples
 from dinfer.core.provided import provided
 from dinfer.core.recipe.recipe import Recipe
@@ -24,6 +24,7 @@ from dinfer.serving.errors import SHOWN, ApiError, at_field, invalid, refused
 from dinfer.serving.fields import SEEDS, Generation, Sampled
 from dinfer.structure import Language
 from dinfer.structure.abilities.bias import TokenBias
+from dinfer.structure.infilling import escaped, infill_request
 
 LOG = logging.getLogger("dinfer.serving")
 PARTS = 16  # lengths of answers; rows then enter and leave one by one, so that all numbers of rows come up
@@ -207,7 +208,7 @@ class Served:
 
         def made(positions: int, number: int = 0, held: Sequence[Language] = ()) -> Request:
             text = f"{escaped(before)}[MASK:{positions}]{escaped(behind)}"
-            return self.pipe.infill_request(text, each[number], held, "gap", asks=bias, stop=not asked.ignore_eos)
+            return infill_request(self.pipe, text, each[number], held, "gap", asks=bias, stop=not asked.ignore_eos)
 
         with at_field("suffix"):
             given = (await asyncio.to_thread(made, 1)).length - 1

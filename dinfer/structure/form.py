@@ -6,9 +6,10 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
 from typing import Any
 
-from dinfer.core.pipeline.inputs import FormKeywords, gaps_of, named
+from dinfer.core.pipeline.inputs import FormKeywords, named
 from dinfer.core.recipe.recipe import Recipe
 from dinfer.core.registry import values_of
 from dinfer.structure import Compiler, Constraint, Language, choice, grammar, json_schema, regex, vocabulary_of
@@ -81,6 +82,12 @@ def languages_of(held: Mapping[str, Any], scope: str, compiler: Callable[[], Com
             form = form_of({name: one, "posterior": held.get("posterior")})
             found += [] if form is None else [form.language(compiler())]
     return found
+
+
+def gaps_of(ids: Sequence[int], mask_id: int) -> list[range]:
+    """The positions of each unbroken run of mask tokens."""
+    runs = [[*run] for is_mask, run in groupby(range(len(ids)), lambda place: ids[place] == mask_id) if is_mask]
+    return [range(run[0], run[-1] + 1) for run in runs]
 
 
 def in_gaps_of(languages: Sequence[Language], ids: Sequence[int], mask_id: int, scope: str) -> InLanguage:

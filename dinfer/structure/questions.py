@@ -22,12 +22,13 @@ from typing import Any
 
 from dinfer.core.engine.engine import Engine
 from dinfer.core.engine.request import Ask, Completion, Counts, Request
-from dinfer.core.pipeline.inputs import as_int, encodable, is_conversation, listed, marked, named, short
+from dinfer.core.pipeline.inputs import as_int, encodable, is_conversation, listed, named, short
 from dinfer.core.step.contracts import Iteration
 from dinfer.core.step.mixins import Pads
 from dinfer.core.terms.spec import ModelSpec
 from dinfer.structure import Compiler, Vocabulary
 from dinfer.structure.abilities.reading import POSITIONS, Blank, Noted, Read, ReadOut
+from dinfer.structure.infilling import marked
 
 MARKER = re.compile(r"(\\*)\[SLOT:([^\]]*)\]")
 CHOICE = "choice"  # the slot of a read that has but one, without a name

@@ -1,26 +1,17 @@
-"""What callers give a pipeline, ValueError for anything else, and how a session of Python shows what they get.
-
-`The capital of [MASK:4] is Paris.` stands for a text in which four tokens are to be found. A backslash in front of a
-marker makes it a part of the text: `\\[MASK:4]`; two stand for one and leave it a marker. Backslashes elsewhere are
-themselves.
-"""
+"""What callers give a pipeline, ValueError for anything else, and how a session of Python shows what they get."""
 
 import difflib
 import html
 import operator
 import os
-import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import wraps
-from itertools import groupby
 from typing import Any, TypedDict, TypeVar
 
 import torch
 
 from dinfer.core.engine.request import Counts
-from dinfer.core.step.told import TokenLogprob
 
 
 def is_conversation(prompt: Any) -> bool:
@@ -114,6 +105,11 @@ def as_int(value: Any, what: str) -> int:
         raise ValueError(f"{what}={value!r} must be an integer") from None
 
 
+def tokens_of(value: Any, what: str) -> list[int]:
+    """Token ids as integers."""
+    return [as_int(token, f"{what}: token") for token in listed(value, what)]
+
+
 class FormKeywords(TypedDict, total=False):
     """What every answer is held to. One of them may be given, and `posterior` beside it."""
 
@@ -161,72 +157,6 @@ def by_name(function: str, given: Mapping[str, Any], options: Collection[str]) -
     own = Keywords.__annotations__.keys()
     refuse_names(function, given, [*own, *options])
     return {k: v for k, v in given.items() if k in own}, {k: v for k, v in given.items() if k not in own}
-
-
-MARKER = re.compile(r"(\\*)\[MASK:([^\]]*)\]")
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class Infilled:
-    """A text or canvas with its gaps filled."""
-
-    text: str  # without special tokens; empty where there is no tokenizer
-    ids: list[int]  # the canvas as a whole
-    gaps: list[list[int]]  # what fills each gap: a run of mask tokens
-    gap_texts: list[str]  # the same as text
-    counts: Counts
-    trace: list[list[int]] | None = None  # if asked for, the canvas after every step
-    logprobs: list[list[TokenLogprob]] | None = None  # if asked for, of each token of each gap, up to a stop token
-
-    def __repr__(self) -> str:
-        return f"Infilled({short(self.text)}, gaps={self.gap_texts!r:.80}, {figures(self.counts)})"
-
-    def _repr_html_(self) -> str:
-        return as_html(self.text, self.counts, self.ids, 0, self.trace)
-
-
-def marked(text: str, marker: re.Pattern[str]) -> Iterator[str | re.Match[str]]:
-    """Stretches of text, and the markers between them. Group 1 of `marker`: the backslashes in front of one."""
-    words, begin = "", 0
-    for match in marker.finditer(text):
-        slashes = match[1]
-        words += text[begin : match.start()] + "\\" * (len(slashes) // 2)
-        begin = match.end()
-        if len(slashes) % 2:
-            words += match[0][len(slashes) :]
-            continue
-        if words:
-            yield words
-        yield match
-        words = ""
-    if words := words + text[begin:]:
-        yield words
-
-
-def parse(text: str) -> list[str | int]:
-    """Stretches of text, and the lengths of the gaps between them. Raises ValueError for a marker that is none."""
-    pieces: list[str | int] = []
-    for piece in marked(text, MARKER):
-        if isinstance(piece, str):
-            pieces.append(piece)
-            continue
-        if not re.fullmatch(r"[0-9]{1,99}", piece[2]) or int(piece[2]) < 1:  # `int` takes 4300 digits at most
-            raise ValueError(
-                f"{piece[0]!r:.80} is no gap: write [MASK:n] with the number n of tokens, or \\[MASK:...] for the text"
-            )
-        pieces.append(int(piece[2]))
-    return pieces
-
-
-def escaped(text: str) -> str:
-    """A text that `parse` reads as nothing but this text."""
-    return MARKER.sub(lambda found: "\\" * (len(found[1]) + 1) + found[0], text)
-
-
-def gaps_of(ids: Sequence[int], mask_id: int) -> list[range]:
-    """The positions of each unbroken run of mask tokens."""
-    runs = [[*run] for is_mask, run in groupby(range(len(ids)), lambda place: ids[place] == mask_id) if is_mask]
-    return [range(run[0], run[-1] + 1) for run in runs]
 
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -10,10 +10,9 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
-from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NoReturn, TypedDict, Unpack, cast, overload
+from typing import TYPE_CHECKING, Any, NoReturn, TypedDict, Unpack, cast
 
 import torch
 
@@ -26,20 +25,18 @@ from dinfer.core.loading.files import locate
 from dinfer.core.models.family import ModelFamily
 from dinfer.core.pipeline.inputs import (
     FormKeywords,
-    Infilled,
     as_html,
     as_int,
     by_name,
     each,
     encodable,
     figures,
-    gaps_of,
     is_conversation,
     listed,
     named,
-    parse,
     refuse_names,
     short,
+    tokens_of,
     unnumbered,
     user_errors,
 )
@@ -55,7 +52,7 @@ from dinfer.core.step.window import exact
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_of_forms = partial(needed, what="schema, regex, choice, grammar, constraint, scope or read", layer="structure")
+_of_forms = partial(needed, what="infill, read, schema, regex, choice, grammar or constraint", layer="structure")
 Options = Mapping[str, Any] | Resolved | Sequence[Mapping[str, Any] | Resolved] | None
 """Per-request options by name, or resolved: the same for all prompts, or for each its own."""
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -142,7 +139,7 @@ class Pipeline:
     @cached_property
     def compiler(self) -> Any:
         """Compiles what answers are held to. Raises ValueError if no constraint can be guaranteed here."""
-        return _of_forms("compiler_of")(self.recipe, self._need_tokenizer())
+        return _of_forms("compiler_of")(self.recipe, self.need_tokenizer())
 
     def _form(self, held: FormKeywords) -> Any:
         """What answers are held to; None: they are free."""
@@ -153,7 +150,7 @@ class Pipeline:
 
     @cached_property
     def _chat(self) -> ChatTemplate:
-        return ChatTemplate(self._need_tokenizer())
+        return ChatTemplate(self.need_tokenizer())
 
     def __repr__(self) -> str:
         spec, runtime = self.model.spec, self.engine.runtime
@@ -217,10 +214,10 @@ class Pipeline:
         read, results = None if form is None else form.read, list[Result]()
         shown = len(requests) > 1 and sys.stderr.isatty() if progress is None else progress
         bar = (needed("answers_bar", "progress", "cli") if progress else provided("answers_bar")) if shown else None
-        for request, (done, snapshots, _) in zip(requests, self._run(requests, trace, bar=bar), strict=True):
+        for request, (done, snapshots, _) in zip(requests, self.completed(requests, trace, bar=bar), strict=True):
             text, ids, stopped = "" if self.tokenizer is None else self.decode(done.output), done.output, done.stopped
             if until:
-                text, kept, found = cut(self._need_tokenizer(), ids, until)
+                text, kept, found = cut(self.need_tokenizer(), ids, until)
                 ids, stopped = ids[:kept], stopped or found
             results.append(Result(text, ids, request.prompt, done.canvas, stopped, done.counts, snapshots, read))
         return results if n is None else [results[i : i + count] for i in range(0, len(results), count)]
@@ -233,54 +230,18 @@ class Pipeline:
     def _by_name(self, function: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         return by_name(function, given, [name.partition(".")[2] for name in self.recipe.request_options])
 
-    @overload
-    def infill(  # type: ignore[overload-overlap]  # a text is no list of texts here
-        self, texts: str, *, options: Options = None, stop: bool = False, trace: bool = False, logprobs: bool = False,
-        scope: str = "answer", **held: Unpack[FormKeywords],
-    ) -> Infilled: ...  # fmt: skip
-
-    @overload
-    def infill(
-        self, texts: Sequence[str], *, options: Options = None, stop: bool = False, trace: bool = False,
-        logprobs: bool = False, scope: str = "answer", **held: Unpack[FormKeywords],
-    ) -> list[Infilled]: ...  # fmt: skip
-
     @user_errors
-    def infill(
-        self, texts: str | Sequence[str], *, options: Options = None, stop: bool = False, trace: bool = False,
-        logprobs: bool = False, scope: str = "answer", **held: Unpack[FormKeywords],
-    ) -> Any:  # fmt: skip
-        """Fills the gaps of one text (returns an Infilled) or of a list of them (returns a list, in order).
+    def infill(self, texts: Any, **how: Any) -> Any:
+        """Fills the gaps of one text (returns an `Infilled`) or of a list of them (returns a list, in order).
 
-        `[MASK:n]` is a gap of n tokens, `\\[MASK:n]` that very text. The stretches between gaps are tokenised each
-        for itself, without a chat template. `stop`: a stop token in a gap ends it all, as `iteration.stop` says, and
-        what is left is EOS; else stop tokens are tokens like others. `logprobs`: of what fills the gaps, and of the
-        likeliest tokens there.
-
-        `held`: what is held to a form, as for `generate`. `scope`: all text from the first gap on ("answer"), or the
-        text of each gap ("gap"); then a list gives each gap its own form. Raises ValueError for bad input.
+        `[MASK:n]` is a gap of n tokens: `dinfer.structure.infilling.infill` says what it takes. Raises ValueError.
         """
-        single = isinstance(texts, str)
-        canvases = [self._template(texts)] if single else self._each(self._template, texts, "text")
-        results = self.infill_ids(
-            canvases, options=options, stop=stop, trace=trace, logprobs=logprobs, scope=scope, **held
-        )
-        return results[0] if single else results
+        return _of_forms("infill")(self, texts, **how)
 
     @user_errors
-    def infill_ids(
-        self, canvases: Sequence[Sequence[int]], *, options: Options = None, stop: bool = False,
-        trace: bool = False, logprobs: bool = False, scope: str = "answer", **held: Unpack[FormKeywords],
-    ) -> list[Infilled]:  # fmt: skip
+    def infill_ids(self, canvases: Sequence[Sequence[int]], **how: Any) -> list[Any]:
         """Like `infill`, for canvases of token ids in which the model's mask token stands at every open position."""
-        canvases = listed(canvases, "canvases")
-        values = each({} if options is None else options, len(canvases), "options")
-        asked = held or scope != "answer"
-        form = _of_forms("languages_of")(held, scope, lambda: self.compiler) if asked else [], scope
-        pairs = enumerate(zip(canvases, values, strict=True))
-        requests = [self._infill_request(i, *given, stop, form) for i, given in pairs]
-        done = zip(requests, self._run(requests, trace, logprobs), strict=True)
-        return [self.infilled(request, *finished) for request, finished in done]
+        return _of_forms("infill_ids")(self, canvases, **how)
 
     @user_errors
     def read(self, prompts: Any, answer: str | None = None, **how: Any) -> Any:
@@ -291,26 +252,7 @@ class Pipeline:
         """The answer that `read` seeds, in tokens. Raises ValueError if its slots cannot be read."""
         return _of_forms("layout")(self, answer, slots, choice)
 
-    def infill_request(
-        self, text: str, options: Mapping[str, Any] | Resolved, languages: Sequence[Any] = (),
-        scope: str = "answer", *, asks: tuple[Ask, ...] = (), stop: bool = False,
-    ) -> Request:  # fmt: skip
-        """The request that `infill` makes of one text."""
-        return self._infill_request(0, self._template(text), options, stop, (languages, scope), asks)
-
-    def infilled(
-        self, request: Request, completion: Completion, trace: list[list[int]] | None = None,
-        logprobs: Iterable[TokenLogprob] | None = None,
-    ) -> Infilled:  # fmt: skip
-        """What `infill` makes of the completion of one request. `logprobs`: of the output."""
-        runs = gaps_of(request.tokens, self.recipe.model.spec.mask)
-        gaps = [[completion.canvas[position] for position in run] for run in runs]
-        text, *texts = ["" if self.tokenizer is None else self.decode(ids) for ids in (completion.canvas, *gaps)]
-        heard = None if logprobs is None else iter(logprobs)
-        scores = None if heard is None else [[*islice(heard, len(gap))] for gap in gaps]
-        return Infilled(text, completion.canvas, gaps, texts, completion.counts, trace, scores)
-
-    def _run(
+    def completed(
         self, requests: list[Request], trace: bool, logprobs: bool = False, bar: Any = None
     ) -> list[tuple[Completion, list[list[int]] | None, list[TokenLogprob] | None]]:
         """The completions in order, and what is asked for: the canvas after every step, logprobs of the output."""
@@ -363,7 +305,7 @@ class Pipeline:
         `continue_final_message`, and `variables` of the chat template, such as {"enable_thinking": False}, for
         conversations.
         """
-        tokenizer = self._need_tokenizer()
+        tokenizer = self.need_tokenizer()
         if isinstance(prompt, str):
             if not prompt.strip():
                 raise ValueError("the prompt is empty")
@@ -382,7 +324,7 @@ class Pipeline:
 
     def written(self, messages: Sequence[Mapping[str, Any]], **how: Any) -> str:
         """The text that the chat template makes of a conversation. Raises ValueError."""
-        self._need_tokenizer()
+        self.need_tokenizer()
         return self._chat.write(messages, **how)
 
     def requests(
@@ -405,7 +347,7 @@ class Pipeline:
         self, index: int, prompt: Sequence[int], new_tokens: Any, options: Any, language: Any | None,
         asks: tuple[Ask, ...] = (), stops: bool = True,
     ) -> Request:  # fmt: skip
-        ids, new_tokens = _ids(prompt, f"prompt {index}"), as_int(new_tokens, f"prompt {index}: max_new_tokens")
+        ids, new_tokens = tokens_of(prompt, f"prompt {index}"), as_int(new_tokens, f"prompt {index}: max_new_tokens")
         if new_tokens < 1:
             raise ValueError(f"prompt {index}: max_new_tokens={new_tokens} must be at least 1")
         if not ids:
@@ -416,7 +358,7 @@ class Pipeline:
         asks += () if (own := provided("asks_of")) is None else own(self.model, prompt, ids, f"prompt {index}")
         asks += () if language is None else (_of_forms("answer_in")(language, len(ids), new_tokens),)
         request = Request.behind(ids, new_tokens, padding=padding, asks=asks, stops=stops)
-        return self._checked(f"prompt {index}", options, request)
+        return self.checked(f"prompt {index}", options, request)
 
     @staticmethod
     def _each(encode: Callable[[Any], list[int]], values: Any, what: str) -> list[list[int]]:
@@ -436,44 +378,17 @@ class Pipeline:
         with named(what):
             return self.recipe.resolve(options)
 
-    def _checked(self, what: str, options: Any, request: Request) -> Request:
+    def checked(self, what: str, options: Any, request: Request) -> Request:
         """The request with its options. Raises a ValueError that begins with `what` if it can never run."""
         own = seeded(self.recipe, self._resolved(what, options))
         with named(what):
             self.engine.check(request := replace(request, options=own, asks=request.asks + self.asks))
         return request
 
-    def _template(self, text: Any) -> list[int]:
-        """Token ids of a text with markers: BOS if the tokenizer puts one in front of texts, masks in the gaps."""
-        if not isinstance(text, str):
-            raise ValueError(f"a text with gaps must be a text, not {text!r:.80}")
-        tokenizer, spec = self._need_tokenizer(), self.recipe.model.spec
-        ids = [token for token in tokenizer("")["input_ids"][:1] if token == tokenizer.bos_token_id]
-        for piece in parse(encodable(text)):
-            if isinstance(piece, str):
-                ids += tokenizer(piece, add_special_tokens=False)["input_ids"]
-            elif piece > spec.max_length:
-                raise ValueError(f"[MASK:{piece}] exceeds the model's {spec.max_length} positions")
-            else:
-                ids += [spec.mask] * piece
-        return ids
-
-    def _infill_request(
-        self, index: int, canvas: Any, options: Any, stop: bool, form: tuple[Sequence[Any], str],
-        asks: tuple[Ask, ...] = (),
-    ) -> Request:  # fmt: skip
-        """`form`: what is held to it, and what its scope is."""
-        what, mask_id = f"canvas {index}", self.recipe.model.spec.mask
-        if mask_id not in (ids := _ids(canvas, what)):
-            raise ValueError(f"{what} has no gap: put [MASK:n] into the text, or the mask token {mask_id}")
-        with named(what):
-            asks += (_of_forms("in_gaps_of")(form[0], ids, mask_id, form[1]),) if form[0] else ()
-        return self._checked(what, options, Request(ids, [token == mask_id for token in ids], asks=asks, stops=stop))
-
     def decode(self, ids: list[int]) -> str:
-        return str(self._need_tokenizer().decode(ids, skip_special_tokens=True))
+        return str(self.need_tokenizer().decode(ids, skip_special_tokens=True))
 
-    def _need_tokenizer(self) -> PreTrainedTokenizerBase:
+    def need_tokenizer(self) -> PreTrainedTokenizerBase:
         if self.tokenizer is None:
             raise ValueError("the checkpoint has no tokenizer: use generate_ids with token ids")
         return self.tokenizer
@@ -494,10 +409,6 @@ def samples(recipe: Recipe, options: Resolved, count: int) -> list[Resolved]:
     """Options of several answers, which differ by their seeds."""
     seed = max(int(recipe.sampling_of(options).get("seed", 0)), 0)
     return [options, *(recipe.seeded(options, seed + i) for i in range(1, count))]
-
-
-def _ids(value: Any, what: str) -> list[int]:
-    return [as_int(token, f"{what}: token") for token in listed(value, what)]
 
 
 class RecipeParts(TypedDict, total=False):

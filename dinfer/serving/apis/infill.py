@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal, Self
 from fastapi import FastAPI
 from pydantic import Field, model_validator
 
-from dinfer.core.pipeline.inputs import escaped
 from dinfer.serving.answers import cost, structured, usage_of
 from dinfer.serving.errors import invalid
 from dinfer.serving.fields import MAX_CHOICES, Sampled, Scored, Text
@@ -21,6 +20,7 @@ from dinfer.serving.logprobs import Logprobs
 from dinfer.serving.rows import Wanted
 from dinfer.serving.server import Server
 from dinfer.structure.abilities.constraints import InLanguage
+from dinfer.structure.infilling import escaped, infill_request, infilled
 
 
 class InfillRequest(Scored, Sampled, HeldFields):
@@ -59,7 +59,7 @@ def add(app: FastAPI, server: Server) -> None:
         chosen = served.options(body)
         languages = await served.languages(body)
         try:  # in a thread: a form is followed over the whole text
-            made = partial(served.pipe.infill_request, body.text, chosen, languages, body.scope)
+            made = partial(infill_request, served.pipe, body.text, chosen, languages, body.scope)
             request = await asyncio.to_thread(made)
         except ValueError as error:
             told = str(error).removeprefix("canvas 0: ").replace("canvas 0", "it")
@@ -68,7 +68,7 @@ def add(app: FastAPI, server: Server) -> None:
         async with server.running(served, [request], body.dinfer, wanted, prompt) as events:
             heard = [event async for event in events]
         (done,) = [event.completion for event in heard if event.completion is not None]
-        found = served.pipe.infilled(request, done, logprobs=[one for event in heard for one in event.logprobs if one])
+        found = infilled(served.pipe, request, done, logprobs=[one for event in heard for one in event.logprobs if one])
         tokens, scores = sum(map(len, found.gaps)), None
         if body.top is not None:
             shown = Logprobs(served.pieces, body.top)

@@ -16,9 +16,10 @@ from transformers import AutoTokenizer
 from dinfer.core.engine.request import Request
 from dinfer.core.engine.runtime import Runtime
 from dinfer.core.pipeline import Pipeline
-from dinfer.core.pipeline.inputs import gaps_of, parse
 from dinfer.core.recipe.recipe import IncompatibleRecipe, compose
 from dinfer.core.registry import CACHES, ITERATIONS
+from dinfer.structure.form import gaps_of
+from dinfer.structure.infilling import parse
 
 CANVAS = [1, 2, MASK, MASK, 3, MASK, *range(4, 30), MASK, MASK, MASK, 5, 6]
 
