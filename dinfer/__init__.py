@@ -76,9 +76,9 @@ _ADDRESSES = {
 }  # fmt: skip
 # Names that left their module for a layer, which modules imported by an address without a layer have still.
 _NAMES = {
-    "core.layers.linear": {"quantize": "formats.holding"},
+    "core.layers.linear": {"quantize": "formats.holding"}, "core.step.model": {"ModelFamily": "core.models.family"},
     "core.loading.checkpoint": {"save_network": "formats.saving", "random_network": "lab.random_network"},
-}
+}  # fmt: skip
 
 
 class _Addresses:

@@ -8,7 +8,7 @@ from torch import Tensor
 from dinfer.core.loading.checkpoint import place_of
 from dinfer.core.loading.files import CheckpointError
 from dinfer.core.loading.safetensors_io import FLOATS, Stored, read
-from dinfer.core.ranks.split import Placement
+from dinfer.core.models.family import Placement
 
 
 def regrouped(

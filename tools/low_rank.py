@@ -14,8 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dinfer.core.layers.transformer import Transformer
-from dinfer.core.models.family import ModelFamily
-from dinfer.core.ranks.split import Placement
+from dinfer.core.models.family import ModelFamily, Placement
 from dinfer.formats.lora import CONFIG, PREFIX
 
 

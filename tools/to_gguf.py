@@ -17,8 +17,8 @@ from torch import Tensor
 
 from dinfer.core.loading.checkpoint import LoadPlan, family_of, read_config, read_spec
 from dinfer.core.loading.files import CheckpointError
+from dinfer.core.models.family import Placement
 from dinfer.core.pipeline.tokenizer import read_tokenizer
-from dinfer.core.ranks.split import Placement
 from dinfer.core.registry import MODELS
 from dinfer.core.terms.spec import ModelSpec
 from dinfer.formats.gguf_file import ARCHITECTURES, PATTERNS, WHOLE

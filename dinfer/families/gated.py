@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from dinfer.core.layers.transformer import Transformer
 from dinfer.core.loading.files import ADAPTER, locate
+from dinfer.core.models.family import Placement
 from dinfer.core.provided import needed
-from dinfer.core.ranks.split import Placement
 from dinfer.core.step.model import Attend
 
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from dinfer.core.loading.files import CheckpointError, damaged, refuse
 from dinfer.core.loading.safetensors_io import FLOATS, Slices, Stored
-from dinfer.core.ranks.split import Placement
+from dinfer.core.models.family import Placement
 
 if TYPE_CHECKING:
     from dinfer.formats.rounding.blocks import Blocks, Section

@@ -16,7 +16,7 @@ from torch import Tensor
 from dinfer.core.loading.files import ADAPTER as CONFIG
 from dinfer.core.loading.files import CheckpointError, read_object, refuse
 from dinfer.core.loading.safetensors_io import mismatches, read, stored_in
-from dinfer.core.ranks.split import Placement
+from dinfer.core.models.family import Placement
 
 PREFIX = "base_model.model."
 WEIGHTS = "adapter_model.safetensors"

@@ -22,7 +22,8 @@ from torch import Tensor
 from dinfer.core.loading.files import QUANTIZATION as FIELD
 from dinfer.core.loading.files import CheckpointError, refuse
 from dinfer.core.loading.safetensors_io import FLOATS, INTEGERS, NARROW, Scales, Slices, Stored, read
-from dinfer.core.ranks.split import Placement, Rank
+from dinfer.core.models.family import Placement
+from dinfer.core.ranks.split import Rank
 
 Method = Literal["gptq", "awq", "compressed-tensors"]
 VALUES = {"gptq": "qweight", "awq": "qweight", "compressed-tensors": "weight_packed"}

@@ -42,8 +42,7 @@ from dinfer.core.loading.safetensors_io import (
     stored_in,
     weight_map,
 )
-from dinfer.core.models.family import ModelFamily
-from dinfer.core.ranks.split import Placement
+from dinfer.core.models.family import ModelFamily, Placement
 from dinfer.core.registry import MODELS
 from dinfer.core.terms.spec import ModelSpec
 from dinfer.formats.holding import format_of, roundings

@@ -21,9 +21,9 @@ from dinfer.core.layers.linear import formatted
 from dinfer.core.loading.checkpoint import LoadPlan
 from dinfer.core.loading.files import ADAPTER, CheckpointError, locate, refuse
 from dinfer.core.loading.safetensors_io import FLOATS, read_slices
-from dinfer.core.models.family import ModelFamily
+from dinfer.core.models.family import ModelFamily, Placement
 from dinfer.core.provided import needed
-from dinfer.core.ranks.split import Placement, Rank
+from dinfer.core.ranks.split import Rank
 from dinfer.core.registry import MODELS, values_of
 from dinfer.core.terms.spec import ExpertLayout
 from dinfer.rollouts.state import state_of

@@ -354,6 +354,7 @@ def test_addresses_without_a_layer_give_the_same_modules() -> None:
         ("loading.checkpoint.save_network", "formats.saving"),
         ("loading.checkpoint.random_network", "lab.random_network"),
         ("layers.linear.quantize", "formats.holding"),
+        ("step.model.ModelFamily", "core.models.family"),
     ):
         module, _, own = name.rpartition(".")
         assert vars(found(f"dinfer.{home}"))[own] is attrgetter(own)(found(".".join(["dinfer", module])))

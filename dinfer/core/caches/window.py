@@ -16,7 +16,8 @@ from torch import Tensor
 
 from dinfer.core.registry import CACHES, option
 from dinfer.core.step.contracts import CachePolicy, ModelSpec, Moved, Phase, RowCursors, State, WindowPlan
-from dinfer.core.step.mixins import KeepsNothing, RecomputesEveryKey, RefreshesWithin
+from dinfer.core.step.mixins import RecomputesEveryKey, RefreshesWithin
+from dinfer.core.step.window import KeepsNothing
 
 
 @CACHES.register("none")

@@ -40,9 +40,9 @@ from dinfer.core.loading.safetensors_io import (
     read_slices,
     stored,
 )
-from dinfer.core.models.family import ModelFamily
+from dinfer.core.models.family import ModelFamily, Placement, Split
 from dinfer.core.provided import needed, provided
-from dinfer.core.ranks.split import WHOLE, Placement, Rank, Split
+from dinfer.core.ranks.split import WHOLE, Rank
 from dinfer.core.registry import MODELS
 from dinfer.core.terms.spec import ExpertLayout, ModelSpec
 

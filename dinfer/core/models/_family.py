@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 
 from dinfer.core.layers.transformer import Transformer
 from dinfer.core.loading.files import PUBLISHED, Fields, listed
-from dinfer.core.models.family import ModelFamily
+from dinfer.core.models.family import ModelFamily, Placement, Split
 from dinfer.core.options import option
-from dinfer.core.ranks.split import Placement, Section, Split
+from dinfer.core.ranks.split import Section
 from dinfer.core.terms.spec import ExpertLayout, ExpertSpec, ModelSpec
 
 LARGEST, EXPERTS = 2**31, 2**20  # of one field; of all layers: no checkpoint comes near, and their names fill memory

@@ -4,14 +4,14 @@ A component derives from them too, and defines what they ask for. Shape suffixes
 """
 
 from abc import ABC, abstractmethod
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from dinfer.core.step.canvas import Canvas
-from dinfer.core.step.contracts import Iteration, ModelSpec, Proposal, State
-from dinfer.core.step.cursors import BlockView, Phase, RowCursors, Status
+from dinfer.core.step.contracts import Iteration, Proposal, State
+from dinfer.core.step.cursors import BlockView, RowCursors
 from dinfer.core.step.model import Model
+from dinfer.core.step.window import CanvasRows, Chooses, KeepsNothing  # noqa: F401, caches derive from them
 
 # Decoders.
 
@@ -50,10 +50,6 @@ class Verifies(ABC):
 # Caches.
 
 
-class KeepsNothing:
-    """A cache whose keys do not outlive the step that computed them."""
-
-
 class RecomputesEveryKey:
     """A cache each of whose passes rewrites every key of the pass before, except keys of final tokens.
 
@@ -80,34 +76,6 @@ class LeavesDecoded:
 
 class LeavesMasks:
     """A cache whose windows may leave out masks of the active blocks, which are then not decoded."""
-
-
-class CanvasRows(NamedTuple):
-    """The canvases of the lanes of a step, as a cache sees them. The last column is scratch."""
-
-    canvas: Canvas
-    slot_B: Tensor
-
-    @property
-    def tokens_BS(self) -> Tensor:
-        """int64 [B, S + 1]"""
-        return self.canvas.tokens_NS.index_select(0, self.slot_B)
-
-    @property
-    def open_BS(self) -> Tensor:
-        """Still to be decoded. bool [B, S + 1]"""
-        return self.canvas.status_NS.index_select(0, self.slot_B) == int(Status.OPEN)
-
-
-class Chooses(ABC):
-    """A cache whose plan says `chosen`: it computes some positions of its window."""
-
-    @abstractmethod
-    def choose(self, lanes: RowCursors, rows: CanvasRows, spec: ModelSpec, phase: Phase, state: State) -> Tensor:
-        """Which positions to compute. bool [B, S + 1]
-
-        Changes `state` in place. It is stored after every pass, also if that decodes nothing.
-        """
 
 
 # Iterations.

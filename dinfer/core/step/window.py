@@ -1,6 +1,8 @@
 """The window of a step, made from the plan of the cache policy."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,10 +12,41 @@ from dinfer.core.kernels.selection import compact
 from dinfer.core.step.canvas import Canvas
 from dinfer.core.step.contracts import CachePolicy, ModelSpec, State
 from dinfer.core.step.cursors import Cursors, Phase, RowCursors, Status
-from dinfer.core.step.mixins import CanvasRows, Chooses, KeepsNothing
 from dinfer.core.step.model import Parts
 from dinfer.core.step.shape import KeysOnly, StepShape
 from dinfer.core.terms.plan import AttentionLayout, Place
+
+
+class KeepsNothing:
+    """A cache whose keys do not outlive the step that computed them."""
+
+
+class CanvasRows(NamedTuple):
+    """The canvases of the lanes of a step, as a cache sees them. The last column is scratch."""
+
+    canvas: Canvas
+    slot_B: Tensor
+
+    @property
+    def tokens_BS(self) -> Tensor:
+        """int64 [B, S + 1]"""
+        return self.canvas.tokens_NS.index_select(0, self.slot_B)
+
+    @property
+    def open_BS(self) -> Tensor:
+        """Still to be decoded. bool [B, S + 1]"""
+        return self.canvas.status_NS.index_select(0, self.slot_B) == int(Status.OPEN)
+
+
+class Chooses(ABC):
+    """A cache whose plan says `chosen`: it computes some positions of its window."""
+
+    @abstractmethod
+    def choose(self, lanes: RowCursors, rows: CanvasRows, spec: ModelSpec, phase: Phase, state: State) -> Tensor:
+        """Which positions to compute. bool [B, S + 1]
+
+        Changes `state` in place. It is stored after every pass, also if that decodes nothing.
+        """
 
 
 @dataclass(frozen=True, slots=True)

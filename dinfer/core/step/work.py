@@ -13,11 +13,10 @@ from dinfer.core.memory import PagedAttend, Seen
 from dinfer.core.step.commits import Commits
 from dinfer.core.step.contracts import Moved, Proposal, State
 from dinfer.core.step.cursors import BlockView, Phase, RowCursors
-from dinfer.core.step.mixins import KeepsNothing
 from dinfer.core.step.model import Network, Parts
 from dinfer.core.step.shape import StepShape
 from dinfer.core.step.state import BatchState
-from dinfer.core.step.window import Window
+from dinfer.core.step.window import KeepsNothing, Window
 from dinfer.core.terms.stats import TokenStats
 
 T = TypeVar("T")

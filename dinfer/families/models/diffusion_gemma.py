@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from dinfer.core.models._family import HubCheckpoint, check_kinds, complete, expect, fused_placements, mlp_placements
-from dinfer.core.ranks.split import Placement, Section, Split
+from dinfer.core.models.family import Placement, Split
+from dinfer.core.ranks.split import Section
 from dinfer.core.registry import MODELS, option
 from dinfer.core.terms.spec import ExpertLayout, ExpertSpec, LocalAttention, ModelSpec
 from dinfer.families.gemma import Gemma
