@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -31,7 +31,7 @@ from benchmarks.provenance import begun, command_line, save
 from benchmarks.shapes import SHAPES, random_model
 from dinfer import Pipeline, Runtime, compose
 from dinfer.core.engine.engine import Engine
-from dinfer.core.engine.runtime import KV
+from dinfer.core.engine.runtime import Kv
 from dinfer.core.layers.transformer import Experts
 from dinfer.core.memory import KVPool
 from dinfer.core.recipe.recipe import Recipe
@@ -104,7 +104,7 @@ def arguments(args: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--iteration", default="blockwise")
     parser.add_argument("--cache", default="dual")
     parser.add_argument("--quantize", choices=("fp8", "int8", "int4"))
-    parser.add_argument("--kv", choices=KV, default="model", help="runtime.kv")
+    parser.add_argument("--kv", choices=get_args(Kv), default="model", help="runtime.kv")
     parser.add_argument("--spread", action="store_true", help="tokens choose experts independently")
     return parser.parse_args(args)
 

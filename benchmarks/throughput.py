@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import cycle
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import yaml
@@ -41,7 +41,7 @@ from benchmarks.shapes import SHAPES, random_model, shape
 from benchmarks.step import pool
 from dinfer.core.engine.engine import Engine
 from dinfer.core.engine.request import ONLY_COUNTS, Completion, Request, Update, Wants
-from dinfer.core.engine.runtime import KV
+from dinfer.core.engine.runtime import Kv
 from dinfer.core.registry import check_range, option
 from dinfer.core.step.contracts import BlockView, Decoder, Proposal, State, TokenStats
 from dinfer.demo.problems import generate
@@ -313,7 +313,7 @@ def arguments(args: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--favour", choices=["latency", "throughput"], default="latency")
     parser.add_argument("--stagger", action="store_true")
     parser.add_argument("--quantize", choices=("fp8", "int8", "int4"))
-    parser.add_argument("--kv", choices=KV, default="model", help="runtime.kv")
+    parser.add_argument("--kv", choices=get_args(Kv), default="model", help="runtime.kv")
     parser.add_argument("--spread", action="store_true", help="tokens choose experts independently")
     parser.add_argument("--compile", default="none")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="runtime.tensor_parallel")

@@ -43,7 +43,6 @@ def _derived(base: type | UnionType) -> Trait:
     return Trait(lambda part: isinstance(part, base))
 
 
-SPELT = {"null": None, "None": None, "true": True, "false": False, "True": True, "False": False}
 COMPONENTS: dict[str, Registry] = {registry.kind: registry for registry in REGISTRIES if registry.kind != "model"}
 
 
@@ -137,7 +136,8 @@ def _goes(table: Sequence[Refusal], parts: PartsByKind, setting: str) -> bool:
     named = re.match(r"(\w+)(?:\.(\w+))?=(\w+)", setting)
     if named is None or (kind := named[1]) not in COMPONENTS or kind not in parts:
         return True
-    part, value = parts[kind], SPELT.get(named[3], named[3])
+    spelt = {"null": None, "None": None, "true": True, "false": False, "True": True, "False": False}
+    part, value = parts[kind], spelt.get(named[3], named[3])
     with suppress(TypeError, ValueError):
         if named[2] is None:
             part = dict(_others(COMPONENTS[kind], part, parts["model"].spec)).get(named[3], part)

@@ -12,7 +12,8 @@ from itertools import islice
 from typing import Any, Unpack
 
 from dinfer.core.engine.request import Ask, Completion, Counts, Request, Resolved
-from dinfer.core.pipeline.inputs import FormKeywords, as_html, each, encodable, figures, listed, named, short, tokens_of
+from dinfer.core.pipeline.inputs import FormKeywords, each, encodable, figures, listed, named, short, tokens_of
+from dinfer.core.provided import provided
 from dinfer.core.step.told import TokenLogprob
 from dinfer.structure.form import gaps_of, in_gaps_of, languages_of
 
@@ -126,8 +127,9 @@ class Infilled:
     def __repr__(self) -> str:
         return f"Infilled({short(self.text)}, gaps={self.gap_texts!r:.80}, {figures(self.counts)})"
 
-    def _repr_html_(self) -> str:
-        return as_html(self.text, self.counts, self.ids, 0, self.trace)
+    def _repr_html_(self) -> str | None:
+        show = provided("as_html")
+        return show and show(self.text, self.counts, self.ids, 0, self.trace)
 
 
 def marked(text: str, marker: re.Pattern[str]) -> Iterator[str | re.Match[str]]:

@@ -9,8 +9,6 @@ from dinfer.core.step.cursors import Phase
 from dinfer.core.step.mixins import Feeds, Moves
 from dinfer.core.step.scores import scored
 
-SEES_MASKS = Trait(lambda cache: cache.plan(Phase.WINDOW).front > 0)
-
 
 @ABILITIES.register("feeding")
 class Feeding(ByPart[Feeds]):
@@ -19,7 +17,7 @@ class Feeding(ByPart[Feeds]):
     kind = Feeds
     refusals = (
         Refusal("{cache} computes the first masks, fed as tokens and masks, and {iteration} reads more.",
-                cache=SEES_MASKS, iteration=REMEMBERS),
+                cache=Trait(lambda cache: cache.plan(Phase.WINDOW).front > 0), iteration=REMEMBERS),
         Refusal("{decoder} moves tokens, and {iteration} remembers what it expects at each position.",
                 decoder=Moves, iteration=REMEMBERS),
     )  # fmt: skip

@@ -16,8 +16,6 @@ from dinfer.core.step.ability import Ability, ByPart, Decision, Extra, Parts, Pr
 from dinfer.core.step.cursors import CURSORS, BlockView, RowCursors
 from dinfer.core.step.mixins import Adjusts, Edits, Grows, LeavesDecoded, LeavesMasks, Moves, Paces, Verifies
 
-PART_OF_IT = Trait(lambda iteration: iteration.block > 0 or iteration.blocks > 1, "an iteration in blocks")
-
 
 @ABILITIES.register("editing")
 class Editing(ByPart[Edits]):
@@ -28,7 +26,8 @@ class Editing(ByPart[Edits]):
         Refusal("{decoder} judges decoded tokens by their logits, which {cache} does not compute.",
                 cache=LeavesDecoded, decoder=Edits),
         Refusal("{decoder} lengthens the canvas as it decodes, so its block must span the whole generation.",
-                iteration=PART_OF_IT, decoder=Grows),
+                iteration=Trait(lambda part: part.block > 0 or part.blocks > 1, "an iteration in blocks"),
+                decoder=Grows),
         Refusal("{decoder} may rewrite stop tokens, so it cannot honour sampling.eos_last=1.",
                 sampling=sampled("eos_last", "of 1"), decoder=Edits),
         Refusal("there is text behind a gap, and {decoder} moves tokens behind the prompt.",
@@ -75,7 +74,6 @@ class Leftmost(Extra):
     """Some row decodes the leftmost masks of each block alone."""
 
 
-READS_ALL = Trait(lambda decoder: isinstance(decoder, Adjusts) or "entropy" in decoder.needs)
 HELD = sampled("leftmost", "above 0")
 
 
@@ -86,7 +84,7 @@ class Holding(Ability):
 
     refusals = (
         Refusal("{cache} leaves masks out, and {decoder} would take what is not computed there for certain.",
-                cache=LeavesMasks, decoder=READS_ALL),
+                cache=LeavesMasks, decoder=Trait(lambda part: isinstance(part, Adjusts) or "entropy" in part.needs)),
         Refusal("sampling.leftmost holds masks back, and {decoder} drafts all of a block.",
                 sampling=HELD, decoder=Verifies | Moves),
         Refusal("sampling.leftmost holds masks back, and this model has no mask token.", sampling=HELD, model=NO_MASK),

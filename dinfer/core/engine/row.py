@@ -18,7 +18,6 @@ from dinfer.core.step.told import TokenLogprob
 from dinfer.core.terms.spec import ModelSpec
 
 PLACE = Cursors._fields.index("forwards")  # the cursors before this one are a row's place, the others count
-PHASES = [*Phase]  # by number
 STALL_LIMIT = 256  # steps in a row that change neither tokens, block nor keys
 
 
@@ -159,7 +158,7 @@ class Row:
     def update(self, recipe: Recipe) -> Update:
         """The update for the caller about the last step, or about the error that ended the row."""
         spec, step, now = recipe.model.spec, self.before, self.cursors
-        where = self.index, now.forwards, PHASES[step.phase], (step.start, step.end)
+        where = self.index, now.forwards, Phase(step.phase), (step.start, step.end)
         if self.error is not None:
             return Update(*where, blocks=now.block, error=self.error)
         done = self._completion(recipe) if now.phase == Phase.IDLE else None

@@ -12,15 +12,14 @@ from dinfer.core.step.shape import StepShape
 from dinfer.core.step.state import BatchState
 from dinfer.core.step.step import denoise_step
 
-Observer = Callable[[StepShape, Sequence[int]], AbstractContextManager[object]]
-
 
 class Runner:
     """Runs steps over one `BatchState`, eagerly."""
 
     def __init__(self, recipe: Recipe, runtime: Runtime) -> None:
         self.recipe, self.runtime = recipe, runtime
-        self.observer: Observer | None = None  # wraps every launch, given its shape and slots
+        # Wraps every launch, given its shape and slots.
+        self.observer: Callable[[StepShape, Sequence[int]], AbstractContextManager[object]] | None = None
         self.meeting: StepShape | None = None  # the shape that is being launched for the first time, or captured
         self.refused: dict[StepShape, str] = {}  # shapes that cannot be captured, and why
         self._state: BatchState | None = None

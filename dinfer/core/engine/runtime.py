@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Self, get_args
+from typing import Literal, NamedTuple, Self
 
 from dinfer.core.engine.request import Request
 from dinfer.core.provided import needed
@@ -10,10 +10,6 @@ from dinfer.core.recipe.recipe import Recipe
 from dinfer.core.registry import check_range, check_types
 
 Kv = Literal["model", "fp8"]
-KV: tuple[str, ...] = get_args(Kv)
-MOST_CANDIDATES = 16
-MOST_ROWS = 1 << 16  # tables of the canvas alone would fill the memory of a host with more
-LONGEST_PAGE = 4096  # the shortest request takes a whole page
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,9 +42,10 @@ class Runtime:
     def __post_init__(self) -> None:
         check_types("runtime", self)
         check_range("runtime", self, "max_length", "pages", "positions", "tensor_parallel", least=1)
-        check_range("runtime", self, "rows", least=1, most=MOST_ROWS)
-        check_range("runtime", self, "speculate", least=0, most=MOST_CANDIDATES)
-        check_range("runtime", self, "page", least=1, most=LONGEST_PAGE)
+        # Tables of the canvas alone would fill the memory of a host with more rows.
+        check_range("runtime", self, "rows", least=1, most=1 << 16)
+        check_range("runtime", self, "speculate", least=0, most=16)
+        check_range("runtime", self, "page", least=1, most=4096)  # the shortest request takes a whole page
         if self.expert_parallel and self.tensor_parallel == 1:
             raise ValueError(
                 "runtime.expert_parallel=true deals experts out to several cards, and runtime.tensor_parallel=1 is one "

@@ -22,7 +22,6 @@ Group = Literal[
 ]  # fmt: skip
 """Kernels that are switched off together, to measure what they gain."""
 GROUPS: tuple[str, ...] = get_args(Group)
-WIDEST_HEAD = 256  # the tiles are made for heads up to this size
 _COMPILING_FOR: ContextVar[torch.device | None] = ContextVar("compiling_for", default=None)
 
 
@@ -72,7 +71,7 @@ def use_triton(tensor: Tensor, group: Group, head_dim: int = 16) -> bool:
     """
     if torch.compiler.is_compiling():
         return False
-    able = 16 <= head_dim <= WIDEST_HEAD and head_dim & (head_dim - 1) == 0
+    able = 16 <= head_dim <= 256 and head_dim & (head_dim - 1) == 0
     asked = wanted(group) and card(tensor.device) is not None and has_triton()
     if asked and not able:
         _tell(head_dim)

@@ -8,14 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dinfer.core.kernels.deferred import close
-from dinfer.core.kernels.dispatch import native, on_hopper, triton, use_triton
+from dinfer.core.kernels.dispatch import in_c, native, triton, use_triton
 from dinfer.core.kernels.types import FLOAT8, LARGEST, Deferred, PartialSums, Rounded
-
-BLOCK = 1 << 19  # values of a weight that are widened at a time
-FEW = 32  # rows up to which the kernel is faster than cuBLAS
-MORE = 64  # the same from Hopper on
-MOST = 128  # the same from Hopper on, for a map of at most `SMALL` outputs whose parts the consumer adds up
-SMALL = 4096
 
 
 def check_float8(device: torch.device, what: str, instead: str) -> None:
@@ -37,11 +31,6 @@ def round_rows(x: Tensor, dtype: torch.dtype = FLOAT8) -> Rounded:
     return Rounded((scaled.round() if dtype == torch.int8 else scaled).to(dtype), scale, x.dtype)
 
 
-def few(x: Tensor, most: int = FEW) -> bool:
-    """Whether our kernel is faster than torch for 16-bit rows, which holds up to `most` rows."""
-    return x.numel() // x.shape[-1] <= most and x.dtype.itemsize == 2 and not torch.compiler.is_compiling()
-
-
 def linear(
     x: Deferred, weight_OK: Tensor, bias_O: Tensor | None = None, *, parts: bool = False
 ) -> Tensor | PartialSums:
@@ -51,27 +40,12 @@ def linear(
     only so fast, and a map of few outputs would keep few of them busy.
     """
     x = close(x)
-    most = MOST if parts and len(weight_OK) <= SMALL else MORE
-    if not ((few(x) or (few(x, most) and on_hopper(x))) and use_triton(x, "linear")):
-        if (kernels := native("linear", x, weight_OK)) is not None and kernels.faster(x):
-            out = kernels.linear(x, weight_OK)
-            return out if bias_O is None else out + bias_O
-        return widened_linear(x, weight_OK, bias_O) if slow(x) else F.linear(x, weight_OK, bias_O)
-    return triton("linear").linear(x, weight_OK, bias_O, None, split=parts)
-
-
-def slow(x: Tensor) -> bool:
-    """Whether torch multiplies such numbers far slower than float32: 16 bits on a CPU without AVX-512."""
-    if x.device.type != "cpu" or x.dtype.itemsize != 2 or torch.compiler.is_compiling():
-        return False
-    return torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2") and not torch.is_grad_enabled()
-
-
-def widened_linear(x: Tensor, weight_OK: Tensor, bias_O: Tensor | None) -> Tensor:
-    """As `linear`, in float32, block by block of outputs: a widened block stays in the cache of the CPU."""
-    wide, out = x.float(), x.new_empty(*x.shape[:-1], len(weight_OK))
-    first = 0
-    for block in weight_OK.split(max(BLOCK // x.shape[-1], 1)):
-        out[..., first : first + len(block)] = F.linear(wide, block.float())
-        first += len(block)
-    return out if bias_O is None else out + bias_O
+    if use_triton(x, "linear") and triton("linear").faster(x, weight_OK, parts):
+        return triton("linear").linear(x, weight_OK, bias_O, None, split=parts)
+    if (kernels := native("linear", x, weight_OK)) is not None and kernels.faster(x):
+        out = kernels.linear(x, weight_OK)
+        return out if bias_O is None else out + bias_O
+    here = x.device.type == "cpu" and not torch.compiler.is_compiling()
+    if here and (kernels := in_c()) is not None and kernels.slow(x):
+        return kernels.widened_linear(x, weight_OK, bias_O)
+    return F.linear(x, weight_OK, bias_O)

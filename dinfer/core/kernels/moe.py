@@ -15,14 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dinfer.core.kernels.deferred import close, held, rows, rows_of, to_add
-from dinfer.core.kernels.dispatch import native_few_bits, triton, use_triton
-from dinfer.core.kernels.linear import few, linear, round_rows
+from dinfer.core.kernels.dispatch import in_c, triton, use_triton
+from dinfer.core.kernels.linear import linear, round_rows
 from dinfer.core.kernels.norm import geglu, swiglu
 from dinfer.core.kernels.types import Dealt, Deferred, InputFormat, Matrices, PartialSums, Plan, Rounded, WeightPart
 
 TILE = 16
-DEFERRED = 8192  # tokens up to which the consumer adds up the outputs of their experts
-TOGETHER = 1024  # tokens up to which a shared expert is one more of the experts; for more, cuBLAS is faster
 Gate = Callable[[Deferred, InputFormat], Deferred]
 GATES: dict[Gate, str] = {swiglu: "silu", geglu: "gelu"}  # their names in the kernels
 
@@ -32,7 +30,7 @@ def wide_linear(x_ND: Deferred, weight_XD: Tensor) -> Tensor | PartialSums:
     x_ND = close(rows_of(x_ND))
     # Products of two narrow numbers are exact in float32.
     if use_triton(x_ND, "router") and x_ND.dtype != torch.float32:
-        if few(x_ND) and weight_XD.dtype == x_ND.dtype:
+        if triton("linear").few(x_ND) and weight_XD.dtype == x_ND.dtype:
             return triton("linear").linear(x_ND, weight_XD, None, None, dtype=torch.float32, split=True)
         return torch.mm(x_ND, weight_XD.T, out_dtype=torch.float32)
     wide = torch.promote_types(x_ND.dtype, torch.float32)
@@ -186,33 +184,18 @@ def expert_mixture(
     depend on the choice, and no expert meets tokens of another. The values between the two maps are rounded in pieces
     of `down.piece`, each with a scale. `dealt`: the X experts are this rank's, and the sum is over them alone.
     """
-    tokens, pairs_per_expert = len(experts_NC), experts_NC.numel() / len(gate_up.each)
+    pairs_per_expert = experts_NC.numel() / len(gate_up.each)
     if dealt is not None:
         pairs_per_expert = experts_NC.numel() / dealt.experts
         experts_NC, weights_NC = own_pairs(experts_NC, weights_NC, dealt, len(gate_up.each))
     flat = rows_of(x)
     wide_ND = close(flat)
-    if not (use_triton(wide_ND, "experts") and gate_up.able and down.able):
-        mixed = _mixed_rows if wide_ND.device.type == "cpu" and down.piece is None else _mixed_tiles
-        mixed_ND = mixed(wide_ND, experts_NC, weights_NC, gate_up, down, gated)
-        return mixed_ND if shared is None else mixed_ND + shared.mlp(flat)
-    combine, plan = triton("moe").combine, triton("moe").plan
-
-    plus_ND, joined = None, False
-    if shared is not None:
-        more, wider = None, None
-        if shared.weights is not None:
-            more, wider = gate_up.joined(shared.weights[0]), down.joined(shared.weights[1])
-        if more is not None and wider is not None and tokens <= TOGETHER:
-            gate_up, down, joined = more, wider, True
-        else:
-            plus_ND = shared.mlp(flat)
-    made = plan(experts_NC, len(gate_up.each), down.rows_of_tile(pairs_per_expert), joined)
-    hidden_PM = gate_up.gated_rows(flat, made, gated, down)
-    out_PD = down.mixed_rows(hidden_PM, made)
-    if tokens <= DEFERRED:  # more rows would fill memory until they are read
-        return PartialSums(out_PD, out_PD.dtype, weights_NC.float().contiguous(), plus_ND)
-    return combine(out_PD, weights_NC, plus_ND)
+    if use_triton(wide_ND, "experts") and gate_up.able and down.able:
+        return triton("mixture").mixture(flat, experts_NC, weights_NC, gate_up, down, gated, shared, pairs_per_expert)
+    kernels = in_c() if wide_ND.device.type == "cpu" and down.piece is None else None
+    mixed = mixed_tiles if kernels is None else kernels.mixed_rows
+    mixed_ND = mixed(wide_ND, experts_NC, weights_NC, gate_up, down, gated)
+    return mixed_ND if shared is None else mixed_ND + shared.mlp(flat)
 
 
 def own_pairs(experts_NC: Tensor, weights_NC: Tensor, dealt: Dealt, count: int) -> tuple[Tensor, Tensor]:
@@ -221,34 +204,7 @@ def own_pairs(experts_NC: Tensor, weights_NC: Tensor, dealt: Dealt, count: int) 
     return torch.where(here_NC, experts_NC - dealt.first, count + 1), weights_NC.masked_fill(~here_NC, 0)
 
 
-def _mixed_rows(
-    x_ND: Tensor, experts_NC: Tensor, weights_NC: Tensor, gate_up: ExpertWeight, down: ExpertWeight, gated: Gate
-) -> Tensor:
-    """`expert_mixture` on a CPU, without the shared expert. Each expert takes all its rows, and no weight is copied.
-
-    Shapes depend on the choice, so no CUDA graph can hold it.
-    """
-    flat_P, experts = experts_NC.flatten().long(), len(gate_up.each)
-    count_X = flat_P.bincount(minlength=experts)[:experts]
-    order_P = flat_P.argsort(stable=True)[: int(count_X.sum())]  # experts of other ranks have the largest numbers
-    if not len(order_P):
-        return torch.zeros_like(x_ND)
-    token_P = order_P // experts_NC.shape[1]
-    hidden_PM = close(gated(_sorted_rows(x_ND.index_select(0, token_P), gate_up, count_X), "plain"))
-    out_PD = _sorted_rows(hidden_PM, down, count_X)
-    weight_P = weights_NC.flatten().index_select(0, order_P).to(out_PD.dtype)
-    return torch.zeros_like(x_ND).index_add(0, token_P, out_PD * weight_P[:, None])
-
-
-def _sorted_rows(x_PK: Tensor, weight: ExpertWeight, count_X: Tensor) -> Tensor:
-    """Rows in the order of experts, `count_X` of each, times the experts' matrices. [P, K] -> [P, O]"""
-    if (parts := weight.parts()) and (kernels := native_few_bits(x_PK, "experts")) is not None:
-        return kernels.native_linear(x_PK, parts, count_X).to(x_PK.dtype)
-    pieces = enumerate(x_PK.split(count_X.tolist()))
-    return torch.cat([weight.one(piece, expert) for expert, piece in pieces if len(piece)])
-
-
-def _mixed_tiles(
+def mixed_tiles(
     x_ND: Tensor, experts_NC: Tensor, weights_NC: Tensor, gate_up: ExpertWeight, down: ExpertWeight, gated: Gate
 ) -> Tensor:
     """`expert_mixture` in torch, without the shared expert."""

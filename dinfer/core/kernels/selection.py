@@ -34,9 +34,7 @@ def compact(flags_BS: Tensor, width: int) -> tuple[Tensor, Tensor]:
     return pos_BX.scatter_(1, index_BS, pos_S.expand_as(index_BS))[:, :width], place_BS
 
 
-LONGEST = 128  # the longest block whose pairs of positions the kernel compares
-
-
 def commit_kernel(masked_RL: Tensor) -> Any | None:
     """The Triton module that takes rules of decoders over; None: it does not run here, or blocks are too long."""
-    return triton("advance") if masked_RL.shape[1] <= LONGEST and use_triton(masked_RL, "commit") else None
+    longest = 128  # block whose pairs of positions the kernel compares
+    return triton("advance") if masked_RL.shape[1] <= longest and use_triton(masked_RL, "commit") else None

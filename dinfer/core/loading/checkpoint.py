@@ -315,14 +315,14 @@ def empty_network(
 
 def _place(network: nn.Module, device: torch.device) -> None:
     """Does the work of `to_empty`, which would make torch import sympy. That takes over a second."""
+
+    def empty(like: Tensor) -> Tensor:
+        if like.is_contiguous():
+            return torch.empty(like.shape, dtype=like.dtype, device=device)
+        return torch.empty_like(like, device=device)  # keeps the memory layout of 4-bit scales
+
     for module in network.modules():
         for name, parameter in [*module.named_parameters(recurse=False)]:
-            setattr(module, name, nn.Parameter(_empty(parameter, device), requires_grad=False))
+            setattr(module, name, nn.Parameter(empty(parameter), requires_grad=False))
         for name, buffer in [*module.named_buffers(recurse=False)]:
-            setattr(module, name, _empty(buffer, device))
-
-
-def _empty(like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    if like.is_contiguous():
-        return torch.empty(like.shape, dtype=like.dtype, device=device)
-    return torch.empty_like(like, device=device)  # keeps the memory layout of 4-bit scales
+            setattr(module, name, empty(buffer))

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from dinfer.core.options import unknown
 from dinfer.core.provided import needed as from_layer
@@ -20,13 +20,10 @@ from dinfer.core.provided import provided
 POINTER = "version https://git-lfs"
 FETCH = "is a pointer that git-lfs left in place of the file: run `git lfs pull` in its folder"
 SMALL = ("*.json", "*.jinja", "*.txt", "*.model", "README.md")  # files that describe a checkpoint
-WANTED = (*SMALL, "*.safetensors")  # never code, never pickles
-HUB = "models--"  # how the name of a folder of the hub's cache begins
 GGUF = ".gguf"  # the ending of a file that is a whole checkpoint
 ADAPTER = "adapter_config.json"
 QUANTIZATION = "quantization_config"  # of config.json: how weights were rounded
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer_config.json"
-SPECIAL = "special_tokens_map.json"
 PUBLISHED = "published default of the family"
 
 
@@ -84,15 +81,19 @@ def boxed(needed: str = "config.json") -> list[str]:
     return sorted(item.name for item in folder.iterdir() if (item / needed).is_file())
 
 
-def locate(name: str, revision: str | None = None, needed: str = "config.json", wanted: Sequence[str] = WANTED) -> Path:
+def locate(
+    name: str, revision: str | None = None, needed: str = "config.json",
+    wanted: Sequence[str] = (*SMALL, "*.safetensors"),
+) -> Path:  # fmt: skip
     """The folder of a checkpoint, or its GGUF file: a model in the box, a local path, or a download from the hub.
 
-    `needed`: the file that the folder must have. `wanted`: patterns of the files to download. Raises CheckpointError.
+    `needed`: the file that the folder must have. `wanted`: patterns of the files to download, never code or pickles.
+    Raises CheckpointError.
     """
     if not name.strip():
         raise CheckpointError(f"checkpoint={name!r} names no model: give one in the box, a folder or a hub name")
     path = local(name)
-    if path.name.startswith(HUB) and path.is_dir():
+    if path.name.startswith("models--") and path.is_dir():
         path = from_layer("snapshot_of", f"{path}, a folder of the hub's cache,", "families")(path)
     weights = path.suffix == GGUF
     if weights and not path.is_file():
@@ -203,7 +204,7 @@ def _named(folder: SmallFiles, role: str) -> list[TokenId]:
 
 def named_roles(folder: SmallFiles) -> Iterator[tuple[str, str]]:
     """Roles, such as mask_token, and their texts in the tokenizer's files."""
-    for file in (TOKENIZER, SPECIAL):
+    for file in (TOKENIZER, "special_tokens_map.json"):
         for role, token in small_object(folder, file).items():
             if role.endswith(("_token", "_tokens")):
                 texts = [_content(one) for one in (token if isinstance(token, list) else [token])]
@@ -237,26 +238,24 @@ def _content(token: Any) -> str | None:
     return text if isinstance(text, str) else None
 
 
-# Fields that change no network: who wrote it, how it was trained, stored and sampled, and what is read elsewhere.
-# `sliding_window` and `max_window_layers` count with `use_sliding_window` alone, which families check.
-HARMLESS = {
-    "_attn_implementation", "_name_or_path", "architectures", "attn_implementation", "auto_map", "bos_token_id",
-    "do_sample", "dtype", "eos_token_id", "finetuning_task", "id2label", "initializer_range", "is_decoder",
-    "label2id", "mask_token_id", "max_length", "max_new_tokens", "max_window_layers", "min_length",
-    "model_type", "name_or_path", "num_beams", "num_nextn_predict_layers", "output_attentions", "output_hidden_states",
-    "pad_token_id", "pretraining_tp", "problem_type", "quantization_config", "repetition_penalty", "return_dict",
-    "router_aux_loss_coef", "sep_token_id", "sliding_window", "task_specific_params", "temperature",
-    "tokenizer_class", "top_k", "top_p", "torch_dtype", "torchscript", "transformers_version", "unk_token_id",
-    "unsloth_fixed", "unsloth_version", "use_cache",
-}  # fmt: skip
-DROPS = ("_dropout", "_pdrop")
-
-
 class Fields(dict[str, Any]):
     """The fields of a config.json. It notes which of them somebody looks at.
 
     A copy looks at all of them, but `|` and `like` do not.
     """
+
+    # Those that change no network: who wrote it, how it was trained, stored and sampled, and what is read elsewhere.
+    # `sliding_window` and `max_window_layers` count with `use_sliding_window` alone, which families check.
+    HARMLESS: ClassVar = {
+        "_attn_implementation", "_name_or_path", "architectures", "attn_implementation", "auto_map", "bos_token_id",
+        "do_sample", "dtype", "eos_token_id", "finetuning_task", "id2label", "initializer_range", "is_decoder",
+        "label2id", "mask_token_id", "max_length", "max_new_tokens", "max_window_layers", "min_length", "model_type",
+        "name_or_path", "num_beams", "num_nextn_predict_layers", "output_attentions", "output_hidden_states",
+        "pad_token_id", "pretraining_tp", "problem_type", "quantization_config", "repetition_penalty", "return_dict",
+        "router_aux_loss_coef", "sep_token_id", "sliding_window", "task_specific_params", "temperature",
+        "tokenizer_class", "top_k", "top_p", "torch_dtype", "torchscript", "transformers_version", "unk_token_id",
+        "unsloth_fixed", "unsloth_version", "use_cache",
+    }  # fmt: skip
 
     def __init__(self, given: Mapping[str, Any], seen: set[str] | None = None, root: str = "") -> None:
         super().__init__(given)
@@ -297,7 +296,9 @@ class Fields(dict[str, Any]):
             if type(value) is dict and any(seen.startswith(f"{path}.") for seen in self.seen):
                 found |= Fields(value, self.seen, f"{path}.").unread(harmless)
             elif (
-                value and path not in self.seen and not ({path, name} & {*HARMLESS, *harmless} or name.endswith(DROPS))
+                value
+                and path not in self.seen
+                and not ({path, name} & {*self.HARMLESS, *harmless} or name.endswith(("_dropout", "_pdrop")))
             ):
                 found[path] = value
         return found

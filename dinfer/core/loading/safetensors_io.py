@@ -25,7 +25,6 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 INTEGERS = {"I32": torch.int32, "I64": torch.int64}
 """Dtypes of packed weights, and of their shapes and orders (`dinfer.formats.quantized`)."""
 Slices = tuple[slice, ...]
-PARTS = 32  # files are closed after each such part of all bytes, since an open file keeps its pages in memory
 
 
 @dataclass(frozen=True)
@@ -139,7 +138,8 @@ def read(tensors: Mapping[str, Stored], names: Sequence[str] | None = None) -> I
 
 def read_slices(parts: Sequence[tuple[Stored, Slices | None]]) -> Iterator[Tensor]:
     """Parts of tensors on the CPU, in order; None: the whole tensor. Drop each before taking the next."""
-    most = sum(one.bytes_of(part) for one, part in parts) // PARTS
+    # Files are closed after each such part of all bytes, since an open file keeps its pages in memory.
+    most = sum(one.bytes_of(part) for one, part in parts) // 32
     path, size = None, 0
     with ExitStack() as files:
         for one, part in parts:

@@ -13,19 +13,21 @@ from dinfer.core.options import option
 from dinfer.core.ranks.split import Section
 from dinfer.core.terms.spec import ExpertLayout, ExpertSpec, ModelSpec
 
-LARGEST, EXPERTS = 2**31, 2**20  # of one field; of all layers: no checkpoint comes near, and their names fill memory
-SIZES = (
-    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
-    "max_position_embeddings", "num_experts", "num_experts_per_tok", "moe_intermediate_size",
-    "expert_intermediate_size", "n_group", "topk_group", "decoder_sparse_step", "d_model", "n_heads", "n_layers",
-    "max_sequence_length", "mlp_ratio", "global_head_dim", "top_k_experts",
+# Counts in config.json: the least, whether null is allowed, and the fields.
+COUNTS: tuple[tuple[int, bool, tuple[str, ...]], ...] = (
+    (1, False, (
+        "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
+        "max_position_embeddings", "num_experts", "num_experts_per_tok", "moe_intermediate_size",
+        "expert_intermediate_size", "n_group", "topk_group", "decoder_sparse_step", "d_model", "n_heads", "n_layers",
+        "max_sequence_length", "mlp_ratio", "global_head_dim", "top_k_experts",
+    )),
+    (1, True, (
+        "num_key_value_heads", "head_dim", "block_size", "bd_size", "expert_capacity", "rotary_dim",
+        "dense_intermediate_size", "n_kv_heads", "mlp_hidden_size", "embedding_size", "num_global_key_value_heads",
+        "sliding_window",
+    )),
+    (0, True, ("num_shared_experts", "shared_expert_intermediate_size", "first_k_dense_replace")),
 )  # fmt: skip
-SIZES_OR_NULL = (
-    "num_key_value_heads", "head_dim", "block_size", "bd_size", "expert_capacity", "rotary_dim",
-    "dense_intermediate_size", "n_kv_heads", "mlp_hidden_size", "embedding_size", "num_global_key_value_heads",
-    "sliding_window",
-)  # fmt: skip
-COUNTS_OR_NULL = ("num_shared_experts", "shared_expert_intermediate_size", "first_k_dense_replace")
 NUMBERS = ("rms_norm_eps", "rope_theta", "final_logit_softcapping")
 NUMBERS_OR_NULL = ("routed_scaling_factor", "partial_rotary_factor")
 FLAGS = (
@@ -46,12 +48,13 @@ DIVIDES = (
 
 def check_kinds(config: Mapping[str, Any]) -> None:
     """Raises ValueError for a field of the wrong type, which might be taken for a default or for true."""
-    for names, least, null in ((SIZES, 1, False), (SIZES_OR_NULL, 1, True), (COUNTS_OR_NULL, 0, True)):
+    largest = 2**31  # no checkpoint comes near
+    for least, null, names in COUNTS:
         for name in names:
             value = config.get(name, least)
-            if not (null and value is None) and (type(value) is not int or not least <= value < LARGEST):
+            if not (null and value is None) and (type(value) is not int or not least <= value < largest):
                 allowed = f"an integer, at least {least}{', or null' if null else ''}"
-                allowed = f"below {LARGEST}" if type(value) is int and value > least else allowed
+                allowed = f"below {largest}" if type(value) is int and value > least else allowed
                 raise ValueError(f"config.json: {name}={value!r} must be {allowed}")
     rope = config.get("rope_parameters")
     if rope is not None and not isinstance(rope, Mapping):
@@ -81,9 +84,10 @@ def check_fit(config: Mapping[str, Any]) -> None:
             if value and bound and (value > bound if pairs is AT_MOST else bound % value):
                 raise ValueError(f"config.json: {name}={value} must be {rule} {other}={bound}")
     layers, experts = config.get("num_hidden_layers"), config.get("num_experts", 1)
-    if (layers or config.get("n_layers", 1)) * experts > EXPERTS:
+    most = 2**20  # experts of all layers: their names fill memory, and no checkpoint comes near
+    if (layers or config.get("n_layers", 1)) * experts > most:
         name = "n_layers" if layers is None else "num_hidden_layers"
-        raise ValueError(f"config.json: {name}={config[name]} times num_experts={experts} must be at most {EXPERTS}")
+        raise ValueError(f"config.json: {name}={config[name]} times num_experts={experts} must be at most {most}")
     for name in ("layer_types", "moe_layer_freq"):
         if config.get(name) is not None and len(config[name]) != layers:
             raise ValueError(f"config.json: {name} has {len(config[name])} entries for num_hidden_layers={layers}")

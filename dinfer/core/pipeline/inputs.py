@@ -1,7 +1,6 @@
 """What callers give a pipeline, ValueError for anything else, and how a session of Python shows what they get."""
 
 import difflib
-import html
 import operator
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
@@ -160,7 +159,6 @@ def by_name(function: str, given: Mapping[str, Any], options: Collection[str]) -
 
 
 F = TypeVar("F", bound=Callable[..., Any])
-CELL = "display:inline-block;width:.7em;height:.9em;margin:1px;background:"
 
 
 def short(text: str, most: int = 60) -> str:
@@ -175,19 +173,6 @@ def figures(counts: Counts) -> str:
         f"{counts.positions_per_committed:.1f} positions per token, {counts.seconds:.2f} s"
         f""
     )
-
-
-def as_html(
-    text: str, counts: Counts, canvas: Sequence[int], prompt: int, trace: Sequence[Sequence[int]] | None
-) -> str:
-    """The text, the figures, and a cell for each position: grey in the prompt, else as late as it is dark."""
-    steps, cells = len(trace or ()) or 1, ""
-    for i, token in enumerate(canvas):
-        open_until = max((step for step, ids in enumerate(trace or (), 1) if ids[i] != token), default=0)
-        colour = "#ccc" if i < prompt else f"hsl(210 70% {85 - 60 * open_until / steps:.0f}%)"
-        cells += f'<span title="{token}" style="{CELL}{colour}"></span>'
-    said = html.escape(text)
-    return f'<pre style="white-space:pre-wrap">{said}</pre><p><small>{figures(counts)}</small></p><div>{cells}</div>'
 
 
 def user_errors(function: F) -> F:

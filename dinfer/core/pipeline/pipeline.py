@@ -25,7 +25,6 @@ from dinfer.core.loading.files import locate
 from dinfer.core.models.family import ModelFamily
 from dinfer.core.pipeline.inputs import (
     FormKeywords,
-    as_html,
     as_int,
     by_name,
     each,
@@ -84,8 +83,9 @@ class Result:
     def __repr__(self) -> str:
         return f"Result({short(self.text)}, {figures(self.counts)})"
 
-    def _repr_html_(self) -> str:
-        return as_html(self.text, self.counts, self.canvas, len(self.prompt_ids), self.trace)
+    def _repr_html_(self) -> str | None:
+        show = provided("as_html")
+        return show and show(self.text, self.counts, self.canvas, len(self.prompt_ids), self.trace)
 
 
 class Pipeline:

@@ -18,25 +18,30 @@ from dinfer.core.step.model import Model, Parts, Sampling
 from dinfer.core.step.request import Request, Resolved
 from dinfer.core.step.shape import Extra, HostFacts, Planned, Sampled, StepShape, extras_of
 
-COUNTED = Trait(lambda model: model.spec.prompt_block, "a model whose attention blocks begin behind the prompt")
-CAUSAL = Trait(lambda model: model.spec.causal_block is not None, "a model that reads from left to right")
-ALIGNED = Trait(
-    lambda iteration: isinstance(iteration, Aligned) and iteration.alignment > 1, "blocks with `align=true`"
-)
-ON_ENTRY_ALONE = Trait(
-    lambda cache: not (isinstance(cache, RefreshesWithin) and cache.refreshes_within),
-    "a cache that refreshes on entering a block alone",
-)
 REFUSALS = (  # beside those of abilities and components
-    Refusal("{iteration} moves on without entering a block, and {cache} refreshes keys only as a block is entered.",
-            iteration=Slides, cache=ON_ENTRY_ALONE),
-    Refusal("{iteration} counts blocks from position 0, as align=true does, and this model counts attention blocks "
-            "from the prompt's end.",
-            model=COUNTED, iteration=ALIGNED),
-    Refusal("there is text behind a gap, but this model reads from left to right: it would fill the gap without having "
-            "seen that text.",
-            model=CAUSAL, request=TEXT_BEHIND),
-)  # fmt: skip
+    Refusal(
+        "{iteration} moves on without entering a block, and {cache} refreshes keys only as a block is entered.",
+        iteration=Slides,
+        cache=Trait(
+            lambda cache: not (isinstance(cache, RefreshesWithin) and cache.refreshes_within),
+            "a cache that refreshes on entering a block alone",
+        ),
+    ),
+    Refusal(
+        "{iteration} counts blocks from position 0, as align=true does, and this model counts attention blocks from "
+        "the prompt's end.",
+        model=Trait(lambda model: model.spec.prompt_block, "a model whose attention blocks begin behind the prompt"),
+        iteration=Trait(
+            lambda iteration: isinstance(iteration, Aligned) and iteration.alignment > 1, "blocks with `align=true`"
+        ),
+    ),
+    Refusal(
+        "there is text behind a gap, but this model reads from left to right: it would fill the gap without having "
+        "seen that text.",
+        model=Trait(lambda model: model.spec.causal_block is not None, "a model that reads from left to right"),
+        request=TEXT_BEHIND,
+    ),
+)
 SEEDS = 2**53
 USUAL = "standard"  # the sampling of a recipe that names none
 

@@ -17,8 +17,6 @@ from dinfer.core.step.cursors import Phase
 from dinfer.core.step.work import Decision
 from dinfer.core.terms.plan import WindowPlan
 
-OF_THE_DEVICE = (MemoryError, torch.OutOfMemoryError)  # whoever asked for the last of the memory
-
 
 class ComponentError(RuntimeError):
     """A component from outside this package failed; the message names it and its method."""
@@ -29,7 +27,7 @@ def blamed(error: Exception, parts: Mapping[str, Any]) -> Exception:
 
     Errors of components in the box, and of devices, stay what they are.
     """
-    if isinstance(error, (*OF_THE_DEVICE, ComponentError)):
+    if isinstance(error, MemoryError | torch.OutOfMemoryError | ComponentError):  # anybody asked for the last memory
         return error
     made: Decision | None = None
     for frame, _ in traceback.walk_tb(error.__traceback__):

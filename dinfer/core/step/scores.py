@@ -14,8 +14,6 @@ from dinfer.core.step.record import Raw
 from dinfer.core.step.shape import Sampled
 from dinfer.core.terms.stats import Draw, TokenStats, VocabularySlice
 
-DTYPES = {"float32": torch.float32, "float64": torch.float64}
-
 
 def needed_vocabulary(step: Step) -> VocabularySlice:
     """Which tokens' logits a rank needs: all, or its own alone, where only statistics and a draw by parts read them."""
@@ -102,7 +100,7 @@ def statistics(
     precision = recipe.sampling.precision or recipe.decoder.precision
     needs.update(*(ability.needs(step) for ability in step.abilities))
     return token_stats(
-        logits_RLV, recipe.model.spec.mask_id, DTYPES[precision], entropy="entropy" in needs,
+        logits_RLV, recipe.model.spec.mask_id, vars(torch)[precision], entropy="entropy" in needs,
         margin="margin" in needs, best="best" in needs, draw=draw, wanted_RL=wanted_RL, columns=needed_vocabulary(step),
         drawn_RL=drawn_RL,
     )  # fmt: skip

@@ -29,8 +29,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from dinfer.core.kernels.deferred import close
+from dinfer.core.kernels.dispatch import native_few_bits
+from dinfer.core.kernels.moe import ExpertWeight, Gate
 from dinfer.core.kernels.types import HeadNorm, WeightPart
 
 NAMES = "linear.c", "float.c", "languages.c", "blocks.h", "vectors.h"
@@ -260,3 +264,49 @@ def _language(name: str, held: Any, active: int, *given: Tensor | int) -> None:
     kept = [x.contiguous() for x in tables]
     counts = own.class_GV.shape[1], own.distance_GQ.shape[1], len(place_B), active
     call(f"language_{name}", (ctypes.c_int64 * 11)(*(x.data_ptr() for x in kept), *counts), *given)
+
+
+WIDENED = 1 << 19  # values of a weight that are widened at a time
+
+
+def slow(x: Tensor) -> bool:
+    """Whether torch multiplies such numbers far slower than float32: 16 bits on a CPU without AVX-512."""
+    narrow = x.dtype.itemsize == 2 and not torch.is_grad_enabled()
+    return narrow and torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2")
+
+
+def widened_linear(x: Tensor, weight_OK: Tensor, bias_O: Tensor | None) -> Tensor:
+    """As `linear`, in float32, block by block of outputs: a widened block stays in the cache of the CPU."""
+    wide, out = x.float(), x.new_empty(*x.shape[:-1], len(weight_OK))
+    first = 0
+    for block in weight_OK.split(max(WIDENED // x.shape[-1], 1)):
+        out[..., first : first + len(block)] = F.linear(wide, block.float())
+        first += len(block)
+    return out if bias_O is None else out + bias_O
+
+
+def mixed_rows(
+    x_ND: Tensor, experts_NC: Tensor, weights_NC: Tensor, gate_up: ExpertWeight, down: ExpertWeight, gated: Gate
+) -> Tensor:
+    """`expert_mixture` on a CPU, without the shared expert. Each expert takes all its rows, and no weight is copied.
+
+    Shapes depend on the choice, so no CUDA graph can hold it.
+    """
+    flat_P, experts = experts_NC.flatten().long(), len(gate_up.each)
+    count_X = flat_P.bincount(minlength=experts)[:experts]
+    order_P = flat_P.argsort(stable=True)[: int(count_X.sum())]  # experts of other ranks have the largest numbers
+    if not len(order_P):
+        return torch.zeros_like(x_ND)
+    token_P = order_P // experts_NC.shape[1]
+    hidden_PM = close(gated(_sorted_rows(x_ND.index_select(0, token_P), gate_up, count_X), "plain"))
+    out_PD = _sorted_rows(hidden_PM, down, count_X)
+    weight_P = weights_NC.flatten().index_select(0, order_P).to(out_PD.dtype)
+    return torch.zeros_like(x_ND).index_add(0, token_P, out_PD * weight_P[:, None])
+
+
+def _sorted_rows(x_PK: Tensor, weight: ExpertWeight, count_X: Tensor) -> Tensor:
+    """Rows in the order of experts, `count_X` of each, times the experts' matrices. [P, K] -> [P, O]"""
+    if (parts := weight.parts()) and (kernels := native_few_bits(x_PK, "experts")) is not None:
+        return kernels.native_linear(x_PK, parts, count_X).to(x_PK.dtype)
+    pieces = enumerate(x_PK.split(count_X.tolist()))
+    return torch.cat([weight.one(piece, expert) for expert, piece in pieces if len(piece)])

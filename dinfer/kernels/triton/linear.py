@@ -177,6 +177,20 @@ def linear(
     return out if parts == 1 else PartialSums(out, dtype)
 
 
+FEWEST, HOPPER = 32, 64  # rows up to which this is faster than cuBLAS: on any card, from Hopper on
+PARTS, SMALL = 128, 4096  # the same for a map of at most `SMALL` outputs whose parts the consumer adds up
+
+
+def few(x: Tensor, most: int = FEWEST) -> bool:
+    """Whether there are up to `most` rows, in 16 bits."""
+    return x.dtype.itemsize == 2 and x.numel() // x.shape[-1] <= most
+
+
+def faster(x: Tensor, weight_OK: Tensor, parts: bool) -> bool:
+    """Whether this is faster than cuBLAS. `parts`: the consumer adds up parts."""
+    return few(x, (PARTS if parts and len(weight_OK) <= SMALL else HOPPER) if on_hopper(x) else FEWEST)
+
+
 def copyable(x_RK: Tensor, weight_OK: Tensor) -> bool:
     """Whether the card's copy engine can fetch tiles of both. It counts in pieces of 16 bytes."""
     aligned = all(

@@ -305,7 +305,7 @@ def test_what_the_thread_of_the_load_compiles_no_other_compiles_again(monkeypatc
 def test_16_bits_on_a_cpu_without_avx_512(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are widened block by block, so that a result differs from torch's by one rounding at most."""
     monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX2")
-    monkeypatch.setattr("dinfer.core.kernels.linear.BLOCK", 7 * 33)
+    monkeypatch.setattr("dinfer.kernels.cpu.linear.WIDENED", 7 * 33)
     x, weight, bias = torch.randn(2, 3, 33).bfloat16(), torch.randn(20, 33).bfloat16(), torch.randn(20).bfloat16()
     with torch.no_grad():
         got = linear(x, weight)

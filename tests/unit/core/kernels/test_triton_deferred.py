@@ -89,7 +89,7 @@ def test_which_maps_take_the_kernel(
     monkeypatch.setattr(linear, "use_triton", lambda *_: True)
     monkeypatch.setattr(triton_linear, "linear", lambda *_, split: taken.append(split))
     for hopper in (False, True):
-        monkeypatch.setattr(linear, "on_hopper", lambda _, hopper=hopper: hopper)
+        monkeypatch.setattr(triton_linear, "on_hopper", lambda _, hopper=hopper: hopper)
         linear.linear(x, weight_OK, parts=parts)
     assert taken == [parts] * {"any": 2, "hopper": 1, "none": 0}[kernel_on]
 
