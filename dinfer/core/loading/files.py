@@ -20,6 +20,7 @@ from dinfer.core.provided import provided
 POINTER = "version https://git-lfs"
 FETCH = "is a pointer that git-lfs left in place of the file: run `git lfs pull` in its folder"
 SMALL = ("*.json", "*.jinja", "*.txt", "*.model", "README.md")  # files that describe a checkpoint
+HUB = "models--"  # how the name of a folder of the hub's cache begins
 GGUF = ".gguf"  # the ending of a file that is a whole checkpoint
 ADAPTER = "adapter_config.json"
 QUANTIZATION = "quantization_config"  # of config.json: how weights were rounded
@@ -93,7 +94,7 @@ def locate(
     if not name.strip():
         raise CheckpointError(f"checkpoint={name!r} names no model: give one in the box, a folder or a hub name")
     path = local(name)
-    if path.name.startswith("models--") and path.is_dir():
+    if path.name.startswith(HUB) and path.is_dir():
         path = from_layer("snapshot_of", f"{path}, a folder of the hub's cache,", "families")(path)
     weights = path.suffix == GGUF
     if weights and not path.is_file():

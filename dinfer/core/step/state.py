@@ -21,6 +21,8 @@ from dinfer.core.step.window import first_phase, prefilled, widest
 
 T = TypeVar("T")
 
+SHAPES = 256  # whose abilities are remembered
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:
@@ -176,7 +178,7 @@ class BatchState:
     def abilities(self, recipe: Parts, shape: StepShape) -> tuple[Any, ...]:
         """The abilities that take part in steps of this shape, in the order of their hooks."""
         if (known := self.resolved.get(shape)) is None:
-            if len(self.resolved) == 256:  # without graphs, shapes are as many as mixtures of requests
+            if len(self.resolved) == SHAPES:  # without graphs, shapes are as many as mixtures of requests
                 self.resolved.clear()
             found = (kind.of(recipe, shape) for kind in recipe.abilities)
             known = self.resolved[shape] = tuple(ability for ability in found if ability is not None)
