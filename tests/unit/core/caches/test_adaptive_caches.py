@@ -19,6 +19,7 @@ from dinfer.core.registry import CACHES, DECODERS
 from dinfer.core.step.cursors import Cursors, Phase
 from dinfer.core.step.mixins import Edits, Grows
 from dinfer.core.step.window import exact, width_of
+from dinfer.research.abilities.following import last_values
 
 PROMPT, NEW, BLOCK = 11, 21, 8
 LENGTH = PROMPT + NEW
@@ -37,7 +38,7 @@ class Watched:
 
     def forward(self, x_BWD: Tensor, attend: Any) -> Tensor:
         h_BWD = self.model.forward(x_BWD, attend)
-        kept_WX, pos_W = attend.values()[0].clone(), attend.pos_BW[0].tolist()
+        kept_WX, pos_W = last_values(attend)[0].clone(), attend.pos_BW[0].tolist()
         self.positions = [p for p in pos_W if p >= 0]
         self.values = {p: kept_WX[i] for i, p in enumerate(pos_W) if p >= 0}
         return h_BWD
