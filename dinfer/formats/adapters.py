@@ -27,9 +27,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from dinfer.core.engine.engine import ENGINES, Engine
 from dinfer.core.layers.linear import Linear
 from dinfer.core.loading.files import ADAPTER, CheckpointError, local, locate, read_object
+from dinfer.core.models.family import Placement
 from dinfer.core.pipeline import Pipeline
 from dinfer.core.provided import provided
-from dinfer.core.ranks.split import Placement
 from dinfer.core.step.model import Attend
 from dinfer.core.step.request import Ask
 from dinfer.formats.lora import WEIGHTS, read_adapter
