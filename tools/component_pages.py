@@ -51,29 +51,6 @@ IDEAS = {
         "A window around the first mask": "narrow_block narrow_dual",
     },
 }
-FORMULAS = {
-    ("decoder", "threshold"): r"c_i = \max_v p_i(v) \ge \mathrm{threshold}",
-    (
-        "decoder",
-        "hierarchical",
-    ): r"c_i > \mathrm{threshold} \quad\text{or}\quad c_i = \max_{j \in \mathrm{run}(i)} c_j > "
-    r"\mathrm{low\_threshold}",
-    ("decoder", "factor"): r"c_{(r)} \ge 1 - \frac{\mathrm{factor}}{r + 1} \quad\text{for}\; r = 2, \dots, n",
-    ("decoder", "entropy_bound"): r"\sum_{i \in U} H_i - \max_{i \in U} H_i \le \mathrm{bound}",
-    ("decoder", "credit"): r"l'_{i,v} = l_{i,v} + \alpha \log(1 + C_{i,v})",
-    ("decoder", "calibrated"): r"s_i = c_i \, d_i, \qquad c_i = \min(-p_i \ln f(v_i),\, \mathrm{clip})",
-    ("decoder", "klass"): r"c_i > \mathrm{threshold} \quad\text{and}\quad "
-    r"D_{\mathrm{KL}}(p_i^{(s)} \,\|\, p_i^{(s-1)}) < \mathrm{kl\_threshold}",
-    ("decoder", "fixed"): r"n_s = \lfloor n / \mathrm{steps} \rfloor + [\, s < n \bmod \mathrm{steps} \,]",
-    ("decoder", "dream"): r"n_i = \lfloor n \, (1 - t_{i+1} / t_i) \rfloor",
-    ("decoder", "daedal"): r"e = \frac{1}{\mathrm{eos\_tokens}} \sum_i p_i(\mathrm{EOS})",
-    ("decoder", "s2d2"): r"P(\mathrm{accept}) = \min(1,\, q / p)",
-    ("decoder", "renoise"): r"T = t_{\min} + (t_{\max} - t_{\min}) \, \frac{\mathrm{steps} - s}{\mathrm{steps}}",
-    ("iteration", "smooth"): r"x_i = E[\mathrm{mask}] + w_t \sum_v p_i(v) \, E[v]",
-    ("iteration", "dmax"): r"x_i = c_i \, E[v_i] + (1 - c_i) \, E[\mathrm{mask}]",
-    ("iteration", "self_conditioned"): r"x_i = \sum_v \mathrm{softmax}(l_i)_v \, E[v]",
-    ("sampling", "standard"): r"v \sim \mathrm{softmax}(l / T)",
-}
 # The result file that has a component at its defaults, where it is not the first one.
 EVERYTHING = "tiny-everything-h200"
 MEASURED = {
@@ -98,7 +75,7 @@ def page(registry: Registry) -> str:
         f"{role[0].upper()}{role[1:]}. `dinfer list {kind}` shows the same. "
         "A star marks options that may differ from request to request.",
     ]
-    if registry in (DECODERS, CACHES, MODELS):  # the sections of the others begin with the same lines
+    if registry in (DECODERS, CACHES):
         parts.append(table(registry, [name for names in groups.values() for name in names]))
     if common := shared(registry):
         parts += [f"Options of several {kind}s:", rows(list(common.values()))]
@@ -109,21 +86,15 @@ def page(registry: Registry) -> str:
 
 
 def table(registry: Registry, names: list[str]) -> str:
-    """What each component gives on a model in the box; of models, a line each."""
-    figures = {name: measured(registry, name) for name in names} if registry in (DECODERS, CACHES) else {}
-    head = [registry.kind, *(["accuracy", "tokens a forward", "with"] if figures else ["in a line"])]
+    """What each component gives on a model in the box."""
+    head = [registry.kind, "accuracy", "tokens a forward", "with"]
     lines = [f"| {' | '.join(head)} |", "| --- |" + " --- |" * (len(head) - 1)]
-    for name in names:
-        idea = re.sub(r" \([^()]*\)\.$|\.$", "", described(registry, name))
-        lines.append(f"| {' | '.join([f'[`{name}`](#{name})', *figures.get(name, [idea])])} |")
-    if figures:
-        rest = "`cache=none`" if registry is DECODERS else "`decoder=threshold`"
-        lines += [
-            "",
-            "Measured on 500 held-out problems with options at their defaults ([Results](../results.md)): on `tiny` "
-            f"with `iteration=blockwise` and {rest}, unless said. -: not measured.",
-        ]
-    return "\n".join(lines)
+    lines += [f"| {' | '.join([f'[`{name}`](#{name})', *measured(registry, name)])} |" for name in names]
+    rest = "`cache=none`" if registry is DECODERS else "`decoder=threshold`"
+    return "\n".join(lines) + (
+        "\n\nMeasured on 500 held-out problems with options at their defaults ([Results](../results.md)): on `tiny` "
+        f"with `iteration=blockwise` and {rest}, unless said. -: not measured."
+    )
 
 
 def measured(registry: Registry, name: str) -> list[str]:
@@ -145,16 +116,6 @@ def measured(registry: Registry, name: str) -> list[str]:
     return ["-", "-", ""]
 
 
-def described(registry: Registry, name: str) -> str:
-    """What the docstring of its module says of a component; else the first paragraph of its class."""
-    cls = registry.get(name)
-    module = inspect.cleandoc(importlib.import_module(cls.__module__).__doc__ or "")
-    alone = sum(registry.get(each).__module__ == cls.__module__ for each in registry.names()) == 1
-    listed = re.search(rf"^\* {name}: (.+(?:\n  .+)*)", module, re.M)
-    text = listed[1] if listed else module if alone else inspect.cleandoc(cls.__doc__ or "")
-    return re.sub(r"\s+", " ", text.split("\n\n")[0])
-
-
 def owner(cls: type, name: str) -> type:
     """The class that declares an option of a component."""
     return next(base for base in cls.__mro__ if name in inspect.get_annotations(base))
@@ -174,12 +135,11 @@ def shared(registry: Registry) -> dict[str, OptionInfo]:
 
 
 def section(registry: Registry, name: str, common: set[str], level: str) -> str:
-    """One component: what it is, its formula, source and options."""
+    """One component: what it is, its source and options."""
     cls = registry.get(name)
     summary, _, more = inspect.cleandoc(cls.__doc__ or "").partition("\n\n")
-    lines = [f"{level} `{name}`", summary]
-    if formula := FORMULAS.get((registry.kind, name)):
-        lines.append(f"$$\n{formula}\n$$")
+    family = inspect.cleandoc(importlib.import_module(cls.__module__).__doc__ or "").partition("\n\n")[0]
+    lines = [f"{level} `{name}`", *([re.sub(r" \([^()]*\)\.$", ".", family)] if registry is MODELS else []), summary]
     lines.append(more)
     if cls.paper:
         lines.append(f"Source: {cls.paper}.")
@@ -221,8 +181,10 @@ def exactness(cache: Any) -> str:
 
 def refusals() -> str:
     """What cannot go together, as Markdown."""
-    classes = [registry.get(name) for registry in COMPONENTS.values() for name in registry.names()]
-    own = {refusal.why: refusal for cls in classes for refusal in cls.refusals}
+    named = {
+        f"{kind} `{name}`": registry.get(name) for kind, registry in COMPONENTS.items() for name in registry.names()
+    }
+    own = [(refusal, name) for name, cls in named.items() for refusal in cls.refusals]
     lines = [
         "# What cannot go together",
         "",
@@ -230,15 +192,19 @@ def refusals() -> str:
         "component also refuses models that it cannot work with, and decoders the options of the sampling that they "
         "cannot honour.",
         "",
-        "| this | not with | because |",
-        "| --- | --- | --- |",
+        "| this | not with |",
+        "| --- | --- |",
     ]
-    found: dict[tuple[str, str], list[str]] = {}
-    for refusal in (*all_refusals(), *own.values()):
-        one, *others = (words for words in (side(*item) for item in refusal.sides.items()) if words)
-        why = re.sub("^the ", "The ", re.sub(r"{(\w+)}", r"the \1", refusal.why))
-        found.setdefault((one, why), []).append(", ".join(others))
-    lines += [f"| {one} | {'; '.join(others)} | {why} |" for (one, why), others in found.items()]
+    found: dict[str, dict[str, None]] = {}
+    for refusal, whose in (*((refusal, "") for refusal in all_refusals()), *own):
+        one, other, *_ = [*(words for words in (side(*item) for item in refusal.sides.items()) if words), whose]
+        found.setdefault(one, {})[other] = None
+        found.setdefault(other, {})[one] = None
+    for one in sorted(found, key=lambda one: -len(found[one])):  # each pair once, where most others are refused
+        others = [*found[one]]
+        for other in others:
+            found.get(other, {}).pop(one, None)
+        lines += [f"| {one} | {'; '.join(others)} |"] if others else []
     return "\n".join(lines) + "\n"
 
 

@@ -38,37 +38,30 @@ from dinfer.structure.limits import Budget, ConstraintError
 
 # Keyword: what it means here. The page docs/structured.md shows this table.
 KEYWORDS = {
-    "type": "one type or a list of types",
-    "enum": "any values, written as json.dumps writes them",
-    "const": "as `enum` of one value",
-    "anyOf": "union",
+    **dict.fromkeys(
+        ("type", "enum", "const", "anyOf", "dependentRequired", "dependentSchemas", "propertyNames", "prefixItems",
+         "minItems", "minLength", "$anchor", "$defs"),
+        "as the standard says",
+    ),
+    **dict.fromkeys(("dependencies", "definitions", "additionalItems"), "as draft 7 says"),
     "oneOf": "as `anyOf` where types, ranges, patterns, constants or required properties keep values apart; else each "
     "without what may be in the others, as with `not`",
     "not": "what certainly contradicts the schema; marked inexact",
     **dict.fromkeys(
         ("if", "then", "else"), "`if` and `then`, or `else` and what certainly contradicts `if`; marked inexact"
     ),
-    "dependentRequired": "without the property, or with those it needs",
-    "dependentSchemas": "without the property, or with its schema",
-    "dependencies": "both of these, as in draft 7",
     "allOf": "merged keyword by keyword",
     "$ref": "within the schema: `#`, `#/...`, `#anchor`; siblings are merged; recursion is unrolled to `depth`",
-    "$anchor": "a name for `$ref`",
-    **dict.fromkeys(("$defs", "definitions"), "where `$ref` points"),
     "properties": "in the order of the schema, each at most once",
     "required": "names without a schema follow behind the named ones",
     "additionalProperties": "behind the named ones; not said beside `properties`, be they {}: none, unless `open`",
     "patternProperties": "behind the named ones; no key may match two patterns",
-    "propertyNames": "a schema for the keys",
     "minProperties": "if required properties reach it, if it is 1, or if all properties are named",
     "maxProperties": "at most 16",
     "items": "a schema, or a list of schemas as in draft 7",
-    "prefixItems": "schemas of the first items",
-    "additionalItems": "as in draft 7",
-    "minItems": "counted",
-    "maxItems": "counted; lowered where it makes too many states, and the language is marked inexact",
-    "minLength": "characters, counted",
-    "maxLength": "characters, counted; lowered as `maxItems`",
+    **dict.fromkeys(
+        ("maxItems", "maxLength"), "lowered where it makes too many states, and the language is marked inexact"
+    ),
     "pattern": "found anywhere unless anchored, as in ECMA-262; classes are ASCII",
     "format": "those below; a format that is not known says nothing, nor does one that contradicts `pattern`",
     **dict.fromkeys(
