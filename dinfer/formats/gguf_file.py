@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -44,7 +44,7 @@ QWEN2 = (ENDINGS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|" + REST,)
 BAILING = (r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",)
 PATTERNS: dict[str, tuple[str, ...]] = {
     "llama-bpe": LLAMA3, "llama3": LLAMA3, "llama-v3": LLAMA3, "llada": LLAMA3, "qwen2": QWEN2, "dream": QWEN2,
-    "bailingmoe": BAILING, "bailingmoe2": BAILING, "llada-moe": BAILING, "gpt-2": (GPT2 + r"|\s+",),
+    "bailingmoe": BAILING, "bailingmoe2": BAILING, "llada2": BAILING, "llada-moe": BAILING, "gpt-2": (GPT2 + r"|\s+",),
     "smollm": (r"\p{N}", GPT2 + r"|\s+"),
     "default": (r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"),
 }  # fmt: skip
@@ -98,7 +98,7 @@ def tokenizer_files(path: Path, fields: Mapping[str, Any]) -> dict[str, dict[str
             raise CheckpointError(f"{path}: {WHOLE}={whole!r:.80} must hold a JSON object")
         return {"tokenizer.json": whole, "tokenizer_config.json": named}
     model, pre = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre", "default")
-    if model != "gpt2" or pre not in PATTERNS:
+    if model != GEMMA_MODEL and (model != "gpt2" or pre not in PATTERNS):
         raise CheckpointError(
             f"{path}: tokenizer.ggml.model={model!r} with tokenizer.ggml.pre={pre!r} is not supported; 'gpt2' is, with "
             f"{', '.join(PATTERNS)}. tools.convert writes GGUF files that hold any tokenizer.json"
@@ -106,16 +106,51 @@ def tokenizer_files(path: Path, fields: Mapping[str, Any]) -> dict[str, dict[str
     kinds = fields.get("tokenizer.ggml.token_type") or [1] * len(texts)
     if len(kinds) != len(texts):
         raise CheckpointError(f"{path}: {len(kinds)} tokenizer.ggml.token_type for {len(texts)} tokens")
-    begins = fields.get("tokenizer.ggml.add_bos_token", PATTERNS[pre] is LLAMA3)
+    shape = GEMMA if model == GEMMA_MODEL else _byte_level(PATTERNS[pre])
+    begins = fields.get("tokenizer.ggml.add_bos_token", shape is GEMMA or PATTERNS[pre] is LLAMA3)
     first = roles["bos_token"] if begins else None
-    whole = _byte_pairs(texts, kinds, fields.get("tokenizer.ggml.merges") or [], PATTERNS[pre], first)
+    whole = _pairs(texts, kinds, fields.get("tokenizer.ggml.merges") or [], shape, first)
     return {"tokenizer.json": whole, "tokenizer_config.json": named}
 
 
-def _byte_pairs(
-    texts: Sequence[str], kinds: Sequence[int], merges: Sequence[str], patterns: tuple[str, ...], first: int | None
+GEMMA_MODEL = "gemma4"  # `tokenizer.ggml.model`
+MARK = "\u2581"  # for a blank
+# Gemma's tokenizer.json: pairs of characters, bytes for those that are no token.
+GEMMA = {
+    "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": MARK},
+    "pre_tokenizer": {
+        "type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False,
+    },
+    "decoder": {
+        "type": "Sequence",
+        "decoders": [
+            {"type": "Replace", "pattern": {"String": MARK}, "content": " "}, {"type": "ByteFallback"},
+            {"type": "Fuse"},
+        ],
+    },
+    "model": {"byte_fallback": True, "fuse_unk": True, "unk_token": "<unk>", "ignore_merges": False},
+}  # fmt: skip
+
+
+def _byte_level(patterns: tuple[str, ...]) -> dict[str, Any]:
+    """What a tokenizer.json of byte pairs has beside its tokens. `patterns`: where texts are cut."""
+    cuts = [
+        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        for pattern in patterns
+    ]
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    return {
+        "normalizer": {"type": "NFC"} if patterns is QWEN2 else None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*cuts, byte_level]},
+        "decoder": byte_level,
+        "model": {"ignore_merges": patterns is LLAMA3},
+    }
+
+
+def _pairs(
+    texts: Sequence[str], kinds: Sequence[int], merges: Sequence[str], shape: Mapping[str, Any], first: int | None
 ) -> dict[str, Any]:
-    """tokenizer.json of byte pairs. `patterns`: where texts are cut; `first`: the token that every text begins with."""
+    """tokenizer.json of pairs. `shape`: what it has beside its tokens; `first`: the token that begins every text."""
     added = [
         {
             "id": token, "content": texts[token], "single_word": False, "lstrip": False, "rstrip": False,
@@ -124,11 +159,6 @@ def _byte_pairs(
         for token, kind in enumerate(kinds)
         if kind in (SPECIAL, PLAIN)
     ]  # fmt: skip
-    cuts = [
-        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-        for pattern in patterns
-    ]
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     vocab = {text: token for token, text in enumerate(texts)}
     begin = None
     if first is not None:
@@ -143,15 +173,13 @@ def _byte_pairs(
     return {
         "version": "1.0",
         "added_tokens": added,
-        "normalizer": {"type": "NFC"} if patterns is QWEN2 else None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*cuts, byte_level]},
+        **shape,
         "post_processor": begin,
-        "decoder": byte_level,
         "model": {
             "type": "BPE",
             "vocab": vocab,
             "merges": [pair for pair in merges if pair.replace(" ", "", 1) in vocab],  # llama.cpp skips others, too
-            "ignore_merges": patterns is LLAMA3,
+            **shape["model"],
         },
     }
 
@@ -171,6 +199,24 @@ class Architecture:
     permuted: bool = False  # rows of q and k are in interleaved pairs, as llama.cpp rotates them, not in halves
     shift: bool = False  # logits predict the next token
     absent: Mapping[str, Any] = field(default_factory=dict)  # values of optional keys
+    expected: Mapping[str, tuple[Any, ...] | None] = field(default_factory=dict)  # beside `EXPECTED`; None: any value
+    more: Callable[[Metadata], Mapping[str, Any]] | None = None  # further fields. It may raise CheckpointError
+    inside: str | None = None  # the object of config.json that has the fields; None: it has them itself
+    outside: Mapping[str, Any] = field(default_factory=dict)  # fields beside that object
+    names: Mapping[str, str] = field(default_factory=dict)  # of tensors in a family, {i} a layer, by those in the file
+
+
+@dataclass(frozen=True, slots=True)
+class Metadata:
+    """What a GGUF file says of its model."""
+
+    path: Path
+    prefix: str
+    fields: Mapping[str, Any]
+    tensors: Mapping[str, GgufTensor]
+
+    def get(self, key: str) -> Any:
+        return self.fields.get(f"{self.prefix}.{key}")
 
 
 HUB_KEYS = {
@@ -228,6 +274,122 @@ RND1 = Architecture(
 )  # fmt: skip
 
 
+def _of_llada2(said: Metadata) -> dict[str, Any]:
+    width, own = said.get("expert_shared_feed_forward_length"), said.get("expert_feed_forward_length")
+    if width not in (None, (said.get("expert_shared_count") or 0) * own):
+        raise CheckpointError(
+            f"{said.path}: {said.prefix}.expert_shared_feed_forward_length={width} must be that of expert_shared_count "
+            f"experts of {own}"
+        )
+    return {
+        "partial_rotary_factor": said.get("rope.dimension_count") / said.get("attention.key_length"),
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in said.tensors,
+        "moe_router_enable_expert_bias": any(".exp_probs_b." in name for name in said.tensors),
+    }
+
+
+LLADA2 = Architecture(
+    keys=HUB_KEYS | EXPERT_KEYS | {
+        "intermediate_size": "feed_forward_length", "moe_intermediate_size": "expert_feed_forward_length",
+        "first_k_dense_replace": "leading_dense_block_count", "num_shared_experts": "expert_shared_count",
+        "n_group": "expert_group_count", "topk_group": "expert_group_used_count", "rotary_dim": "rope.dimension_count",
+    },
+    same={"model_type": "llada2_moe", "hidden_act": "silu", "score_function": "sigmoid"},
+    kind=gguf.MODEL_ARCH.BAILINGMOE2,
+    absent={
+        "expert_weights_norm": True, "expert_weights_scale": 1.0, "leading_dense_block_count": 0,
+        "expert_shared_count": 0, "expert_group_count": 1, "expert_group_used_count": 1,
+    },
+    expected={
+        "expert_gating_func": (2,), "leading_dense_block_count": None, "expert_shared_count": None,
+        "expert_group_count": None, "rope.dimension_count": None,
+    },
+    more=_of_llada2,
+)  # fmt: skip
+LOCAL, FULL = "sliding_attention", "full_attention"
+STOPS = "<eos>", "<turn|>", "<|tool_response>"  # of Gemma, whose files name one of them
+
+
+def _of_gemma(said: Metadata) -> dict[str, Any]:
+    pattern, heads = said.get("attention.sliding_window_pattern"), said.get("attention.head_count_kv")
+    layers = said.get("block_count")
+    for key, found in (("attention.sliding_window_pattern", pattern), ("attention.head_count_kv", heads)):
+        if not isinstance(found, list) or len(found) != layers:
+            raise CheckpointError(f"{said.path}: {said.prefix}.{key}={found!r:.60} must have one value a layer")
+    kinds = {kind: {h for h, own in zip(heads, pattern, strict=True) if bool(own) is kind} for kind in (True, False)}
+    if any(len(found) != 1 for found in kinds.values()):
+        raise CheckpointError(
+            f"{said.path}: {said.prefix}.attention.head_count_kv={heads!r:.60} must be one number for all layers with "
+            "a sliding window, and one for all others"
+        )
+    ropes = {LOCAL: {"rope_type": "default", "rope_theta": _plain(said.get("rope.freq_base_swa") or 10_000.0)},
+             FULL: {"rope_type": "proportional", "rope_theta": _plain(said.get("rope.freq_base")),
+                    "partial_rotary_factor": _turned(said)}}  # fmt: skip
+    texts = said.fields.get(TEXTS) or []
+    stops = [texts.index(text) for text in STOPS if text in texts]
+    return {
+        "layer_types": [LOCAL if own else FULL for own in pattern], "rope_parameters": ropes,
+        "num_key_value_heads": kinds[True].pop(), "num_global_key_value_heads": kinds[False].pop(),
+    } | ({"eos_token_id": stops} if stops else {})  # fmt: skip
+
+
+def _turned(said: Metadata) -> float:
+    """The share of pairs that layers without a window turn: the others' frequencies are divided by almost infinity."""
+    if ROPE not in said.tensors:
+        return 1.0
+    factors = said.tensors[ROPE].values()
+    turned = int((factors == 1).sum())
+    if 2 * len(factors) != said.get("attention.key_length") or not (factors[turned:] > FROZEN).all():
+        raise CheckpointError(f"{said.path}: {ROPE} must be 1 for the first pairs of a head, and huge for the others")
+    return turned / len(factors)
+
+
+ROPE, FROZEN = "rope_freqs.weight", 1e20
+IN_DECODER = {
+    "attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm", "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2", "post_ffw_norm_2": "post_feedforward_layernorm_2",
+    "post_ffw_norm": "post_feedforward_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj", "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj", "ffn_gate_inp": "router.proj",
+}  # fmt: skip
+BARE = {
+    "ffn_gate_inp.scale": "router.scale", "ffn_down_exps.scale": "router.per_expert_scale",
+    "ffn_gate_up_exps.weight": "experts.gate_up_proj", "ffn_down_exps.weight": "experts.down_proj",
+    "layer_output_scale.weight": "layer_scalar",
+}  # fmt: skip
+DIFFUSION_GEMMA = Architecture(
+    keys={
+        "hidden_size": "embedding_length", "num_hidden_layers": "block_count", "head_dim": "attention.key_length_swa",
+        "global_head_dim": "attention.key_length", "num_attention_heads": "attention.head_count",
+        "rms_norm_eps": "attention.layer_norm_rms_epsilon", "max_position_embeddings": "context_length",
+        "sliding_window": "attention.sliding_window", "intermediate_size": "feed_forward_length",
+        "num_experts": "expert_count", "top_k_experts": "expert_used_count",
+        "moe_intermediate_size": "expert_feed_forward_length", "final_logit_softcapping": "final_logit_softcapping",
+    },
+    same={"hidden_activation": "gelu_pytorch_tanh"},
+    kind=gguf.MODEL_ARCH.GEMMA4,
+    expected={
+        "attention.sliding_window": None, "final_logit_softcapping": None, "attention.key_length": None,
+        "attention.value_length": None, "rope.dimension_count": None, "attention.scale": (1, None),
+        "attention.shared_kv_layers": (0, None), "embedding_length_per_layer_input": (0, None),
+    },
+    more=_of_gemma,
+    inside="text_config",
+    outside={"model_type": "diffusion_gemma"},
+    names={
+        **{f"blk.{{i}}.{own}.weight": f"model.decoder.layers.{{i}}.{name}.weight" for own, name in IN_DECODER.items()},
+        **{f"blk.{{i}}.{own}": f"model.decoder.layers.{{i}}.{name}" for own, name in BARE.items()},
+        "blk.{i}.enc_layer_output_scale.weight": "model.encoder.language_model.layers.{i}.layer_scalar",
+        "self_cond_pre_norm.weight": "model.decoder.self_conditioning.pre_norm.weight",
+        **{f"self_cond_{part}.weight": f"model.decoder.self_conditioning.{part}_proj.weight"
+           for part in ("gate", "up", "down")},
+        "token_embd.weight": "model.decoder.embed_tokens.weight", "output_norm.weight": "model.decoder.norm.weight",
+    },
+)  # fmt: skip
+
+
 def _parent(name: str, kind: gguf.MODEL_ARCH, *, permuted: bool = False) -> Architecture:
     """An autoregressive model, which an adapter makes a diffusion model (`dinfer.families.models.a2d`)."""
     return Architecture(
@@ -240,7 +402,8 @@ def _parent(name: str, kind: gguf.MODEL_ARCH, *, permuted: bool = False) -> Arch
 
 
 ARCHITECTURES = {
-    "llada": LLADA, "llada-moe": LLADA_MOE, "dream": DREAM, "rnd1": RND1,
+    "llada": LLADA, "llada-moe": LLADA_MOE, "dream": DREAM, "rnd1": RND1, "llada2": LLADA2, "llada2-moe": LLADA2,
+    "diffusion-gemma": DIFFUSION_GEMMA,
     "llama": _parent("llama", gguf.MODEL_ARCH.LLAMA, permuted=True), "qwen2": _parent("qwen2", gguf.MODEL_ARCH.QWEN2),
     "qwen3": _parent("qwen3", gguf.MODEL_ARCH.QWEN3),
 }  # fmt: skip
@@ -256,6 +419,7 @@ EXPECTED = {
 }  # fmt: skip
 """Keys that would change the network if they had other values. None: absent."""
 FLAGS = ("expert_weights_norm",)
+COUNTS = "leading_dense_block_count", "expert_shared_count"  # which may be 0
 HEADS = ("head_count", "head_count_kv")
 TOKENS = {
     "mask_token_id": ("tokenizer.ggml.mask_token_id",),
@@ -330,12 +494,17 @@ class GgufFile:
     def stored(self, wanted: Iterable[str]) -> dict[str, Stored]:
         """The tensors by their names in the family's checkpoints. Unknown tensors keep their own names."""
         names = gguf.get_tensor_name_map(self.known.kind, self.layers)
+        own_names = {
+            name.format(i=layer): own.format(i=layer)
+            for own, name in self.known.names.items()
+            for layer in range(self.layers)
+        }
         found: dict[str, Stored] = {}
         for name in wanted:
-            own = names.get_name(name, try_suffixes=(".weight", ".bias"))
-            own = own if own is None or own.endswith((".weight", ".bias")) else f"{own}.weight"
-            if own in self.tensors:
-                found[name] = self.tensors[own]
+            own = own_names.get(name) or names.get_name(name, try_suffixes=(".weight", ".bias"))
+            ends = ("", ".weight", ".bias") if own is not None else ()
+            if there := [self.tensors[f"{own}{end}"] for end in ends if f"{own}{end}" in self.tensors]:
+                found[name] = there[0]
         taken = {tensor.offset for tensor in found.values() if isinstance(tensor, GgufTensor)}
         return found | {own: tensor for own, tensor in self.tensors.items() if tensor.offset not in taken}
 
@@ -366,6 +535,7 @@ def gguf_file(path: Path) -> GgufFile:
         raise CheckpointError(f"{path}: {key}={name!r} is not supported; {', '.join(ARCHITECTURES)}{others} are")
     known = ARCHITECTURES[name]
     config = _config(path, prefix, known, fields, tensors)
+    tensors.pop(ROPE, None)  # which only says what `_turned` has read
     if known.permuted and prefix != OWN:
         n, kv = (config[next(own for own, key in known.keys.items() if key == f"attention.{name}")] for name in HEADS)
         heads = {"q": n, "k": kv or n}
@@ -441,7 +611,7 @@ def _config(
             raise CheckpointError(f"{path}: the metadata has no {prefix}.{key}")
         config[name] = _plain(found := fields.get(f"{prefix}.{key}", known.absent.get(key)))
         if found is not None and not (
-            type(found) is bool if key in FLAGS else type(found) in (int, float) and found > 0
+            type(found) is bool if key in FLAGS else type(found) in (int, float) and (found > 0 or key in COUNTS)
         ):
             must = "true or false" if key in FLAGS else "one number above 0"
             raise CheckpointError(f"{path}: {prefix}.{key}={found!r:.80} must be {must}")
@@ -450,6 +620,7 @@ def _config(
         [f"{key}: {size}" for key, size in sizes.items() if size not in (None, table.shape[0])],
         f"{path}: token_embd.weight has {table.shape[0]} rows, and the vocabulary has another size",
     )
+    said = Metadata(path, prefix, fields, tensors)
     expected = {f"{prefix}.{key}": allowed for key, allowed in EXPECTED.items()}
     if "num_experts" not in known.keys:
         expected[f"{prefix}.expert_count"] = (0, None)
@@ -459,6 +630,8 @@ def _config(
         head_dim = config.get("head_dim") or width // heads
         same = ("attention.key_length", "attention.value_length", "rope.dimension_count")
         expected |= {f"{prefix}.{key}": (head_dim, None) for key in same}
+    own = {f"{prefix}.{key}": allowed for key, allowed in known.expected.items()}
+    expected = {key: allowed for key, allowed in (expected | own).items() if allowed is not None}
     refuse(
         [
             f"{key}={fields[key]!r}, must be {'absent' if allowed[0] is None else repr(allowed[0])}"
@@ -471,7 +644,8 @@ def _config(
         found = [fields[key] for key in (f"{prefix}.{name}", *keys) if key in fields]
         if found:
             config[name] = found[0] if name == "mask_token_id" else [*dict.fromkeys(found)]
-    return config
+    config |= known.more(said) if known.more else {}
+    return config if known.inside is None else {**known.outside, known.inside: config}
 
 
 def _plain(value: Any) -> Any:
