@@ -48,8 +48,8 @@ class AdapterAsk(Ask):
     digest: str  # of its files
 
     @property
-    def keyed(self) -> tuple[int, bytes]:
-        return 0, bytes.fromhex(self.digest)
+    def keyed(self) -> tuple[tuple[int, bytes], ...]:
+        return ((0, bytes.fromhex(self.digest)),)
 
 
 class LaneAdapters:
