@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from dinfer.core.kernels.dispatch import triton, use_triton
+from dinfer.core.kernels.dispatch import native, triton, use_triton
 from dinfer.core.kernels.random import gumbel
 from dinfer.core.provided import needed
 from dinfer.core.terms.stats import Draw, TokenStats, VocabularySlice
@@ -33,13 +33,13 @@ def token_stats(
         divided, asked = needed("divided_stats", "a divided vocabulary", "scale"), (entropy, margin, best)
         stats = divided(logits_RLV.to(dtype), mask_id, columns, asked, draw, drawn_RL)
     else:
-        stats = whole(logits_RLV.to(dtype), mask_id, entropy, margin, best, draw, drawn_RL)
+        stats = whole(logits_RLV.to(dtype), mask_id, entropy, margin, best, draw, drawn_RL, wanted_RL)
     return stats if wanted_RL is None else stats.each(lambda stat_RL: stat_RL.masked_fill(~wanted_RL, 0))
 
 
 def whole(
     logits_RLV: Tensor, mask_id: int | None, entropy: bool, margin: bool, best: bool, draw: Draw | None,
-    drawn_RL: Tensor | None,
+    drawn_RL: Tensor | None, wanted_RL: Tensor | None,
 ) -> TokenStats:  # fmt: skip
     """The statistics where all logits are here."""
     prob_RLV = logits_RLV.softmax(-1)
@@ -50,24 +50,32 @@ def whole(
         first, second = prob_RLV.topk(2, -1).values.unbind(-1)
         margin_RL = first - second
 
-    def offered(score_RLV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The token with the best score, its probability, and whether the mask token's score is better."""
-        others_RLV = score_RLV.clone()
-        if mask_id is not None:
-            others_RLV[..., mask_id] = float("-inf")
-        top_RL1, token_RL1 = others_RLV.max(-1, keepdim=True)
-        confidence_RL1 = prob_RLV.gather(-1, token_RL1).masked_fill(top_RL1 == float("-inf"), float("nan"))
-        mask_wins_RL1 = torch.zeros_like(top_RL1 > 0) if mask_id is None else score_RLV[..., mask_id, None] > top_RL1
-        return token_RL1[..., 0], confidence_RL1[..., 0], mask_wins_RL1[..., 0]
+    def offered(lure_RL: Tensor, score_RL: Tensor, token_RL: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The best token, its probability, and whether the mask token's score is better."""
+        confidence_RL = prob_RLV.gather(-1, token_RL[..., None])[..., 0]
+        return token_RL, confidence_RL.masked_fill(score_RL == float("-inf"), float("nan")), lure_RL > score_RL
 
-    token_RL, confidence_RL, _ = offered(logits_RLV)
+    token_RL, confidence_RL, _ = offered(*winner(logits_RLV, mask_id))
     stats = TokenStats(token_RL, confidence_RL, mask_RL, entropy_RL, margin_RL, token_RL if best else None)
     if draw is None:
         return stats
-    token_RL, confidence_RL, mask_wins_RL = offered(noisy(draw, 0))
+    if (kernels := native("draw", draw.logits_RLV)) is None:
+        won = winner(noisy(draw, 0), mask_id)
+    else:
+        won = kernels.draw(draw, mask_id, wanted_RL if drawn_RL is None else drawn_RL)
+    token_RL, confidence_RL, mask_wins_RL = offered(*won)
     declined_RL = torch.where(draw.noisy_R1, mask_wins_RL, mask_RL > confidence_RL)
     drawn = replace(stats, token_RL=token_RL, confidence_RL=confidence_RL, mask_drawn_RL=declined_RL)
     return stats.where(drawn_RL, drawn)
+
+
+def winner(score_RLV: Tensor, mask_id: int | None) -> tuple[Tensor, Tensor, Tensor]:
+    """The mask token's score (-inf: there is none), the best of the others, and its token. [R, L] each"""
+    lure_RL = torch.full_like(score_RLV[..., 0], float("-inf")) if mask_id is None else score_RLV[..., mask_id]
+    if mask_id is not None:
+        score_RLV = score_RLV.clone()
+        score_RLV[..., mask_id] = float("-inf")
+    return lure_RL, *score_RLV.max(-1)
 
 
 def noisy(draw: Draw, first: int) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dinfer.core.kernels.canvas import rows_of
+from dinfer.core.kernels.dispatch import native
 from dinfer.core.step.work import Decision, Step
 from dinfer.core.terms.stats import Draw
 
@@ -62,24 +63,26 @@ class Written:
         return self.tells()
 
 
-def said_of(step: Step, token_RL: Tensor) -> Said:
-    """What the model said of these tokens by the logits of the last decision. [R, L]"""
+def said_of(step: Step, token_RL: Tensor, wanted_RL: Tensor | None = None) -> Said:
+    """What the model said of these tokens by the last logits, at least where wanted (None: all). [R, L]"""
     logits_RLV, draw = step.notes[Raw]
-    sums = [logits.float().logsumexp(-1) for logits in logits_RLV.split(ROWS)]
     index_RL1 = token_RL.clamp(0, logits_RLV.shape[-1] - 1)[..., None]
     logit_RL = logits_RLV.gather(-1, index_RL1)[..., 0].float()
+    sum_RL = log_sums(logits_RLV, logits_RLV.new_ones(len(logits_RLV), 1), wanted_RL)
     if draw is None:
-        return Said(logit_RL, torch.cat(sums), torch.full_like(logit_RL, float("nan")))
-    scale_R1 = draw.scale_R1.float()
-    even_R1 = torch.where(scale_R1 > 0, scale_R1, 1)
-    drawn = [
-        logits.float().div(scale[..., None]).log_softmax(-1).gather(-1, index)[..., 0]
-        for logits, scale, index in zip(
-            draw.logits_RLV.split(ROWS), even_R1.split(ROWS), index_RL1.split(ROWS), strict=True
-        )
-    ]
-    drawn_RL = torch.cat(drawn).masked_fill(scale_R1 <= 0, float("nan"))
-    return Said(logit_RL, torch.cat(sums), drawn_RL)
+        return Said(logit_RL, sum_RL, torch.full_like(logit_RL, float("nan")))
+    scale_R1 = torch.where(draw.scale_R1 > 0, draw.scale_R1, 1).float()
+    drawn_RL = draw.logits_RLV.gather(-1, index_RL1)[..., 0].float() / scale_R1
+    drawn_RL = drawn_RL - log_sums(draw.logits_RLV, scale_R1, wanted_RL)
+    return Said(logit_RL, sum_RL, drawn_RL.masked_fill(draw.scale_R1 <= 0, float("nan")))
+
+
+def log_sums(logits_RLV: Tensor, scale_R1: Tensor, wanted_RL: Tensor | None) -> Tensor:
+    """The log-sum-exp of logits divided by a scale, at least where wanted. float32 [R, L]"""
+    if (kernels := native("token_stats", logits_RLV)) is not None:
+        return kernels.log_sums(logits_RLV, scale_R1, wanted_RL)
+    parts = zip(logits_RLV.split(ROWS), scale_R1.split(ROWS), strict=True)
+    return torch.cat([logits.float().div(scale.float()[..., None]).logsumexp(-1) for logits, scale in parts])
 
 
 def decided(step: Step, made: Decision) -> Written:
@@ -93,7 +96,7 @@ def decided(step: Step, made: Decision) -> Written:
     pos_BX, old_BX, new_BX, masked_BX, open_BX = (x_RL.reshape(by_lane) for x_RL in values)
 
     def tells() -> Said:
-        return said_of(step, commits.tokens_RL).viewed(by_lane)
+        return said_of(step, commits.tokens_RL, pos_RL >= 0).viewed(by_lane)
 
     return Written(lanes.slot_B, made.lanes.steps_B, pos_BX, old_BX, new_BX, masked_BX, open_BX, tells)
 

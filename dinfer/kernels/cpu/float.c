@@ -100,19 +100,6 @@ int dinfer_linear_float(const float *x, const float *w, float *out, int64_t R, i
     return 0;
 }
 
-/* e to the power of x, to about 1e-7 of it, for x up to 88; NaN stays NaN. (The polynomial of Cephes' expf.) */
-INLINE float power(float x) {
-    x = x < -87.3f ? -87.3f : x;
-    x = x > 88.0f ? 88.0f : x;
-    float n = rintf(x * 1.44269504f), r = x - n * 0.693359375f + n * 2.12194440e-4f, p = 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f, p = p * r + 8.3334519073e-3f, p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f, p = p * r + 5.0000001201e-1f, p = p * r * r + r + 1.0f;
-    int32_t bits = ((int32_t)n + 127) << 23;
-    float scale;
-    memcpy(&scale, &bits, sizeof scale);
-    return p * scale;
-}
-
 /* Scores[n][WIDE] of WIDE queries become their weights: those of keys [from, to), and 0 for others. */
 INLINE void softmax(float *score, int64_t n, const int32_t *from, const int32_t *to, float scale) {
     float most[WIDE], sum[WIDE];

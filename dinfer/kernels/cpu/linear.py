@@ -36,8 +36,9 @@ from dinfer.core.kernels.deferred import close
 from dinfer.core.kernels.dispatch import native_few_bits
 from dinfer.core.kernels.moe import ExpertWeight, Gate
 from dinfer.core.kernels.types import HeadNorm, WeightPart
+from dinfer.core.terms.stats import Draw
 
-NAMES = "linear.c", "float.c", "languages.c", "blocks.h", "vectors.h"
+NAMES = "linear.c", "float.c", "draw.c", "languages.c", "blocks.h", "vectors.h"
 SOURCES = tuple(Path(__file__).with_name(name) for name in NAMES)
 FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC")
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
@@ -231,6 +232,25 @@ def rotate_and_store(
     given = qkv_BWXE, cos, sin, weight, write_X, q_BWHE, k_YGE, v_YGE
     call("rotate_and_store", *given, *sizes, eps, torch.get_num_threads())
     return q_BWHE
+
+
+def draw(given: Draw, mask_id: int | None, wanted_RL: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """The mask token's score, the best one, and its token. `wanted_RL`: only there, elsewhere 0. [R, L] each"""
+    rows, width, vocab = given.logits_RLV.shape
+    wanted_RL = torch.ones(rows, width, dtype=torch.bool) if wanted_RL is None else wanted_RL
+    token_RL, score_RL = torch.empty(rows, width, dtype=torch.int64), torch.empty(rows, width, dtype=torch.float64)
+    lure_RL, mask = torch.empty_like(score_RL), -1 if mask_id is None else mask_id
+    inputs = given.logits_RLV, given.scale_R1, given.seed_R, given.pos_RL, given.step_R, wanted_RL
+    call("draw", *inputs, token_RL, score_RL, lure_RL, rows, width, vocab, mask, torch.get_num_threads())
+    return lure_RL, score_RL, token_RL
+
+
+def log_sums(logits_RLV: Tensor, scale_R1: Tensor, wanted_RL: Tensor | None) -> Tensor:
+    """The log-sum-exp of logits divided by a scale. `wanted_RL`: only there, elsewhere 0. [R, L]"""
+    out_RL = logits_RLV.new_empty(logits_RLV.shape[:2])
+    wanted_RL = torch.ones_like(out_RL, dtype=torch.bool) if wanted_RL is None else wanted_RL
+    call("log_sums", logits_RLV, scale_R1, wanted_RL, out_RL, *logits_RLV.shape, torch.get_num_threads())
+    return out_RL
 
 
 def language_allowed(held: Any, line: Any) -> Tensor:

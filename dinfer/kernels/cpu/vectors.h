@@ -3,6 +3,7 @@
 #ifndef DINFER_VECTORS
 #define DINFER_VECTORS
 #include <immintrin.h>
+#include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -32,6 +33,19 @@ typedef __m256 Floats;
 #define MULTIPLY _mm256_mul_ps
 #define MULTIPLY_ADD _mm256_fmadd_ps
 #endif
+
+/* e to the power of x, to about 1e-7 of it, for x up to 88; NaN stays NaN. (The polynomial of Cephes' expf.) */
+INLINE float power(float x) {
+    x = x < -87.3f ? -87.3f : x;
+    x = x > 88.0f ? 88.0f : x;
+    float n = rintf(x * 1.44269504f), r = x - n * 0.693359375f + n * 2.12194440e-4f, p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f, p = p * r + 8.3334519073e-3f, p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f, p = p * r + 5.0000001201e-1f, p = p * r * r + r + 1.0f;
+    int32_t bits = ((int32_t)n + 127) << 23;
+    float scale;
+    memcpy(&scale, &bits, sizeof scale);
+    return p * scale;
+}
 
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 

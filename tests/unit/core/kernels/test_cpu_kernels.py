@@ -21,7 +21,9 @@ from dinfer.core.kernels.dispatch import native_few_bits
 from dinfer.core.kernels.linear import linear, round_rows
 from dinfer.core.kernels.norm import add_rms_norm, swiglu
 from dinfer.core.kernels.rotary import projections, rotary_table, rotate_and_store
+from dinfer.core.kernels.token_stats import token_stats
 from dinfer.core.kernels.types import HeadNorm, WeightPart
+from dinfer.core.terms.stats import Draw
 from dinfer.formats.gguf_file import dequantised
 from dinfer.formats.kernels import packed
 from dinfer.formats.kernels.packed import widened
@@ -169,6 +171,38 @@ def test_norms_and_activation(monkeypatch: pytest.MonkeyPatch) -> None:
         return *plain, *summed, swiglu(large)  # type: ignore[return-value]
 
     both(monkeypatch, work)
+
+
+@pytest.mark.parametrize("mask", [None, 0, 70, 129])
+@pytest.mark.parametrize("spread", [0.0, 1.0, 20.0])
+def test_draws(mask: int | None, spread: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens of torch, which adds noise to every logit."""
+    logits_RLV, wanted_RL = spread * torch.randn(4, 33, 130), torch.rand(4, 33) < 0.7
+    logits_RLV[1, :, 5:90] = logits_RLV[2, :9] = float("-inf")
+    scale_R1, noisy_R1 = torch.tensor([[1.0], [0.5], [1.0], [0.0]]).double(), torch.ones(4, 1, dtype=torch.bool)
+    seed_R, pos_RL, step_R = torch.randint(2**53, (4,)), torch.arange(33).repeat(4, 1), torch.arange(4)
+    given = Draw(logits_RLV, logits_RLV, scale_R1, noisy_R1, seed_R, pos_RL, step_R)
+
+    def stats() -> list[Tensor | None]:
+        found = token_stats(logits_RLV, mask, torch.float32, draw=given, wanted_RL=wanted_RL)
+        return [found.token_RL, found.confidence_RL, found.mask_confidence_RL, found.mask_drawn_RL]
+
+    with torch.inference_mode():
+        got = stats()
+        monkeypatch.setenv("DINFER_KERNELS", "torch")
+        torch.testing.assert_close(got, stats(), rtol=0, atol=0, equal_nan=True)
+
+
+def test_log_sums() -> None:
+    logits_RLV, wanted_RL, scale_R1 = (
+        20 * torch.randn(3, 5, 130),
+        torch.rand(3, 5) < 0.7,
+        torch.tensor([[1.0], [2], [0.5]]),
+    )
+    logits_RLV[0, 0, 3:] = float("-inf")
+    with torch.inference_mode():
+        want_RL = (logits_RLV.double() / scale_R1[..., None]).logsumexp(-1).float().masked_fill(~wanted_RL, 0)
+        torch.testing.assert_close(native.log_sums(logits_RLV, scale_R1, wanted_RL), want_RL, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(("dim", "normed"), [(64, True), (64, False), (24, False)])
