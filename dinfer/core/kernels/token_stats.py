@@ -45,10 +45,7 @@ def whole(
     prob_RLV = logits_RLV.softmax(-1)
     mask_RL = torch.zeros_like(prob_RLV[..., 0]) if mask_id is None else prob_RLV[..., mask_id]
     entropy_RL = torch.special.entr(prob_RLV).sum(-1) if entropy else None
-    margin_RL = None
-    if margin:
-        first, second = prob_RLV.topk(2, -1).values.unbind(-1)
-        margin_RL = first - second
+    margin_RL = -prob_RLV.topk(2, -1).values.diff(dim=-1)[..., 0] if margin else None
 
     def offered(lure_RL: Tensor, score_RL: Tensor, token_RL: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The best token, its probability, and whether the mask token's score is better."""
@@ -59,10 +56,8 @@ def whole(
     stats = TokenStats(token_RL, confidence_RL, mask_RL, entropy_RL, margin_RL, token_RL if best else None)
     if draw is None:
         return stats
-    if (kernels := native("draw", draw.logits_RLV)) is None:
-        won = winner(noisy(draw, 0), mask_id)
-    else:
-        won = kernels.draw(draw, mask_id, wanted_RL if drawn_RL is None else drawn_RL)
+    kernels, where_RL = native("draw", draw.logits_RLV), wanted_RL if drawn_RL is None else drawn_RL
+    won = winner(noisy(draw, 0), mask_id) if kernels is None else kernels.draw(draw, mask_id, where_RL)
     token_RL, confidence_RL, mask_wins_RL = offered(*won)
     declined_RL = torch.where(draw.noisy_R1, mask_wins_RL, mask_RL > confidence_RL)
     drawn = replace(stats, token_RL=token_RL, confidence_RL=confidence_RL, mask_drawn_RL=declined_RL)
@@ -71,10 +66,10 @@ def whole(
 
 def winner(score_RLV: Tensor, mask_id: int | None) -> tuple[Tensor, Tensor, Tensor]:
     """The mask token's score (-inf: there is none), the best of the others, and its token. [R, L] each"""
-    lure_RL = torch.full_like(score_RLV[..., 0], float("-inf")) if mask_id is None else score_RLV[..., mask_id]
-    if mask_id is not None:
-        score_RLV = score_RLV.clone()
-        score_RLV[..., mask_id] = float("-inf")
+    if mask_id is None:
+        return torch.full_like(score_RLV[..., 0], float("-inf")), *score_RLV.max(-1)
+    lure_RL, score_RLV = score_RLV[..., mask_id], score_RLV.clone()
+    score_RLV[..., mask_id] = float("-inf")
     return lure_RL, *score_RLV.max(-1)
 
 

@@ -67,13 +67,13 @@ def said_of(step: Step, token_RL: Tensor, wanted_RL: Tensor | None = None) -> Sa
     """What the model said of these tokens by the last logits, at least where wanted (None: all). [R, L]"""
     logits_RLV, draw = step.notes[Raw]
     index_RL1 = token_RL.clamp(0, logits_RLV.shape[-1] - 1)[..., None]
-    logit_RL = logits_RLV.gather(-1, index_RL1)[..., 0].float()
-    sum_RL = log_sums(logits_RLV, logits_RLV.new_ones(len(logits_RLV), 1), wanted_RL)
+    logit_RL, one_R1 = logits_RLV.gather(-1, index_RL1)[..., 0].float(), logits_RLV.new_ones(len(logits_RLV), 1)
+    sum_RL = log_sums(logits_RLV, one_R1, wanted_RL)
     if draw is None:
         return Said(logit_RL, sum_RL, torch.full_like(logit_RL, float("nan")))
     scale_R1 = torch.where(draw.scale_R1 > 0, draw.scale_R1, 1).float()
-    drawn_RL = draw.logits_RLV.gather(-1, index_RL1)[..., 0].float() / scale_R1
-    drawn_RL = drawn_RL - log_sums(draw.logits_RLV, scale_R1, wanted_RL)
+    sums_RL = log_sums(draw.logits_RLV, scale_R1, wanted_RL)
+    drawn_RL = draw.logits_RLV.gather(-1, index_RL1)[..., 0].float() / scale_R1 - sums_RL
     return Said(logit_RL, sum_RL, drawn_RL.masked_fill(draw.scale_R1 <= 0, float("nan")))
 
 
