@@ -72,6 +72,7 @@ def test_torch_is_imported_only_when_something_is_computed(installed: Installed)
     assert [json.loads(line) for line in said.out.splitlines()] == expected
 
 
+@pytest.mark.rest  # the test of Ctrl-C runs it, too
 def test_the_model_in_the_box_answers(installed: Installed) -> None:
     problem = generate("heldout", 1, 0)[0]
     said = installed("generate", problem.question)

@@ -19,7 +19,7 @@ from dinfer.core.step.contracts import BlockView, Proposal, State, TokenStats
 from dinfer.core.step.told import Level
 
 
-@pytest.mark.rest(but=16)
+@pytest.mark.rest(but=10)
 @every_recipe()
 @torch.inference_mode()
 def test_step_is_device_work_of_fixed_shapes(combination: Combination) -> None:

@@ -66,7 +66,7 @@ def test_rows_notice_neither_each_other_nor_the_schedule(combination: Combinatio
     assert host.addresses() == before
 
 
-@pytest.mark.rest(but=5)
+@pytest.mark.rest(but=3)
 @pytest.mark.parametrize("combination", SAMPLE[::13], ids=str)
 @pytest.mark.parametrize("page", [1, 3, 64])
 def test_page_size_changes_nothing(combination: Combination, page: int) -> None:

@@ -31,7 +31,7 @@ from dinfer.lab.outputs import check_file, write
 
 _CHANGE = re.compile(r"compare(?:\.(?P<change>[^=]+=.*)|=.*)", re.DOTALL)
 MAY_DIFFER = (*conf.GROUPS, conf.RECIPE, "max_new_tokens")
-SUFFIXES = (".html", ".svg", ".json")
+SUFFIXES = (".html", ".json")
 
 
 def run(args: Namespace) -> None:
@@ -70,13 +70,11 @@ def trace(config: dict[str, Any], *, changes: list[str]) -> None:
         raise ValueError("out=[] names no file: write out=trace.html")
     for path in paths:
         if path.suffix not in SUFFIXES:
-            raise ValueError(f"out={path} must end in .html (the page), .svg (an animation) or .json (their data)")
-        if changes and path.suffix == ".svg":
-            raise ValueError(f"out={path} shows one recipe: leave compare.* out, or write the page, out=trace.html")
+            raise ValueError(f"out={path} must end in .html (the page) or .json (its data)")
         check_file(path)
     configs = [config] + ([changed(changes)] if changes else [])
     pipe = pipeline(config)
-    from dinfer.lab.trace.record import animation, document, page, record
+    from dinfer.lab.trace.record import document, page, record
 
     traces = []
     for each in configs:
@@ -93,8 +91,5 @@ def trace(config: dict[str, Any], *, changes: list[str]) -> None:
             f"{counts['positions_per_committed']:.1f} positions per token"
         )
     for path in paths:
-        if path.suffix == ".svg":
-            write(path, animation(traces[0], config["prompt"]))
-        else:
-            write(path, page(found) if path.suffix == ".html" else json.dumps(found) + "\n")
+        write(path, page(found) if path.suffix == ".html" else json.dumps(found) + "\n")
         say(f"wrote {path}")

@@ -3,8 +3,6 @@
 The recipe runs as it always does, one request at a time and eagerly; its decoder and its model are watched from
 outside, so a run that is not recorded does nothing more. docs/trace.md documents the JSON.
 
-A trace also becomes an animated SVG, in which masks become tokens: it needs no script, so a README can show it.
-
 The page loads no file, font or script. Text of the prompt and of the model reaches it as data only: as JSON that no
 text can break out of, and, for readers without JavaScript, escaped. A content policy names its style and script by
 their hashes.
@@ -15,7 +13,6 @@ import hashlib
 import html
 import json
 import re
-import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import resources
@@ -322,109 +319,3 @@ def _blocks(steps: Sequence[TracedStep]) -> list[TracedBlock]:
         refreshes, commits = sum(step.refresh for step in own), sum(len(step.commits) for step in own)
         found.append(TracedBlock(index, own[0].region, len(own), refreshes, commits))
     return found
-
-
-COLUMNS, CELL, LINE, MARGIN = 64, 9.6, 27, 16  # characters a line; pixels of a character, a line, a margin
-SECONDS, HOLD = 0.4, 3.0  # of a forward, and of the finished canvas
-STYLE = """
-text { font: 16px ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; white-space: pre; fill: #1f2328 }
-.card { fill: #f6f8fa; stroke: #d1d9e0 } .mask { fill: #d1d9e0 } .fresh { fill: #4ac26b }
-.dim { fill: #59636e } .shown, .mask, .fresh { opacity: 0; animation: none 1s step-end infinite } .last { opacity: 1 }
-@media (prefers-color-scheme: dark) {
-text { fill: #f0f6fc } .card { fill: #151b23; stroke: #3d444d } .mask { fill: #3d444d } .fresh { fill: #238636 }
-.dim { fill: #9198a1 } }
-@media (prefers-reduced-motion: reduce) { .shown, .mask, .fresh { animation: none !important } }
-"""
-
-
-def animation(trace: Trace, prompt: str) -> str:
-    """The SVG document. Where a viewer wants no motion, it shows the finished canvas."""
-    steps, total = len(trace.steps), SECONDS * len(trace.steps) + HOLD
-    spans: dict[tuple[int, int], str] = {}  # when something is shown, from one forward to another: its class
-    parts: list[str] = []
-
-    def shown(first: int, end: int, kind: str) -> str:
-        """The class of what is shown from after forward `first` until after forward `end`."""
-        name = spans.setdefault((first, end), f"s{first}-{end}")
-        return f'class="{kind} {name}{" last" if end > steps else ""}"'
-
-    def text(x: float, y: float, words: str, attributes: str) -> str:
-        return f'<text x="{x:.1f}" y="{y:.1f}" {attributes}>{html.escape(words)}</text>'
-
-    y = float(MARGIN + LINE / 2)
-    for line in textwrap.wrap(" ".join(prompt.split()), COLUMNS):
-        parts.append(text(MARGIN, y, line, 'class="dim"'))
-        y += LINE
-    positions = _states(trace)
-    y += LINE / 2
-    for number, step in enumerate(trace.steps, 1):
-        decoded = sum(
-            first <= number < end for states in positions for first, end, token in states if token is not None
-        )
-        words = f"forward {step.forward} of {steps}: {decoded} of {len(positions)} tokens"
-        parts.append(text(MARGIN, y, words, shown(number, number + 1, "shown dim")))
-    y, column = y + 1.5 * LINE, 0
-    for states in positions:
-        pieces = [_visible(trace, token) for _, _, token in states if token is not None]
-        width = max(map(len, pieces), default=1) or 1
-        if column + width > COLUMNS:
-            y, column = y + LINE, 0
-        x = MARGIN + column * CELL
-        box = f'x="{x + 1:.1f}" y="{y - 17:.1f}" width="{width * CELL - 2:.1f}" height="{LINE - 5}" rx="4"'
-        for first, end, token in states:
-            if token is None:
-                parts.append(f"<rect {box} {shown(first, end, 'mask')}/>")
-                continue
-            if first > 0:
-                parts.append(f"<rect {box} {shown(first, min(first + 1, end), 'fresh')}/>")
-            parts.append(text(x, y, _visible(trace, token), shown(first, end, "shown")))
-        column += width
-        if states[-1][2] is not None and "\n" in trace.pieces[states[-1][2]]:
-            y, column = y + LINE, 0
-    wide, height = round(2 * MARGIN + COLUMNS * CELL), round(y + MARGIN)
-    frames = "\n".join(_keyframes(name, first, end, total, steps) for (first, end), name in spans.items())
-    title = html.escape(f"{trace.name}: {trace.counts['tokens']} tokens in {trace.counts['forwards']} forwards")
-    body = "\n".join(parts)
-    return f"""<svg xmlns="http://www.w3.org/2000/svg" width="{wide}" height="{height}" role="img"
- viewBox="0 0 {wide} {height}">
-<title>{title}</title>
-<style>{STYLE}{frames}
-</style>
-<rect class="card" x="0.5" y="0.5" width="{wide - 1}" height="{height - 1}" rx="8"/>
-{body}
-</svg>
-"""
-
-
-def _states(trace: Trace) -> Sequence[list[tuple[int, int, int | None]]]:
-    """For each position behind the prompt, what it holds from one forward to another; None: a mask.
-
-    Ends where the answer ends, with the stop token. The last state of a position ends behind the last forward.
-    """
-    stop = next(
-        (p for p in range(len(trace.prompt_ids), trace.length) if trace.canvas[p] in trace.stop_ids), trace.length
-    )
-    found = []
-    for position in range(len(trace.prompt_ids), min(stop + 1, trace.length)):
-        changes: list[tuple[int, int | None]] = [(0, None)]
-        for number, step in enumerate(trace.steps, 1):
-            changes += [(number, token) for place, token in step.commits if place == position]
-            changes += [(number, None)] * (position in step.remasked)
-        ends = [*(number for number, _ in changes[1:]), len(trace.steps) + 1]
-        found.append([(first, end, token) for (first, token), end in zip(changes, ends, strict=True)])
-    return found
-
-
-def _visible(trace: Trace, token: int) -> str:
-    """A token's text in its line. Stop tokens are a dot, and so is what cannot be printed."""
-    text = trace.pieces[token].split("\n")[0]
-    return "·" if token in trace.stop_ids else "".join(sign if sign.isprintable() else "·" for sign in text)
-
-
-def _keyframes(name: str, first: int, end: int, total: float, steps: int) -> str:
-    """Visible from forward `first` to `end`, in shares of the whole; each value holds until the next."""
-    start, stop = (f"{100 * SECONDS * step / total:.2f}%" for step in (first, end))
-    hidden = "" if first == 0 else "0%{opacity:0}"
-    gone = "" if end > steps else f"{stop}{{opacity:0}}"
-    frames = f"@keyframes {name}{{{hidden}{start}{{opacity:1}}{gone}}}"
-    return f".{name}{{animation:{name} {total:.1f}s step-end infinite}}{frames}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,8 @@ from dinfer.core.engine.runtime import Runtime
 from dinfer.core.pipeline import Pipeline
 from dinfer.core.recipe.recipe import compose
 from dinfer.core.step.mixins import LeavesDecoded
-from dinfer.lab.trace.record import Trace, animation, document, embedded, page, record_request, spans
+from dinfer.lab.trace.record import Trace, document, embedded, page, record_request, spans
+from tools.animation import animation
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8]
 HOSTILE = "</script><script>document.title='owned'</script><!-- \u2028 & @@style@@ <img src=x onerror=alert(1)>"
@@ -202,7 +203,7 @@ def test_the_page_is_played_by_keyboard(tmp_path: Path) -> None:
 def test_the_animation_shows_the_canvas_after_every_forward(decoder: str) -> None:
     trace = recorded(pipeline(decoder=decoder))
     hostile = replace(trace, stop_ids=[], pieces=trace.pieces | {trace.canvas[-1]: '</svg>&"\x1d'})
-    root = ElementTree.fromstring(animation(hostile, HOSTILE))
+    root = ElementTree.fromstring(animation(json.loads(json.dumps(asdict(hostile))), HOSTILE))
     spans = [
         (element, *map(int, found.groups()))
         for element in root.iter()

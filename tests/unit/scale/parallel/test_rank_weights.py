@@ -31,6 +31,7 @@ def answers(pipe: dinfer.Pipeline) -> list[list[int]]:
     return [result.canvas for result in pipe.generate_ids(PROMPTS, max_new_tokens=16)]
 
 
+@pytest.mark.rest(but=1)
 @pytest.mark.parametrize("quantize", [None, "int8"])
 def test_each_rank_writes_its_share(quantize: str | None, folders: Any) -> None:  # noqa: F811
     """Tensors that rank 0 has, and a folder of which each rank reads its own."""
