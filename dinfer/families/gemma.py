@@ -169,6 +169,7 @@ class Gemma(nn.Module):
         self.blocks = nn.ModuleList(GemmaBlock(spec, layer) for layer in range(spec.layers))
         self.norm = Norm(spec.hidden, spec)
         self.eyes: Any = None  # `dinfer.families.images.tower.Eyes`, or why there are none
+        self.placeholder: int | None = None  # the token that stands where an embedding is given
 
     def join(self, ranks: Ranks) -> None:
         """See `dinfer.core.step.model.Divided`."""

@@ -4,7 +4,7 @@ from typing import Any
 
 from dinfer.families.hub import FETCHED, datasets_of, download, fetched, snapshot_of
 
-__all__ = ["FETCHED", "asks_of", "datasets_of", "download", "encode_parts", "fetched", "snapshot_of"]
+__all__ = ["FETCHED", "asks_of", "datasets_of", "download", "encode_parts", "fetched", "images", "snapshot_of"]
 
 
 def encode_parts(*given: Any, **how: Any) -> list[int]:
@@ -14,8 +14,15 @@ def encode_parts(*given: Any, **how: Any) -> list[int]:
     return prompts.encode_parts(*given, **how)
 
 
-def asks_of(network: Any, prompt: Any, ids: list[int], where: str) -> tuple[Any, ...]:
-    """What a prompt asks beside its tokens, see `dinfer.families.images.prompts.asks_of`."""
+def images() -> Any:
+    """What reads and sees images: the module `dinfer.families.images.prompts`."""
     from dinfer.families.images import prompts  # needs torch
 
-    return prompts.asks_of(network, prompt, ids, where)
+    return prompts
+
+
+def asks_of(prompt: Any) -> tuple[Any, ...]:
+    """What a prompt asks beside its tokens: the embeddings of its images."""
+    from dinfer.families.images.prompts import PromptIds  # needs torch
+
+    return (prompt.embedded,) if isinstance(prompt, PromptIds) and prompt.embedded is not None else ()

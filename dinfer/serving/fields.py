@@ -16,6 +16,7 @@ from dinfer.core.pipeline.inputs import encodable, texts_in
 from dinfer.core.pipeline.tokenizer import OWNED
 from dinfer.serving.errors import SHOWN, invalid, refused
 from dinfer.serving.forms import Held, HeldFields, Strict
+from dinfer.serving.pictures import ImagePart, content_of, opened_in
 
 SEEDS = 2**53  # others are taken modulo this, so that a float64 holds them
 MAX_CHOICES, MAX_STOPS, MAX_STOP_LENGTH, MAX_TOP_LOGPROBS, MAX_BIASES = 128, 4, 256, 20, 1024
@@ -72,11 +73,6 @@ Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 Token = Annotated[int, Field(ge=0)]
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
-
-
-def objects_in(value: Any) -> list[tuple[int, dict[str, Any]]]:
-    """The objects in a list of a body that is not validated yet, with their places; none if it is no list."""
-    return [(i, one) for i, one in enumerate(value) if isinstance(one, dict)] if isinstance(value, list) else []
 
 
 class Own(Strict):
@@ -266,7 +262,7 @@ class ChatMessage(BaseModel):
     __pydantic_extra__: dict[str, Text]
 
     role: Annotated[Text, Field(min_length=1, max_length=SHOWN)]  # the chat template says which there are
-    content: Text | Annotated[list[TextPart], Field(min_length=1)]
+    content: Text | Annotated[list[TextPart | ImagePart], Field(min_length=1)]
     tool_calls: list[ToolCall] | None = None  # of the assistant
 
     @model_validator(mode="before")
@@ -288,7 +284,9 @@ class ChatMessage(BaseModel):
         }
 
     def plain(self) -> dict[str, Any]:
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        parts = self.content if isinstance(self.content, list) else []
+        text = self.content if isinstance(self.content, str) else "".join(p.text for p in parts if p.type == "text")
+        content = content_of(parts, text)
         role = "system" if self.role == "developer" else self.role
         calls = {"tool_calls": [call.plain() for call in self.tool_calls]} if self.tool_calls else {}
         return (self.model_extra or {}) | {"role": role, "content": content} | calls
@@ -309,6 +307,13 @@ class Conversation(Strict):
     add_generation_prompt: bool | None = None  # null: unless the last message is to be continued
     continue_final_message: bool = False
     chat_template_kwargs: Annotated[dict[Text, Any], AfterValidator(_variables)] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _images(cls, data: Any) -> Any:
+        return (
+            {**data, "messages": opened_in(data["messages"])} if isinstance(data, dict) and "messages" in data else data
+        )
 
     @property
     def conversation(self) -> list[dict[str, Any]]:

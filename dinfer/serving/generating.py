@@ -13,12 +13,14 @@ from fastapi import Response
 
 from dinfer.core.engine.request import Request
 from dinfer.core.pipeline.inputs import NoTools
+from dinfer.core.provided import needed, provided
 from dinfer.core.step.told import TokenLogprob
 from dinfer.lab.bounds import left_to_right
 from dinfer.serving.answers import Answer, CallReader, Choice, Rendering, ThoughtReader
-from dinfer.serving.errors import ApiError, at_field, refused
+from dinfer.serving.errors import ApiError, at_field, invalid, refused
 from dinfer.serving.fields import Generation
 from dinfer.serving.logprobs import Logprobs, prompt_logprobs
+from dinfer.serving.pictures import pictures_in
 from dinfer.serving.rows import Event, Wanted, failure
 from dinfer.serving.served import Served
 from dinfer.serving.server import Server
@@ -38,9 +40,13 @@ class Shown:
 
 
 async def encoded(
-    server: Server, served: Served, prompt: str | list[dict[str, Any]], field: str, **how: Any
+    server: Server, served: Served, prompt: str | list[dict[str, Any]], field: str, *, images: bool = True, **how: Any
 ) -> list[int]:
-    """Token ids. Conversations go through the chat template, texts do not."""
+    """Token ids. Conversations go through the chat template, texts do not. `images`: whether they may have any."""
+    if not isinstance(prompt, str) and (pictures := [*pictures_in(prompt)]):
+        if not images:
+            raise invalid(pictures[0].where, " is an image, which chats, messages and responses alone take")
+        return await _seen(server, served, prompt, pictures, **how)
     encode = partial(served.pipe.encode, prompt, chat=False if isinstance(prompt, str) else None, **how)
     with at_field(field):
         try:
@@ -49,6 +55,27 @@ async def encoded(
             return await asyncio.get_running_loop().run_in_executor(server.encoding, encode)
         except NoTools as error:
             raise refused("tools", how.get("tools", []), f"cannot be shown: {error}") from error
+
+
+async def _seen(
+    server: Server, served: Served, prompt: list[dict[str, Any]], pictures: Sequence[Any], **how: Any
+) -> list[int]:
+    """As `encoded`, with images: in a thread, which decodes and sees them, and counted as a row meanwhile."""
+    served.check_size(prompt, "messages", **how)
+    own, encode = (
+        needed("images", "an image", "families")().eyes_of(served.pipe.model),
+        partial(served.pipe.encode, prompt, **how),
+    )
+    positions = 0 if isinstance(own, str) else sum(map(own.soft_tokens, pictures))
+    try:
+        with server.admission.admit([positions]):
+            async with asyncio.timeout(server.settings.deadline):
+                return await asyncio.get_running_loop().run_in_executor(server.encoding, encode)
+    except ValueError as error:
+        where = next((one.where for one in pictures if str(error).startswith(f"{one.where}:")), "messages")
+        raise ApiError(400, str(error), where, "invalid_value") from error
+    except TimeoutError as error:
+        raise failure(error) from error
 
 
 async def scored(server: Server, served: Served, ids: list[int], top: int, field: str) -> list[TokenLogprob | None]:
@@ -80,6 +107,8 @@ async def generated(
     rows = await served.rows(prompts, asked) if rows is None else rows
     scores: list[list[Any]] = []
     if (best := asked.prompt_logprobs) is not None:
+        if (asks_of := provided("asks_of")) is not None and any(map(asks_of, prompts)):
+            raise refused("prompt_logprobs", best, "is not supported with images: leave it out")
         told = [await scored(server, served, prompt, best, "prompt_logprobs") for prompt in prompts]
         scores = [prompt_logprobs(served.pieces, *one, best) for one in zip(prompts, told, strict=True)]
     logprobs = None if top is None else Logprobs(served.pieces, top, asked.return_tokens_as_token_ids)

@@ -38,7 +38,7 @@ def check_asks(request: Request, recipe: Recipe, runtime: Runtime) -> None:
     for ask in request.asks:
         if not any(isinstance(ask, ability.answers) for ability in recipe.abilities):
             raise ValueError(f"a request's asks={ask!r:.80} is answered by no ability: register one that does")
-    for ability in recipe.abilities if request.asks else ():
+    for ability in recipe.abilities:
         if (why := ability.refusal(recipe, request)) is not None:
             raise ValueError(why)
 

@@ -355,7 +355,7 @@ class Pipeline:
         room = max(self.engine.max_length - len(ids) - new_tokens, 0)
         iteration = self.recipe.iteration
         padding = min(iteration.padding(new_tokens) if isinstance(iteration, Pads) else 0, room)
-        asks += () if (own := provided("asks_of")) is None else own(self.model, prompt, ids, f"prompt {index}")
+        asks += () if (own := provided("asks_of")) is None else own(prompt)
         asks += () if language is None else (_of_forms("answer_in")(language, len(ids), new_tokens),)
         request = Request.behind(ids, new_tokens, padding=padding, asks=asks, stops=stops)
         return self.checked(f"prompt {index}", options, request)

@@ -21,6 +21,7 @@ from dinfer.core.refusals import Refusal, Trait
 from dinfer.core.step.ability import Ask, ByExtra, Canvas, Entry, Extra, Forward, Parts, Request, Step, Window
 from dinfer.core.step.cursors import Phase, RowCursors
 from dinfer.families.abilities.encoder import Encoder
+from dinfer.families.gemma import Gemma
 
 MOST = 2240  # given embeddings of a request: eight images of 280
 Mutual = Literal["causal", "local", "all"]
@@ -166,7 +167,12 @@ class Embeds(ByExtra[Given]):
 
     @classmethod
     def refusal(cls, recipe: Parts, request: Request) -> str | None:
-        if (ask := request.ask(Embedded)) is None:
+        ask, token = request.ask(Embedded), recipe.model.placeholder if isinstance(recipe.model, Gemma) else None
+        if token is not None and request.prompt.count(token) != (0 if ask is None else len(ask)):
+            inside = {at for one in (ask.stretches if ask else ()) for at in range(one.first, one.end)}
+            at = next((at for at, one in enumerate(request.prompt) if one == token and at not in inside), request.start)
+            return f"the image token {token} stands at position {at} without an image: send messages with one"
+        if ask is None:
             return None
         if len(ask) > MOST:
             return f"a request's images take {len(ask)} positions, and {MOST} is the most: send fewer or smaller ones"

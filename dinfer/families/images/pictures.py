@@ -41,11 +41,12 @@ class Picture:
 
 def opened(given: Any, where: str) -> Picture:
     """An image of a file's path, its bytes, a data: URL or an image of Pillow's. Errors begin with `where`."""
+    if isinstance(given, Picture):
+        return given
     with named(where):
-        try:
-            from PIL import Image
-        except ImportError as error:
-            raise ValueError(INSTALL) from error
+        check_installed()
+        from PIL import Image
+
         if isinstance(given, Image.Image):
             return Picture(_within(given), where)
         declared = None
@@ -60,6 +61,22 @@ def opened(given: Any, where: str) -> Picture:
         if not isinstance(given, bytes | bytearray | memoryview):
             raise ValueError(f"an image is a path, bytes, a data: URL or an image of Pillow's, not {given!r:.80}")
         return Picture(_of_bytes(bytes(given), declared), where)
+
+
+def sent(url: str, where: str) -> Picture:
+    """An image in a data: URL, as clients of a server send it. Errors begin with `where`."""
+    with named(where):
+        check_installed()
+        declared, data = of_data_url(url)
+        return Picture(_of_bytes(data, declared), where)
+
+
+def check_installed() -> None:
+    """Raises ValueError without Pillow."""
+    try:
+        import PIL  # noqa: F401
+    except ImportError as error:
+        raise ValueError(INSTALL) from error
 
 
 def of_data_url(url: str) -> tuple[str, bytes]:

@@ -9,14 +9,21 @@ from typing import Any, cast
 
 from dinfer.families.abilities.embedded import MOST, Embedded, Stretch
 from dinfer.families.gemma import Gemma
-from dinfer.families.images.pictures import MOST_IMAGES, opened
+from dinfer.families.images.pictures import MOST_IMAGES, Picture, opened, sent
 from dinfer.families.images.tower import Eyes
+
+__all__ = ["MOST_IMAGES", "PromptIds", "encode_parts", "eyes_of", "sent"]
 
 
 class PromptIds(list[int]):
     """Token ids of a prompt with images."""
 
     embedded: Embedded | None = None
+
+    def __getitem__(self, place: Any) -> Any:
+        """A slice of all is the prompt; any other has no images."""
+        found = super().__getitem__(place)
+        return self if isinstance(place, slice) and len(found) == len(self) else found
 
 
 def eyes_of(network: Any) -> Eyes | str:
@@ -79,7 +86,7 @@ def _part(part: Any, where: str, given: list[tuple[str, Any]], role: str) -> dic
     )
     if image is None:
         raise ValueError(f"{where}: the part has no image: give it as 'image'")
-    given.append((where, image))
+    given.append((image.where if isinstance(image, Picture) else where, image))
     return {"type": "image"}
 
 
@@ -99,17 +106,3 @@ def _expanded(ids: Sequence[int], own: Eyes, counts: Sequence[int]) -> tuple[Pro
         found.extend([token] * count + [end])
         found.extend(ids[mark + 1 : behind])
     return found, firsts
-
-
-def asks_of(network: Any, prompt: Any, ids: Sequence[int], where: str) -> tuple[Embedded, ...]:
-    """What a prompt of these ids asks beside them. Raises ValueError for an image token without one."""
-    embedded = prompt.embedded if isinstance(prompt, PromptIds) else None
-    if isinstance(own := eyes_of(network), Eyes) and ids.count(token := own.tokens[0]) != (
-        0 if embedded is None else len(embedded)
-    ):
-        inside = {at for one in (embedded.stretches if embedded else ()) for at in range(one.first, one.end)}
-        at = next(at for at, one in enumerate(ids) if one == token and at not in inside)
-        raise ValueError(
-            f"{where}: the image token {token} stands at position {at} without an image: send messages with one"
-        )
-    return () if embedded is None else (embedded,)

@@ -11,7 +11,7 @@ from dinfer.core.ranks.split import Section
 from dinfer.core.registry import MODELS, option
 from dinfer.core.terms.spec import ExpertLayout, ExpertSpec, LocalAttention, ModelSpec
 from dinfer.families.gemma import Gemma
-from dinfer.families.images.tower import PROJECTION, TOWER, eyes_of
+from dinfer.families.images.tower import PROJECTION, TOWER, Eyes, eyes_of
 
 EXPECTED: dict[str, tuple[Any, ...]] = {
     "hidden_activation": ("gelu_pytorch_tanh",),
@@ -59,6 +59,7 @@ class DiffusionGemma(HubCheckpoint):
 
     def finished(self, network: Any, folder: Path) -> Any:
         network.eyes = eyes_of(folder, network)
+        network.placeholder = network.eyes.tokens[0] if isinstance(network.eyes, Eyes) else None
         return network
 
     def spec(self, config: dict[str, Any]) -> ModelSpec:

@@ -20,6 +20,7 @@ from dinfer.serving.errors import ApiError, at_field, invalid, of_validation, re
 from dinfer.serving.fields import NO_THOUGHT, SWITCHES, Conversation, Generation, Sampled, Scored, Stop, readable
 from dinfer.serving.forms import Held, HeldFields, Strict
 from dinfer.serving.generating import encoded, generated
+from dinfer.serving.pictures import joined
 from dinfer.serving.rows import Event, failure
 from dinfer.serving.served import Served
 from dinfer.serving.server import Server
@@ -207,11 +208,11 @@ def _folded(turns: Sequence[dict[str, Any]], since: int) -> list[dict[str, Any]]
             if before is None:
                 early.append(turn["content"])
             else:
-                before["content"] += f"\n\n{turn['content']}"
+                before["content"] = joined(before["content"], turn["content"])
             continue
         turn = dict(turn)
         if early and turn["role"] == "user":
-            turn["content"], early = "\n\n".join([*early, turn["content"]]), []
+            turn["content"], early = joined("\n\n".join(early), turn["content"]), []
         made.append(turn)
     return made
 
@@ -315,7 +316,7 @@ def add(app: FastAPI, server: Server) -> None:
         """Denoises an answer step by step and returns the page that plays it, like `dinfer trace`."""
         served = server.catalogue.find(body.model, body.dinfer.decoder)
         server.check()
-        prompt = await encoded(server, served, body.conversation, "messages", **body.ending)
+        prompt = await encoded(server, served, body.conversation, "messages", images=False, **body.ending)
         rows, unwanted = await served.rows([prompt], body), threading.Event()
         seconds = server.seconds(body.dinfer)
         record = partial(record_request, served.pipe, rows[0], model=served.name, unwanted=unwanted)

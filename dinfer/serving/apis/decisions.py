@@ -22,9 +22,10 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from dinfer.core.engine.request import Completion, Counts, Request
 from dinfer.serving.answers import cost
 from dinfer.serving.errors import at_field, invalid, refused
-from dinfer.serving.fields import MAX_CHOICES, SEEDS, SWITCHES, Own, Text, objects_in, readable
+from dinfer.serving.fields import MAX_CHOICES, SEEDS, SWITCHES, Own, Text, readable
 from dinfer.serving.forms import Strict
 from dinfer.serving.generating import encoded
+from dinfer.serving.pictures import objects_in
 from dinfer.serving.rows import Wanted
 from dinfer.serving.served import Served
 from dinfer.serving.server import Server

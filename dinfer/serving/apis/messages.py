@@ -17,9 +17,10 @@ from pydantic import ConfigDict, Field, model_validator
 from dinfer.serving.answers import Answer, Part, Rendering, id_of
 from dinfer.serving.apis.chats import CappedRequest, canonical, placed
 from dinfer.serving.errors import ApiError, anthropic, invalid, refused, spelled
-from dinfer.serving.fields import Own, Stop, Text, objects_in
+from dinfer.serving.fields import Own, Stop, Text
 from dinfer.serving.forms import Schema, Strict
 from dinfer.serving.generating import Shown, encoded, generated
+from dinfer.serving.pictures import ImagePart, content_of, joined, objects_in, opened_in
 from dinfer.serving.rows import Event
 from dinfer.serving.served import Served
 from dinfer.serving.server import Server
@@ -33,7 +34,7 @@ NAMES = {
     "tool_choice.function.name": "tool_choice.name", "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
 }  # fmt: skip
 BLOCKS = {
-    "user": ("text", "tool_result"), "assistant": ("text", "tool_use", "thinking", "redacted_thinking"),
+    "user": ("text", "tool_result", "image"), "assistant": ("text", "tool_use", "thinking", "redacted_thinking"),
     "system": ("text",),
 }  # fmt: skip
 
@@ -80,7 +81,10 @@ class Redacted(Block):
     type: Literal["redacted_thinking"]
 
 
-Content = Text | list[Annotated[TextBlock | ToolUse | ToolResult | Thinking | Redacted, Field(discriminator="type")]]
+Content = (
+    Text
+    | list[Annotated[TextBlock | ImagePart | ToolUse | ToolResult | Thinking | Redacted, Field(discriminator="type")]]
+)
 
 
 def text_of(content: str | list[Any] | None, between: str = "") -> str:
@@ -190,7 +194,7 @@ class CountRequest(Strict):
             if tool.get("type") not in (None, "custom"):
                 raise refused(f"tools.{i}.type", tool["type"], "is not supported: tools have an input_schema")
         _check_blocks(data.get("messages"))
-        return data
+        return data if "messages" not in data else {**data, "messages": opened_in(data["messages"])}
 
     def chat(self, served: Served) -> CappedRequest:
         """The same as a chat. Raises ApiError."""
@@ -242,14 +246,18 @@ class CountRequest(Strict):
                 if isinstance(one, ToolUse)
             ]
             thought = "".join(one.thinking for one in blocks if isinstance(one, Thinking))
-            text, more = text_of(turn.content), dict[str, Any]({"tool_calls": calls} if calls else {})
+            shown = [one for one in blocks if one.type in ("text", "image")]
+            text, more = (
+                content_of(shown, text_of(turn.content)),
+                dict[str, Any]({"tool_calls": calls} if calls else {}),
+            )
             more |= {"reasoning_content": thought} if thought else {}
             if results or waiting.get("role") != turn.role or more:
                 yield from [waiting] if waiting else []
                 yield from results
                 waiting = {"role": turn.role, "content": text, **more} if text or more or not results else {}
             else:  # neighbours of one role
-                waiting["content"] += f"\n\n{text}"
+                waiting["content"] = joined(waiting["content"], text)
         yield from [waiting] if waiting else []
 
 

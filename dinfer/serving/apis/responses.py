@@ -14,9 +14,10 @@ from pydantic import AfterValidator, ConfigDict, Field, model_validator
 from dinfer.serving.answers import Answer, Part, Rendering, id_of
 from dinfer.serving.apis.chats import CappedRequest, canonical, placed
 from dinfer.serving.errors import ApiError, invalid, refused, spelled
-from dinfer.serving.fields import MAX_STOPS, MAX_TOP_LOGPROBS, Own, Stop, Text, objects_in, readable
+from dinfer.serving.fields import MAX_STOPS, MAX_TOP_LOGPROBS, Own, Stop, Text, readable
 from dinfer.serving.forms import Schema, Strict
 from dinfer.serving.generating import Shown, encoded, generated
+from dinfer.serving.pictures import ImagePart, content_of, objects_in, opened_in
 from dinfer.serving.rows import Event
 from dinfer.serving.served import Served
 from dinfer.serving.server import Server
@@ -53,7 +54,7 @@ class TextPart(Returned):
     refusal: Text = ""
 
 
-Content = Text | list[TextPart]
+Content = Text | list[TextPart | ImagePart]
 
 
 class Turn(Returned):
@@ -197,7 +198,8 @@ class ResponsesRequest(Strict):
             if tool.get("type") != "function":
                 raise refused(f"tools.{i}.type", tool.get("type"), "is not supported: tools are functions")
         if isinstance(items := data.get("input"), list):
-            data["input"] = [_checked(f"input.{n}", item) for n, item in enumerate(items)]
+            checked = [_checked(f"input.{n}", item) for n, item in enumerate(items)]
+            data["input"] = opened_in(checked, "input")
         return data
 
     def chat(self, dropped: int = 0) -> CappedRequest:
@@ -258,7 +260,8 @@ class ResponsesRequest(Strict):
                 elif item.role == "assistant":
                     spoken, thought = {"role": "assistant", "content": _text(item.content), **thought}, {}
                 else:
-                    yield {"role": item.role, "content": _text(item.content)}
+                    parts = item.content if isinstance(item.content, list) else []
+                    yield {"role": item.role, "content": content_of(parts, _text(item.content))}
         yield from [spoken] if spoken else []
 
 
@@ -266,8 +269,9 @@ def _bare(tool: FunctionTool) -> dict[str, Any]:
     return tool.model_dump(exclude={"type", "defer_loading"}, exclude_none=True)
 
 
-def _text(content: str | list[TextPart]) -> str:
-    return content if isinstance(content, str) else "".join(one.text or one.refusal for one in content)
+def _text(content: str | list[TextPart | ImagePart]) -> str:
+    texts = () if isinstance(content, str) else (one for one in content if isinstance(one, TextPart))
+    return content if isinstance(content, str) else "".join(one.text or one.refusal for one in texts)
 
 
 def _checked(where: str, item: Any) -> Any:
@@ -282,7 +286,8 @@ def _checked(where: str, item: Any) -> Any:
     for field in ("content", "output"):
         for m, part in objects_in(item.get(field)):
             kind = part.get("type")
-            if isinstance(kind, str) and kind not in TEXTS and item["type"] != "reasoning":
+            image = kind == "input_image" and item["type"] == "message" and field == "content"
+            if isinstance(kind, str) and kind not in TEXTS and item["type"] != "reasoning" and not image:
                 told = "is not supported: the model reads text alone"
                 raise refused(f"{where}.{field}.{m}.type", kind, told)
     return item

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import copy
 import hashlib
-import io
 import json
 import shutil
 from dataclasses import replace
@@ -16,13 +15,9 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from support.models import GEMMA
-from tokenizers import Regex, Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Split
-from transformers import PreTrainedTokenizerFast
+from support.images import picture, png, save_seeing, seeing
 from transformers.image_transforms import convert_to_rgb
-from transformers.models.diffusion_gemma import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
+from transformers.models.diffusion_gemma import DiffusionGemmaForBlockDiffusion
 
 import dinfer
 from dinfer.core.engine.engine import Engine
@@ -36,63 +31,20 @@ from dinfer.families.images.pictures import opened
 from dinfer.scale.parallel.leader_worker import read, spelled
 from tests.parity.kinds.images import hidden
 
-WORDS = ["<pad>", "<eos>", "<|turn>", "<turn|>", "<|image|>", "<|image>", "<image|>", "user", "model", "\n", " "]
-TEMPLATE = (
-    "{% for m in messages %}<|turn>{{ m['role'] }}\n{% if m['content'] is string %}{{ m['content'] }}{% else %}"
-    "{% for p in m['content'] %}{% if p['type'] == 'image' %}<|image|>{% else %}{{ p['text'] }}{% endif %}{% endfor %}"
-    "{% endif %}<turn|>\n{% endfor %}{% if add_generation_prompt %}<|turn>model\n{% endif %}"
-)
-VISION = {
-    "model_type": "gemma4_vision", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
-    "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 8, "patch_size": 2, "pooling_kernel_size": 3,
-    "position_embedding_size": 256, "standardize": True,
-}  # fmt: skip
-TEXT = GEMMA["text_config"] | {"pad_token_id": 0, "use_bidirectional_attention": "vision"}
-
 
 @pytest.fixture(scope="module")
 def theirs() -> DiffusionGemmaForBlockDiffusion:
-    config = DiffusionGemmaConfig(
-        text_config=TEXT, vision_config=VISION, canvas_length=6, image_token_id=4, boi_token_id=5, eoi_token_id=6
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(5)
-        model = DiffusionGemmaForBlockDiffusion(config).eval()
-        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            if tensor.is_floating_point() and "inv_freq" not in name and "embed_scale" not in name:
-                tensor.data.copy_(torch.randn_like(tensor) * (0.3 if tensor.dim() > 1 else 0.2) + (tensor.dim() < 2))
-    return model
+    return seeing()
 
 
 @pytest.fixture(scope="module")
 def folder(theirs: DiffusionGemmaForBlockDiffusion, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint with a tower, as transformers writes it."""
-    path = tmp_path_factory.mktemp("seeing")
-    theirs.save_pretrained(path)
-    vocab = {word: i for i, word in enumerate([*WORDS, *(f"w{i}" for i in range(TEXT["vocab_size"] - len(WORDS)))])}
-    words = Tokenizer(WordLevel(vocab, unk_token="w0"))
-    words.pre_tokenizer = Split(Regex("\n| "), "isolated")
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, chat_template=TEMPLATE)
-    tokenizer.add_special_tokens({"additional_special_tokens": WORDS[:7]})
-    tokenizer.save_pretrained(path)
-    sizes = {"patch_size": 2, "pooling_kernel_size": 3, "max_soft_tokens": 70}
-    (path / "preprocessor_config.json").write_text(json.dumps(sizes))
-    return path
+    return save_seeing(theirs, tmp_path_factory.mktemp("seeing"))
 
 
 @pytest.fixture(scope="module")
 def pipe(folder: Path) -> Pipeline:
     return dinfer.load(str(folder), device="cpu", iteration={"block": 6}, decoder={"steps": 4})
-
-
-def picture(seed: int, width: int = 20, height: int = 14) -> Image.Image:
-    noise = torch.randint(256, (height, width, 3), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
-    return Image.fromarray(noise.numpy())
-
-
-def png(image: Image.Image, kind: str = "PNG", **how: Any) -> bytes:
-    image.save(file := io.BytesIO(), kind, **how)
-    return file.getvalue()
 
 
 def asked(*images: Any, text: str = "w1 w2") -> list[dict[str, Any]]:
