@@ -124,6 +124,8 @@ WRONG = [
     (["demo", "compare=[{name: treshold}]"], "unknown decoder 'treshold'"),
     (["demo", "compare=[3]"], "compare=[3] must be a list of decoders"),
     (["generate", "a", "schema=none.json"], "schema=none.json is not a file of text"),
+    (["generate", "a", "image=none.png"], "image=none.png: 'none.png' cannot be read: No such file or directory"),
+    (["generate", "a", "image=[b.png]", "chat=false"], "image=b.png goes into a message, and chat=false asks"),
     (["generate", "a", "choice=yes"], "choice='yes' must be a list of texts"),
     (["generate", "a", "choice=[1,true]"], "Quote numbers and true or false: \"choice=['1','2']\""),
     (["generate", "a", "choice=[a]", "regex=b"], "regex and choice are both given"),

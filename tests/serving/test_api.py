@@ -378,7 +378,7 @@ def test_what_is_no_text_or_no_json_is_refused(client: Client, path: str, text: 
     ("fields", "param", "what"),
     [
         ({"messages": [{"role": "user", "content": [{"type": "file"}]}]}, "messages.0.content.0.type", "'text'"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0.image_url", "data"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0.image_url", "URL"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text", "is missing"),
         ({"stop": 5}, "stop", "string"),
         ({"stop": ["a", 5]}, "stop.1", "string"),

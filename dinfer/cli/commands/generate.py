@@ -11,17 +11,20 @@ Components and their options are overrides; `dinfer list` shows all of them:
   dinfer generate "question" decoder=threshold decoder.threshold=0.8 cache=prefix iteration.block=16
   dinfer generate "question" model=llada_8b_instruct device=cuda
   dinfer generate "question" model.checkpoint=/path/to/folder
+  dinfer generate "question" image=FILE          # a picture, for a model with a vision tower
   dinfer generate "question" schema=FILE         # or regex='...', choice=[yes,no], grammar=FILE: the answer's form
   dinfer generate "question" -m decoder.threshold=0.5,0.7,0.9
 """
 
 import sys
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from dinfer.cli.application import Parser, launch
 from dinfer.cli.conf import held_of, pipeline, setting
 from dinfer.cli.terminal import say
+from dinfer.core.provided import needed
 
 
 def arguments(parser: Parser) -> None:
@@ -35,7 +38,9 @@ def generate(config: dict[str, Any]) -> None:
     """Answers the prompt."""
     prompt, live, delay = config["prompt"], setting(config, "watch", bool), setting(config, "delay", float)
     chat, new_tokens = setting(config, "chat", bool | None), setting(config, "max_new_tokens", int)
-    held = held_of(config)
+    held, images = held_of(config), setting(config, "image", str | tuple[str, ...] | None)
+    if images is not None:
+        prompt = shown(prompt, [images] if isinstance(images, str) else images, chat)
     pipe = pipeline(config)
     from dinfer.cli.watch import explain_empty, watch, write_answer
     from dinfer.core.pipeline.inputs import figures
@@ -51,6 +56,15 @@ def generate(config: dict[str, Any]) -> None:
         counts = result.counts
     say(figures(counts))
     explain_empty(pipe, counts)
+
+
+def shown(question: str, images: Sequence[str], chat: bool | None) -> list[dict[str, Any]]:
+    """The question as a message with pictures. Raises ValueError for a file that is none."""
+    if chat is False:
+        raise ValueError(f"image={images[0]} goes into a message, and chat=false asks for plain text: leave one out")
+    opened = needed("images", f"image={images[0]}", "families")().opened
+    parts = [{"type": "image", "image": opened(one, f"image={one}")} for one in images]
+    return [{"role": "user", "content": [*parts, {"type": "text", "text": question}]}]
 
 
 NEEDED = 'a question is needed: dinfer generate "question"'

@@ -12,7 +12,7 @@ from dinfer.families.gemma import Gemma
 from dinfer.families.images.pictures import MOST_IMAGES, Picture, opened, sent
 from dinfer.families.images.tower import Eyes
 
-__all__ = ["MOST_IMAGES", "PromptIds", "encode_parts", "eyes_of", "sent"]
+__all__ = ["MOST_IMAGES", "PromptIds", "encode_parts", "eyes_of", "opened", "sent"]
 
 
 class PromptIds(list[int]):
