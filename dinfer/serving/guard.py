@@ -132,6 +132,8 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if (root := self._settings.root_path) and scope["path"].startswith(f"{root}/"):
+            scope = {**scope, "path": scope["path"].removeprefix(root)}
         # A gateway has given the request an id.
         request_id, began = scope.get("request_id") or f"req-{uuid.uuid4().hex}", time.perf_counter()
         REQUEST_ID.set(request_id)

@@ -29,6 +29,7 @@ class Settings:
 
     host: str = "127.0.0.1"
     port: int = 8000
+    root_path: str = ""  # what a proxy leaves in front of the paths, such as /llm
     api_key: str | None = None  # `env:NAME`, `file:PATH`; never the key itself
     insecure: bool = False  # allows other addresses than loopback without a key
     max_requests: int = 1024  # rows that run or wait
@@ -52,6 +53,8 @@ class Settings:
         for name in ("deadline", "send_timeout", "round_timeout"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be more than 0 seconds")
+        if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
+            raise ValueError(f"root_path={self.root_path} must begin with / and not end with it, such as /llm")
         check_range("", self, "grace", "warm_up", least=0)
         check_range("", self, "port", least=0, most=65535, what="0 for any free one, else ")
         for kind, temperature in (self.calibration or {}).items():

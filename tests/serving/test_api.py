@@ -273,11 +273,13 @@ def test_a_full_queue_is_429(client: Client) -> None:
 
 def test_keys_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET", "a-long-key")
-    with served(Settings(api_key="env:SECRET")) as client:
-        assert client.ask("/v1/models").status_code == 401
-        assert client.ask("/v1/models", Authorization="Bearer wrong-key").status_code == 401
-        assert client.ask("/v1/models", Authorization="Bearer a-long-key").status_code == 200
-        assert client.ask("/health").status_code == 200
+    with served(Settings(api_key="env:SECRET", root_path="/llm")) as client:
+        for models in "/v1/models", "/llm/v1/models":
+            assert client.ask(models).status_code == 401
+            assert client.ask(models, Authorization="Bearer wrong-key").status_code == 401
+            assert client.ask(models, Authorization="Bearer a-long-key").status_code == 200
+        assert client.ask("/health").status_code == client.ask("/llm/health").status_code == 200
+        assert client.ask("/llmv1/models", Authorization="Bearer a-long-key").status_code == 404
 
 
 def test_a_large_body_is_413() -> None:

@@ -44,6 +44,12 @@ def test_a_key_that_is_none_is_refused(api_key: str, monkeypatch: pytest.MonkeyP
         Settings(api_key=api_key).keys()
 
 
+@pytest.mark.parametrize("prefix", ["llm", "/llm/", "/"])
+def test_a_prefix_that_no_path_has_is_refused(prefix: str) -> None:
+    with pytest.raises(ValueError, match="root_path"):
+        Settings(root_path=prefix)
+
+
 @pytest.mark.parametrize("field", ["max_requests", "max_tokens", "max_body", "deadline", "send_timeout"])
 def test_a_limit_that_lets_nothing_through_is_refused(field: str) -> None:
     with pytest.raises(ValueError, match=field):
