@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dinfer.core.layers.format import PLAIN, Plain
 from dinfer.core.layers.linear import formatted
-from dinfer.core.loading.checkpoint import LoadPlan
+from dinfer.core.loading.checkpoint import LoadPlan, load_network
 from dinfer.core.loading.files import ADAPTER, CheckpointError, locate, refuse
 from dinfer.core.loading.safetensors_io import FLOATS, read_slices
 from dinfer.core.models.family import ModelFamily, Placement
@@ -43,6 +43,8 @@ class Names:
         for experts in get_args(ExpertLayout):
             self.placements |= family.weights(spec, experts)
         self.copies, self._unused = family.copies(spec), tuple(family.unused)
+        forms = {one: module.formats[own] for one, (module, own) in formatted(network, embeddings=True).items()}
+        self.fixed = {one: str(getattr(form, "fixed", "")) for one, form in forms.items()}  # what floats do not become
         self._of: dict[str, list[str]] = {}
         for name, place in self.pieces.items():
             self._of.setdefault(place.parameter, []).append(name)
@@ -69,6 +71,9 @@ class Names:
         if dtype not in DTYPES:
             known = ", ".join(str(one).removeprefix("torch.") for one in FLOATS.values())
             raise ValueError(f"{name} is of {dtype}, and must be one of {known}: dinfer rounds it as it was loaded")
+        if fixed := self.fixed.get(self.place(name).parameter):
+            raise ValueError(f"{name} is held in {fixed}, to which floats are not rounded: update from a checkpoint "
+                             "that is rounded alike (from_folder), or load floats with quantize=int4")  # fmt: skip
 
     def covered(self, name: str) -> list[str]:
         """The pieces that a tensor writes: of one with all experts of a layer, those of each."""
@@ -192,6 +197,7 @@ def copy(held: Tensor, values: Tensor, look: Callable[[Tensor], None]) -> None:
 
 _writers: dict[int, Writer] = {}  # of updates under way, by the network
 _here: dict[int, Sequence[Tensor]] = {}  # on rank 0, the tensors that it sends, by the network
+_read: dict[int, dict[str, Tensor]] = {}  # what a rounded checkpoint holds, by the network
 
 
 def named(family: ModelFamily) -> dict[str, Any]:
@@ -217,6 +223,7 @@ def end(network: Any) -> None:
 def drop(network: Any) -> None:
     """Ends an update that has failed."""
     _writers.pop(id(network), None)
+    _read.pop(id(network), None)
 
 
 def write(network: Any, told: Sequence[tuple[str, str, Sequence[int]]]) -> None:
@@ -242,31 +249,58 @@ def sends(network: Any, tensors: Sequence[Tensor]) -> None:
 
 
 def fill_from(network: Any, path: str) -> None:
-    """Writes all tensors of a folder, of which each rank reads its share."""
-    writer = _writers[id(network)]
-    plan = planned(writer, Path(path))
+    """Writes all tensors of a folder that `check_folder` has seen, of which each rank reads its share."""
+    writer, read = _writers[id(network)], _read.pop(id(network), None)
     with torch.no_grad():
+        if read is not None:
+            for name, held in everything(network).items():
+                held.copy_(read[name])
+            return
+        plan = planned(writer, Path(path))
         for name in plan.tensors:
-            writer.fill(name, _read(plan, name, writer))
+            writer.fill(name, _pieces(plan, name, writer))
 
 
 def check_folder(network: Any, path: str) -> None:
-    """Raises CheckpointError for a folder that `fill_from` cannot take."""
-    planned(_writers[id(network)], Path(path)).check_values()
+    """Raises CheckpointError for a folder that `fill_from` cannot take. A rounded one is read, as loading does."""
+    writer, folder = _writers[id(network)], Path(path)
+    plan = planned(writer, folder)
+    plan.check_values()
+    rounded = plan.scales.stored or any(one.packed for one in plan.tensors.values())
+    if not rounded and not any(writer.names.fixed.values()):
+        return
+    fresh = load_network(
+        folder, writer.names.family, dtype=network.dtype, device=network.device, rank=network.ranks.rank
+    )
+    forms, read = [kinds(one) for one in (network, fresh)], everything(fresh)
+    shapes = [{name: (one.shape, one.dtype) for name, one in held.items()} for held in (everything(network), read)]
+    if forms[0] != forms[1] or shapes[0] != shapes[1]:
+        raise CheckpointError(f"{folder} is rounded otherwise than what runs: a checkpoint of the same types can take "
+                              "its place, and floats where the model was loaded with quantize")  # fmt: skip
+    _read[id(network)] = read
+
+
+def everything(network: Any) -> dict[str, Tensor]:
+    """Parameters, and the buffers beside them."""
+    return {name: one.detach() for name, one in [*network.named_parameters(), *network.named_buffers()]}
+
+
+def kinds(network: Any) -> dict[str, Any]:
+    """How each parameter is held, with all that its format knows of it."""
+    found = {name: module.formats[own] for name, (module, own) in formatted(network, embeddings=True).items()}
+    return {name: (type(form), vars(form)) for name, form in found.items()}
 
 
 def planned(writer: Writer, folder: Path) -> LoadPlan:
-    """How a folder is read. Raises CheckpointError for a checkpoint of another model, and for a rounded one."""
+    """How a folder is read. Raises CheckpointError for a checkpoint of another model."""
     plan = LoadPlan.read(folder, writer.names.family)
     if plan.spec != writer.network.spec:
         raise CheckpointError(f"{folder} holds another model than the one that runs: its config.json differs")
     refuse([*plan.problems()], f"the tensors in {folder} do not fit its config.json")
-    if plan.scales.stored or any(one.packed for one in plan.tensors.values()):
-        raise CheckpointError(f"{folder} holds rounded weights, and an update takes floats, which dinfer rounds itself")
     return plan
 
 
-def _read(plan: LoadPlan, name: str, writer: Writer) -> Iterator[tuple[Tensor, tuple[slice, ...], tuple[slice, ...]]]:
+def _pieces(plan: LoadPlan, name: str, writer: Writer) -> Iterator[tuple[Tensor, tuple[slice, ...], tuple[slice, ...]]]:
     pieces, one = plan.placements[name].pieces(writer.rank), plan.tensors[name]
     parts = [(one, None if writer.rank.ranks == 1 else source) for source, _ in pieces]
     for (source, target), values in zip(pieces, read_slices(parts), strict=True):

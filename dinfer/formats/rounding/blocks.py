@@ -25,7 +25,7 @@ class Section(NamedTuple):
 class Blocks(Format):
     """Sections of a matrix, in the types of the file: Q4_K_M files have q in Q4_K and v in Q6_K."""
 
-    stored = "blocks of a GGUF file"
+    stored = fixed = "blocks of a GGUF file"
 
     def __init__(self, sections: Sequence[Section], dequantise: Dequantise) -> None:
         self.sections, self.dequantise = tuple(sections), dequantise

@@ -57,9 +57,14 @@ class Int4(Format):
         weight[0].detach()[(*at[:-1], slice(inputs.start // 2, inputs.stop // 2))].copy_(halves(values + 8, group))
         weight[1][(*at[:-1], slice(inputs.start // group, inputs.stop // group))].copy_(scale)
 
+    @property
+    def fixed(self) -> str:
+        """What floats cannot be rounded to as loading does; "": they can."""
+        return "" if self.group is None else "groups of 4 bits that its checkpoint has"
+
     def put(self, weight: Weight, at: tuple[slice, ...], values: Tensor) -> None:
-        if self.group is not None:
-            raise ValueError("it is held in the checkpoint's own groups: load floats with quantize=int4 to change them")
+        if self.fixed:
+            raise ValueError(f"it is held in {self.fixed}, to which floats are not rounded")
         if weight[0].ndim == weight[1].ndim:
             return super().put(weight, at, values)
         rows = flat(weight[0].detach(), weight[1])

@@ -7,14 +7,18 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.families import random_model
 from support.files import lies_in
+from support.gguf_files import LLADA, rewritten
 from support.models import CONFIG
 from torch import Tensor
 
+from dinfer import Pipeline, Runtime, compose
 from dinfer.core.loading.checkpoint import load_network
 from dinfer.core.loading.files import CheckpointError
 from dinfer.core.models.llada import Llada
@@ -84,11 +88,11 @@ def pack(how: dict[str, Any], shape: tuple[int, int], seed: int) -> tuple[dict[s
     return {name: tensor.contiguous() for name, tensor in parts.items()}, weight
 
 
-def checkpoint(folder: Path, how: dict[str, Any]) -> dict[str, Tensor]:
+def checkpoint(folder: Path, how: dict[str, Any], first: int = 0) -> dict[str, Tensor]:
     """A checkpoint of random integers; head and embedding as they were. Its weights by name."""
     save_network(random_model("llada", torch.float16, **WIDE), Llada(), folder, WIDE)
     found, weights = load_file(folder / "model.safetensors"), {}
-    for seed, name in enumerate([name for name in found if "blocks" in name and found[name].dim() == 2]):
+    for seed, name in enumerate([name for name in found if "blocks" in name and found[name].dim() == 2], first):
         parts, weights[name] = pack(how, tuple(found.pop(name).shape), seed)
         found |= {f"{name.removesuffix('weight')}{end}": tensor for end, tensor in parts.items()}
     save_file(found, folder / "model.safetensors")
@@ -285,3 +289,45 @@ def test_symmetric_in_name_only(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(WIDE | {"quantization_config": GPTQ}))
     with pytest.raises(CheckpointError, match="its zeros are not all 8"):
         load(tmp_path)
+
+
+def in_blocks(target: Path, turn: float) -> Path:
+    """A GGUF file whose matrices are in Q8_0, of weights times a number."""
+    kind = gguf.GGMLQuantizationType.Q8_0
+    wide = {
+        one.name: np.array(one.data).astype(np.float32)
+        for one in gguf.GGUFReader(LLADA).tensors
+        if one.data.ndim == 2 and one.data.shape[1] % 32 == 0
+    }
+    return rewritten(target, tensors={name: (gguf.quantize(turn * held, kind), kind) for name, held in wide.items()})
+
+
+@pytest.mark.parametrize("kind", ["gptq", "gguf"])
+def test_a_checkpoint_that_is_rounded_alike_can_take_its_place(kind: str, tmp_path: Path) -> None:
+    """In place, with the bits of a fresh load. Floats and other types are refused before any is written."""
+    one, other = (tmp_path / f"{name}.gguf" if kind == "gguf" else tmp_path / name for name in "ab")
+    for number, path in enumerate((one, other)):
+        in_blocks(path, 1.0 + number) if kind == "gguf" else checkpoint(path, GPTQ, 100 * number)
+    family, network, fresh = Llada(), load(one), load(other)
+    pipe = Pipeline(
+        compose(network, cache="none", iteration="blockwise", decoder="threshold"), None, Runtime(), (family, one)
+    )
+    held = {name: tensor.data_ptr() for name, tensor in network.named_parameters()}
+    with pipe.updating() as into:
+        into.from_folder(other)
+    assert {name: tensor.data_ptr() for name, tensor in network.named_parameters()} == held
+    wanted = dict([*fresh.named_parameters(), *fresh.named_buffers()])
+    assert all(tensor.equal(wanted[name]) for name, tensor in [*network.named_parameters(), *network.named_buffers()])
+    plain = tmp_path / "floats"
+    save_network(random_model("llada", torch.float16, **WIDE), family, plain, WIDE)
+    name = "model.transformer.blocks.0.attn_out.weight"
+    with pytest.raises(ValueError, match=r"update from a checkpoint that is rounded alike"), pipe.updating() as into:
+        into.load_all({name: torch.zeros(family.weights(network.spec)[name].shape)})
+    if kind == "gptq":
+        with pytest.raises(ValueError, match=r"is rounded otherwise"), pipe.updating() as into:
+            into.from_folder(plain)
+        checkpoint(tmp_path / "c", GPTQ | {"group_size": 64})
+        with pytest.raises(ValueError, match=r"is rounded otherwise"), pipe.updating() as into:
+            into.from_folder(tmp_path / "c")
+    assert pipe.weights.version == 1
+    assert pipe.generate_ids([[5, 6]], max_new_tokens=4)[0].ids  # it runs: nothing is torn
