@@ -11,7 +11,7 @@ from torch import Tensor
 from dinfer.core.kernels.canvas import moved
 from dinfer.core.kernels.dispatch import triton, use_triton
 from dinfer.core.step.canvas import Canvas
-from dinfer.core.step.contracts import Edit, ModelSpec, Moved, Proposal
+from dinfer.core.step.contracts import Edit, ModelSpec, Moved, Proposal, State
 from dinfer.core.step.cursors import BlockView, Cursors, Phase, RowCursors, Status
 from dinfer.core.step.model import Parts
 from dinfer.core.terms.stats import TokenStats
@@ -153,13 +153,16 @@ def allowed_moves(source_RL: Tensor, view: BlockView) -> tuple[Tensor, Tensor]:
     return source_RL, source_RL != own_L
 
 
-def blanks(recipe: Parts, view: BlockView, proposal: Proposal) -> Tensor | int:
-    """What open positions hold after this step: the mask token, or, where models have none, drafts and noise."""
+def blanks(recipe: Parts, view: BlockView, state: State) -> Tensor | int:
+    """What open positions hold after this step: the mask token, or, where models have none, drafts and noise.
+
+    `state`: the decoder's, see `dinfer.core.step.mixins.Drafts`.
+    """
     spec = recipe.model.spec
     if spec.mask_id is not None:
         return spec.mask_id
     noise_RL = recipe.sampling.noise(view.seed_R[:, None], view.pos_RL, view.forward_R[:, None] + 1, spec.vocab)
-    draft_RL = noise_RL if proposal.draft_RL is None else proposal.draft_RL
+    draft_RL = state.get("draft", noise_RL)
     return torch.where((draft_RL >= 0) & (draft_RL < spec.vocab), draft_RL, noise_RL)
 
 

@@ -56,8 +56,6 @@ class Proposal:
     edit: Edit = Edit()
     waits_R: Tensor | None = None  # bool, rows that need not commit in this step. The decoder limits how often
     verify_R: Tensor | None = None  # bool, rows whose draft a second pass checks before anything is committed
-    # int64, what open positions hold until the next step; -1: fresh noise. Only for models without a mask token.
-    draft_RL: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

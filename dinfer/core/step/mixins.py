@@ -36,8 +36,15 @@ class Grows(Moves):
     """A decoder that begins with a canvas of its option `initial`, and always gives `Edit.length_R`."""
 
 
-class Verifies(ABC):
-    """A decoder that may give `Proposal.verify_R`, and keeps the tokens of its draft as state "draft"."""
+class Drafts:
+    """A decoder with state "draft": int64 [R, L], what open positions of the block hold in the next forward.
+
+    -1: the mask token, or fresh noise in models without one. A draft is no token: the decoder decides anew.
+    """
+
+
+class Verifies(Drafts, ABC):
+    """A decoder that may give `Proposal.verify_R`: its draft stands in the second pass alone."""
 
     @abstractmethod
     def verify(self, logits_RLV: Tensor, view: BlockView, state: State) -> Proposal:

@@ -107,7 +107,7 @@ def propose(step: Step, known: Known) -> Decision:
 
 def write(step: Step, made: Decision) -> None:
     """The commits: `dinfer.core.step.commits` keeps the promises that every decoder may rely on."""
-    blank_RL = blanks(step.recipe, made.view, made.proposal)
+    blank_RL = blanks(step.recipe, made.view, made.decoder_state)
     spec = step.recipe.model.spec
     made.commits = commit(step.state.canvas, step.lanes, made.view, made.stats, made.proposal, spec, blank_RL)
     record(step, made)

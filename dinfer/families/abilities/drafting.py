@@ -13,7 +13,7 @@ from dinfer.core.refusals import Refusal, Trait
 from dinfer.core.step.ability import ByPart, Decision, Extra, Forward, Step
 from dinfer.core.step.contracts import State
 from dinfer.core.step.cursors import BlockView, Phase, Status
-from dinfer.core.step.mixins import KeepsNothing, LeavesMasks, Slides
+from dinfer.core.step.mixins import MIXINS, Drafts, KeepsNothing, LeavesMasks, Slides
 from dinfer.families.gated import passing
 
 INEXACT = Trait(
@@ -32,8 +32,8 @@ class Undivided(Extra):
     divides = False
 
 
-class Drafts(ABC):
-    """A decoder with state "draft": int64 [R, L], what open positions are fed in the next forward; -1: the mask."""
+class Confirms(Drafts, ABC):
+    """A decoder whose drafts are fed at open positions, and confirmed by that forward."""
 
     @abstractmethod
     def confirm(self, logits_RLV: Tensor, view: BlockView, state: State, heat_R1: Tensor) -> None:
@@ -43,25 +43,28 @@ class Drafts(ABC):
         """
 
 
+MIXINS["decoder"] += [Confirms]
+
+
 @ABILITIES.register("drafting")
-class Drafting(ByPart[Drafts]):
+class Drafting(ByPart[Confirms]):
     """Feeds a decoder's drafts, and keeps the keys of those that became tokens."""
 
-    kind = Drafts
+    kind = Confirms
     whole_logits = True
     refusals = (
         Refusal("{decoder} feeds drafts from the first open position on, where the active region must begin.",
-                decoder=Drafts, iteration=Trait(lambda iteration: not isinstance(iteration, Slides))),
+                decoder=Confirms, iteration=Trait(lambda iteration: not isinstance(iteration, Slides))),
         Refusal("{decoder} writes the keys of its drafts, and {cache} may keep them.",
-                cache=INEXACT, decoder=Drafts),
+                cache=INEXACT, decoder=Confirms),
         Refusal("runtime.speculate has no candidates for drafts of {decoder}.",
-                decoder=Drafts, runtime=SPECULATES),
+                decoder=Confirms, runtime=SPECULATES),
         Refusal("{decoder} feeds drafts, and guidance has a branch that it does not feed.",
-                decoder=Drafts, sampling=GUIDED),
+                decoder=Confirms, sampling=GUIDED),
         Refusal("sampling.leftmost holds masks back, and {decoder} verifies all of its drafts.",
-                decoder=Drafts, sampling=HELD),
+                decoder=Confirms, sampling=HELD),
         Refusal("{decoder} verifies drafts from left to right, so no text may stand behind a gap.",
-                decoder=Drafts, request=TEXT_BEHIND),
+                decoder=Confirms, request=TEXT_BEHIND),
     )  # fmt: skip
 
     def prepare(self, step: Step, run: Forward) -> PagedAttend | None:

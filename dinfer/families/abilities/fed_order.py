@@ -17,7 +17,7 @@ from dinfer.core.step.cursors import Phase, Status
 from dinfer.core.step.mixins import Branches, Verifies
 from dinfer.core.step.window import Window
 from dinfer.core.terms.spec import ModelSpec
-from dinfer.families.abilities.drafting import INEXACT, SPECULATES, Drafts, Undivided
+from dinfer.families.abilities.drafting import INEXACT, SPECULATES, Confirms, Undivided
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class FedOrder(Ability):
         Refusal("{iteration} runs versions of one order, and this model's order changes with each token.",
                 model=FED, iteration=Branches),
         Refusal("{decoder} has a pass of its own, which does not feed known tokens first, as this model needs.",
-                model=FED, decoder=Verifies | Drafts),
+                model=FED, decoder=Verifies | Confirms),
     )  # fmt: skip
 
     @classmethod

@@ -21,7 +21,7 @@ from dinfer.core.step.ability import Ability, Decision, Extra, Forward, Parts, P
 from dinfer.core.step.cursors import Phase, RowCursors, Status
 from dinfer.core.step.mixins import Adjusts, Edits, Slides
 from dinfer.core.step.window import Window
-from dinfer.families.abilities.drafting import HELD, INEXACT, SPECULATES, Drafts, Undivided
+from dinfer.families.abilities.drafting import HELD, INEXACT, SPECULATES, Confirms, Undivided
 from dinfer.families.abilities.encoder import encoder_intervals
 from dinfer.families.gated import passing
 from dinfer.families.nemotron import TwoModeSpec
@@ -45,7 +45,7 @@ class TwoModes(Ability):
     refusals = (
         Refusal("{iteration} drafts, which {decoder} does not.",
                 iteration=Trait(lambda part: isinstance(part, Seeds) and isinstance(part, Slides)),
-                decoder=Trait(lambda part: not isinstance(part, Drafts))),
+                decoder=Trait(lambda part: not isinstance(part, Confirms))),
         Refusal("this model decodes several positions at once behind a token of its causal pass, which {iteration} "
                 "does not know.",
                 model=TWO_MODES, iteration=OTHER_BLOCKS),
@@ -87,14 +87,14 @@ class TwoModes(Ability):
         return Seen((start_BW, end_BW))
 
     def feed(self, step: Step, run: Forward) -> None:
-        if isinstance(step.recipe.decoder, Drafts):
+        if isinstance(step.recipe.decoder, Confirms):
             block_BW = run.pos_BW >= step.lanes.start_B[:, None] - 1
             rows_BW = step.notes[TwoModes][:, None] & block_BW
             run.model = passing(step.recipe.model, rows_BW) or run.model
 
     def select(self, step: Step, made: Decision) -> Proposal | None:
         decoder, view, own_B = step.recipe.decoder, made.view, step.notes[TwoModes]
-        if isinstance(decoder, Drafts):
+        if isinstance(decoder, Confirms):
             made.decoder_state["drafting"].copy_(own_B)
             return None
         last_RL = view.pos_RL == made.lanes.end_B[:, None] - 1
@@ -105,7 +105,7 @@ class TwoModes(Ability):
         return replace(proposal, commit_RL=proposal.commit_RL & free_RL)
 
     def moved(self, step: Step, made: Decision) -> None:
-        if isinstance(step.recipe.decoder, Drafts):
+        if isinstance(step.recipe.decoder, Confirms):
             return
         # A causal pass leaves the keys of all that is decoded before the last token.
         lanes, own_B = step.lanes, step.notes[TwoModes]
@@ -117,7 +117,7 @@ def bidirectional(step: Step) -> Tensor:
     lanes, state = step.lanes, step.state
     pos_BX = span(lanes.start_B, lanes.end_B, step.shape.block)
     open_BX = (state.canvas.gather(lanes.slot_B, pos_BX)[1] == int(Status.OPEN)) & (pos_BX >= 0)
-    if isinstance(step.recipe.decoder, Drafts):
+    if isinstance(step.recipe.decoder, Confirms):
         draft_BX = state.decoder.rows["draft"].index_select(0, state.block_rows(lanes.slot_B, lanes.block_B, 1))
         # The first pass of a request, over the prompt, gives its first token.
         open_BX = open_BX & (draft_BX < 0) & (lanes.steps_B > 0)[:, None]

@@ -10,13 +10,13 @@ from dinfer.core.kernels.random import uniform
 from dinfer.core.refusals import Refusal
 from dinfer.core.registry import DECODERS, option
 from dinfer.core.step.contracts import BlockView, Decoder, Large, ModelSpec, Proposal, State, TokenStats
-from dinfer.families.abilities.drafting import Drafts
+from dinfer.families.abilities.drafting import Confirms
 from dinfer.families.abilities.two_modes import Seeds
 
 
 @DECODERS.register("isd")
 @dataclass(frozen=True, kw_only=True)
-class ISD(Decoder, Drafts):
+class ISD(Decoder, Confirms):
     """Commits the drafts that the model confirms from the left, and one token more.
 
     A step feeds the last token, `stride` - 1 drafts and as many masks. Row i confirms or corrects draft i; the row of
@@ -45,7 +45,7 @@ class ISD(Decoder, Drafts):
 
     refusals: ClassVar[tuple[Refusal, ...]] = (
         Refusal("{decoder} drafts by masks of the pass that verifies, and {iteration} has passes of both kinds.",
-                decoder=Drafts, iteration=Seeds),
+                decoder=Confirms, iteration=Seeds),
     )  # fmt: skip
 
     def __post_init__(self) -> None:

@@ -9,14 +9,14 @@ from torch import Tensor
 from dinfer.core.refusals import Refusal, Trait
 from dinfer.core.registry import DECODERS, option
 from dinfer.core.step.contracts import BlockView, Decoder, ModelSpec, Proposal, State, TokenStats
-from dinfer.families.abilities.drafting import Drafts
+from dinfer.families.abilities.drafting import Confirms
 from dinfer.families.abilities.two_modes import Seeds
 from dinfer.families.nemotron import TwoModeSpec
 
 
 @DECODERS.register("linear_spec")
 @dataclass(frozen=True, kw_only=True)
-class LinearSpec(Decoder, Drafts):
+class LinearSpec(Decoder, Confirms):
     """Drafts the masks of the region, then commits the drafts that the causal pass confirms, and one token more.
 
     A draft is confirmed if it is the token that the sampling draws in the causal pass; the first other one is replaced
@@ -31,7 +31,7 @@ class LinearSpec(Decoder, Drafts):
 
     refusals: ClassVar[tuple[Refusal, ...]] = (
         Refusal("{decoder} verifies drafts behind the last token, where the active region must begin.",
-                decoder=Drafts, iteration=Trait(lambda iteration: not isinstance(iteration, Seeds))),
+                decoder=Confirms, iteration=Trait(lambda iteration: not isinstance(iteration, Seeds))),
     )  # fmt: skip
 
     def incompatibility(self, spec: ModelSpec) -> str | None:

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from dinfer.core.registry import DECODERS, option
 from dinfer.core.step.contracts import BlockView, Decoder, ModelSpec, Proposal, State, TokenStats
-from dinfer.core.step.mixins import Adjusts
+from dinfer.core.step.mixins import Adjusts, Drafts
 
 
 @DECODERS.register("renoise")
 @dataclass(frozen=True, kw_only=True)
-class Renoise(Decoder, Adjusts):
+class Renoise(Decoder, Adjusts, Drafts):
     """Drafts the surest positions with sum of H before them <= bound; the others get uniform noise until the next step.
 
     At step s = 0, 1, ... of a canvas, logits are divided by T = t_min + (t_max - t_min) * (steps - s) / steps. H is the
@@ -49,7 +49,8 @@ class Renoise(Decoder, Adjusts):
         )
 
     def fresh_state(self, spec: ModelSpec, block: int) -> State:
-        return {"best": torch.full((self.stability, block), -1)} if self.stability else {}
+        best: State = {"best": torch.full((self.stability, block), -1)} if self.stability else {}
+        return {"draft": torch.full((block,), -1), **best}
 
     def adjust(self, logits_RLV: Tensor, view: BlockView, state: State) -> Tensor:
         wide = torch.promote_types(logits_RLV.dtype, torch.float32)
@@ -71,9 +72,5 @@ class Renoise(Decoder, Adjusts):
             done_R1 = done_R1 & same_RL.all(-1, keepdim=True)
             state["best"].copy_(torch.cat((state["best"][:, 1:], best_RL[:, None]), 1))
         done_R1 = done_R1 | (view.step_R[:, None] + 1 >= view.options["steps"])
-        return Proposal(
-            view.masked_RL & done_R1,
-            best_RL,
-            waits_R=~done_R1[:, 0],
-            draft_RL=torch.where(draft_RL, stats.token_RL, -1),
-        )
+        state["draft"].copy_(torch.where(draft_RL, stats.token_RL, -1))
+        return Proposal(view.masked_RL & done_R1, best_RL, waits_R=~done_R1[:, 0])

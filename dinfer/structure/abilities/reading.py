@@ -228,7 +228,9 @@ class Reading(ByExtra[Reads]):
             return None if flags is None else flags & ~read_R.view(-1, *(1,) * (flags.dim() - 1))
 
         others_RL = made.stats.token_RL if proposal.token_RL is None else proposal.token_RL
-        draft_RL, source_RL = proposal.draft_RL, proposal.edit.source_RL
+        source_RL = proposal.edit.source_RL
+        if (draft_RL := made.decoder_state.get("draft")) is not None:
+            draft_RL.masked_fill_(read_R[:, None], -1)
         place_L = torch.arange(due_RL.shape[1], device=due_RL.device)
         made.proposal = replace(
             proposal,
@@ -236,7 +238,6 @@ class Reading(ByExtra[Reads]):
             token_RL=torch.where(read_R[:, None], token_RL, others_RL),
             busy_R=other(proposal.busy_R),
             verify_R=other(proposal.verify_R),
-            draft_RL=None if draft_RL is None else draft_RL.masked_fill(read_R[:, None], -1),
             edit=replace(
                 proposal.edit,
                 remask_RL=other(proposal.edit.remask_RL),

@@ -266,7 +266,6 @@ def test_commit(monkeypatch: pytest.MonkeyPatch, blocks: int, edits: bool, masks
                 source_RL=number(length + 1, *shape, low=-2) if trial // 2 % 2 else None,
             ),
             waits_R=chance(rows, p=0.4) if trial % 5 < 2 else None,
-            draft_RL=number(VOCAB, *shape) if not masks and trial % 2 else None,
         )
         spec = scripted_spec(mask_id=MASK if masks else None)
         blank_RL = MASK if masks else number(VOCAB, *shape)
