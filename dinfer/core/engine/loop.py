@@ -23,7 +23,6 @@ from dinfer.core.step.told import Reports
 from dinfer.core.step.window import widest
 
 logger = logging.getLogger(__name__)
-CHECK = "DINFER_CHECK_RANKS"  # in the environment: compare all ranks after every round, which is slow
 
 
 Launched = tuple[list[Row], CursorCopy]  # a launched step: its rows, and the copy that tells where it leaves them
@@ -38,7 +37,8 @@ class Loop:
     def __init__(self, worker: Worker) -> None:
         recipe, runtime = worker.recipe, worker.runtime
         self.worker, self.recipe, self.runtime = worker, recipe, runtime
-        self._compares = recipe.ranks.size > 1 and os.environ.get(CHECK, "0") not in ("", "0")
+        # Whether all ranks are compared after every round, which is slow.
+        self._compares = recipe.ranks.size > 1 and os.environ.get("DINFER_CHECK_RANKS", "0") not in ("", "0")
         self.scheduler = Scheduler(recipe, runtime)
         self.batch: Batch | None = None
         self.waiting: deque[Row] = deque()

@@ -8,7 +8,7 @@ Whatever is asked for, the mask token takes part in the draw; where it is drawn,
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
@@ -117,9 +117,9 @@ class StandardSampling(Sampling):
     ) -> Tensor:
         logits_RLV = logits_RLV.clone()
         columns.fill(logits_RLV, *self.suppress)
-        _rule_out(columns.at(logits_RLV, spec.eos_id), options["ban_eos"])
+        rule_out(columns.at(logits_RLV, spec.eos_id), options["ban_eos"])
         early_RL = view.pos_RL < view.prompt_R[:, None] + options["min_tokens"]
-        _rule_out(columns.at(logits_RLV, *spec.stop_ids), early_RL)
+        rule_out(columns.at(logits_RLV, *spec.stop_ids), early_RL)
         return logits_RLV
 
     def draw(
@@ -127,7 +127,7 @@ class StandardSampling(Sampling):
         columns: VocabularySlice,
     ) -> Draw:  # fmt: skip
         belief_RLV = logits_RLV.clone()
-        _rule_out(columns.at(belief_RLV, *spec.stop_ids), options["eos_last"])
+        rule_out(columns.at(belief_RLV, *spec.stop_ids), options["eos_last"])
         logits_RLV = logits_RLV.to(torch.promote_types(logits_RLV.dtype, torch.float32))
         penalty_R11 = options["repetition_penalty"][..., None].to(logits_RLV.dtype)
         lowered_RLV = torch.where(logits_RLV > 0, logits_RLV / penalty_R11, logits_RLV * penalty_R11)
@@ -150,32 +150,7 @@ class StandardSampling(Sampling):
         return noise(seed, pos, step, vocab)
 
 
-@SAMPLINGS.register("tempered")
-@dataclass(frozen=True, kw_only=True)
-class TemperedSampling(StandardSampling):
-    """As `standard`, but confidences are those of the distribution that is drawn from, as Dream and D2F publish it.
-
-    A token that is alone in its nucleus has probability 1, and a low temperature makes every token sure. So decoders
-    that compare confidences with a threshold commit more at once, and err more. At temperature 0 both cuts hold with
-    T = 1.
-    """
-
-    paper = "Dream, arXiv:2508.15487; D2F, arXiv:2508.09192"
-
-    def greedy(self, options: Mapping[str, float]) -> bool:
-        return False
-
-    def draw(
-        self, logits_RLV: Tensor, count_RV: Tensor, view: BlockView, options: Options, spec: ModelSpec, top: int,
-        columns: VocabularySlice,
-    ) -> Draw:  # fmt: skip
-        draw = super().draw(logits_RLV, count_RV, view, options, spec, top, columns)
-        belief_RLV = draw.logits_RLV.clone()
-        _rule_out(columns.at(belief_RLV, *spec.stop_ids), options["eos_last"])
-        return replace(draw, belief_RLV=belief_RLV)
-
-
-def _rule_out(tokens: Iterable[Tensor], flag: Tensor) -> None:
+def rule_out(tokens: Iterable[Tensor], flag: Tensor) -> None:
     """Gives tokens probability 0 where `flag` [R, 1] or [R, L] asks for it: their logits [R, L] change in place."""
     for logits_RL in tokens:
         logits_RL.masked_fill_(flag > 0, float("-inf"))

@@ -1,0 +1,1 @@
+"""Samplings of single papers."""
