@@ -36,7 +36,6 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
     "layers_to_transform": (),
     "layer_replication": (),
     "trainable_token_indices": (),
-    "target_parameters": ([],),
     "alora_invocation_tokens": (),
     "arrow_config": (),
     "corda_config": (),
@@ -53,21 +52,22 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
 class Adapter:
     """Low-rank updates of some of a checkpoint's tensors."""
 
-    pairs: Mapping[str, tuple[Tensor, Tensor]]  # by the name of the tensor: A [r, in] and B [out, r]
+    # By the name of the tensor: A [r, in] and B [out, r], or of one that all experts of a layer share, a pair of each.
+    pairs: Mapping[str, tuple[Tensor, Tensor]]
     scale: float
 
     def merged(self, name: str, weight: Tensor, device: torch.device, part: tuple[slice, ...]) -> Tensor:
         """W + scale * B A, summed in float32 or wider on `device`; W itself if the adapter does not change it.
 
-        `weight` is `part` of the tensor W, [out, in].
+        `weight` is `part` of the tensor W, [out, in] or [experts, out, in].
         """
         if name not in self.pairs:
             return weight
-        (a, b), (rows, columns) = self.pairs[name], part
-        a, b = a[:, columns], b[rows]
+        (a, b), (*experts, rows, columns) = self.pairs[name], part
+        a, b = a[*experts, :, columns], b[*experts, rows]
         dtype = torch.promote_types(torch.promote_types(weight.dtype, a.dtype), torch.float32)
         a, b = a.to(device, dtype), b.to(device, dtype)
-        return torch.addmm(weight.to(device, dtype), b, a, alpha=self.scale)
+        return (torch.baddbmm if experts else torch.addmm)(weight.to(device, dtype), b, a, alpha=self.scale)
 
 
 def read_adapter(folder: Path, placements: Mapping[str, Placement]) -> Adapter:
@@ -86,20 +86,53 @@ def read_adapter(folder: Path, placements: Mapping[str, Placement]) -> Adapter:
     if not (folder / WEIGHTS).is_file():
         raise CheckpointError(f"{folder} has no {WEIGHTS} (adapters in other formats are not read)")
     tensors = stored_in(folder / WEIGHTS)
-    wanted, modules = {}, _targets(config.get("target_modules"), placements, folder)
-    for name in modules:
-        out, width = placements[f"{name}.weight"].shape
-        wanted[f"{PREFIX}{name}.lora_A.weight"] = (rank, width)
-        wanted[f"{PREFIX}{name}.lora_B.weight"] = (out, rank)
+    owners = _owners(config, placements, folder)
+    wanted: dict[str, tuple[int, ...]] = {}
+    for name, owner in owners.items():
+        *experts, out, width = placements[name].shape
+        ranks = rank * math.prod(experts)
+        wanted[f"{PREFIX}{owner}.lora_A.weight"], wanted[f"{PREFIX}{owner}.lora_B.weight"] = (
+            (ranks, width),
+            (out, ranks),
+        )
     rounded = [name for name, one in tensors.items() if one.dtype == ROUNDED]
     wrong = [*mismatches(tensors, wanted, rounded)]
     refuse(wrong, f"the adapter in {folder} does not fit its {CONFIG} and the checkpoint")
     values = {name: tensor.half() if name in rounded else tensor.clone() for name, tensor in read(tensors)}
-    pairs = {
-        f"{name}.weight": (values[f"{PREFIX}{name}.lora_A.weight"], values[f"{PREFIX}{name}.lora_B.weight"])
-        for name in modules
-    }
+    pairs = {}
+    for name, owner in owners.items():
+        a, b = (values[f"{PREFIX}{owner}.lora_{part}.weight"] for part in "AB")
+        if len(shape := placements[name].shape) == 3:  # peft numbers the ranks of A by expert first, those of B last
+            a, b = a.unflatten(0, (shape[0], -1)), b.unflatten(1, (-1, shape[0])).permute(2, 0, 1)
+        pairs[name] = a, b
     return Adapter(pairs, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
+
+
+def _owners(config: Mapping[str, Any], placements: Mapping[str, Placement], folder: Path) -> dict[str, str]:
+    """The tensors that an adapter changes, and the modules under whose names it has their parts.
+
+    Those of `target_parameters` are under the module that holds them. Where it holds several, peft wraps it once for
+    each, in their order, and the last wrapper is the outermost.
+    """
+    named, modules = config.get("target_parameters") or [], config.get("target_modules")
+    if not (isinstance(named, list) and all(isinstance(name, str) and name for name in named)):
+        raise CheckpointError(f"{folder / CONFIG}: target_parameters={named!r:.80} must be a list of names")
+    found = {} if named and not modules else {f"{name}.weight": name for name in _targets(modules, placements, folder)}
+    stacked = [
+        name
+        for name, place in placements.items()
+        if len(place.shape) == 3 and any(f".{name}".endswith(f".{own}") for own in named)
+    ]
+    if lost := [own for own in named if not any(f".{name}".endswith(f".{own}") for name in stacked)]:
+        raise CheckpointError(
+            f"{folder / CONFIG}: target_parameters={lost!r} names no tensor that holds a layer's experts; python -m "
+            "tools.convert IN OUT --experts fused makes such a checkpoint"
+        )
+    for name in stacked:
+        module = name.rpartition(".")[0]
+        behind = sum(other.rpartition(".")[0] == module for other in stacked[stacked.index(name) + 1 :])
+        found[name] = ".".join([module, *["base_layer"] * behind])
+    return found
 
 
 def _targets(given: Any, placements: Mapping[str, Placement], folder: Path) -> Collection[str]:
