@@ -24,6 +24,7 @@ from dinfer.core.loading.files import CheckpointError, refuse
 from dinfer.core.loading.safetensors_io import FLOATS, INTEGERS, NARROW, Scales, Slices, Stored, read
 from dinfer.core.models.family import Placement
 from dinfer.core.ranks.split import Rank
+from dinfer.formats.small_floats import joined, scheme_of
 
 Method = Literal["gptq", "awq", "compressed-tensors"]
 VALUES = {"gptq": "qweight", "awq": "qweight", "compressed-tensors": "weight_packed"}
@@ -349,7 +350,7 @@ def scale_block(config: Mapping[str, Any]) -> BlockShape | None:
         return None
     if not isinstance(found, Mapping):
         raise CheckpointError(f"config.json: {FIELD}={found!r:.80} must be an object")
-    if packing(config) is not None:
+    if packing(config) is not None or scheme_of(config) is not None:
         return None
     method = found.get("quant_method")
     if method == "fp8":
@@ -357,8 +358,9 @@ def scale_block(config: Mapping[str, Any]) -> BlockShape | None:
         return _block(found.get("weight_block_size"), "weight_block_size")
     if method != "compressed-tensors":
         raise CheckpointError(
-            f"config.json: {FIELD} with quant_method={method!r} is not supported; 'fp8', 'gptq', 'awq' and "
-            "'compressed-tensors' are. Load the original checkpoint with quantize=fp8, int8 or int4."
+            f"config.json: {FIELD} with quant_method={method!r} is not supported; 'fp8', 'gptq', 'awq', "
+            "'compressed-tensors', 'modelopt' and 'mxfp4' are. Load the original checkpoint with quantize=fp8, int8 or "
+            "int4."
         )
     expect(found, {"format": FORMATS})
     blocks = set()
@@ -423,9 +425,9 @@ def rounded_tensors(
 ) -> tuple[dict[str, Stored], list[str], Scales]:
     """As `safetensors_io.plain`, for checkpoints that may be rounded. Raises CheckpointError."""
     how = packing(config)
-    spare = spare_biases(tensors, how, expected)
-    joined = {name: one for name, one in packed(tensors, how).items() if not name.startswith(tuple(spare))}
-    found, scales = scales_of(joined, scale_block(config))
+    spare, tensors = spare_biases(tensors, how, expected), joined(packed(tensors, how), scheme_of(config))
+    whole = {name: one for name, one in tensors.items() if not name.startswith(tuple(spare))}
+    found, scales = scales_of(whole, scale_block(config))
     return found, spare, scales
 
 

@@ -47,6 +47,7 @@ from dinfer.core.registry import MODELS
 from dinfer.core.terms.spec import ModelSpec
 from dinfer.formats.holding import format_of, roundings
 from dinfer.formats.quantized import FIELD, SCALES, packed, packed_names, packing, scale_block, spare_biases
+from dinfer.formats.small_floats import joined, scheme_of, small_names
 
 CHAT = (
     {"role": "user", "content": "What is 2 + 2?"},
@@ -146,7 +147,8 @@ def _describe_weights(found: Inspection, family: ModelFamily | None, config: Map
     """Notes parameters, memory, and the problems of the tensors."""
     own, stored = _stored(found, family)
     how = packing(config)
-    names, files = packed_names(own, how), packed(stored, how)
+    small = scheme_of(config)
+    names, files = small_names(packed_names(own, how), small), joined(packed(stored, how), small)
     found.packing = how and str(how)
     if family is None or (spec := found.spec) is None:
         return

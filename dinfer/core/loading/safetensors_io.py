@@ -22,7 +22,7 @@ FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 NARROW = {"F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8}
 """Dtypes of rounded weights, which have scales (`dinfer.formats.quantized`)."""
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-INTEGERS = {"I32": torch.int32, "I64": torch.int64}
+INTEGERS = {"I32": torch.int32, "I64": torch.int64, "U8": torch.uint8}
 """Dtypes of packed weights, and of their shapes and orders (`dinfer.formats.quantized`)."""
 Slices = tuple[slice, ...]
 
