@@ -35,7 +35,7 @@ class Feeding(ByPart[Feeds]):
         if run is None or self.part.scores != "window":
             return None
         logits_BWV = step.notes[Feeding] = run.model.logits(run.h_BWD)
-        return scored(step, made, take(logits_BWV, run.logits_RL))
+        return scored(step, made, take(logits_BWV, run.logit_place_RL))
 
     def written(self, step: Step, made: Decision) -> None:
         recipe, lanes, run, iteration = step.recipe, step.lanes, made.known.run, self.part

@@ -105,7 +105,7 @@ class Holding(Ability):
     def select(self, step: Step, made: Decision) -> Proposal | None:
         free_RL = torch.ones_like(made.view.masked_RL)
         if self.leaves and made.known.run is not None:
-            free_RL = made.known.run.logits_RL >= 0
+            free_RL = made.known.run.logit_place_RL >= 0
         if self.limits:
             options = step.state.options(step.recipe, made.lanes.slot_B, "sampling", step.shape.blocks)
             masked_RL, most_R1 = made.view.masked_RL, options["leftmost"]

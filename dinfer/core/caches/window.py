@@ -2,8 +2,8 @@
 
 * none: The whole canvas, at every step.
 * dual: The active block alone. All keys are refreshed as a row enters a block (Fast-dLLM, arXiv:2505.22618).
-* block: The same without a refresh, for block-causal models, whose keys of finished blocks are final (block diffusion,
-  arXiv:2503.09573; LLaDA2, SDAR, DiffusionGemma).
+* block: The active block alone, without a refresh: in block-causal models the keys of finished blocks are final (block
+  diffusion, arXiv:2503.09573; LLaDA2, SDAR, DiffusionGemma).
 
 A refresh is a pass over the whole canvas, which decodes too. Keys and values outside the window stay as the last
 refresh left them. This is exact for `none` and `block`, and an approximation for `dual` in bidirectional models.
@@ -86,7 +86,7 @@ class BlockCache(CachePolicy, RecomputesEveryKey, RefreshesWithin):
     In a block-causal model, keys and values of finished blocks never change. So they are kept, and the tokens are those
     without a cache. One pass without the LM head computes the complete blocks of a prompt. In the last step of a block
     some of its tokens are still masked. So the first step of the next block rewrites its keys, and already sees the new
-    ones, because each layer writes its keys before it attends. The references spend a forward of its own on that, as
+    ones, because each layer writes its keys before it attends. The references spend a further forward on that, as
     runtime.favour=throughput does in large batches, where wide steps cost more. In a model with an encoder, the step
     that enters a block encodes the one before it.
     """

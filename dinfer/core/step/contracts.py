@@ -26,7 +26,7 @@ no component handles slots, padding or phases.
 
 
 class Large(NamedTuple):
-    """State of a decoder that is too large to be copied (say, an entry for each token of the vocabulary).
+    """State of a decoder that is too large to be copied, such as a number for each token of the vocabulary.
 
     The step passes it as `dinfer.core.kernels.canvas.Rows`, and does not reset it when a block begins.
     """
@@ -36,7 +36,7 @@ class Large(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """What a decoder that `Edits` asks for beside commits."""
+    """What a decoder asks for beside commits, if it derives from `Edits`."""
 
     remask_RL: Tensor | None = None  # bool, decoded positions to mask again; not in a row that would gain no token
     retry_R: Tensor | None = None  # bool, rows that may gain none. The decoder limits how often this happens
@@ -63,7 +63,7 @@ class BlockAfter:
     """The active blocks after this step's commits, as an iteration sees them."""
 
     view: BlockView  # the blocks before the commits
-    stats: TokenStats  # what was proposed
+    stats: TokenStats  # what the decoder was shown
     stop_BKL: Tensor  # bool, the token ends an answer
     open_BKL: Tensor  # bool, still to be decoded
     finished_BK: Tensor  # bool, nothing is left to decode in the block
@@ -81,7 +81,7 @@ class Moved:
 
     With K > 1, block k begins at `start + k * L`. Blocks from `end` on are not open yet. The first blocks leave, which
     `block_B` counts, and new ones enter behind the others. As a row enters a block, caches refresh its keys and its
-    decoder begins anew. So `start_B` moves only as blocks leave, unless the iteration `Slides`.
+    decoder begins anew. So `start_B` moves only as blocks leave, unless the iteration derives from `Slides`.
     """
 
     start_B: Tensor
@@ -164,7 +164,7 @@ class CachePolicy(Component):
 
     @abstractmethod
     def plan(self, phase: Phase) -> WindowPlan:
-        """Which positions a step of `phase` computes. The host and the device read the same integers."""
+        """Which positions a step of `phase` computes. The host and the device both read this plan."""
 
     @abstractmethod
     def needs_full_pass(self, lanes: RowCursors, moved: Moved, phase: Phase, state: State) -> Tensor | bool:

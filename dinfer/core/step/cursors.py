@@ -82,7 +82,7 @@ class RowCursors:
     steps_B: Tensor  # denoise steps. Schedules and random streams count these, so they go with every cache
     refreshes_B: Tensor  # full passes whose keys and values are kept
     committed_B: Tensor  # masked positions decoded, less those masked again
-    hits_B: Tensor  # denoise steps without a forward: the forward before had computed their logits as a guess
+    hits_B: Tensor  # denoise steps without a forward: an earlier forward had computed their logits as a guess
     seed_B: Tensor  # of the request's random stream
     stops_B: Tensor  # 1: a generated stop token ends the request; 0: it is a token like others
     step_BK: Tensor  # steps taken in each active block

@@ -30,7 +30,7 @@ def logits_of(step: Step, known: Known) -> Tensor:
     if known.logits_RLV is not None:
         return known.logits_RLV
     assert known.run is not None, "a decision goes by a forward or by logits"
-    return read_logits(step, known.run.model, take(known.run.h_BWD, known.run.logits_RL))
+    return read_logits(step, known.run.model, take(known.run.h_BWD, known.run.logit_place_RL))
 
 
 def read_logits(step: Step, model: Network, h_RLD: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ def denoise_step(recipe: Parts, state: BatchState, shape: StepShape, slot_B: Ten
 
 
 def decisions(step: Step) -> Iterator[Known]:
-    """What the step decides by: one forward, if no ability says otherwise.
+    """What the step decides by: one forward, unless an ability says otherwise.
 
     An ability may have the step decide several times. Its iterator goes on once a decision is written, and finds the
     rows in `step.lanes` where that decision has moved them.
@@ -63,7 +63,7 @@ def forward(step: Step) -> Forward:
     step.narrow(live_B)  # rows that do not fit the window sit the step out
     place_BW = pos_BW if computed.stop_B is None else torch.where(pos_BW >= 0, computed.place_BW, -1)
     sees = seen(step, step.lanes, place_BW, computed.stop_B)
-    run = Forward(recipe.model, computed, pos_BW, place_BW, tokens_BW, status_BW, sees, computed.logits_RL)
+    run = Forward(recipe.model, computed, pos_BW, place_BW, tokens_BW, status_BW, sees, computed.logit_place_RL)
     own = first([ability.prepare(step, run) for ability in step.abilities])  # a list: each of them prepares
     run.attend = own or state.kv.attend(step.lanes.slot_B, pos_BW, run.seen, shape.pages, place_BW=place_BW)
     for ability in step.abilities:
@@ -107,7 +107,7 @@ def propose(step: Step, known: Known) -> Decision:
 
 def write(step: Step, made: Decision) -> None:
     """The commits: `dinfer.core.step.commits` keeps the promises that every decoder may rely on."""
-    blank_RL = blanks(step.recipe, made.view, made.decoder_state)
+    blank_RL = blanks(step.recipe, made.view, made.decoder_state)  # what open positions hold after this step
     spec = step.recipe.model.spec
     made.commits = commit(step.state.canvas, step.lanes, made.view, made.stats, made.proposal, spec, blank_RL)
     record(step, made)
@@ -118,11 +118,11 @@ def write(step: Step, made: Decision) -> None:
 def move_on(step: Step, made: Decision) -> None:
     """The cursors: the iteration moves its rows on, and the cache says what they need next."""
     recipe, state, commits = step.recipe, step.state, made.commits
-    quota_BK = made.view.quota_R.view(step.shape.lanes, -1)  # a new block's masks were counted with its view
+    quota_BK = made.view.quota_R.view(step.shape.lanes, -1)  # the view of a new block has counted its masks
     step.lanes = replace(step.lanes, quota_BK=quota_BK)
     moved = made.moved = recipe.iteration.advance(step.lanes, block_after(step, made), step.iteration_state)
     state.enter_blocks(made.decoder_state, moved)
-    seen_B = step.lanes.end_B  # whatever decides has all keys of the region: this step or one before computed them
+    seen_B = step.lanes.end_B  # every key of the region is there: this step or an earlier one has computed it
     step.lanes = replace(step.lanes, start_B=moved.start_B, end_B=moved.end_B, block_B=moved.block_B, seen_B=seen_B)
     for ability in step.abilities:
         ability.moved(step, made)

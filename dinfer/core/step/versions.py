@@ -63,7 +63,7 @@ class States:
 
 def logits_of_versions(step: Step, run: Forward, count: int) -> Tensor:
     """The logits of the active blocks in each of `count` versions of the lanes. [C, R, L, V]"""
-    lanes_GWD = take(run.h_BWD, run.logits_RL.repeat(count, 1))
+    lanes_GWD = take(run.h_BWD, run.logit_place_RL.repeat(count, 1))
     return read_logits(step, run.model, lanes_GWD).unflatten(0, (count, -1))
 
 

@@ -56,7 +56,7 @@ class Window:
     pos_BW: Tensor  # int64, absolute positions
     place_BW: Tensor  # int64, where the row keeps their keys: at their positions, but for `WindowPlan.last`
     fits_B: Tensor  # bool: W is enough for the row, which otherwise sits the step out
-    logits_RL: Tensor  # int64, where in W the logits that decode each active position are; -1: padding only
+    logit_place_RL: Tensor  # int64, where in W the logits that decode each active position are; -1: padding only
     kept_B: Tensor | None = None  # int64, `lanes.kept_B` once the forward has run; None: it stays what it was
     final_until_B: Tensor | None = None  # int64, `kept_B` after a pass for keys alone; -1: it decodes; None: all do
     stop_B: Tensor | None = None  # int64, the first place that nobody sees; None: as the cache says

@@ -67,7 +67,7 @@ class Forward:
     tokens_BW: Tensor
     status_BW: Tensor
     seen: Seen
-    logits_RL: Tensor  # int64, for each position of the active blocks, which of the W hidden states decodes it
+    logit_place_RL: Tensor  # int64, for each position of the active blocks, which of the W hidden states decodes it
     attend: PagedAttend = field(init=False)  # attention of the window
     fed: PagedAttend | None = None  # another attention, which the network is given in its place
     x_BWD: Tensor | None = None  # what the network is fed; None: the embedded tokens

@@ -75,9 +75,9 @@ class TwoModes(Ability):
         step.notes[TwoModes] = bidirectional(step)
 
     def window(self, step: Step, window: Window) -> Window:
-        own_B = step.notes[TwoModes].repeat_interleave(window.logits_RL.shape[0] // step.shape.lanes)
-        place_RL = (window.logits_RL + own_B[:, None]).clamp_max(step.shape.width - 1)
-        return replace(window, logits_RL=torch.where(window.logits_RL < 0, -1, place_RL))
+        own_B = step.notes[TwoModes].repeat_interleave(window.logit_place_RL.shape[0] // step.shape.lanes)
+        place_RL = (window.logit_place_RL + own_B[:, None]).clamp_max(step.shape.width - 1)
+        return replace(window, logit_place_RL=torch.where(window.logit_place_RL < 0, -1, place_RL))
 
     def seen(self, step: Step, lanes: RowCursors, place_BW: Tensor) -> Seen | None:
         causal_BW = attention_interval(place_BW, None, lanes.length_B, 1)

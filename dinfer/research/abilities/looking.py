@@ -61,7 +61,7 @@ class Looking(Branched):
         for branch, h_BWD in enumerate(h_CBWD):
             logits_BWV = run.model.logits(h_BWD)
             worth.append(self.worth(logits_BWV, run, versions, branch))
-            logits.append(take(logits_BWV, run.logits_RL))
+            logits.append(take(logits_BWV, run.logit_place_RL))
         choice_B = versions.best(torch.stack(worth, 1))
         record = versions.adopted(step, step.kept(Branched), choice_B) if records(step) else None
         step.lanes, gained_B, opened_BK = versions.follow(
@@ -69,7 +69,7 @@ class Looking(Branched):
         )
         if record is not None:
             tell(step, record)
-        row_R = torch.arange(len(run.logits_RL), device=choice_B.device)
+        row_R = torch.arange(len(run.logit_place_RL), device=choice_B.device)
         logits_RLV = torch.stack(logits)[rows_of(choice_B, step.shape.blocks), row_R]
         yield Known(logits_RLV=logits_RLV, gained_B=gained_B, opened_BK=opened_BK)
 

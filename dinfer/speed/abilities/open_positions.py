@@ -40,13 +40,13 @@ class ReadPositions(Ability):
         return None if everywhere or few or window or shape.extra(Sliced) else cls()
 
     def feed(self, step: Step, run: Forward) -> None:
-        lanes, logits_RL = step.shape.lanes, run.logits_RL
+        lanes, logit_place_RL = step.shape.lanes, run.logit_place_RL
         if run.attend.queries is not None:
             return
         if step.shape.phase == Phase.PREFILL and run.window.final_until_B is not None:
-            run.needed_BX = logits_RL.new_empty(lanes, 0)
+            run.needed_BX = logit_place_RL.new_empty(lanes, 0)
         elif scores_of(step.recipe.iteration) != "window":
-            run.needed_BX = logits_RL.clamp_min(0).view(lanes, -1)
+            run.needed_BX = logit_place_RL.clamp_min(0).view(lanes, -1)
 
     def ran(self, step: Step, run: Forward) -> None:
         h_BWD, shape = run.h_BWD, step.shape
@@ -54,7 +54,7 @@ class ReadPositions(Ability):
             place_X = torch.arange(h_BWD.shape[1], device=h_BWD.device)
             place_RL = place_X.view(-1, shape.block).repeat(shape.lanes, 1)
             leaves = isinstance(step.recipe.cache, LeavesMasks)
-            run.logits_RL = torch.where(run.logits_RL < 0, -1, place_RL) if leaves else place_RL
+            run.logit_place_RL = torch.where(run.logit_place_RL < 0, -1, place_RL) if leaves else place_RL
 
 
 SHARES = 8  # the number of positions with logits is rounded up to eighths of those that may have some
@@ -115,11 +115,11 @@ class OpenPositions(ByExtra[OpenOnly]):
         if run is None or any(ability.whole_logits for ability in step.abilities):  # one that no extra stands for
             return None
         (rows, length), width = view.masked_RL.shape, run.h_BWD.shape[1]
-        flags_RL = view.masked_RL & (run.logits_RL >= 0) & rows_of(live_B, blocks)[:, None]
+        flags_RL = view.masked_RL & (run.logit_place_RL >= 0) & rows_of(live_B, blocks)[:, None]
         index_1M, place_1X = compact(flags_RL.view(1, -1), count)
         fits_B = (place_1X < count).view(live_B.shape[0], -1).all(-1)
         lane_R = torch.arange(rows, device=live_B.device)[:, None] // blocks
-        where_X = (run.logits_RL.clamp_min(0) + lane_R * width).flatten()
+        where_X = (run.logit_place_RL.clamp_min(0) + lane_R * width).flatten()
         h_1MD = run.h_BWD.flatten(0, 1).index_select(0, where_X.index_select(0, index_1M[0].clamp_min(0)))[None]
         parts = zip(h_1MD.split(TOGETHER, 1), (index_1M >= 0).split(TOGETHER, 1), strict=True)
         found = [self._scored(step, made, *part) for part in parts]
@@ -158,7 +158,7 @@ class DrawnParts(Ability):
         each = max(TOGETHER // (shape.blocks * shape.block), 1)
         for first in range(0, shape.lanes, each):
             lanes, rows = slice(first, first + each), slice(first * shape.blocks, (first + each) * shape.blocks)
-            logits_RLV = read_logits(step, run.model, take(run.h_BWD[lanes], run.logits_RL[rows]))
+            logits_RLV = read_logits(step, run.model, take(run.h_BWD[lanes], run.logit_place_RL[rows]))
             of_rows = part(step.lanes, lanes), part(made.view, rows)
             found.append(proposed_tokens(step, *of_rows, logits_RLV, made.decoder_state)[0])
         return found[0].each(lambda *stats_RL: torch.cat(stats_RL), *found[1:])

@@ -117,7 +117,7 @@ class Slices(ByExtra[Sliced]):
 
     def ran(self, step: Step, run: Forward) -> None:
         lanes, block = step.shape.lanes, step.shape.block
-        back_BX = step.notes[Slices].back_BW.gather(1, run.logits_RL.clamp_min(0).view(lanes, -1))
+        back_BX = step.notes[Slices].back_BW.gather(1, run.logit_place_RL.clamp_min(0).view(lanes, -1))
         run.h_BWD = run.h_BWD.flatten(0, 1)[back_BX]
         place_RL = torch.arange(back_BX.shape[1], device=back_BX.device).view(-1, block).repeat(lanes, 1)
-        run.logits_RL = torch.where(run.logits_RL < 0, -1, place_RL)
+        run.logit_place_RL = torch.where(run.logit_place_RL < 0, -1, place_RL)

@@ -94,7 +94,7 @@ def test_the_host_knows_the_width_of_the_window_of_the_device(
         assert bool(found.fits_B) and positions == sorted({p for p in positions if p < row.length})
         assert len(positions) <= width if chosen else len(positions) == width
         # Logits stand where they should, for all that is still to be decoded.
-        places = found.logits_RL[0, : row.end - row.start].tolist()
+        places = found.logit_place_RL[0, : row.end - row.start].tolist()
         for position, place in zip(range(row.start, row.end), places, strict=True):
             if not (chosen or (isinstance(cache, LeavesMasks) and place < 0)):
                 assert positions[place] == max(position - spec.shift, 0)
