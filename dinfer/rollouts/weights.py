@@ -106,6 +106,7 @@ class Weights:
                     state.version = state.version + 1 if version is None else version
                     self._renew(recompute=pending == "recompute")
         finally:
+            sink.ended = True
             state.turn.release()
             self._go_on()
         if state.torn:
@@ -254,7 +255,7 @@ class Weights:
             writing_everywhere(self.recipe, writing.drop)
         if sink.touched:
             self.state.torn |= sink.touched
-            self.state.why = f"an update failed: {error}"
+            self.state.why = f"an update failed: {str(error) or type(error).__name__}"
             for loop in (engine.loop for engine in self.engines):
                 loop.worker.renewed()
                 if loop.batch is not None:
@@ -342,6 +343,13 @@ def writing_everywhere(recipe: Any, work: Any, *given: Any) -> list[Any]:
     return [work(recipe.model, *given)] if found is None else found(recipe, work, *given)
 
 
+def _pair(pair: Any) -> tuple[str, Tensor]:
+    """A name and a tensor. Raises ValueError for anything else."""
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not isinstance(pair[0], str):
+        raise ValueError(f"load_all takes tensors by name, or pairs of name and tensor, not a {type(pair).__name__}")
+    return pair[0], pair[1]
+
+
 class WeightSink:
     """Takes new weights, under the names that a checkpoint has them: in any order, all or some, on any device."""
 
@@ -350,13 +358,14 @@ class WeightSink:
         self._names = writing.names_of(weights.pipe.model, family)
         self._held: list[tuple[str, Tensor]] = []  # what waits to be written
         self._bytes = 0
+        self.ended = False
         self.touched: set[str] = set()  # what was written, as far as it may be seen
         self.merged: set[str] = set()  # of these, what is that of the checkpoint on disk, with an adapter or without
         self.adapted: set[str] | None = None  # what the new adapter is merged into; None: there is no new one
 
     def load(self, name: str, tensor: Tensor) -> None:
         """A tensor. Raises ValueError for a name, shape or dtype that the model does not have, and for NaN."""
-        self._names.check(name, tensor.shape, tensor.dtype)
+        self._check(name, tensor)
         tensor = tensor.detach()
         if self._staged:
             if not bool(tensor.isfinite().all()):
@@ -371,11 +380,11 @@ class WeightSink:
                 self._flush()
 
     def load_all(self, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
-        """Many tensors, such as a state dict, of which all are checked before the first is written."""
-        if isinstance(tensors, Mapping):
-            for name, tensor in tensors.items():
-                self._names.check(name, tensor.shape, tensor.dtype)
-        for name, tensor in tensors.items() if isinstance(tensors, Mapping) else tensors:
+        """Many tensors, such as a state dict. All are checked before the first is written, but those of an iterator."""
+        pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
+        for name, tensor in () if isinstance(pairs, Iterator) else map(_pair, pairs):
+            self._check(name, tensor)
+        for name, tensor in map(_pair, pairs):
             self.load(name, tensor)
 
     def from_folder(self, folder: str | Path) -> None:
@@ -393,6 +402,8 @@ class WeightSink:
 
         `flat`: as one tensor of all their bytes. Rank 0 of a divided model takes part alone, and hands on the shares.
         """
+        if not len(names) == len(dtypes) == len(shapes):
+            raise ValueError(f"{len(names)} names have {len(dtypes)} dtypes and {len(shapes)} shapes: give one of each")
         told = [(n, transport.dtype_named(d), s) for n, d, s in zip(names, dtypes, shapes, strict=True)]
         for name, dtype, shape in told:
             self._names.check(name, shape, dtype)
@@ -443,6 +454,20 @@ class WeightSink:
         self._flush()
         self._everywhere(writing.end)
 
+    def _going(self) -> None:
+        """Raises ValueError behind the end of the block."""
+        if self.ended:
+            raise ValueError("this update has ended: begin another, by `with pipe.updating() as into:`")
+
+    def _check(self, name: str, tensor: Any) -> None:
+        """Raises ValueError for what cannot be written, before it is."""
+        self._going()
+        if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_meta:
+            kind = type(tensor).__name__
+            told = f"a {kind} on {tensor.device} in {tensor.layout}" if isinstance(tensor, Tensor) else f"a {kind}"
+            raise ValueError(f"{name} must be a dense tensor of torch that has values, not {told}")
+        self._names.check(name, tensor.shape, tensor.dtype)
+
     def _flush(self) -> None:
         while self._held:
             some: list[tuple[str, Tensor]] = []
@@ -461,4 +486,5 @@ class WeightSink:
         self._everywhere(writing.write, told)
 
     def _everywhere(self, work: Any, *given: Any) -> None:
+        self._going()
         writing_everywhere(self._recipe, work, *given)
