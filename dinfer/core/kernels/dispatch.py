@@ -26,30 +26,30 @@ _COMPILING_FOR: ContextVar[torch.device | None] = ContextVar("compiling_for", de
 
 
 def card(device: torch.device) -> torch.device | None:
-    """The CUDA device whose kernels take tensors of `device`; None if no kernel takes them."""
+    """The CUDA device whose kernels take tensors of `device`; None if none does: an AMD card runs the references."""
     if device.type == "meta":
         return _COMPILING_FOR.get()
-    return device if device.type == "cuda" else None
+    return device if device.type == "cuda" and torch.version.hip is None else None
 
 
 def on_hopper(tensor: Tensor) -> bool:
     """Whether its `card` is of the Hopper generation or later: kernels start early there, an engine copies tiles."""
-    return _capability(card(tensor.device)) >= (9, 0)
+    return capability(card(tensor.device)) >= (9, 0)
 
 
 def multiplies_in_groups_of_warps(tensor: Tensor) -> bool:
     """Whether its `card` is of the Hopper generation itself: no other has the instruction (`wgmma`)."""
-    return _capability(card(tensor.device))[0] == 9
+    return capability(card(tensor.device))[0] == 9
 
 
 def multiplies_integers(tensor: Tensor) -> bool:
     """Whether kernels on its `card` multiply 8-bit integers: Triton compiles that from Ampere on."""
-    return _capability(card(tensor.device)) >= (8, 0)
+    return capability(card(tensor.device)) >= (8, 0)
 
 
 @cache
-def _capability(device: torch.device | None) -> tuple[int, int]:
-    return (0, 0) if device is None else torch.cuda.get_device_capability(device)
+def capability(device: torch.device | None) -> tuple[int, int]:
+    return (0, 0) if device is None else torch.cuda.get_devicecapability(device)
 
 
 @contextmanager

@@ -8,13 +8,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dinfer.core.kernels.deferred import close
-from dinfer.core.kernels.dispatch import in_c, native, triton, use_triton
+from dinfer.core.kernels.dispatch import capability, card, in_c, native, triton, use_triton
 from dinfer.core.kernels.types import FLOAT8, LARGEST, Deferred, PartialSums, Rounded
 
 
 def check_float8(device: torch.device, what: str, instead: str) -> None:
     """ValueError for a GPU that does not know float8, where something is to be kept in it."""
-    if device.type == "cuda" and (able := torch.cuda.get_device_capability(device)) < (8, 9):
+    if device.type == "cuda" and (able := capability(card(device))) < (8, 9):
         raise ValueError(
             f"{what} needs a GPU of compute capability 8.9 or more (Ada, Hopper), and {device} has "
             f"{able[0]}.{able[1]}; use {instead}"

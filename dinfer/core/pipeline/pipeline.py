@@ -539,7 +539,8 @@ def _device(device: str | torch.device | None) -> torch.device:
     except RuntimeError as error:
         raise ValueError(f"device={device!r} is not known; use cpu, cuda or cuda:0") from error
     if where.type not in ("cpu", "cuda") or (where.type == "cpu" and where.index):
-        raise ValueError(f"device={str(where)!r} cannot be used; use cpu, cuda or cuda:0")
+        why = " (steps need float64, which Metal lacks)" if where.type == "mps" else ""
+        raise ValueError(f"device={str(where)!r} cannot be used{why}; use cpu, cuda or cuda:0")
     if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
         raise ValueError(
             f"device={str(where)!r}: torch {torch.__version__} finds {torch.cuda.device_count()} CUDA devices"
