@@ -42,6 +42,15 @@ def join(
     return group
 
 
+def there(group: Any) -> bool:
+    """Whether the process of a trainer, rank 0 of a group of `join`, is still there."""
+    try:
+        distributed_c10d._world.pg_map[group][1].num_keys()
+    except RuntimeError:  # torch's DistNetworkError is one
+        return False
+    return True
+
+
 def leave(group: Any) -> None:
     """Leaves a group of `join`."""
     dist.destroy_process_group(group)

@@ -7,7 +7,7 @@ pickle is read. One thread does all this, one after the other.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -174,10 +174,15 @@ class Updates:
             fill(into)
 
     def join(self, asked: Joins) -> None:
-        """Joins a trainer's process group."""
+        """Joins a trainer's process group. A group whose trainer has died, and its update, are given up for it."""
         transport = needed("transport", "rollouts=true", "rollouts")()
-        if asked.group_name in self._groups:
-            raise ValueError(f"group_name={asked.group_name!r:.40} is there already: destroy it first")
+        if (old := self._groups.get(asked.group_name)) is not None:
+            if transport.there(old):
+                raise ValueError(f"group_name={asked.group_name!r:.40} is there already: destroy it first")
+            self.leave(asked.group_name)
+            if self._stack is not None and not self._groups:
+                with suppress(ConnectionError):
+                    self.fail(ConnectionError("its trainer has died"))
         self._groups[asked.group_name] = transport.join(
             asked.master_address, asked.master_port, asked.rank_offset, asked.world_size, asked.backend,
             asked.group_name,
@@ -216,9 +221,13 @@ class Updates:
                     raise ValueError("there is no group: make it first, with /init_weight_transfer_engine")
                 self._into.receive(group, asked.names, asked.dtype_names, asked.shapes, flat=asked.packed)
         except BaseException as error:
-            stack, self._stack = self._stack, None
-            if not stack.__exit__(type(error), error, error.__traceback__):
-                raise
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """Ends such an update by an error, which it raises."""
+        stack, self._stack = self._stack, None
+        if stack is None or not stack.__exit__(type(error), error, error.__traceback__):
+            raise error
 
     def finish(self, version: int | None) -> None:
         """Ends such an update."""

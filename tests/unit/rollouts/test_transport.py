@@ -11,12 +11,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.serving import served
 from unit.rollouts.test_weights import answers, folders, new_weights, pipeline  # noqa: F401, a fixture
 
+import dinfer
 from dinfer.rollouts.transport import join, leave
 from dinfer.rollouts.weights import WeightsIncomplete
+from dinfer.serving.settings import Settings
 
 ROOT = Path(__file__).parents[3]
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def started(port: int, *given: str) -> subprocess.Popen[bytes]:
+    """A trainer, see `unit.rollouts.trainer`."""
+    path = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
+    command = [sys.executable, "-m", "unit.rollouts.trainer", str(port), *given]
+    return subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path})
 
 
 @pytest.mark.rest(but=2)
@@ -24,19 +40,8 @@ ROOT = Path(__file__).parents[3]
 def test_broadcasts(how: str, folders: Any) -> None:  # noqa: F811
     """A trainer that is lost in the middle leaves a pause that says so."""
     pipe, new = pipeline(folders("llada", "A"), "llada"), new_weights(folders, "llada")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    last = "3" if how == "lost" else str(len(new))
-    command = [
-        sys.executable,
-        "-m",
-        "unit.rollouts.trainer",
-        str(port),
-        str(folders("llada", "B") / "model.safetensors"),
-    ]
-    path = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
-    with subprocess.Popen([*command, str(int(how == "flat")), last], env=os.environ | {"PYTHONPATH": path}) as trainer:
+    port, last = free_port(), "3" if how == "lost" else str(len(new))
+    with started(port, str(folders("llada", "B") / "model.safetensors"), str(int(how == "flat")), last) as trainer:
         group = join("127.0.0.1", port, 1, 2, name="weight_update_group", patience=60)
         told = [*new], [str(one.dtype) for one in new.values()], [[*one.shape] for one in new.values()]
         try:
@@ -55,3 +60,33 @@ def test_broadcasts(how: str, folders: Any) -> None:  # noqa: F811
         with pipe.updating() as into:
             into.load_all(new)
     assert answers(pipe) == answers(pipeline(folders("llada", "B"), "llada"))
+
+
+@pytest.mark.rest
+def test_a_trainer_that_is_started_anew_takes_the_place_of_one_that_died(folders: Any) -> None:  # noqa: F811
+    """It died within an update, which is given up with its group. Of one that lives, neither is."""
+    file = str(folders("llada", "B") / "model.safetensors")
+    with served(Settings(rollouts=True), dinfer.load("tiny", device="cpu")) as client:
+
+        def init(port: int) -> Any:
+            info = {
+                "master_address": "127.0.0.1",
+                "master_port": port,
+                "rank_offset": 1,
+                "world_size": 2,
+                "backend": "gloo",
+            }
+            return client.ask("/init_weight_transfer_engine", {"init_info": info})
+
+        for turn in range(2):
+            port = free_port()
+            with started(port, file, "0", "0" if turn == 0 else "wait") as trainer:
+                assert init(port).status_code == 200
+                if turn == 1:
+                    again = init(port)
+                    assert again.status_code == 400 and "is there already" in again.text
+                    trainer.kill()
+                assert trainer.wait() == -signal.SIGKILL
+            assert client.ask("/start_weight_update", {"is_checkpoint_format": True}).status_code == 200, turn
+        assert client.ask("/finish_weight_update", {"weight_version": 3}).status_code == 200
+        assert client.ask("/weight_info").json() == {"weight_version": "3"}
