@@ -21,6 +21,10 @@ SPELLINGS: dict[str, Callable[[Any], Constraint]] = {
     "response_format.json_schema.schema": json_schema,
     "response_format.pattern": regex,
     "response_format.grammar": grammar,
+    "response_format.format.json_schema": json_schema,
+    "response_format.format.value": lambda value: choice([value]),
+    "response_format.format.pattern": regex,
+    "response_format.format.grammar": partial(grammar, syntax="ebnf"),
     "structured_outputs.json": json_schema,
     "structured_outputs.regex": regex,
     "structured_outputs.choice": choice,
@@ -75,6 +79,28 @@ class Grammar(Strict):
     syntax: Literal["lark", "ebnf"] | None = None
 
 
+class TaggedSchema(Strict):
+    type: Literal["json_schema"]
+    json_schema: Schema
+
+
+class TaggedText(Strict):
+    type: Literal["const_string"]
+    value: str
+
+
+class TaggedGrammar(Strict):
+    type: Literal["grammar"]
+    grammar: str
+
+
+class StructuralTag(Strict):
+    """XGrammar's, as SGLang and vLLM take it, where it is one part alone."""
+
+    type: Literal["structural_tag"]
+    format: Annotated[TaggedSchema | TaggedText | Pattern | TaggedGrammar, Field(discriminator="type")]
+
+
 class StructuredOutputs(Strict):
     """vLLM's."""
 
@@ -91,7 +117,9 @@ class StructuredOutputs(Strict):
     disable_additional_properties: Literal[False] | None = None
 
 
-ResponseFormat = Annotated[PlainText | JsonObject | JsonSchema | Pattern | Grammar, Field(discriminator="type")]
+ResponseFormat = Annotated[
+    PlainText | JsonObject | JsonSchema | Pattern | Grammar | StructuralTag, Field(discriminator="type")
+]
 
 
 class HeldFields(Strict):

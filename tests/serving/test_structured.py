@@ -33,6 +33,10 @@ def named(schema: Any) -> dict[str, Any]:
     return {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": schema}}}
 
 
+def tagged(form: dict[str, Any]) -> dict[str, Any]:
+    return {"response_format": {"type": "structural_tag", "format": form}}
+
+
 @pytest.mark.parametrize(
     "fields",
     [
@@ -58,6 +62,10 @@ def test_a_schema_is_met_whoever_s_field_has_it(client: Client, fields: Any) -> 
     [
         ({"response_format": {"type": "regex", "pattern": PATTERN}}, PATTERN),
         ({"response_format": {"type": "grammar", "grammar": 'start: "x" | "y"'}}, "x|y"),
+        (tagged({"type": "const_string", "value": "x.y"}), r"x\.y"),
+        (tagged({"type": "json_schema", "json_schema": {"enum": [12]}}), "12"),
+        (tagged({"type": "regex", "pattern": "[ab]{3}"}), "[ab]{3}"),
+        (tagged({"type": "grammar", "grammar": 'root ::= "x" | "y"'}), "x|y"),
         ({"structured_outputs": {"choice": ["yes", "no"]}}, "yes|no"),
         ({"guided_regex": PATTERN}, PATTERN),
         ({"guided_choice": ["yes", "no"]}, "yes|no"),
@@ -96,6 +104,7 @@ def test_plain_text_asks_for_nothing(client: Client) -> None:
         ({"regex": "(a"}, "regex"),
         (named({"properties": {"a": {"$dynamicRef": "#b"}}}), "response_format.json_schema.schema.properties.a"),
         ({"response_format": {"type": "xml"}}, "response_format"),
+        (tagged({"type": "sequence", "elements": []}), "response_format.format"),
         ({"structured_outputs": {"json": {}, "disable_any_whitespace": True}}, "structured_outputs.disable_any"),
         ({"structured_outputs": {"structural_tag": "a"}}, "structured_outputs.structural_tag"),
         ({"structured_outputs": {"json": None}}, "structured_outputs"),
