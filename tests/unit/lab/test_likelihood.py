@@ -77,6 +77,7 @@ def test_all_of_the_issue_are_registered() -> None:
     assert all(LIKELIHOODS.describe(name).summary and LIKELIHOODS.get(name).paper for name in NAMES)
 
 
+@pytest.mark.rest(but=3)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_estimator_gives_what_plain_forwards_give(variant: str) -> None:
     """Whatever is batched together, and whatever of a clean text is computed once."""

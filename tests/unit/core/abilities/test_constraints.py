@@ -146,11 +146,11 @@ def some_request(recipe: Recipe, random: Random) -> tuple[Request, Language]:
 
 @pytest.mark.rest(but=3)
 @pytest.mark.parametrize("name", [name for name in general(DECODERS) if name not in REFUSED])
-@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.rest) for part in range(1, 4))])
+@pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.rest)])
 @examples(4)
 @given(st.data())
 def test_every_answer_is_in_its_language(part: int, name: str, data: st.DataObject) -> None:
-    """100,000 answers in `make test-all`: of 16 decoders, in 4 parts, 40 examples with 43 answers on average."""
+    """Thousands of answers: of 16 decoders, in two parts, four examples with 43 answers on average."""
     decoder = data.draw(st.sampled_from([s for s in settings_of(DECODERS) if dict(s)["name"] == name]))
     recipe = data.draw(recipes(dict(decoder)))
     count, random = data.draw(st.sampled_from([2, 64, 64])), Random(data.draw(st.integers(0, 2**32)))

@@ -200,6 +200,7 @@ def test_a_model_with_an_encoder_is_refused() -> None:
         multi(tiny_model("uniform"), "entropy_bound")
 
 
+@pytest.mark.rest(but=1)
 @pytest.mark.parametrize(("model", "cache"), [("tiny", "dual"), ("tiny-llada2", "block")])
 def test_two_blocks_at_once_on_the_models_in_the_box(model: str, cache: str) -> None:
     """Fewer forwards than with one, and still mostly right."""

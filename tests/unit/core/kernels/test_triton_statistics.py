@@ -28,8 +28,7 @@ def reference(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.rest(but=1)
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
 @pytest.mark.parametrize("precision", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("vocab", [7, 5000])
-@pytest.mark.parametrize("some", [False, True])
+@pytest.mark.parametrize(("vocab", "some"), [(7, False), (5000, True)])
 def test_token_stats(
     reference: None, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, precision: torch.dtype, vocab: int, some: bool
 ) -> None:
