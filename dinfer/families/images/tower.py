@@ -39,22 +39,26 @@ class Eyes:
     known: OrderedDict[bytes, Embeddings] = field(default_factory=OrderedDict)
     turn: threading.Lock = field(default_factory=threading.Lock)
 
-    def soft_tokens(self, picture: Picture) -> int:
-        """How many positions a picture takes, from its size alone. Turned by EXIF it takes as many."""
+    def size(self, width: int, height: int) -> tuple[int, int]:
+        """The width and the height that an image is resized to."""
         from transformers.models.gemma4.image_processing_pil_gemma4 import get_aspect_ratio_preserving_size as fitted
 
         made = self.processor
-        side = made.pooling_kernel_size * made.patch_size
-        width, height = picture.image.size
-        height, width = fitted(
-            height, width, made.patch_size, made.max_soft_tokens * made.pooling_kernel_size**2,
-            made.pooling_kernel_size,
-        )  # fmt: skip
-        return (height // side) * (width // side)
+        most = made.max_soft_tokens * made.pooling_kernel_size**2
+        high, wide = fitted(height, width, made.patch_size, most, made.pooling_kernel_size)
+        return wide, high
+
+    def soft_tokens(self, picture: Picture) -> int:
+        """How many positions a picture takes, from its size alone. Turned by EXIF it takes as many."""
+        width, height = self.size(*picture.image.size)
+        return width * height // (self.processor.pooling_kernel_size * self.processor.patch_size) ** 2
 
     def prepared(self, picture: Picture) -> tuple[Any, Any]:
         """The patches, float32 [1, P, 3 * patch²] from 0 to 1, and their (x, y), int64 [1, P, 2], -1 at padding."""
-        made = self.processor(images=picture.decoded(), return_tensors="pt")
+        image, resize = picture.decoded(), self.processor.do_resize
+        if image.mode == "RGB" and resize:  # the same pixels, without arrays of the whole image
+            image, resize = image.resize(self.size(*image.size), self.processor.resample), False
+        made = self.processor(images=image, do_resize=resize, return_tensors="pt")
         return made["pixel_values"], made["image_position_ids"]
 
     @torch.inference_mode()
