@@ -40,7 +40,7 @@ def linear(
     only so fast, and a map of few outputs would keep few of them busy.
     """
     x = close(x)
-    if use_triton(x, "linear") and triton("linear").faster(x, weight_OK, parts):
+    if x.dtype.itemsize == 2 and use_triton(x, "linear") and triton("linear").faster(x, weight_OK, parts):
         return triton("linear").linear(x, weight_OK, bias_O, None, split=parts)
     if (kernels := native("linear", x, weight_OK)) is not None and kernels.faster(x):
         out = kernels.linear(x, weight_OK)
