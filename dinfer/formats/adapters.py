@@ -107,10 +107,10 @@ class Adapted(nn.Module):
         low_BWPC = (x_BWK @ a_PCK.flatten(0, 1).T).unflatten(-1, a_PCK.shape[:2])
         # Never a product: 0 times what overflows in another row's columns is no 0.
         low_BWPC = low_BWPC.masked_fill((number_B[:, None] != self.owner.of_C)[:, None, None], 0)
-        low_NX = low_BWPC.view(-1, b_PCO.shape[0] * b_PCO.shape[1])
-        y.view(len(low_NX), -1).addmm_(
-            low_NX, b_PCO.flatten(0, 1)
-        )  # in place: a copy of y takes longer than the product
+        flat_NO, low_NPC = y.view(-1, y.shape[-1]), low_BWPC.flatten(0, 1)
+        for part, (_, first, rows) in enumerate(self.columns.rows):
+            # In place: a copy of y takes longer than the product.
+            flat_NO[:, first : first + rows].addmm_(low_NPC[:, part], b_PCO[part, :, first : first + rows])
         return y
 
 
