@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import dinfer.kernels
-from benchmarks import card, figures, goals, operators, parts, startup, step, tables, throughput
+from benchmarks import card, figures, goals, operators, parts, step, tables, throughput
 from benchmarks.feeds import apart, plain_tokens, random_prompts
 from benchmarks.limits import limits, operations, weight_bytes
 from benchmarks.parts import Span, by_kernel, by_part, longest
@@ -178,16 +178,6 @@ def test_our_side_of_the_comparison_does_the_common_work(tmp_path: Path) -> None
     found = json.loads((tmp_path / "out.json").read_text())
     assert found["forwards"] == 16 / work.RATE and found["same_tokens"] and len(found["all_s"]) == 2
     assert {width: row["forwards"] for width, row in found["by_width"].items()} == {"24": 2, "8": 2}
-
-
-def test_a_start_is_told_phase_by_phase() -> None:
-    given = startup.arguments(
-        ["--shape", "small", "--device", "cpu", "--prompt", "4", "--block", "4", "--in-flight", "2"]
-    )
-    phases = startup.start(given)["phases"]
-    names = ["weights on the card", "one request", "the same again", "all in flight"]
-    assert [phase["phase"] for phase in phases] == names
-    assert all(phase["kernels"] == 0 for phase in phases[1:])
 
 
 @pytest.mark.rest
