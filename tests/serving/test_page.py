@@ -111,6 +111,35 @@ def shot(page: Browser, name: str) -> None:
         page.shot(Path(folder) / f"{name}.png")
 
 
+def test_a_dropped_picture_goes_with_the_question_and_is_kept(page: Browser) -> None:
+    drop = """
+        const given = new DataTransfer();
+        for (const [name, type, bytes] of arguments[0])
+          given.items.add(new File([new Uint8Array(bytes)], name, { type }));
+        document.dispatchEvent(new DragEvent("drop", { dataTransfer: given, bubbles: true, cancelable: true }));
+    """
+    page.js(drop, [["a.png", "image/png", [1, 2, 3]], ["b.gif", "image/gif", [4]]])
+    page.until("document.querySelectorAll('#pictures img').length === 2")
+    page.click("#pictures figure:last-child button")
+    page.until("document.querySelectorAll('#pictures img').length === 1")
+    page.js(drop, [["notes.txt", "text/plain", [1]], ["large.png", "image/png", [0] * 10]])
+    page.until("document.getElementById('error').textContent.startsWith('notes.txt is no picture')")
+    page.js("""
+        window.sent = [];
+        window.fetch = async (path, given) => {
+          window.sent.push(JSON.parse(given.body));
+          throw new Error("stopped here");
+        };
+    """)
+    ask(page, SHORT)
+    parts = page.js("return window.sent[0].messages[0].content")
+    assert [part["type"] for part in parts] == ["image_url", "image_url", "text"] and parts[2]["text"] == SHORT
+    assert parts[0]["image_url"] == {"url": "data:image/png;base64,AQID"}
+    assert page.js("return document.getElementById('pictures').hidden") is True
+    reload(page)
+    assert page.js("return document.querySelectorAll('.bubble img').length") == 2
+
+
 def test_an_answer_is_the_librarys_and_is_kept_over_a_reload(client: Client, address: str, page: Browser) -> None:
     (want,) = client.pipe.generate([[{"role": "user", "content": QUESTION}]], max_new_tokens=64)
     assert page.js("return [document.title, document.activeElement.id]") == ["dinfer", "question"]

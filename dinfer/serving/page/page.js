@@ -6,6 +6,7 @@ import { chosen, controls, offered, rival, told, wanted } from "./settings.js";
 import { chats, drop, keep, keepSettings, newChat, settings } from "./store.js";
 import { TurnView } from "./turns.js";
 
+const LARGEST = 3e6; // bytes of a picture, which is a third longer in a request
 const LEAST = 32; // positions below which an answer is not begun: it would be cut off
 const EXAMPLES = { // the models in the box solve word problems; others chat
   tiny: ["Take the number 71, then add 124, subtract 59 and subtract 87. Which number is it?",
@@ -32,6 +33,7 @@ let sides = [{ model: "", values: {} }];
 let prefs = { form: { kind: "text", text: "" }, system: "", theme: "", panes: { chats: true, settings: false } };
 let chat = newChat("chat");
 let views = [];
+let pictures = []; // data: URLs that go with the next question
 let running = null; // the AbortController of the requests under way
 let shownSide = 0; // whose settings are shown
 
@@ -42,17 +44,23 @@ const examplesOf = (found) => found[sides[0].model.startsWith("tiny") ? "tiny" :
 
 // The messages before a turn. Where several answered, the conversation goes on with the chosen one.
 function conversation(turn) {
-  const said = chat.turns.slice(0, chat.turns.indexOf(turn)).flatMap(({ question, answers, chosen: at }) => {
+  const said = chat.turns.slice(0, chat.turns.indexOf(turn)).flatMap((before) => {
+    const { answers, chosen: at } = before;
     const answer = answers[at ?? 0]?.text ? answers[at ?? 0] : answers.find(({ text }) => text);
-    return answer ? [{ role: "user", content: question }, { role: "assistant", content: answer.text }] : [];
+    return answer ? [{ role: "user", content: contentOf(before) }, { role: "assistant", content: answer.text }] : [];
   });
-  return [...(turn.system ? [{ role: "system", content: turn.system }] : []), ...said, { role: "user", content: turn.question }];
+  return [...(turn.system ? [{ role: "system", content: turn.system }] : []), ...said, { role: "user", content: contentOf(turn) }];
 }
 
-async function submit(question) {
+// What a user's message holds: the question, behind its pictures if it has any.
+const contentOf = ({ question, images }) => images
+  ? [...images.map((url) => ({ type: "image_url", image_url: { url } })), { type: "text", text: question }]
+  : question;
+
+async function submit(question, images) {
   const mine = (running = new AbortController());
   const asked = chat.kind === "fill" ? sides.slice(0, 1) : sides;
-  const turn = { question, system: chat.kind === "chat" ? prefs.system.trim() : "", answers: asked.map(blank) };
+  const turn = { question, system: chat.kind === "chat" ? prefs.system.trim() : "", answers: asked.map(blank), ...(images?.length ? { images } : {}) };
   const owner = chat;
   owner.turns.push(turn);
   owner.title ||= question.replace(/<\|\w+\|>/g, " ").trim().slice(0, 80);
@@ -152,11 +160,11 @@ const acts = {
     if (running) return;
     chat.turns.length = chat.turns.indexOf(turn);
     show();
-    submit(question);
+    submit(question, turn.images);
   },
   anew(turn) {
     open(newChat(chat.kind));
-    submit(turn.question);
+    submit(turn.question, turn.images);
   },
   choose(turn, index) {
     turn.chosen = index;
@@ -267,6 +275,8 @@ function open(found) {
   running?.abort();
   running = null;
   chat = found;
+  pictures = [];
+  attached();
   remembered();
   stuck = true;
   busy(false);
@@ -433,8 +443,34 @@ function send(event) {
   if (chat.kind === "fill" && !/\[MASK(:\d+)?\]/.test(question)) return report(new Error("The text has no gap: put one in with “Gap”, such as [MASK:4] for four tokens."));
   byId("question").value = "";
   grow();
-  submit(question);
+  submit(question, pictures);
+  pictures = [];
+  attached();
 }
+
+// Pictures that were dropped or pasted go with the next question.
+async function attach(files) {
+  for (const file of chat.kind === "fill" ? [] : files) {
+    if (!/^image\/(png|jpeg|webp|gif)$/.test(file.type)) report(new Error(`${file.name} is no picture of type PNG, JPEG, WebP or GIF.`));
+    else if (file.size > LARGEST) report(new Error(`${file.name} has more than ${LARGEST / 1e6} MB: make it smaller.`));
+    else pictures = [...pictures, await dataOf(file)];
+  }
+  attached();
+}
+
+function attached() {
+  const without = (at) => { pictures = pictures.filter((_, i) => i !== at); attached(); };
+  byId("pictures").hidden = !pictures.length;
+  byId("pictures").replaceChildren(...pictures.map((src, i) => make("figure", {},
+    make("img", { src, alt: `Picture ${i + 1} of the question` }), button("close", `Leave picture ${i + 1} out`, () => without(i)))));
+}
+
+const dataOf = (file) => new Promise((done, failed) => {
+  const reader = new FileReader();
+  reader.addEventListener("load", () => done(reader.result));
+  reader.addEventListener("error", () => failed(reader.error));
+  reader.readAsDataURL(file);
+});
 
 function insertGap() {
   const box = byId("question");
@@ -507,6 +543,19 @@ byId("settings").querySelector(".close").addEventListener("click", () => (byId("
 byId("question").addEventListener("keydown", (event) => {
   // While a word is composed (Chinese, Japanese, Korean), Enter ends the word.
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing && event.keyCode !== 229) send(event);
+});
+byId("question").addEventListener("paste", (event) => {
+  const { files } = event.clipboardData;
+  if (!files.length) return;
+  event.preventDefault();
+  attach([...files]).catch(report);
+});
+document.addEventListener("dragover", (event) => { if (event.dataTransfer.types.includes("Files")) event.preventDefault(); });
+document.addEventListener("drop", (event) => {
+  const { files } = event.dataTransfer;
+  if (!files.length) return;
+  event.preventDefault();
+  attach([...files]).catch(report);
 });
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape" && !document.querySelector("dialog[open]")) running?.abort();

@@ -10,7 +10,7 @@ export class TurnView {
   constructor(turn, acts) {
     this.turn = turn;
     this.acts = acts;
-    this.bubble = make("div", { class: "bubble" }, ...written(turn.question));
+    this.bubble = make("div", { class: "bubble" }, ...(turn.images ?? []).map((src) => make("img", { src, alt: "Picture" })), ...written(turn.question));
     this.asked = make("div", { class: "asked" }, this.bubble, make("div", { class: "tools" },
       copier("Copy the question", () => turn.question), button("edit", "Edit the question", () => this.edit())));
     this.views = turn.answers.map((answer) => new AnswerView(answer, turn, acts));
