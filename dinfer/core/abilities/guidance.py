@@ -17,7 +17,7 @@ from dinfer.core.memory import Seen
 from dinfer.core.refusals import Refusal
 from dinfer.core.step.ability import ByExtra, Extra, Forward, Parts, Request, Step
 from dinfer.core.step.cursors import Status
-from dinfer.core.step.model import Attend, Model, OwnLogits
+from dinfer.core.step.model import Attend, Network, OwnLogits
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Guided(Extra):
 class GuidedModel:
     """The network of one step: its hidden states are those of both branches, side by side, its logits are guided."""
 
-    model: Model
+    model: Network
     bare_BW: Tensor  # the step's tokens, the mask in place of those that are given
     scale_B: Tensor  # 0 in rows that want no guidance
 
