@@ -49,7 +49,7 @@ def multiplies_integers(tensor: Tensor) -> bool:
 
 @cache
 def capability(device: torch.device | None) -> tuple[int, int]:
-    return (0, 0) if device is None else torch.cuda.get_devicecapability(device)
+    return (0, 0) if device is None else torch.cuda.get_device_capability(device)
 
 
 @contextmanager
