@@ -115,7 +115,10 @@ class Neutral(Strict):
                 continue
             neutral, reason = NOT_SUPPORTED.get(field, ((), ""))
             same = (value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)
-            if any(same):  # 0 and 0.0 are the same, 0 and False are not
+            own = cls.model_fields.get(field)  # whose default may ask for something else
+            if any(same) and (
+                own is None or own.default in (None, value)
+            ):  # 0 and 0.0 are the same, 0 and False are not
                 continue
             if field in NOT_SUPPORTED and field not in cls.model_fields:
                 raise refused(field, value, reason)

@@ -223,6 +223,9 @@ def test_a_thought_stands_apart_and_no_mark_is_told(client: Client, path: str, m
         switch = {"thinking": {"type": "disabled"}} if path == MESSAGES else {"reasoning": {"effort": "none"}}
         switch = {"reasoning_effort": "none"} if path == CHAT else switch
         assert said(path, own.ask(path, ask | switch).json())[0] == ""
+        if path == CHAT:
+            whole = own.ask(path, ask | {"include_reasoning": False}).json()
+            assert said(path, whole)[0] == "" and said(path, whole)[1].startswith(thought)
 
 
 def test_a_system_message_may_stand_anywhere_and_a_last_one_of_the_assistant_is_continued(client: Client) -> None:
