@@ -252,7 +252,7 @@ def load_adapter(pipe: Pipeline, name: str, adapter: str) -> AdaptedPipeline:
         raise ValueError(f"adapter={name!r}: runtime.tensor_parallel divides the model: use 1, or merge model.adapter")
     if pipe.origin is None:
         raise ValueError(f"adapter={name!r} needs a model that dinfer.load read: nobody knows the names of its tensors")
-    family, _ = pipe.origin
+    family: Any = pipe.origin[0]
     if getattr(family, "draft_adapter", None):
         raise ValueError(f"adapter={name!r}: drafts of this model have model.draft_adapter: leave one of them out")
     folder = locate(adapter, needed=ADAPTER)
@@ -357,5 +357,6 @@ class AdaptedPipeline(Pipeline):
     @property
     def model(self) -> Any:
         """The network with the adapter in every lane, for `score`."""
-        held, number = adapters_of(self.recipe.model), self.asks[-1].number
-        return held.over(self.recipe.model, LaneAdapters(torch.tensor([number], device=self.recipe.model.device)))
+        ask: Any = self.asks[-1]
+        number_B = torch.tensor([ask.number], device=self.recipe.model.device)
+        return adapters_of(self.recipe.model).over(self.recipe.model, LaneAdapters(number_B))

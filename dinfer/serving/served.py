@@ -294,9 +294,9 @@ class Catalogue(dict[str, Served]):
             raise ApiError(404, f"model={name!r:.80} is not served. Served: {known}", "model", "model_not_found")
         family = name.partition(":")[0]
         same = [self[name], *(model for model in self.values() if model.name.partition(":")[0] == family)]
-        for model in same:
-            if decoder is None or model.decoder == decoder:
-                return model
+        for served in same:
+            if decoder is None or served.decoder == decoder:
+                return served
         loaded = ", ".join(dict.fromkeys(model.decoder for model in same))
         raise refused("dinfer.decoder", decoder, f"is not loaded for this model. Loaded: {loaded}")
 

@@ -118,7 +118,7 @@ def eyes_of(folder: Path, network: Any) -> Eyes | str:
         module.load_state_dict(held[prefix], assign=True)
         module.eval().requires_grad_(False)
     text = config.get("text_config") or {}
-    tokens = [config.get(f"{name}_token_id") for name in ("image", "boi", "eoi")]
+    tokens: list[Any] = [config.get(f"{name}_token_id") for name in ("image", "boi", "eoi")]
     if not all(type(token) is int and 0 <= token < network.spec.vocab for token in tokens):
         return f"config.json: image_token_id, boi_token_id, eoi_token_id={tokens} must be ids of the vocabulary"
     mutual: Mutual = "local" if text.get("use_bidirectional_attention") == "vision" else "causal"
@@ -126,7 +126,7 @@ def eyes_of(folder: Path, network: Any) -> Eyes | str:
         processor = _processor(folder, config, vision)
     except CheckpointError as error:  # of settings that pictures alone need
         return str(error)
-    return Eyes(processor, tower, projection, tuple(tokens), mutual, network.dtype)
+    return Eyes(processor, tower, projection, (tokens[0], tokens[1], tokens[2]), mutual, network.dtype)
 
 
 def _modules(vision: Mapping[str, Any], hidden: int, device: torch.device) -> tuple[Any, Any]:

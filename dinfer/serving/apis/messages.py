@@ -225,8 +225,8 @@ class CountRequest(Strict):
         return canonical(body)
 
     def _messages(self) -> Iterator[dict[str, Any]]:
-        if text := text_of(self.system, "\n\n"):
-            yield {"role": "system", "content": text}
+        if system := text_of(self.system, "\n\n"):
+            yield {"role": "system", "content": system}
         known, waiting = set[str](), dict[str, Any]()
         for n, turn in enumerate(self.messages):
             blocks = turn.content if isinstance(turn.content, list) else []
