@@ -2,10 +2,11 @@
 
 import json
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from operator import attrgetter
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from safetensors.torch import save_file
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from dinfer.core.loading.checkpoint import family_of, place_of, read_config
 from dinfer.core.loading.files import CONFIG, GGUF, CheckpointError
+from dinfer.core.loading.safetensors_io import read, stored
 from dinfer.core.models.family import ModelFamily
 from dinfer.core.registry import MODELS, values_of
 from dinfer.core.terms.spec import ExpertLayout
@@ -37,13 +39,15 @@ def save_checkpoint(network: Any, family: ModelFamily, source: Path, tokenizer: 
         raise CheckpointError(
             f"{source}/{CONFIG} does not say what this model was loaded with, {given}: write it there, and load again"
         )
+    headers = {} if source.suffix == GGUF else stored(source)
+    beside = {name: one for name, one in headers.items() if name.startswith(tuple(family.unused))}  # such as a tower
     with whole(target):
         for path in () if source.suffix == GGUF else {path for end in SMALL for path in source.glob(end)}:
             if path.name not in (INDEX, ADAPTER):
                 shutil.copy2(path, target / path.name)
         if source.suffix == GGUF and tokenizer is not None:
             tokenizer.save_pretrained(target)
-        save_network(network, family, target, config)
+        save_network(network, family, target, config, beside=dict(read(beside)))
 
 
 @contextmanager
@@ -62,15 +66,18 @@ def whole(target: Path) -> Iterator[None]:
 
 
 def save_network(
-    network: Any, family: ModelFamily, folder: Path, config: dict[str, Any], experts: ExpertLayout = "separate"
-) -> None:
+    network: Any, family: ModelFamily, folder: Path, config: dict[str, Any], experts: ExpertLayout = "separate",
+    *, beside: Mapping[str, Tensor] = MappingProxyType({}),
+) -> None:  # fmt: skip
     """Writes config.json and model.safetensors with the tensor names of the family. Overwrites both.
 
-    Raises CheckpointError for a network that a checkpoint of this family cannot hold.
+    `beside`: further tensors of the file. Raises CheckpointError for a network that a checkpoint of this family cannot
+    hold.
     """
     weights = family.weights(family.spec(config), experts)
     held = held_by(network, {place.parameter for place in weights.values()})
     tensors = {name: place_of(held, place).cpu().contiguous() for name, place in weights.items()}
+    tensors |= beside
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG).write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

@@ -113,6 +113,12 @@ def test_recorded_runs_of_a2d_are_repeated() -> None:
     assert {prefix: passed(report, prefix) for prefix in FAMILIES} == FAMILIES
 
 
+@pytest.mark.rest  # it takes 10 seconds
+@pytest.mark.skipif(not NEXT.is_dir(), reason="the recorded runs with images are not here")
+def test_recorded_runs_with_images_are_repeated() -> None:
+    assert check(NEXT.with_name("goldens-images")).summary == "16 passed, 0 failed, 0 skipped"
+
+
 @pytest.mark.rest  # it takes 20 seconds
 @pytest.mark.skipif(not NEXT.is_dir(), reason=f"{NEXT} is not here")
 def test_what_came_later_passes() -> None:

@@ -101,7 +101,10 @@ def eyes_of(folder: Path, network: Any) -> Eyes | str:
         import PIL  # noqa: F401
     except ImportError:
         return INSTALL
-    tower, projection = _modules(vision, network.spec.hidden, network.device)
+    try:
+        tower, projection = _modules(vision, network.spec.hidden, network.device)
+    except ImportError as error:
+        return f"images need a transformers that has DiffusionGemma ({error}): upgrade it, or send text alone"
     own = {TOWER: tower, PROJECTION: projection}
     shapes = {
         f"{prefix}{name}": (*one.shape,) for prefix, module in own.items() for name, one in module.state_dict().items()

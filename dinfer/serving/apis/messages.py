@@ -247,17 +247,15 @@ class CountRequest(Strict):
             ]
             thought = "".join(one.thinking for one in blocks if isinstance(one, Thinking))
             shown = [one for one in blocks if one.type in ("text", "image")]
-            text, more = (
-                content_of(shown, text_of(turn.content)),
-                dict[str, Any]({"tool_calls": calls} if calls else {}),
-            )
+            content = content_of(shown, text_of(turn.content))
+            more = dict[str, Any]({"tool_calls": calls} if calls else {})
             more |= {"reasoning_content": thought} if thought else {}
             if results or waiting.get("role") != turn.role or more:
                 yield from [waiting] if waiting else []
                 yield from results
-                waiting = {"role": turn.role, "content": text, **more} if text or more or not results else {}
+                waiting = {"role": turn.role, "content": content, **more} if content or more or not results else {}
             else:  # neighbours of one role
-                waiting["content"] = joined(waiting["content"], text)
+                waiting["content"] = joined(waiting["content"], content)
         yield from [waiting] if waiting else []
 
 

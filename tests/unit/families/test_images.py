@@ -28,6 +28,7 @@ from dinfer.core.pipeline import Pipeline
 from dinfer.core.step.cursors import Phase
 from dinfer.families.abilities.embedded import Embedded, Embeddings, Stretch
 from dinfer.families.images.pictures import opened
+from dinfer.families.images.tower import eyes_of
 from dinfer.scale.parallel.leader_worker import read, spelled
 from tests.parity.kinds.images import hidden
 
@@ -155,6 +156,7 @@ def test_a_tower_of_another_size_is_refused_and_one_that_is_not_there_is_told(fo
     pipe = dinfer.load(blind, device="cpu", iteration={"block": 6})
     with pytest.raises(ValueError, match=r"messages\.0\.content\.1: the checkpoint blind holds no vision tower"):
         pipe.encode(asked(picture(0)))
+    assert "m.gguf, a GGUF file, holds no vision tower" in str(eyes_of(Path("m.gguf"), pipe.model))
     with pytest.raises(ValueError, match=r"models of the family llada take no images: send text alone"):
         dinfer.load("tiny", device="cpu").encode(asked(picture(0)))
 
@@ -246,6 +248,13 @@ def test_placeholders_need_images(pipe: Pipeline) -> None:
     tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}{% endfor %}"
     with pytest.raises(ValueError, match="chat template writes 0 images of 1"):
         Pipeline(pipe.recipe, tokenizer, Runtime()).encode(asked(picture(0)))
+
+
+def test_a_saved_model_sees(pipe: Pipeline, tmp_path: Path) -> None:
+    pipe.save(tmp_path / "saved")
+    again = dinfer.load(str(tmp_path / "saved"), device="cpu", iteration={"block": 6})
+    given = opened(picture(0), "it")
+    assert torch.equal(again.model.eyes.see(given).rows_XD, pipe.model.eyes.see(given).rows_XD)
 
 
 def test_a_picture_changes_the_answer_and_its_tokens_are_counted(pipe: Pipeline) -> None:
