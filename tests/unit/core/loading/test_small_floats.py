@@ -96,7 +96,10 @@ def test_the_values_are_those_of_the_format(how: str, tmp_path: Path) -> None:
         for (name, wide), found in zip(expected.named_parameters(), got.parameters(), strict=True):
             assert torch.equal(found, wide), name
     assert (
-        inspect(tmp_path / "packed", {"name": "llada2", "block": 4, "mask_id": 39} if how == "mxfp4" else {}).problems
+        inspect(
+            tmp_path / "packed",
+            {"name": "llada2", "block": 4, "mask_id": 39, "stop_ids": [38]} if how == "mxfp4" else {},
+        ).problems
         == []
     )
 
