@@ -43,6 +43,7 @@ from dinfer.serving.run import EngineFailed, check, configured, open_files, tune
 from dinfer.serving.server import Server
 from dinfer.serving.settings import NO_LIMIT, Settings, naming, url
 
+END = b"data: [DONE]\n\n"  # a stream says nothing behind it
 ATTEMPTS = 3  # replicas that may end during one request, which may be what ends them
 PROBE = 5.0  # seconds in which a replica must answer
 SESSION = b"x-session-id"  # the header in which a client names its conversation
@@ -122,14 +123,14 @@ class Gateway:
         session = conversation(asked)
         for _ in range(ATTEMPTS):
             head: Message | None = None
-            begun = done = False
+            begun, done, said = False, False, b""
             response: Any = self._replicas.options(stream=True, session_id=session).answer.remote(asked)
             try:
                 async for message in response:
                     if message["type"] == "http.response.start":
                         head = message
                         continue
-                    done = not message.get("more_body")
+                    done, said = not message.get("more_body"), message.get("body") or said
                     if head is not None and (message.get("body") or done):
                         begun = True
                         yield head
@@ -146,6 +147,9 @@ class Gateway:
                 LOG.warning("a replica was lost: %s", type(error).__name__)
                 if isinstance(error, RayTaskError) and not begun:  # the replica lives: this is a defect of ours
                     raise
+                if begun and said.endswith(END):  # nothing of the answer is missing
+                    yield {"type": "http.response.body", "body": b"", "more_body": False}
+                    return
                 if begun:
                     raise ApiError(
                         500, "the replica that wrote this answer has ended: ask again", code="replica_lost"

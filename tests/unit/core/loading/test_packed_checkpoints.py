@@ -181,7 +181,8 @@ BAD = {
     "Marlin's layout": (GPTQ | {"is_marlin_format": True}, "is_marlin_format=True is not supported"),
     "a flag that is a text": (GPTQ | {"desc_act": "no"}, "desc_act='no' is not supported"),
     "an order that is none": (scheme(actorder="best"), "actorder='best' is not supported"),
-    "4 bits that are floats": (W4A16 | {"format": "nvfp4-pack-quantized"}, "use .*'pack-quantized'"),
+    "integers said to be floats": (W4A16 | {"format": "nvfp4-pack-quantized"}, "how .*weight_packed is packed"),
+    "a format of its own": (W4A16 | {"format": "marlin-24"}, "use .*'pack-quantized'"),
     "bits that differ": (
         GPTQ | {"dynamic": {"-:.*gate": {}, "+:.*q_proj": {"bits": 8}}}, "dynamic=.* may only leave weights as they are"
     ),
