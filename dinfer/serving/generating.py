@@ -61,13 +61,11 @@ async def _seen(
     server: Server, served: Served, prompt: list[dict[str, Any]], pictures: Sequence[Any], **how: Any
 ) -> list[int]:
     """As `encoded`, with images: in a thread, which decodes and sees them, and counted as a row meanwhile."""
-    served.check_size(prompt, "messages", **how)
-    own, encode = (
-        needed("images", "an image", "families")().eyes_of(served.pipe.model),
-        partial(served.pipe.encode, prompt, **how),
-    )
+    own = needed("images", "an image", "families")().eyes_of(served.pipe.model)
+    encode = partial(served.pipe.encode, prompt, **how)
     positions = 0 if isinstance(own, str) else sum(map(own.soft_tokens, pictures))
     try:
+        served.check_size(prompt, "messages", **how)
         with server.admission.admit([positions]):
             async with asyncio.timeout(server.settings.deadline):
                 return await asyncio.get_running_loop().run_in_executor(server.encoding, encode)

@@ -105,13 +105,6 @@ def content_of(parts: Sequence[Any], text: str) -> str | list[dict[str, Any]]:
     return [*read]
 
 
-def text_of(content: Any) -> Any:
-    """A content without its images."""
-    if not isinstance(content, list):
-        return content
-    return "\n".join(part["text"] for part in content if part["type"] == "text")
-
-
 def joined(one: Any, other: Any) -> Any:
     """Two contents as one."""
     if isinstance(one, str) and isinstance(other, str):

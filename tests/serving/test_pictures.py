@@ -117,3 +117,11 @@ def test_a_model_without_a_tower_says_so() -> None:
         answer = client.ask(CHAT, body(CHAT, PARTS[CHAT])).json()["error"]
     assert answer["param"] == "messages.0.content.1.image_url"
     assert "models of the family llada take no images: send text alone" in answer["message"]
+
+
+def test_a_long_text_beside_a_picture_is_no_fault_of_a_model_without_a_tower() -> None:
+    """Such a text is written out to learn its length, by a template that knows texts alone."""
+    with served() as client:
+        turn = {"role": "user", "content": [{"type": "text", "text": "a" * 1_000_000}, PARTS[CHAT]]}
+        response = client.ask(CHAT, body(CHAT) | {"messages": [turn]})
+    assert response.status_code == 400 and "chat template" in response.json()["error"]["message"]

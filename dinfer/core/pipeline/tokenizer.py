@@ -229,7 +229,7 @@ class ChatTemplate:
         own = {"tools": tools, "add_generation_prompt": add_generation_prompt}
         try:
             return self.tokenizer.apply_chat_template([*map(dict, messages)], **variables, **own, **how)
-        except TemplateError as error:
+        except (TemplateError, TypeError) as error:  # a TypeError where it adds a text to a list of parts
             raise ValueError(f"the checkpoint's chat template: {error}") from error
 
     @cached_property

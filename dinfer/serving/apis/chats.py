@@ -20,7 +20,7 @@ from dinfer.serving.errors import ApiError, at_field, invalid, of_validation, re
 from dinfer.serving.fields import NO_THOUGHT, SWITCHES, Conversation, Generation, Sampled, Scored, Stop, readable
 from dinfer.serving.forms import Held, HeldFields, Strict
 from dinfer.serving.generating import encoded, generated
-from dinfer.serving.pictures import joined, text_of
+from dinfer.serving.pictures import joined
 from dinfer.serving.rows import Event, failure
 from dinfer.serving.served import Served
 from dinfer.serving.server import Server
@@ -191,10 +191,8 @@ def placed(served: Served, asked: ChatRequest) -> list[dict[str, Any]]:
     told = asked.conversation
 
     def taken(turns: list[dict[str, Any]]) -> bool:
-        # Where system messages may stand is asked without pictures: a template that takes none cannot write them.
-        texts = [{**turn, "content": text_of(turn["content"])} for turn in turns]
         try:
-            return bool(served.pipe.written(texts, tools=asked.tools, **asked.ending))
+            return bool(served.pipe.written(turns, tools=asked.tools, **asked.ending))
         except ValueError:
             return False
 
