@@ -32,7 +32,7 @@ from dinfer.core.pipeline import Pipeline
 from dinfer.core.provided import provided
 from dinfer.core.step.model import Attend
 from dinfer.core.step.request import Ask
-from dinfer.formats.lora import WEIGHTS, read_adapter
+from dinfer.formats.lora import WEIGHTS, Adapter, read_adapter
 
 NAME = re.compile(r"[\w.-]+")
 HEAD = "head"  # where a network has its head
@@ -204,11 +204,12 @@ class Adapters:
         """Looks for the linear layers, once."""
         if self.owner is not None:
             return
+        parameters = dict(network.named_parameters())
         for name, place in placements.items():
             path = place.parameter.removesuffix(".weight")
             if place.experts or len(place.shape) != 2 or path == HEAD:
                 continue
-            base = network.get_submodule(path) if f"{path}.weight" in dict(network.named_parameters()) else None
+            base = network.get_submodule(path) if f"{path}.weight" in parameters else None
             if isinstance(base, Linear):
                 self.layers.setdefault(path, Columns([], base)).rows.append((name, place.row, place.shape[0]))
         self.owner = Owners(torch.full((0,), FREE, device=network.device))
@@ -276,28 +277,26 @@ def load_adapter(pipe: Pipeline, name: str, adapter: str) -> AdaptedPipeline:
         digest = hashlib.sha256((folder / ADAPTER).read_bytes())
         digest.update((folder / WEIGHTS).read_bytes())
         held.count += 1
+        ask = AdapterAsk(name, held.count, digest.hexdigest())
         with stopped(held):
-            _write(
-                held, network, Loaded(AdapterAsk(name, held.count, digest.hexdigest()), folder, torch.empty(0)), read
-            )
+            held.by_name[name] = Loaded(ask, folder, _write(held, network, ask.number, read))
     return AdaptedPipeline(pipe, name)
 
 
-def _write(held: Adapters, network: Any, loaded: Loaded, read: Any) -> None:
-    """Writes an adapter into columns of its own."""
+def _write(held: Adapters, network: Any, number: int, read: Adapter) -> Tensor:
+    """Writes an adapter into columns of its own, which it returns."""
     assert held.owner is not None
     before = _addresses(held)
     columns = held.room(next(len(a_RK) for a_RK, _ in read.pairs.values()))
     pairs = {matrix: (a_RK, b_OR * read.scale) for matrix, (a_RK, b_OR) in read.pairs.items()}
+    like = torch.empty(0, dtype=network.dtype, device=network.device)
     with torch.no_grad():
         for layer in held.layers.values():
-            layer.write(
-                columns, len(held.owner.of_C), pairs, torch.empty(0, dtype=network.dtype, device=network.device)
-            )
-        held.owner.of_C[columns] = loaded.ask.number
-    held.by_name[loaded.ask.name] = Loaded(loaded.ask, loaded.folder, columns)
+            layer.write(columns, len(held.owner.of_C), pairs, like)
+        held.owner.of_C[columns] = number
     if before != _addresses(held) and (drop := provided("drop_graphs")) is not None:
         drop()
+    return columns
 
 
 def _addresses(held: Adapters) -> list[int | None]:
@@ -321,10 +320,8 @@ def unload_adapter(pipe: Pipeline, name: str) -> None:
     """Forgets an adapter. Raises ValueError if none has this name, or requests use it."""
     held = adapters_of(pipe.recipe.model)
     with held.turn, stopped(held) as engines:
-        loaded, rows = (
-            held.find(name),
-            [row for engine in engines for row in (*engine.loop.running, *engine.loop.waiting)],
-        )
+        loaded = held.find(name)
+        rows = [row for engine in engines for row in (*engine.loop.running, *engine.loop.waiting)]
         if users := sum(row.request.ask(AdapterAsk) == loaded.ask for row in rows):
             raise ValueError(f"adapter={name!r} is used by {users} requests: wait for their end, or cancel them first")
         assert held.owner is not None

@@ -91,10 +91,8 @@ def read_adapter(folder: Path, placements: Mapping[str, Placement]) -> Adapter:
     for name, owner in owners.items():
         *experts, out, width = placements[name].shape
         ranks = rank * math.prod(experts)
-        wanted[f"{PREFIX}{owner}.lora_A.weight"], wanted[f"{PREFIX}{owner}.lora_B.weight"] = (
-            (ranks, width),
-            (out, ranks),
-        )
+        wanted[f"{PREFIX}{owner}.lora_A.weight"] = (ranks, width)
+        wanted[f"{PREFIX}{owner}.lora_B.weight"] = (out, ranks)
     rounded = [name for name, one in tensors.items() if one.dtype == ROUNDED]
     wrong = [*mismatches(tensors, wanted, rounded)]
     refuse(wrong, f"the adapter in {folder} does not fit its {CONFIG} and the checkpoint")

@@ -14,7 +14,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from dinfer.core.loading.files import CheckpointError, refuse
 from dinfer.core.loading.safetensors_io import FLOATS, INTEGERS, NARROW, Scales, Slices, Stored, read
 from dinfer.core.models.family import Placement
 from dinfer.core.ranks.split import Rank
-from dinfer.formats.small_floats import joined, scheme_of
+from dinfer.formats.small_floats import InParts, joined, scheme_of
 
 Method = Literal["gptq", "awq", "compressed-tensors"]
 VALUES = {"gptq": "qweight", "awq": "qweight", "compressed-tensors": "weight_packed"}
@@ -81,12 +81,10 @@ class Integers(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PackedWeight(Stored):
-    """A weight that is stored as separate tensors of values, scales and zeros."""
+class PackedWeight(InParts):
+    """A weight in integers, with scales and zeros."""
 
-    packed: ClassVar[bool] = True
     packing: Packing
-    parts: Mapping[str, Stored]  # by role; the values have the role "values"
 
     @property
     def floats(self) -> torch.dtype | None:
@@ -99,9 +97,6 @@ class PackedWeight(Stored):
 
     def kept(self, place: Placement, rank: Rank) -> tuple[Any, ...] | None:
         return (self.dtype, self.group, self.scales) if self.symmetric_groups(place, rank) else None
-
-    def bytes_of(self, part: Slices | None) -> int:
-        return sum(one.size for one in self.parts.values())  # any part needs all of it
 
     @property
     def group(self) -> int:
@@ -288,7 +283,7 @@ def packed(tensors: Mapping[str, Stored], how: Packing | None) -> dict[str, Stor
         shape = {"gptq": (second, first * many), "awq": (second * many, first)}.get(how.method, (first, second * many))
         if f"{base}.weight" in tensors:
             wrong.append(f"{base}.weight: it is there twice, as it is and as {name}")
-        weight = PackedWeight(values.path, f"{base}.weight", shape, f"I{how.bits}", how, parts)
+        weight = PackedWeight(values.path, f"{base}.weight", shape, f"I{how.bits}", parts, how)
         found[weight.name] = weight
         wrong += _differences(weight)
     refuse([f"missing: {name}" for name in absent], f"config.json says {how}, but tensors are missing")

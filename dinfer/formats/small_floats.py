@@ -75,12 +75,21 @@ def scheme_of(config: Mapping[str, Any]) -> Scheme | None:
 
 
 @dataclass(frozen=True)
-class SmallFloats(Stored):
-    """A weight that is stored as separate tensors of values and scales."""
+class InParts(Stored):
+    """A weight that is stored as separate tensors, such as values and scales."""
 
     packed: ClassVar[bool] = True
-    scheme: Scheme
     parts: Mapping[str, Stored]  # by role; the values have the role "values"
+
+    def bytes_of(self, part: Slices | None) -> int:
+        return sum(one.size for one in self.parts.values())  # any part needs all of it
+
+
+@dataclass(frozen=True)
+class SmallFloats(InParts):
+    """A weight in floats of four bits."""
+
+    scheme: Scheme
 
     @property
     def floats(self) -> torch.dtype:
@@ -89,9 +98,6 @@ class SmallFloats(Stored):
     def kept(self, place: Placement, rank: Rank) -> tuple[Any, ...] | None:
         """No format of ours holds them."""
         return None
-
-    def bytes_of(self, part: Slices | None) -> int:
-        return sum(one.size for one in self.parts.values())
 
     def values(self, file: Any, part: Slices | None) -> Tensor:
         """The weight, or a part of it, in float32."""
@@ -130,7 +136,7 @@ def joined(tensors: Mapping[str, Stored], scheme: Scheme | None) -> dict[str, St
         for end in scheme.spare:
             found.pop(f"{base}{end}", None)
         if len(parts) == 1 + len(beside):
-            made = SmallFloats(parts["values"].path, weight, _shape(parts["values"], scheme), "F4", scheme, parts)
+            made = SmallFloats(parts["values"].path, weight, _shape(parts["values"], scheme), "F4", parts, scheme)
             found[weight] = made
             wrong += _differences(made)
     refuse([f"missing: {name}" for name in absent], f"config.json says {scheme.method}, but tensors are missing")

@@ -114,11 +114,10 @@ class Neutral(Strict):
             if value is None or (field == "tools" and data.get("tool_choice") == "none"):
                 continue
             neutral, reason = NOT_SUPPORTED.get(field, ((), ""))
+            # 0 and 0.0 are the same, 0 and False are not.
             same = (value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)
             own = cls.model_fields.get(field)  # whose default may ask for something else
-            if any(same) and (
-                own is None or own.default in (None, value)
-            ):  # 0 and 0.0 are the same, 0 and False are not
+            if any(same) and (own is None or own.default in (None, value)):
                 continue
             if field in NOT_SUPPORTED and field not in cls.model_fields:
                 raise refused(field, value, reason)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol, get_args
+from typing import Any, Protocol, get_args
 
 import torch
 from torch import Tensor, nn
@@ -45,9 +45,6 @@ from dinfer.core.provided import needed, provided
 from dinfer.core.ranks.split import WHOLE, Rank
 from dinfer.core.registry import MODELS
 from dinfer.core.terms.spec import ExpertLayout, ModelSpec
-
-if TYPE_CHECKING:
-    pass
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -195,6 +195,11 @@ class ByExtra(Ability, Generic[E]):
         extra: Any = shape.extra(cls.kind)
         return None if extra is None else cls(extra)
 
+    @classmethod
+    def adds_for(cls, recipe: Parts, request: Request) -> Extra | None:
+        """The extra, for a request that asks what the ability answers. One with fields needs a method of its own."""
+        return cls.kind() if any(isinstance(ask, cls.answers) for ask in request.asks) else None
+
 
 @dataclass(frozen=True)
 class ByPart(Ability, Generic[P]):

@@ -162,10 +162,6 @@ class Embeds(ByExtra[Given]):
     )  # fmt: skip
 
     @classmethod
-    def adds_for(cls, recipe: Parts, request: Request) -> Extra | None:
-        return None if request.ask(Embedded) is None else Given()
-
-    @classmethod
     def refusal(cls, recipe: Parts, request: Request) -> str | None:
         ask, token = request.ask(Embedded), recipe.model.placeholder if isinstance(recipe.model, Gemma) else None
         if token is not None and request.prompt.count(token) != (0 if ask is None else len(ask)):
@@ -210,12 +206,10 @@ class Embeds(ByExtra[Given]):
         return replace(window, pos_BW=pos_BW, place_BW=place_BW, final_until_B=stop_B)
 
     def seen(self, step: Step, lanes: RowCursors, place_BW: Tensor) -> Seen | None:
-        sees, kept = (
-            Encoder().seen(step, lanes, place_BW) if step.recipe.model.spec.encoder else None,
-            step.kept(Embeds),
-        )
+        sees = Encoder().seen(step, lanes, place_BW) if step.recipe.model.spec.encoder else None
         if sees is None:
             return None
+        kept = step.kept(Embeds)
         near_begin_BW, near_end_BW, end_BW = kept.seen_3NS[
             :, lanes.slot_B[:, None], padded(place_BW, kept.canvas.capacity)
         ].long()

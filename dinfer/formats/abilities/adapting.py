@@ -38,10 +38,6 @@ class Adapting(ByExtra[WithAdapters]):
     answers = (AdapterAsk,)
 
     @classmethod
-    def adds_for(cls, recipe: Parts, request: Request) -> Extra | None:
-        return None if request.ask(AdapterAsk) is None else WithAdapters()
-
-    @classmethod
     def refusal(cls, recipe: Parts, request: Request) -> str | None:
         ask = request.ask(AdapterAsk)
         return None if ask is None else adapters_of(recipe.model).gone(ask)

@@ -68,10 +68,6 @@ class Bias(ByExtra[Biased]):
     answers = (TokenBias,)
 
     @classmethod
-    def adds_for(cls, recipe: Parts, request: Request) -> Extra | None:
-        return None if request.ask(TokenBias) is None else Biased()
-
-    @classmethod
     def refusal(cls, recipe: Parts, request: Request) -> str | None:
         if (bias := request.ask(TokenBias)) is None:
             return None
