@@ -9,7 +9,7 @@ from typing import Self
 import torch
 
 from dinfer.core.abilities.registry import ABILITIES
-from dinfer.core.abilities.traits import NO_MASK, TEXT_BEHIND, sampled
+from dinfer.core.abilities.traits import HELD, NO_MASK, TEXT_BEHIND, sampled
 from dinfer.core.kernels.canvas import rows_of
 from dinfer.core.refusals import Refusal, Trait
 from dinfer.core.step.ability import Ability, ByPart, Decision, Extra, Parts, Proposal, Request, Step, StepShape
@@ -74,9 +74,6 @@ class Leftmost(Extra):
     """Some row decodes the leftmost masks of each block alone."""
 
 
-HELD = sampled("leftmost", "above 0")
-
-
 @ABILITIES.register("holding")
 @dataclass(frozen=True)
 class Holding(Ability):
@@ -110,9 +107,8 @@ class Holding(Ability):
             options = step.state.options(step.recipe, made.lanes.slot_B, "sampling", step.shape.blocks)
             masked_RL, most_R1 = made.view.masked_RL, options["leftmost"]
             free_RL = free_RL & (~masked_RL | (most_R1 == 0) | (masked_RL.cumsum(-1) <= most_R1))
-        if made.view.must_progress_R is not None:  # one of several blocks may have no mask that it could commit
-            must_R = made.view.must_progress_R & (made.view.masked_RL & free_RL).any(-1)
-            made.view = replace(made.view, must_progress_R=must_R)
+        must_R, able_R = made.view.must_progress_R, (made.view.masked_RL & free_RL).any(-1)
+        made.view = replace(made.view, must_progress_R=able_R if must_R is None else must_R & able_R)
         # The masks that are held back have 0, as if the model preferred the mask there: no commit is forced on them.
         held_RL = ~free_RL
         declined_RL = made.stats.declined_RL | held_RL

@@ -13,6 +13,7 @@ def sampled(name: str, value: str) -> Trait:
 
 
 GUIDED = sampled("guidance", "above 0")
+HELD = sampled("leftmost", "above 0")
 NO_MASK = Trait(lambda model: model.spec.mask_id is None, "a model without a mask token")
 REMEMBERS = Trait(lambda iteration: scores_of(iteration) != "none")
 KEEPS_KEYS = Trait(lambda cache: not isinstance(cache, RecomputesEveryKey))

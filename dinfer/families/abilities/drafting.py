@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dinfer.core.abilities.registry import ABILITIES
-from dinfer.core.abilities.traits import GUIDED, TEXT_BEHIND, sampled
+from dinfer.core.abilities.traits import GUIDED, HELD, TEXT_BEHIND
 from dinfer.core.memory import PagedAttend
 from dinfer.core.refusals import Refusal, Trait
 from dinfer.core.step.ability import ByPart, Decision, Extra, Forward, Step
@@ -22,7 +22,6 @@ INEXACT = Trait(
     )
 )
 SPECULATES = Trait(lambda runtime: runtime.speculate != 0, "`runtime.speculate`", instead="runtime.speculate=0")
-HELD = sampled("leftmost", "above 0")
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dinfer.core.abilities.registry import ABILITIES
-from dinfer.core.abilities.traits import GUIDED
+from dinfer.core.abilities.traits import GUIDED, HELD
 from dinfer.core.kernels.attention import attention_interval
 from dinfer.core.kernels.canvas import span
 from dinfer.core.memory import Seen
@@ -21,7 +21,7 @@ from dinfer.core.step.ability import Ability, Decision, Extra, Forward, Parts, P
 from dinfer.core.step.cursors import Phase, RowCursors, Status
 from dinfer.core.step.mixins import Adjusts, Edits, Slides
 from dinfer.core.step.window import Window
-from dinfer.families.abilities.drafting import HELD, INEXACT, SPECULATES, Confirms, Undivided
+from dinfer.families.abilities.drafting import INEXACT, SPECULATES, Confirms, Undivided
 from dinfer.families.abilities.encoder import encoder_intervals
 from dinfer.families.gated import passing
 from dinfer.families.nemotron import TwoModeSpec

@@ -13,8 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dinfer.core.abilities.traits import HELD
 from dinfer.core.kernels.canvas import padded
 from dinfer.core.kernels.selection import descending_rank
+from dinfer.core.refusals import Refusal
 from dinfer.core.registry import CACHES, option
 from dinfer.core.step.contracts import CachePolicy, ModelSpec, Moved, Phase, RowCursors, State, WindowPlan
 from dinfer.core.step.mixins import CanvasRows, Chooses, LeavesDecoded, LeavesMasks, RefreshesWithin
@@ -177,6 +179,10 @@ class D2Cache(CachePolicy, Chooses, Follows, LeavesDecoded, LeavesMasks, Refresh
     """
 
     paper = "d2Cache, arXiv:2509.23094"
+    refusals = (
+        Refusal("{cache} computes the surest masks, and sampling.leftmost decodes the first ones alone.",
+                cache=Follows, sampling=HELD),
+    )  # fmt: skip
 
     masks: int = option(32, "masks recomputed at every step; at least one is of the active block")
     mass: float = option(0.1, "share of all attention whose receivers are recomputed", most=1)
@@ -227,8 +233,8 @@ class D2Cache(CachePolicy, Chooses, Follows, LeavesDecoded, LeavesMasks, Refresh
         asked_BS = self.masks_to_decode(lanes, open_BS, state)
         fresh_BS = state["open"] & ~open_BS
         first_BS = asked_BS & (pos_S == prompt_B1)
-        told_BS = asked_BS & ~first_BS if shift else asked_BS
-        base_BS = fresh_BS | F.pad(told_BS[:, shift:], (0, shift))
+        told_BS = F.pad((asked_BS & ~first_BS if shift else asked_BS)[:, shift:], (0, shift))
+        base_BS = fresh_BS | told_BS
         other_BS = inside_BS & ~base_BS
         attention_BS = state["attention"].masked_fill(~other_BS, 0.0)
         attention_BS = attention_BS / attention_BS.sum(-1, keepdim=True).clamp_min(1e-9)
@@ -238,6 +244,7 @@ class D2Cache(CachePolicy, Chooses, Follows, LeavesDecoded, LeavesMasks, Refresh
         flags_BS = base_BS | (torch.zeros_like(base_BS).scatter(1, order_BS, taken_BS) & other_BS)
         if shift:  # the last position of the prompt is computed for its logits alone
             flags_BS = torch.where(pos_S == prompt_B1 - 1, first_BS.any(-1, keepdim=True), flags_BS)
+            told_BS = told_BS | (flags_BS & (pos_S == prompt_B1 - 1))
         if self.bridge:
             left_BS = torch.where(flags_BS, pos_S, -FAR).cummax(-1).values
             right_BS = torch.where(flags_BS, pos_S, FAR).flip(-1).cummin(-1).values.flip(-1)
@@ -246,12 +253,15 @@ class D2Cache(CachePolicy, Chooses, Follows, LeavesDecoded, LeavesMasks, Refresh
             return flags_BS
         first_B1, new_B1 = (lanes.start_B - shift).clamp_min(0)[:, None], (lanes.length_B - lanes.prompt_B)[:, None]
         room_B1 = lanes.end_B[:, None] - first_B1 + self.plan(Phase.WINDOW).allowance(new_B1, lanes.forwards_B[:, None])
-        rank_BS = attention_BS + 2.0 * base_BS - 4.0 * ~flags_BS
+        rank_BS = attention_BS + 2.0 * base_BS + 2.0 * told_BS - 8.0 * ~flags_BS  # without masks no step decodes
         order_BS = rank_BS.sort(dim=-1, descending=True, stable=True).indices
         return flags_BS & torch.zeros_like(flags_BS).scatter(1, order_BS, (pos_S < room_B1).expand_as(order_BS))
 
     def masks_to_decode(self, lanes: RowCursors, open_BS: Tensor, state: State) -> Tensor:
-        """The surest masks, those of the block of the last step first, and one of the active block. bool [B, S + 1]"""
+        """The surest masks, those of the block of the last step first, and one of the active block. bool [B, S + 1]
+
+        Of several active blocks the first that has masks must commit one, so the first mask of all is among them.
+        """
         pos_S, prompt_B1 = torch.arange(open_BS.shape[1], device=open_BS.device), lanes.prompt_B[:, None]
         place_BS = pos_S + prompt_B1  # from here on, positions count from the first generated one
         there_BS, index_BS = place_BS < lanes.length_B[:, None], place_BS.clamp_max(len(pos_S) - 1)
@@ -273,6 +283,8 @@ class D2Cache(CachePolicy, Chooses, Follows, LeavesDecoded, LeavesMasks, Refresh
         start_B1 = torch.where(block_BS, pos_S, FAR).amin(-1, keepdim=True)
         near_BS = left_BS & (pos_S >= start_B1) & (pos_S < end_B1)
         asked_BS = near_BS & (descending_rank(score_BS.masked_fill(~near_BS, -1.0)) < self.masks)
+        if lanes.step_BK.shape[1] > 1:
+            asked_BS = asked_BS | (active_BS & (active_BS.cumsum(-1) == 1))
         best_BS = active_BS & (descending_rank(score_BS.masked_fill(~active_BS, -1.0)) == 0)
         asked_BS = asked_BS | (best_BS & ~(asked_BS & active_BS).any(-1, keepdim=True))
         return asked_BS.gather(1, (pos_S - prompt_B1).clamp_min(0)) & (pos_S >= prompt_B1)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.matrix import completions, engine_for, observed
 from support.models import VOCAB, tiny_model
+from support.scripted import Scripted
 from torch import Tensor
 
 from dinfer.core.engine.request import Request, Wants
@@ -156,3 +157,34 @@ def test_what_it_cannot_serve_is_refused(change: dict[str, object], reason: str)
     recipe = compose(tiny_model(), iteration=SWEEP, decoder="threshold", cache="d2cache")
     with pytest.raises(IncompatibleRecipe, match="follows the attention of one branch"):
         recipe.resolve({"guidance": 1.0})
+    with pytest.raises(IncompatibleRecipe, match=r"surest masks, and sampling\.leftmost decodes the first ones"):
+        recipe.resolve({"leftmost": 1})
+
+
+SURER = {"name": "d2cache", "masks": 3, "share": 0.0}
+NARROW = {"name": "narrow_dual", "ahead": 2, "back": 1}
+MULTI = {"name": "multi_block", "block": 4, "blocks": 3}
+
+
+@pytest.mark.parametrize("threshold", [0.05, 0.9])
+@pytest.mark.parametrize(
+    ("iteration", "cache"),
+    [
+        (SWEEP | {"block": 2}, SURER),
+        (MULTI, SURER),
+        (MULTI | {"name": "dmax"}, SURER),
+        (SWEEP, NARROW),
+        (MULTI, NARROW),
+    ],
+)
+def test_a_step_decodes_what_it_computes_and_some_of_it(
+    iteration: dict[str, Any], cache: dict[str, Any], threshold: float
+) -> None:
+    """Later positions are surer, so their masks come first, and the first block must not wait for ever."""
+    place_P = torch.arange(40)
+    table_CPV = torch.zeros(1, 40, VOCAB, dtype=torch.float64)
+    table_CPV[0, place_P, 1 + place_P % 30] = 1 + place_P.double() / 8  # what no forward computes gives token 0
+    decoder = {"name": "threshold", "threshold": threshold}
+    recipe = compose(Scripted(table_CPV), iteration=iteration, decoder=decoder, cache=cache)
+    (done,) = completions(engine_for(recipe), [Request.behind([1] * 3, 30)])
+    assert done.output == [1 + place % 30 for place in range(3, 33)]
