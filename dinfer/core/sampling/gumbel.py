@@ -127,7 +127,7 @@ class StandardSampling(Sampling):
         columns: VocabularySlice,
     ) -> Draw:  # fmt: skip
         belief_RLV = logits_RLV.clone()
-        rule_out(columns.at(belief_RLV, *spec.stop_ids), options["eos_last"])
+        put_last(columns.at(belief_RLV, *spec.stop_ids), options["eos_last"])
         logits_RLV = logits_RLV.to(torch.promote_types(logits_RLV.dtype, torch.float32))
         penalty_R11 = options["repetition_penalty"][..., None].to(logits_RLV.dtype)
         lowered_RLV = torch.where(logits_RLV > 0, logits_RLV / penalty_R11, logits_RLV * penalty_R11)
@@ -154,6 +154,13 @@ def rule_out(tokens: Iterable[Tensor], flag: Tensor) -> None:
     """Gives tokens probability 0 where `flag` [R, 1] or [R, L] asks for it: their logits [R, L] change in place."""
     for logits_RL in tokens:
         logits_RL.masked_fill_(flag > 0, float("-inf"))
+
+
+def put_last(tokens: Iterable[Tensor], flag: Tensor) -> None:
+    """Gives tokens next to no probability, in place as `rule_out`. Where nothing else is left, it stays finite."""
+    for logits_RL in tokens:
+        least = max(torch.finfo(logits_RL.dtype).min, torch.finfo(torch.float32).min) / 2
+        logits_RL.copy_(torch.where(flag > 0, logits_RL.clamp_max(least), logits_RL))
 
 
 def nucleus(

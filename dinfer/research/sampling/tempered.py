@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from dinfer.core.registry import SAMPLINGS
-from dinfer.core.sampling.gumbel import StandardSampling, rule_out
+from dinfer.core.sampling.gumbel import StandardSampling, put_last
 from dinfer.core.step.cursors import BlockView
 from dinfer.core.step.model import Options
 from dinfer.core.terms.spec import ModelSpec
@@ -34,5 +34,5 @@ class TemperedSampling(StandardSampling):
     ) -> Draw:  # fmt: skip
         draw = super().draw(logits_RLV, count_RV, view, options, spec, top, columns)
         belief_RLV = draw.logits_RLV.clone()
-        rule_out(columns.at(belief_RLV, *spec.stop_ids), options["eos_last"])
+        put_last(columns.at(belief_RLV, *spec.stop_ids), options["eos_last"])
         return replace(draw, belief_RLV=belief_RLV)

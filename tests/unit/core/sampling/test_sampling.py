@@ -166,10 +166,12 @@ def test_uniform_numbers_are_strictly_between_0_and_1() -> None:
     assert abs(numbers.mean() - 0.5) < 0.01
 
 
-def stats_of(options: dict[str, Any], logits: list[float], *, sampling: str = "standard") -> tuple[int, float]:
+def stats_of(
+    options: dict[str, Any], logits: list[float], *, sampling: str = "standard", mask_id: int | None = 5
+) -> tuple[int, float]:
     """The first commit of a canvas of one position, and the confidence that the decoder saw."""
     seen = []
-    base = recipe_for(sampling, model=Scripted(torch.tensor([[logits]], dtype=torch.float64), mask_id=5, eos_id=4,
+    base = recipe_for(sampling, model=Scripted(torch.tensor([[logits]], dtype=torch.float64), mask_id=mask_id, eos_id=4,
                                                stop_ids=(3, 4)))  # fmt: skip
 
     class Spy(type(base.decoder)):  # type: ignore[misc]
@@ -303,6 +305,11 @@ def test_eos_options(sampling: str) -> None:
     for temperature in (0.0, 0.01):  # LLaDA forgets EOS where it draws
         token, confidence = stats_of({"eos_last": 1, "temperature": temperature}, likely, sampling=sampling)
         assert (token, confidence) == (4, 0.0)
+        alone = [-math.inf] * 4 + [0.0, -math.inf]  # as where a form is over, and the model has no mask token
+        token, confidence = stats_of(
+            {"eos_last": 1, "temperature": temperature}, alone, sampling=sampling, mask_id=None
+        )
+        assert token == 4 and math.isfinite(confidence)
     assert stats_of({}, likely, sampling={"name": sampling, "suppress": [4, 3]})[0] == 0  # type: ignore[arg-type]
 
 
