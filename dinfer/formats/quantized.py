@@ -24,7 +24,7 @@ from dinfer.core.loading.files import CheckpointError, refuse
 from dinfer.core.loading.safetensors_io import FLOATS, INTEGERS, NARROW, Scales, Slices, Stored, read
 from dinfer.core.models.family import Placement
 from dinfer.core.ranks.split import Rank
-from dinfer.formats.small_floats import InParts, joined, scheme_of
+from dinfer.formats.small_floats import InParts, gathered, joined, scheme_of
 
 Method = Literal["gptq", "awq", "compressed-tensors"]
 VALUES = {"gptq": "qweight", "awq": "qweight", "compressed-tensors": "weight_packed"}
@@ -267,26 +267,19 @@ def packed(tensors: Mapping[str, Stored], how: Packing | None) -> dict[str, Stor
     """The tensors, with those of a packed weight joined. Raises CheckpointError for a missing or wrong part."""
     if how is None:
         return dict(tensors)
-    found, ending, absent = dict(tensors), f".{VALUES[how.method]}", list[str]()
-    wrong: list[str] = []
-    needed = {"scale"} | ({"zero"} if how.method != "compressed-tensors" or not how.symmetric else set())
-    needed |= {"index"} if how.ordered else set()
-    for name in [name for name in tensors if name.endswith(ending)]:
-        base = name.removesuffix(ending)
-        beside = {role: f"{base}.{end}" for role, end in BESIDE[how.method].items()}
-        absent += [own for role, own in beside.items() if role in needed and own not in tensors]
-        parts = {role: found.pop(own) for role, own in {"values": name, **beside}.items() if own in found}
+    found, ending = dict(tensors), f".{VALUES[how.method]}"
+    needed = ["scale", *["zero"] * (how.method != "compressed-tensors" or not how.symmetric), *["index"] * how.ordered]
+    bases = [name.removesuffix(ending) for name in tensors if name.endswith(ending)]
+    ends = {"values": ending, **{role: f".{end}" for role, end in BESIDE[how.method].items()}}
+    wrong = []
+    for name, parts in gathered(found, {base: f"{base}.weight" for base in bases}, ends, needed, str(how)).items():
         values = parts["values"]
         if len(values.shape) != 2 or values.dtype != "I32":
-            raise CheckpointError(f"{name}: {values.dtype} {values.shape} must be an I32 of two dimensions")
+            raise CheckpointError(f"{values.name}: {values.dtype} {values.shape} must be an I32 of two dimensions")
         (first, second), many = values.shape, WORD // how.bits
         shape = {"gptq": (second, first * many), "awq": (second * many, first)}.get(how.method, (first, second * many))
-        if f"{base}.weight" in tensors:
-            wrong.append(f"{base}.weight: it is there twice, as it is and as {name}")
-        weight = PackedWeight(values.path, f"{base}.weight", shape, f"I{how.bits}", parts, how)
-        found[weight.name] = weight
+        weight = found[name] = PackedWeight(values.path, name, shape, f"I{how.bits}", parts, how)
         wrong += _differences(weight)
-    refuse([f"missing: {name}" for name in absent], f"config.json says {how}, but tensors are missing")
     refuse(wrong, f"config.json: {FIELD} says {how}, but the tensors do not fit that: correct it")
     return found
 

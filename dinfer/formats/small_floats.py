@@ -120,28 +120,42 @@ def unpacked(packed: Tensor) -> Tensor:
     return table[halves.long()]
 
 
+def gathered(
+    tensors: dict[str, Stored], weights: Mapping[str, str], ends: Mapping[str, str], needed: Collection[str], says: str
+) -> dict[str, dict[str, Stored]]:
+    """Takes weights in parts out of the tensors: by weight, the parts by role.
+
+    `weights`: the name of each weight by that of its values, without the ending `ends["values"]`. `ends`: the endings
+    by role. `says`: how config.json says that weights are stored. Raises CheckpointError for a missing part that is
+    needed, and for a weight that is there as it is, too.
+    """
+    own = {base: {role: f"{base}{end}" for role, end in ends.items()} for base in weights}
+    absent = [f"missing: {one[role]}" for one in own.values() for role in needed if one[role] not in tensors]
+    refuse(absent, f"config.json says {says}, but tensors are missing")
+    taken = {
+        weight: {role: tensors.pop(name) for role, name in own[base].items() if name in tensors}
+        for base, weight in weights.items()
+    }
+    twice = [f"{one}: it is there twice, as it is and as {parts['values'].name}"
+             for one, parts in taken.items() if one in tensors]  # fmt: skip
+    refuse(twice, f"config.json: {QUANTIZATION} says {says}: leave one of the two out")
+    return taken
+
+
 def joined(tensors: Mapping[str, Stored], scheme: Scheme | None) -> dict[str, Stored]:
     """The tensors, with those of a weight in four bits joined. Raises CheckpointError for a missing or wrong part."""
     found = dict(tensors)
     if scheme is None:
         return found
-    absent, wrong = list[str](), list[str]()
-    for name in [n for n, one in tensors.items() if n.endswith(scheme.values) and one.dtype == "U8"]:
-        base, weight = name.removesuffix(scheme.values), scheme.named(name)
-        beside = {role: f"{base}{end}" for role, end in scheme.beside.items()}
-        absent += [own for own in beside.values() if own not in tensors]
-        if weight != name and weight in tensors:
-            wrong.append(f"{weight}: it is there twice, as it is and as {name}")
-        parts = {role: found.pop(own) for role, own in {"values": name, **beside}.items() if own in found}
-        for end in scheme.spare:
-            found.pop(f"{base}{end}", None)
-        if len(parts) == 1 + len(beside):
-            made = SmallFloats(parts["values"].path, weight, _shape(parts["values"], scheme), "F4", parts, scheme)
-            found[weight] = made
-            wrong += _differences(made)
-    refuse([f"missing: {name}" for name in absent], f"config.json says {scheme.method}, but tensors are missing")
+    values = [name for name, one in tensors.items() if name.endswith(scheme.values) and one.dtype == "U8"]
+    weights = {name.removesuffix(scheme.values): scheme.named(name) for name in values}
+    taken = gathered(found, weights, {"values": scheme.values, **scheme.beside}, scheme.beside, scheme.method)
+    made = [SmallFloats(parts["values"].path, name, _shape(parts["values"], scheme), "F4", parts, scheme)
+            for name, parts in taken.items()]  # fmt: skip
+    wrong = [one for weight in made for one in _differences(weight)]
     refuse(wrong, f"config.json: {QUANTIZATION} says {scheme.method}, but the tensors do not fit that: correct it")
-    return found
+    spare = {f"{base}{end}" for base in weights for end in scheme.spare}
+    return {name: one for name, one in found.items() if name not in spare} | {one.name: one for one in made}
 
 
 def _shape(values: Stored, scheme: Scheme) -> tuple[int, ...]:
