@@ -105,7 +105,8 @@ class Following(ByPart[Follows]):
         if not isinstance(decoder := step.recipe.decoder, Weighs):
             return top_BW
         state, slot_B, blocks = step.state, step.lanes.slot_B, step.shape.blocks
-        row_B = state.block_rows(slot_B, step.lanes.block_B, blocks).view(-1, blocks)[:, 0]
+        row_R = state.block_rows(slot_B, step.lanes.block_B, blocks)
+        row_B = row_R[:: len(row_R) // len(slot_B)]  # one a slot where the decoder has no state of blocks
         options = state.options(step.recipe, slot_B, "decoder")
         return decoder.weighed(top_BW, token_BWX[..., 0], options, state.decoder.lanes(row_B))
 

@@ -166,7 +166,9 @@ NARROW = {"name": "narrow_dual", "ahead": 2, "back": 1}
 MULTI = {"name": "multi_block", "block": 4, "blocks": 3}
 
 
-@pytest.mark.parametrize("threshold", [0.05, 0.9])
+@pytest.mark.parametrize("decoder", [
+    {"name": "threshold", "threshold": 0.05}, {"name": "threshold", "threshold": 0.9}, {"name": "calibrated"},
+], ids=str)  # fmt: skip
 @pytest.mark.parametrize(
     ("iteration", "cache"),
     [
@@ -178,13 +180,12 @@ MULTI = {"name": "multi_block", "block": 4, "blocks": 3}
     ],
 )
 def test_a_step_decodes_what_it_computes_and_some_of_it(
-    iteration: dict[str, Any], cache: dict[str, Any], threshold: float
+    iteration: dict[str, Any], cache: dict[str, Any], decoder: dict[str, Any]
 ) -> None:
     """Later positions are surer, so their masks come first, and the first block must not wait for ever."""
     place_P = torch.arange(40)
     table_CPV = torch.zeros(1, 40, VOCAB, dtype=torch.float64)
     table_CPV[0, place_P, 1 + place_P % 30] = 1 + place_P.double() / 8  # what no forward computes gives token 0
-    decoder = {"name": "threshold", "threshold": threshold}
     recipe = compose(Scripted(table_CPV), iteration=iteration, decoder=decoder, cache=cache)
     (done,) = completions(engine_for(recipe), [Request.behind([1] * 3, 30)])
     assert done.output == [1 + place % 30 for place in range(3, 33)]
