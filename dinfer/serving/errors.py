@@ -15,7 +15,8 @@ PROMPTS = {"prompt", "messages", "content", "text", "suffix", "prediction", "inp
 SHOWN = 80  # characters of a client's names and values in an answer
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 ANTHROPIC = TYPES | {
-    403: "permission_error", 413: "request_too_large", 500: "api_error", 503: "overloaded_error", 504: "timeout_error",
+    403: "permission_error", 413: "request_too_large", 500: "api_error", 408: "timeout_error", 503: "overloaded_error",
+    504: "timeout_error",
 }  # fmt: skip
 
 
@@ -97,6 +98,17 @@ def at_field(field: str) -> Iterator[None]:
         if isinstance(error, ConstraintError) and error.path:
             path, what = f"{field}.{error.path}", error.message
         raise ApiError(400, f"{path:.{3 * SHOWN}}: {what}", path, "invalid_value") from error
+
+
+@contextmanager
+def of_deadline(own: Any) -> Iterator[None]:
+    """Within, a request that its own `deadline` ends is its client's to change, and no failure of the server."""
+    try:
+        yield
+    except ApiError as error:
+        if error.code == "deadline" and own.deadline is not None:
+            error.status, error.param = 408, "dinfer.deadline"
+        raise
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from dinfer.core.engine.request import Request as Row
 from dinfer.core.step.shape import StepShape
 from dinfer.serving.answers import Rendering, Stream
 from dinfer.serving.async_engine import AsyncEngine, EngineThread
-from dinfer.serving.errors import ApiError, refused
+from dinfer.serving.errors import ApiError, of_deadline, refused
 from dinfer.serving.fields import Generation, Own
 from dinfer.serving.guard import HELD, REQUEST_ID
 from dinfer.serving.rows import Event, Wanted, merged, row_events
@@ -218,21 +218,23 @@ class Server:
         return most if own.deadline is None else own.deadline
 
     async def events(
-        self, served: Served, rows: Sequence[Row], wanted: Wanted, seconds: float
+        self, served: Served, rows: Sequence[Row], own: Own, wanted: Wanted, seconds: float
     ) -> AsyncGenerator[Event]:
         """The events of all rows of a request for so many seconds, counted in the metrics. Raises ApiError."""
         began = time.perf_counter()
         last = dict.fromkeys(range(len(rows)), began)
         end = asyncio.get_running_loop().time() + seconds
         streams = [row_events(served, i, row, wanted, end) for i, row in enumerate(rows)]
-        async with aclosing(streams[0] if len(streams) == 1 else merged(streams)) as events:
-            async for event in events:
-                now = time.perf_counter()
-                first = last[event.row] == began
-                self.metrics.count(served.name, event, now - last[event.row], now - began, first=first)
-                if event.text:
-                    last[event.row] = now
-                yield event
+        joined = streams[0] if len(streams) == 1 else merged(streams)
+        with of_deadline(own):
+            async with aclosing(joined) as events:
+                async for event in events:
+                    now = time.perf_counter()
+                    first = last[event.row] == began
+                    self.metrics.count(served.name, event, now - last[event.row], now - began, first=first)
+                    if event.text:
+                        last[event.row] = now
+                    yield event
 
     @asynccontextmanager
     async def running(
@@ -243,7 +245,7 @@ class Server:
         self.check_engines()
         with self.admission.admit([row.length for row in rows]):
             self.metrics.prompt_tokens.labels(served.name).inc(prompt)
-            async with aclosing(self.events(served, rows, wanted, seconds)) as events:
+            async with aclosing(self.events(served, rows, own, wanted, seconds)) as events:
                 yield events
 
     async def answer(

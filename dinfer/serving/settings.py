@@ -7,12 +7,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal, get_args
 
 from dinfer.core.registry import check_range
 
 LEAST_KEY = 8  # characters
 NO_LIMIT = 10**9
 DECISIONS = "choice", "noul", "score"  # kinds of questions, as System One names them
+Labels = Literal["letters", "values", "names"]  # what stands in the slot of a question
+FORMS: dict[str, tuple[Any, ...]] = {"labels": get_args(Labels), "joint": (False, True)}  # how questions are read
 
 
 def is_loopback(host: str) -> bool:
@@ -46,7 +49,8 @@ class Settings:
     rollouts: bool = False  # serves trainers: samples with their steps, likelihoods, and new weights
     adapters: dict[str, str] | None = None  # LoRA adapters by name, and more over HTTP; null: none, also later
     aliases: dict[str, str] | None = None  # other names of served models, for clients that choose none
-    calibration: dict[str, float] | None = None  # temperatures of decisions by their kind; null: 1
+    # Of decisions: temperatures by their kind, and the form that they are read in; null: 1, and letters.
+    calibration: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         check_range("", self, "max_requests", "max_tokens", "max_body", "max_connections", "max_new_tokens", least=1)
@@ -57,11 +61,15 @@ class Settings:
             raise ValueError(f"root_path={self.root_path} must begin with / and not end with it, such as /llm")
         check_range("", self, "grace", "warm_up", least=0)
         check_range("", self, "port", least=0, most=65535, what="0 for any free one, else ")
-        for kind, temperature in (self.calibration or {}).items():
-            if kind not in DECISIONS:
-                raise ValueError(f"calibration: {kind!r} is no kind of decision. Kinds: {', '.join(DECISIONS)}")
-            if not 0 < temperature < NO_LIMIT:
-                raise ValueError(f"calibration.{kind}={temperature} must be more than 0")
+        for kind, value in (self.calibration or {}).items():
+            if kind in FORMS:
+                if value not in FORMS[kind]:
+                    raise ValueError(f"calibration.{kind}={value!r} must be one of {', '.join(map(str, FORMS[kind]))}")
+            elif kind not in DECISIONS:
+                known = ", ".join([*DECISIONS, *FORMS])
+                raise ValueError(f"calibration: {kind!r} is no kind of decision and no part of a form. Known: {known}")
+            elif isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < NO_LIMIT:
+                raise ValueError(f"calibration.{kind}={value!r} must be a number above 0")
         if not is_loopback(self.host) and self.api_key is None and not self.insecure:
             raise ValueError(
                 f"host={self.host} can be reached from other machines, and there is no api_key. Set "

@@ -179,7 +179,7 @@ def test_a_device_that_has_failed_is_found_out(client: Client, monkeypatch: pyte
 
 def test_a_request_ends_with_its_deadline(client: Client) -> None:
     late = client.ask(PATH, body(dinfer={"deadline": 0.01}))
-    assert late.status_code == 504 and late.json()["error"]["code"] == "deadline"
+    assert late.status_code == 408 and late.json()["error"]["code"] == "deadline"
     refused = client.ask(PATH, body(dinfer={"deadline": 1e9}))
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "dinfer.deadline"
     assert client.ask(PATH, body()).status_code == 200 and free(client)

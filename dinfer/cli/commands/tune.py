@@ -9,9 +9,10 @@ line. By default that is `recipe=careful`: one token a forward, no cache.
 You may change the space of the search: space.decoder.name=[threshold,factor] space.decoder.threshold.low=0.8
 +space.decoder.steps=[8,16] space.iteration=null.
 
-With labelled=FILE it fits temperatures instead, by which probabilities of /v1/decisions agree with how often they are
-right, and writes them as a preset for `dinfer serve`. A line of FILE is the body of a request to /v1/decisions and its
-`answers`: true or false, the value of a choice, the number of a level.
+With labelled=FILE it finds how this model reads decisions best (letters, values or names, one by one or joint), and the
+temperatures by which probabilities agree with how often they are right. It writes them as a preset for `dinfer serve`.
+A line of FILE is the body of a request to /v1/decisions and its `answers`: true or false, the value of a choice, the
+number of a level.
 
   dinfer tune --max-drop 2 tasks=gsm8k_llada model=llada_8b_instruct device=cuda
   dinfer tune cache=dual decoder=threshold decoder.threshold=0.95   # faster than that one, and as good
@@ -103,7 +104,7 @@ def run_search(config: dict[str, Any], *, command: str) -> None:
 
 
 def calibrate(config: dict[str, Any], labelled: str, command: str) -> None:
-    """Fits temperatures of decisions on labelled ones, says what they do to others, and writes them as a preset."""
+    """Finds the form and the temperatures of decisions on labelled ones, and writes them as a preset."""
     from dinfer.core.pipeline.inputs import named  # needs torch
 
     needed("dinfer tune labelled=")
@@ -124,8 +125,11 @@ def calibrate(config: dict[str, Any], labelled: str, command: str) -> None:
             found = calibrated(server, asked)
     except ApiError as error:
         raise ValueError(f"labelled={labelled}: {error.message}") from error
-    lines = []
-    for one in found:
+    forms = {" ".join(f"{name}={value}" for name, value in form.items()): share for share, form in found.tried if form}
+    lines = [
+        f"{form}: {share if isinstance(share, str) else f'{100 * share:.1f}% right'}" for form, share in forms.items()
+    ]
+    for one in found.temperatures:
         before, after = one.before, one.after
         lines.append(
             f"{one.kind}, {one.fitted} questions: temperature {after.temperature:.3f}. On {after.questions} others, of "
@@ -134,7 +138,7 @@ def calibrate(config: dict[str, Any], labelled: str, command: str) -> None:
             + (", the most there is: this model's answers tell nothing" if after.temperature > 0.99 * MOST else "")
         )
     print("\n".join(lines))
-    known = {one.kind: round(one.after.temperature, 4) for one in found}
+    known = found.form | {one.kind: round(one.after.temperature, 4) for one in found.temperatures}
     head = ["# @package _global_", f"# Fitted by `{command}`.", *(f"# {line}" for line in lines)]
     write(path, "\n".join([*head, OmegaConf.to_yaml({"calibration": known})]))
     say(f"wrote {path}")

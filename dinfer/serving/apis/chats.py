@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_va
 from dinfer.lab.trace.record import document, page, record_request
 from dinfer.serving.answers import Part, id_of
 from dinfer.serving.apis.completions import Completion
-from dinfer.serving.errors import ApiError, at_field, invalid, of_validation, refused
+from dinfer.serving.errors import ApiError, at_field, invalid, of_deadline, of_validation, refused
 from dinfer.serving.fields import NO_THOUGHT, SWITCHES, Conversation, Generation, Sampled, Scored, Stop, readable
 from dinfer.serving.forms import Held, HeldFields, Strict
 from dinfer.serving.generating import encoded, generated
@@ -320,7 +320,7 @@ def add(app: FastAPI, server: Server) -> None:
         rows, unwanted = await served.rows([prompt], body), threading.Event()
         seconds = server.seconds(body.dinfer)
         record = partial(record_request, served.pipe, rows[0], model=served.name, unwanted=unwanted)
-        with server.admission.admit([rows[0].length]):
+        with of_deadline(body.dinfer), server.admission.admit([rows[0].length]):
             try:  # one trace at a time, since it runs beside the engine
                 async with asyncio.timeout(seconds):
                     found = await server.recording.run(record)

@@ -1,7 +1,7 @@
 """/v1/decisions (OpenAI) and /v1/systemone: how probable the answers to questions are, read and not written.
 
 Each question is one structured read: the conversation, the question with a label before each option, and a slot for
-the label. The two APIs differ in their words alone.
+the label; or a slot behind the question's name, or in a text of the client's. The two APIs differ in their words alone.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from dinfer.serving.pictures import objects_in
 from dinfer.serving.rows import Wanted
 from dinfer.serving.served import Served
 from dinfer.serving.server import Server
+from dinfer.serving.settings import Labels
 from dinfer.structure.abilities.reading import STEPS
 
 PROMPT = 1  # the version of the wording of questions, on which thresholds depend
@@ -43,10 +44,11 @@ class Question:
     """A question, whichever API asks it."""
 
     where: str  # its field
+    name: str | None
     kind: Kind
     text: str
     options: Sequence[tuple[str, str]]  # the text and the description of each
-    values: bool = False  # the model is asked for an option itself, not for its label
+    values: bool = False  # an option itself stands in the slot, and not its label
 
     @property
     def labels(self) -> list[str]:
@@ -102,10 +104,15 @@ class Reads(Own):
     seed: Annotated[int, Field(ge=0, lt=SEEDS - MAX_CHOICES)] = 0
     # Below it, the other seeds are read too; null: all are.
     sure: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
-    joint: bool = False  # all questions stand in one prompt and all slots in one answer
+    joint: bool | None = (
+        None  # all questions stand in one prompt and all slots in one answer; null: as the server has it
+    )
+    answer: Text | None = None  # the text around the slots, as [SLOT:name]; nothing is written behind the input then
     # Of a calibration; null: the server's.
     temperature: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    labels: Literal["letters", "values"] = "letters"  # what the model is asked for
+    # What stands in a slot. Names: a value, behind the question's name and nothing else. Null: letters, unless the
+    # server's calibration says another; values where `answer` has the slots.
+    labels: Labels | None = None
 
     @model_validator(mode="after")
     def _nothing_written(self) -> Self:
@@ -113,7 +120,17 @@ class Reads(Own):
             raise refused(f"dinfer.{min(told)}", True, "has no effect here: nothing is written")
         if self.sure is not None and self.seeds == 1:
             raise refused("dinfer.sure", self.sure, "says when no further seed is read: give seeds, too")
+        if self.answer is not None and self.labels == "names":
+            raise refused("dinfer.labels", self.labels, "is a text around slots, as dinfer.answer is: give one of them")
         return self
+
+    def settled(self, calibration: Mapping[str, Any]) -> Reads:
+        """With a server's own form, as far as the request says nothing of its form."""
+        if self.answer is not None:
+            return self.model_copy(update={"labels": self.labels or "values", "joint": True})
+        own = calibration if self.labels is None else {}  # the two belong together
+        joint = own.get("joint", False) if self.joint is None else self.joint
+        return self.model_copy(update={"labels": self.labels or own.get("labels", "letters"), "joint": joint})
 
 
 class QuestionText(Strict):
@@ -207,14 +224,14 @@ class DecisionRequest(Strict):
 
     @property
     def asked(self) -> list[Question]:
-        made, values = [], self.dinfer.labels == "values"
+        made = []
         for i, one in enumerate(self.questions):
             told: list[tuple[str, str]] = [("yes", ""), ("no", "")]
             if isinstance(one, Choice):
                 told = [(_plain(option.value), option.description or "") for option in one.choices]
             if isinstance(one, Score):
                 told = [(level.label, level.description or "") for level in one.levels]
-            made.append(Question(f"questions.{i}", one.type, _text(one.instructions), told, values))
+            made.append(Question(f"questions.{i}", one.name, one.type, _text(one.instructions), told))
         return made
 
 
@@ -299,7 +316,7 @@ class SystemOneRequest(BaseModel):
 
     @property
     def asked(self) -> list[Question]:
-        made, values = [], self.dinfer.labels == "values"
+        made = []
         for name, one in self.questions.items():
             kind: Kind = "predicate" if isinstance(one, Noul) else one.type
             text, criteria = _plain(one.instructions), one.criteria
@@ -311,7 +328,7 @@ class SystemOneRequest(BaseModel):
                 sides = criteria if isinstance(criteria, dict) else {}
                 text = text if isinstance(criteria, dict | None) else "\n".join(filter(None, [text, _plain(criteria)]))
                 told = [("yes", _plain(sides.get("true"))), ("no", _plain(sides.get("false")))]
-            made.append(Question(f"questions.{name:.60}", kind, text, told, values))
+            made.append(Question(f"questions.{name:.60}", name, kind, text, told))
         return made
 
 
@@ -357,7 +374,7 @@ class Decided:
 class Sheet:
     """Questions that are read from one canvas, and the request that reads them."""
 
-    asked: Sequence[int]  # numbers of the questions
+    asked: Mapping[int, str]  # numbers of the questions, and the slot of each
     shift: int  # of how many options the first stand last
     prompt: list[int]
     layout: Any
@@ -365,11 +382,11 @@ class Sheet:
 
     def shares(self, questions: Sequence[Question], done: Completion) -> dict[int, tuple[list[float], float]]:
         """Probabilities and mass of each question."""
-        with at_field(questions[self.asked[0]].where):
+        with at_field(questions[min(self.asked)].where):
             slots = self.layout.reading(self.prompt, [done]).slots
         return {
-            number: (questions[number].shares(slot.probabilities, self.shift), slot.mass)
-            for number, slot in zip(self.asked, slots.values(), strict=True)
+            number: (questions[number].shares(slots[slot].probabilities, self.shift), slots[slot].mass)
+            for number, slot in self.asked.items()
         }
 
 
@@ -383,30 +400,69 @@ class Reader:
     questions: Sequence[Question]
     own: Reads
 
+    @property
+    def masked(self) -> bool:
+        """Whether the model has a mask token; else every seed is other noise."""
+        return self.served.pipe.model.spec.mask_id is not None
+
+    @property
+    def asks(self) -> bool:
+        """Whether questions are written behind the input."""
+        return self.own.answer is None and self.own.labels != "names"
+
+    def check(self) -> None:
+        """Raises ApiError for fields that contradict each other."""
+        slots = [self.slot(number) for number in range(len(self.questions))]
+        if twice := next((slot for slot in slots if slots.count(slot) > 1), None):
+            raise invalid("dinfer.answer", f" needs other names: two questions have the slot {twice!r:.80}")
+        if self.own.seeds > 1 and self.masked and not self.asks:
+            why = "turns the options that are written; with dinfer.answer and labels=names none are"
+            raise refused("dinfer.seeds", self.own.seeds, why)
+
+    def slot(self, number: int) -> str:
+        """The name of a question's slot: in an answer of the client's, its own if it has one."""
+        own = self.questions[number].name if self.own.answer is not None else None
+        return f"{number + 1}" if own is None else own
+
+    def around(self, asked: Sequence[int]) -> str | None:
+        """The text around the slots; None: there is one slot alone."""
+        if (answer := self.own.answer) is not None:
+            for number in {*range(len(self.questions))}.difference(asked):  # it has one option
+                answer = answer.replace(f"[SLOT:{self.slot(number)}]", self.questions[number].labels[0])
+            return answer
+        if self.asks:
+            lines = [f"{i}: [SLOT:{self.slot(number)}]" for i, number in enumerate(asked, 1)]
+            return "\n".join(lines) if self.own.joint else None
+        named = [(self.questions[number].name or self.questions[number].text, self.slot(number)) for number in asked]
+        return "\n".join(f"{name or slot}: [SLOT:{slot}]" for name, slot in named)
+
+    def written(self, asked: Sequence[int], shift: int) -> str:
+        """What is asked of the model behind the input."""
+        several = [self.questions[number] for number in asked]
+        if not self.own.joint:
+            return f"{several[0].written(shift)}\nReply with {several[0].reply}.".lstrip("\n")
+        told = [f"{i}. {one.written(shift)}" for i, one in enumerate(several, 1)]
+        return "\n".join(
+            [*told, "Reply with a line for each:", *(f"{i}: {one.reply}" for i, one in enumerate(several, 1))]
+        )
+
     async def sheet(self, asked: Sequence[int], seed: int) -> Sheet:
         """The questions of these numbers. Raises ApiError."""
-        masked = self.served.pipe.model.spec.mask_id is not None  # else every seed is other noise
-        shift, several = (seed if masked else 0), [self.questions[number] for number in asked]
-        answer, slots = None, {"1": several[0].labels}
-        if self.own.joint:
-            text = "\n".join(f"{i}. {one.written(shift)}" for i, one in enumerate(several, 1))
-            lines = [f"{i}: {one.reply}" for i, one in enumerate(several, 1)]
-            text = "\n".join([text, "Reply with a line for each:", *lines])
-            answer = "\n".join(f"{i}: [SLOT:{i}]" for i in range(1, len(several) + 1))
-            slots = {f"{i}": one.labels for i, one in enumerate(several, 1)}
-        else:
-            text = f"{several[0].written(shift)}\nReply with {several[0].reply}.".lstrip("\n")
-        turns, where = self.turns, several[0].where
-        *before, last = turns if turns and turns[-1]["role"] == "user" else [*turns, {"role": "user", "content": ""}]
-        turn = {"role": "user", "content": "\n\n".join(filter(None, [last["content"], text]))}
+        turns, where, shift = self.turns, self.questions[asked[0]].where, seed if self.masked and self.asks else 0
+        if self.asks:
+            said = turns if turns and turns[-1]["role"] == "user" else [*turns, {"role": "user", "content": ""}]
+            text = "\n\n".join(filter(None, [said[-1]["content"], self.written(asked, shift)]))
+            turns = [*said[:-1], {"role": "user", "content": text}]
         off: dict[str, Any] = dict.fromkeys(SWITCHES, False)
-        prompt = await encoded(self.server, self.served, [*before, turn], where, variables=off)
+        prompt = await encoded(self.server, self.served, turns, where, variables=off)
         if self.served.thinks(prompt):
             raise refused("model", self.served.name, "begins with a thought that its template cannot leave out")
-        with at_field(where):
-            layout = await asyncio.to_thread(self.served.pipe.layout, answer, slots, None)
-            (row,) = layout.requests(self.served.pipe.engine, prompt, self.own.steps, 1, 0 if masked else seed)
-        return Sheet(asked, shift, prompt, layout, row)
+        named = {number: self.slot(number) for number in asked}
+        with at_field(where if self.own.answer is None else "dinfer.answer"):
+            slots = {slot: self.questions[number].labels for number, slot in named.items()}
+            layout = await asyncio.to_thread(self.served.pipe.layout, self.around(asked), slots, None)
+            (row,) = layout.requests(self.served.pipe.engine, prompt, self.own.steps, 1, 0 if self.masked else seed)
+        return Sheet(named, shift, prompt, layout, row)
 
     async def read(self, numbers: Sequence[int], seeds: Sequence[int]) -> tuple[list[Sheet], list[Completion]]:
         """So many reads of these questions. Raises ApiError."""
@@ -432,7 +488,10 @@ async def decided(
     server: Server, served: Served, turns: list[dict[str, Any]], questions: Sequence[Question], own: Reads
 ) -> tuple[list[Decided], dict[str, Any], int]:
     """The answers in order, what usage tells under `dinfer`, and the tokens of the prompts. Raises ApiError."""
+    own = own.settled(server.settings.calibration or {})
+    questions = [replace(one, values=own.labels != "letters") for one in questions]
     reader = Reader(server, served, turns, questions, own)
+    reader.check()
     left = [number for number, one in enumerate(questions) if len(one.options) > 1]
     server.admission.check((1 if own.joint else len(left)) * own.seeds)  # before any of them is encoded
     reads: dict[int, list[tuple[list[float], float]]] = {number: [] for number in left}

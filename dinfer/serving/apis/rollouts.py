@@ -20,7 +20,7 @@ from pydantic import Field
 from dinfer.core.engine.request import Completion
 from dinfer.lab.likelihood import Passes, Samples, combine, logps, passes
 from dinfer.rollouts.run import Asked, Round, planned
-from dinfer.serving.errors import ApiError, at_field, refused
+from dinfer.serving.errors import ApiError, at_field, of_deadline, refused
 from dinfer.serving.fields import MAX_CHOICES, SEEDS, Own
 from dinfer.serving.forms import Strict
 from dinfer.serving.rows import failure
@@ -96,7 +96,8 @@ def add(app: FastAPI, server: Server) -> None:
         several, prompts = prompts_of(served, body)
         made = rounds(served, body, prompts)
         rid = body.rid or uuid.uuid4().hex
-        found = await run(server, served, made, running[rid], server.seconds(body.dinfer))
+        with of_deadline(body.dinfer):
+            found = await run(server, served, made, running[rid], server.seconds(body.dinfer))
         if not running[rid]:
             running.pop(rid, None)
         answers = [told(served, made, place, rid, body, done) for place, done in enumerate(found)]
