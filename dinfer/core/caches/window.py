@@ -6,7 +6,8 @@
   diffusion, arXiv:2503.09573; LLaDA2, SDAR, DiffusionGemma).
 
 A refresh is a pass over the whole canvas, which decodes too. Keys and values outside the window stay as the last
-refresh left them. This is exact for `none` and `block`, and an approximation for `dual` in bidirectional models.
+refresh left them. This is exact for `none` and `block`, and an approximation for `dual` in bidirectional models. The
+base classes beside `CachePolicy` say which keys a pass rewrites, and when (`dinfer.core.step.mixins`).
 """
 
 from dataclasses import dataclass
@@ -83,12 +84,12 @@ def why_not_final(spec: ModelSpec) -> str | None:
 class BlockCache(CachePolicy, RecomputesEveryKey, RefreshesWithin):
     """Recomputes the active block. The step that enters a block also recomputes the block before it.
 
-    In a block-causal model, keys and values of finished blocks never change. So they are kept, and the tokens are those
-    without a cache. One pass without the LM head computes the complete blocks of a prompt. In the last step of a block
-    some of its tokens are still masked. So the first step of the next block rewrites its keys, and already sees the new
-    ones, because each layer writes its keys before it attends. The references spend a further forward on that, as
-    runtime.favour=throughput does in large batches, where wide steps cost more. In a model with an encoder, the step
-    that enters a block encodes the one before it.
+    In a block-causal model, keys and values of finished blocks never change. They are kept, and no token changes. One
+    pass without the LM head computes the complete blocks of a prompt. In the last step of a block some of its tokens
+    are still masked. So the first step of the next block rewrites the keys of the finished block. It sees the new keys
+    already, because each layer writes its keys before it attends. The references spend a further forward on them. So
+    does runtime.favour=throughput in large batches, where wide steps cost more. In a model with an encoder, the step
+    that enters a block encodes the block before it.
     """
 
     paper = "Block Diffusion, arXiv:2503.09573"

@@ -13,11 +13,11 @@ from dinfer.core.terms.stats import Quota
 @DECODERS.register("threshold")
 @dataclass(frozen=True, kw_only=True)
 class Threshold(Decoder):
-    """Commits c_i >= threshold, and in any case the `least` most confident.
+    """Commits the masked positions with c_i >= threshold, and in any case the `least` most confident.
 
-    c_i is the probability of the most likely token at masked position i. Where that is the mask token, the position
-    stays masked. This is the simplest rule, and hard to beat: try it first. With `relax`, the threshold is multiplied
-    by 1 - relax * (1 - r), where r is the share of positions that are still masked (Streaming-dLLM).
+    c_i is the probability of the most likely token at position i. A position stays masked if its most likely token is
+    the mask. This is the simplest rule, and hard to beat: try it first. With `relax`, the threshold is multiplied by
+    1 - relax * (1 - r), where r is the share of positions that are still masked (Streaming-dLLM).
     """
 
     paper = "Fast-dLLM, arXiv:2505.22618"
@@ -35,7 +35,7 @@ class Threshold(Decoder):
         return Proposal(confident(stats, view.masked_RL, bar_R1, least=least_R1))
 
     def left(self, view: BlockView) -> Tensor:
-        """The share of masks in the block and the `horizon` positions to its right, where there are as many. [R, 1]"""
+        """The share of masks in the block and the (at most) `horizon` positions to its right. [R, 1]"""
         size_R1 = (view.pos_RL >= 0).sum(-1, keepdim=True)
         behind_R1 = view.length_R[:, None] - view.pos_RL[:, :1] - size_R1
         ahead_R1 = behind_R1.clamp_max(self.horizon)

@@ -2,7 +2,8 @@
 
 Nothing here computes. Components depend on this module and on no other component: each returns a small piece of
 data (which positions, what to feed, what to commit), and `dinfer.core.step.step.denoise_step` puts the pieces together.
-Shape suffixes as in `dinfer.core.step.cursors`.
+Further base classes of components, such as `Edits` and `Slides`, each say one thing that few components do: see
+`dinfer.core.step.mixins`. Shape suffixes as in `dinfer.core.step.cursors`.
 """
 
 from abc import ABC, abstractmethod
@@ -114,10 +115,10 @@ class Component(ABC):
         return self
 
     def incompatibility(self, spec: ModelSpec) -> str | None:
-        """Why it cannot be used with a model; None: it can. Called before any work.
+        """Why this component cannot be used with a model; None: it can. Called before any work.
 
-        If another value of an option mends it, the answer ends with that ("Use cache.suffix=null."). Otherwise the
-        message offers other components.
+        If another value of an option would do, the answer ends with that value ("Use cache.suffix=null."). Otherwise
+        the message offers other components.
         """
         return None
 
@@ -126,7 +127,7 @@ class Decoder(Component):
     """Decides which positions of the active blocks to commit, and to what."""
 
     kind = "decoder"
-    score: str = "low_confidence"  # by what it orders positions, see `TokenStats.surest`
+    score: str = "low_confidence"  # what it orders positions by, see `TokenStats.surest`
     precision: ClassVar[str] = "float32"  # of the softmax that gives the statistics, as it was published
 
     @property

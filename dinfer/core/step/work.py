@@ -48,11 +48,11 @@ class Step:
 
     @property
     def refreshes(self) -> bool:
-        """Whether it is a full pass whose keys are kept."""
+        """Whether this step is a full pass whose keys are kept."""
         return self.shape.phase == Phase.FULL and not isinstance(self.recipe.cache, KeepsNothing)
 
     def narrow(self, live_B: Tensor) -> None:
-        """Takes all other rows out of the step."""
+        """Leaves these rows alone in the step."""
         self.lanes = replace(self.lanes, live_B=live_B)
 
 
@@ -72,7 +72,7 @@ class Forward:
     fed: PagedAttend | None = None  # another attention, which the network is given in its place
     x_BWD: Tensor | None = None  # what the network is fed; None: the embedded tokens
     needed_BX: Tensor | None = None  # which of the W hidden states are read; None: all
-    decodes: bool = True  # False: it only computes keys, and there is nothing to decide
+    decodes: bool = True  # False: the pass computes keys alone, and there is nothing to decide
     h_BWD: Tensor = field(init=False)  # what the network returns
 
 

@@ -174,8 +174,8 @@ class D2Cache(CachePolicy, Chooses, Follows, LeavesDecoded, LeavesMasks, Refresh
     not computed is not decoded. `share` limits what a step computes beside the active block: it leaves out the
     positions that receive least attention.
 
-    A vector goes through the attention of all layers, where the reference multiplies matrices. So of positions whose
-    attention differs in the last bit another one may be chosen.
+    A vector goes through the attention of all layers, where the reference multiplies matrices. So the two may choose
+    differently among positions whose attention differs in the last bit alone.
     """
 
     paper = "d2Cache, arXiv:2509.23094"
