@@ -12,7 +12,7 @@ from dinfer.core.kernels.canvas import moved
 from dinfer.core.kernels.dispatch import triton, use_triton
 from dinfer.core.step.canvas import Canvas
 from dinfer.core.step.contracts import Edit, ModelSpec, Moved, Proposal, State
-from dinfer.core.step.cursors import BlockView, Cursors, Phase, RowCursors, Status
+from dinfer.core.step.cursors import BlockView, Phase, RowCursors
 from dinfer.core.step.model import Parts
 from dinfer.core.terms.stats import TokenStats
 
@@ -41,19 +41,9 @@ def commit(
     edits, view = view.edits, excused(view, proposal)
     edit = proposal.edit if edits else Edit()
     if use_triton(canvas.tokens_NS, "commit"):
-        kernel = triton("advance").commit
-
         return Commits(
-            *kernel(
-                canvas.tokens_NS, canvas.status_NS, canvas.next_NS, canvas.stop_X,
-                lanes.slot_B, lanes.live_B, lanes.stops_B, lanes.end_B,
-                view.pos_RL, view.tokens_RL, view.masked_RL, view.given_RL, view.must_progress_R,
-                stats.token_RL, stats.confidence_RL, stats.mask_confidence_RL, stats.mask_drawn_RL,
-                proposal.commit_RL, proposal.token_RL, edit.remask_RL, edit.retry_R, edit.source_RL, blank_RL,
-                vocab=spec.vocab, mask_id=spec.mask_id, edits=edits,
-                open_status=int(Status.OPEN), done_status=int(Status.DONE),
-            )
-        )  # fmt: skip
+            *triton("advance").commit(canvas, lanes, view, stats, replace(proposal, edit=edit), spec, blank_RL)
+        )
     lane_count = lanes.slot_B.shape[0]
     blocks = view.pos_RL.shape[0] // lane_count
     written_RL = ~view.given_RL if edits else view.masked_RL
@@ -178,13 +168,9 @@ def finish(
     """
     done_B, left_B = moves.done_B, moves.left_B
     if use_triton(canvas.cursors_NC, "advance"):
-        columns = {name: column for column, name in enumerate(Cursors._fields)}
-        phases = {p.name: int(p) for p in (Phase.IDLE, Phase.FULL, Phase.WINDOW, Phase.FAULT)}
         return triton("advance").finish(
-            canvas.cursors_NC, lanes.slot_B, lanes.live_B, lanes.start_B, lanes.end_B, lanes.block_B, lanes.kept_B,
-            lanes.seen_B, lanes.quota_BK, gained_B, moves.entered_BK, left_B, done_B, broken_B, full_B,
-            refreshed=refreshed, hit=hit, columns=columns, phases=phases,
-        )  # fmt: skip
+            canvas, lanes, moves, gained_B=gained_B, broken_B=broken_B, full_B=full_B, refreshed=refreshed, hit=hit
+        )
     step_BK, quota_BK = lanes.step_BK + 1, lanes.quota_BK
     if left_B is not None:
         last = step_BK.shape[1] - 1

@@ -9,6 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dinfer.core.step.canvas import Canvas
+from dinfer.core.step.contracts import ModelSpec, Moved, Proposal
+from dinfer.core.step.cursors import BlockView, Cursors, Phase, RowCursors, Status
 from dinfer.core.terms.stats import Quota, TokenStats
 from dinfer.kernels.triton.launch import PIECE, WARPS, early, follow
 
@@ -117,22 +120,23 @@ WRITTEN = ("phase", "start", "end", "block", "kept", "seen", "forwards", "steps"
 
 
 def finish(
-    rows_NC: Tensor, slot_B: Tensor, live_B: Tensor, start_B: Tensor, end_B: Tensor, block_B: Tensor, kept_B: Tensor,
-    seen_B: Tensor, quota_BK: Tensor, gained_B: Tensor, entered_BK: Tensor, left_B: Tensor | None, done_B: Tensor,
-    broken_B: Tensor, full_B: Tensor | bool, *, refreshed: bool, hit: bool, columns: dict[str, int],
-    phases: dict[str, int],
+    canvas: Canvas, lanes: RowCursors, moves: Moved, *, gained_B: Tensor, broken_B: Tensor, full_B: Tensor | bool,
+    refreshed: bool, hit: bool,
 ) -> None:  # fmt: skip
-    """See `dinfer.core.step.commits.finish`. `columns`: each cursor's column; `phases`: each phase's number."""
-    lanes, blocks = quota_BK.shape
+    """See `dinfer.core.step.commits.finish`."""
+    columns = {name: column for column, name in enumerate(Cursors._fields)}
+    phases = {phase.name: int(phase) for phase in (Phase.IDLE, Phase.FULL, Phase.WINDOW, Phase.FAULT)}
+    rows_NC, left_B, done_B = canvas.cursors_NC, moves.left_B, moves.done_B
+    count, blocks = lanes.quota_BK.shape
     if isinstance(full_B, bool):
         always = phases["FULL" if full_B else "WINDOW"]
         full_B, phases = done_B, phases | {"FULL": always, "WINDOW": always}
     read = (
-        slot_B, live_B, start_B, end_B, block_B, kept_B, seen_B, quota_BK, gained_B, entered_BK,
-        done_B if left_B is None else left_B, done_B, broken_B, full_B,
+        lanes.slot_B, lanes.live_B, lanes.start_B, lanes.end_B, lanes.block_B, lanes.kept_B, lanes.seen_B,
+        lanes.quota_BK, gained_B, moves.entered_BK, done_B if left_B is None else left_B, done_B, broken_B, full_B,
     )  # fmt: skip
-    _finish[(triton.cdiv(lanes, PIECE),)](
-        rows_NC, *(t.contiguous() for t in read), lanes, rows_NC.shape[1], int(refreshed), int(hit),
+    _finish[(triton.cdiv(count, PIECE),)](
+        rows_NC, *(t.contiguous() for t in read), count, rows_NC.shape[1], int(refreshed), int(hit),
         BEHIND=len(columns), K=blocks, LEFT=left_B is not None,
         **{name.upper(): columns[name] for name in WRITTEN}, **phases, PIECE=PIECE, num_warps=WARPS, **early(rows_NC),
     )  # fmt: skip
@@ -484,34 +488,37 @@ def _commit(
 
 
 def commit(
-    tokens_NS: Tensor, status_NS: Tensor, next_NS: Tensor, stop_X: Tensor,
-    slot_B: Tensor, live_B: Tensor, stops_B: Tensor, end_B: Tensor,
-    pos_RL: Tensor, tokens_RL: Tensor, masked_RL: Tensor, given_RL: Tensor, must_R: Tensor | None,
-    token_RL: Tensor, confidence_RL: Tensor, mask_confidence_RL: Tensor, drawn_RL: Tensor | None,
-    commit_RL: Tensor, wanted_RL: Tensor | None, remask_RL: Tensor | None, retry_R: Tensor | None,
-    source_RL: Tensor | None, blank_RL: Tensor | int, *, vocab: int, mask_id: int | None, edits: bool,
-    open_status: int, done_status: int,
+    canvas: Canvas, lanes: RowCursors, view: BlockView, stats: TokenStats, proposal: Proposal, spec: ModelSpec,
+    blank_RL: Tensor | int,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """See `dinfer.core.step.commits.commit`; returns the fields of `dinfer.core.step.commits.Commits`."""
-    (rows, length), lanes = pos_RL.shape, slot_B.shape[0]
-    blocks = rows // lanes
+    """See `dinfer.core.step.commits.commit`; returns the fields of `dinfer.core.step.commits.Commits`.
+
+    A proposal of a decoder that does not edit has no edit.
+    """
+    edit, live_B, tokens_NS = proposal.edit, lanes.live_B, canvas.tokens_NS
+    drawn_RL, wanted_RL, must_R = stats.mask_drawn_RL, proposal.token_RL, view.must_progress_R
+    (rows, length), count = view.pos_RL.shape, lanes.slot_B.shape[0]
+    blocks = rows // count
     after_RL = tokens_NS.new_empty(rows, length)
     left_RL, stop_RL = (torch.empty_like(after_RL, dtype=torch.bool) for _ in range(2))
-    finished_R, broken_B = live_B.new_empty(rows), live_B.new_empty(lanes)
-    gained_B, behind_B = (tokens_NS.new_empty(lanes) for _ in range(2))
+    finished_R, broken_B = live_B.new_empty(rows), live_B.new_empty(count)
+    gained_B, behind_B = (tokens_NS.new_empty(count) for _ in range(2))
     read = [
-        pos_RL, tokens_RL, masked_RL, given_RL, must_R, token_RL, confidence_RL, mask_confidence_RL, drawn_RL,
-        commit_RL, wanted_RL, remask_RL, retry_R, source_RL, blank_RL if isinstance(blank_RL, Tensor) else None,
+        view.pos_RL, view.tokens_RL, view.masked_RL, view.given_RL, must_R, stats.token_RL, stats.confidence_RL,
+        stats.mask_confidence_RL, drawn_RL, proposal.commit_RL, wanted_RL, edit.remask_RL, edit.retry_R,
+        edit.source_RL, blank_RL if isinstance(blank_RL, Tensor) else None,
     ]  # fmt: skip
     padded = triton.next_power_of_2(length) * triton.next_power_of_2(blocks)
-    _commit[(lanes,)](
-        tokens_NS, status_NS, next_NS, stop_X, slot_B, live_B.contiguous(), stops_B.contiguous(), end_B.contiguous(),
+    _commit[(count,)](
+        tokens_NS, canvas.status_NS, canvas.next_NS, canvas.stop_X, lanes.slot_B, live_B.contiguous(),
+        lanes.stops_B.contiguous(), lanes.end_B.contiguous(),
         *(after_RL if t is None else t.contiguous() for t in read),
         after_RL, left_RL, stop_RL, finished_R, gained_B, broken_B, behind_B,
-        tokens_NS.shape[1], vocab, -1 if mask_id is None else mask_id, stop_X.shape[0], blocks, length,
-        EDITS=edits, FORCED=source_RL is None, DRAWN=drawn_RL is not None, WANTED=wanted_RL is not None,
-        REMASK=remask_RL is not None, MOVES=source_RL is not None, RETRY=retry_R is not None, MUST=must_R is not None,
-        BLANK=isinstance(blank_RL, Tensor), MASK=mask_id is not None, OPEN=open_status, DONE=done_status,
+        tokens_NS.shape[1], spec.vocab, -1 if spec.mask_id is None else spec.mask_id, canvas.stop_X.shape[0], blocks,
+        length, EDITS=view.edits, FORCED=edit.source_RL is None, DRAWN=drawn_RL is not None,
+        WANTED=wanted_RL is not None, REMASK=edit.remask_RL is not None, MOVES=edit.source_RL is not None,
+        RETRY=edit.retry_R is not None, MUST=must_R is not None, BLANK=isinstance(blank_RL, Tensor),
+        MASK=spec.mask_id is not None, OPEN=int(Status.OPEN), DONE=int(Status.DONE),
         K=triton.next_power_of_2(blocks), L=triton.next_power_of_2(length),
         num_warps=min(max(padded // 64, 1), 8), **early(tokens_NS),
     )  # fmt: skip
