@@ -4,19 +4,20 @@
     python -m benchmarks.grpo compare --out benchmarks/results/grpo-loops-cpu.json
     python -m benchmarks.grpo table RUN ... --out benchmarks/results/grpo-cpu.json
 
-`train` goes on where it stopped, until --seconds are over or all rounds are done. Before the first round and after the
-last, unseen problems are answered greedily. `compare` runs whole rounds with dinfer's sampler and with a plain loop
-over the same network, one after the other, from the same weights.
+`train` goes on where it stopped, until --seconds are over or all rounds are done. Before the first round, every few
+rounds, and after the last, unseen problems are answered greedily. `compare` runs whole rounds with dinfer's sampler
+and with a plain loop over the same network, one after the other, from the same weights.
 
 `tracerl` scores each token on the canvas of the step that wrote it; a few steps of a sample, drawn anew, are enough.
-`diffu_grpo` scores all of them on an empty canvas. There is one update a round, so that the policy that is updated is
-the one that drew: their ratio is 1, and nothing needs to be clipped.
+`diffu_grpo` scores all of them on an empty canvas. There is one update a round (--splits: few), so that the policy that
+is updated is the one that drew: their ratio is 1, and nothing needs to be clipped.
 
 Shape suffixes: N samples, P their prompt, A positions of an answer, T both, V vocabulary, M passes, X scored tokens.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import time
 from argparse import Namespace
@@ -39,7 +40,6 @@ from dinfer.rollouts.rollouts import Rollouts
 FAMILIES = ("ages", "chains", "sharing", "travel", "turns", "walks")  # whose answers fit into two blocks
 BLOCK, GROUP, ROWS = 32, 8, 32
 SLOW = 24.0  # forwards that earn nothing beside the right answer
-ESTIMATORS = ("diffu_grpo", "tracerl")
 
 
 def setting_of(given: Namespace) -> dict[str, Any]:
@@ -106,8 +106,9 @@ def sampled(pipe: Any, problems: list[Problem], seed: int, given: Namespace, sam
     if sampler == "plain":
         return plain(pipe, prompts, seed, given)
     made: Rollouts = pipe.rollout(
-        prompts, n=GROUP, max_new_tokens=given.new, seed=seed, record="steps", temperature=given.temperature
-    )
+        prompts, n=GROUP, max_new_tokens=given.new, seed=seed, record="steps", temperature=given.temperature,
+        threshold=given.explore,
+    )  # fmt: skip
     return made
 
 
@@ -119,27 +120,55 @@ def rewarded(pipe: Any, problems: list[Problem], made: Rollouts, given: Namespac
     return (right * (1 + given.quick * quick)).view(-1, GROUP), right.view(-1, GROUP)
 
 
-def updated(pipe: Any, made: Rollouts, rewards: Tensor, optimizer: Any, given: Namespace, seed: int) -> None:
-    """One step of the optimizer by all samples whose groups differ; each counts by the mean of its tokens."""
-    # Not divided by the deviation: where all are right, a forward more or less would count as much as an answer.
-    advantage_N = (rewards - rewards.mean(1, keepdim=True)).flatten()
+def advantages(rewards: Tensor, given: Namespace) -> Tensor:
+    """How much better each sample is than its group. Worse ones count --negative times. [N]"""
+    # Not divided by the deviation unless asked: where all are right, a forward would count as much as an answer.
+    advantage = rewards - rewards.mean(1, keepdim=True)
+    if given.std:
+        advantage = advantage / (rewards.std(1, keepdim=True) + 1e-2)
+    return torch.where(advantage > 0, advantage, given.negative * advantage).flatten()
+
+
+def updated(
+    pipe: Any, made: Rollouts, rewards: Tensor, optimizer: Any, given: Namespace, seed: int, reference: Any = None
+) -> None:
+    """Steps of the optimizer by all samples whose groups differ; each counts by the mean of its tokens."""
+    advantage_N = advantages(rewards, given)
     order = torch.randperm(len(made), generator=torch.Generator().manual_seed(seed))
     chosen: list[int] = order[advantage_N[order].abs() > 1e-6].tolist()
-    optimizer.zero_grad()
-    for begin in range(0, len(chosen), ROWS):
-        rows = chosen[begin : begin + ROWS]
-        drawn = some(passes(given.estimator, pipe.model.spec, made[rows].samples(), seed=seed), given.passes, seed)
-        logp_X, of_X = logps(pipe.model, drawn, batch_tokens=1 << 14), drawn.sequence_M[drawn.pass_X]
-        counted_X = (drawn.place_X - drawn.prompt_N[of_X] < made[rows].stops[of_X]).float()  # not what stands behind it
-        tokens_N = torch.zeros(len(rows)).index_add(0, of_X, counted_X).clamp_min(1)
-        (-(logp_X * counted_X * (advantage_N[rows] / tokens_N)[of_X]).sum() / len(chosen)).backward()
-    if chosen:
-        torch.nn.utils.clip_grad_norm_(pipe.model.parameters(), 1.0)
-        optimizer.step()
+    for split in range(given.splits):
+        part = chosen[split :: given.splits]
+        optimizer.zero_grad()
+        for begin in range(0, len(part), ROWS):
+            rows = part[begin : begin + ROWS]
+            drawn = passes(given.estimator, pipe.model.spec, made[rows].samples(), seed=seed, **given.options)
+            drawn = some(drawn, given.passes, seed)
+            loss = loss_of(pipe.model, drawn, made[rows].stops, advantage_N[rows], reference, given)
+            (loss / len(part)).backward()
+        if part:
+            torch.nn.utils.clip_grad_norm_(pipe.model.parameters(), 1.0)
+            optimizer.step()
+
+
+def loss_of(
+    model: Any, drawn: Passes, stops_N: Tensor, advantage_N: Tensor, reference: Any, given: Namespace
+) -> Tensor:
+    """The sum over samples of what their tokens lose on average, and --kl times their distance to the reference."""
+    logp_X, of_X = logps(model, drawn, batch_tokens=1 << 14), drawn.sequence_M[drawn.pass_X]
+    # Not what stands behind the stop token.
+    weight_X = (drawn.place_X - drawn.prompt_N[of_X] < stops_N[of_X]) * drawn.weight_X.float()
+    share_X = weight_X / torch.zeros(len(stops_N)).index_add(0, of_X, weight_X).clamp_min(1e-9)[of_X]
+    loss = -(logp_X * share_X * advantage_N[of_X]).sum()
+    if reference is not None:
+        apart_X = logps(reference, drawn, batch_tokens=1 << 14, grad=False) - logp_X
+        loss = loss + given.kl * ((apart_X.exp() - apart_X - 1) * share_X).sum()
+    return loss
 
 
 def some(drawn: Passes, most: int, seed: int) -> Passes:
     """At most so many passes of each sample, by chance."""
+    if not most:
+        return drawn
     order_M = torch.randperm(len(drawn.sequence_M), generator=torch.Generator().manual_seed(seed))
     kept_M = torch.zeros(len(order_M), dtype=torch.bool)
     for n in range(len(drawn.prompt_N)):
@@ -151,10 +180,9 @@ def some(drawn: Passes, most: int, seed: int) -> Passes:
     )  # fmt: skip
 
 
-def judged(pipe: Any, given: Namespace) -> dict[str, float]:
+def judged(pipe: Any, given: Namespace, count: int, seed: int) -> dict[str, float]:
     """Greedy answers to unseen problems."""
-    count = given.answers
-    problems = generate("heldout", count=count, seed=given.unseen, families=FAMILIES)
+    problems = generate("heldout", count=count, seed=seed, families=FAMILIES)
     results = pipe.generate([problem.question for problem in problems], max_new_tokens=given.new)
     right = [is_correct(problem, result.text) for problem, result in zip(problems, results, strict=True)]
     tokens, forwards = (sum(getattr(result.counts, name) for result in results) for name in ("tokens", "forwards"))
@@ -177,37 +205,60 @@ def train(given: Namespace) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     notes, pipe = folder / "run.json", loaded(given.threshold)
     report: dict[str, Any] = json.loads(notes.read_text()) if notes.is_file() else {
-        "setting": setting_of(given), **provenance(torch.device("cpu")), "rounds": [],
+        "setting": setting_of(given), **provenance(torch.device("cpu")), "rounds": [], "curve": [],
     }  # fmt: skip
+    rounds, curve = report["rounds"], report["curve"]
     names = dict(pipe.model.named_parameters())
     optimizer = torch.optim.AdamW(names.values(), lr=given.lr, betas=(0.9, 0.99), weight_decay=0.0)
-    if report["rounds"]:
+    reference = copy.deepcopy(pipe.model).requires_grad_(False) if given.kl else None
+
+    def note() -> None:
+        notes.write_text(json.dumps(report, indent=1))
+
+    if rounds:
         restore(folder, names, optimizer)
-    elif "before" not in report:
-        report["before"] = judged(pipe, given)
-        notes.write_text(json.dumps(report, indent=1))
-    for problems in problems_of(given, len(report["rounds"])):
-        if len(report["rounds"]) >= given.rounds or time.monotonic() - began > given.seconds:
+    elif not curve:
+        curve.append({"rounds": 0, **judged(pipe, given, given.answers, given.unseen)})
+        note()
+    for problems in problems_of(given, len(rounds)):
+        if len(rounds) >= given.rounds or time.monotonic() - began > given.seconds:
             break
-        report["rounds"].append(one_round(pipe, problems, optimizer, given, len(report["rounds"]), "engine"))
+        optimizer.param_groups[0]["lr"] = given.lr * rate_of(len(rounds), given)
+        rounds.append(one_round(pipe, problems, optimizer, given, len(rounds), "engine", reference))
+        if len(rounds) % given.every == 0 and len(rounds) < given.rounds:
+            curve.append({"rounds": len(rounds), **judged(pipe, given, given.answers, given.unseen)})
         keep(folder, names, optimizer)
-        notes.write_text(json.dumps(report, indent=1))
-        print(json.dumps(report["rounds"][-1]), flush=True)
-    if len(report["rounds"]) >= given.rounds and "after" not in report:
-        report["after"] = judged(pipe, given)
-        notes.write_text(json.dumps(report, indent=1))
-    print(json.dumps({key: report.get(key) for key in ("before", "after")}), flush=True)
+        note()
+        print(json.dumps(rounds[-1]), flush=True)
+    if curve[-1]["rounds"] != len(rounds):
+        curve.append({"rounds": len(rounds), **judged(pipe, given, given.answers, given.unseen)})
+    note()
+    if given.last and "last" not in report:
+        report["last"] = judged(pipe, given, given.last, given.unseen + 1)
+        note()
+    print(json.dumps([curve[0], curve[-1], report.get("last")]), flush=True)
+
+
+def rate_of(number: int, given: Namespace) -> float:
+    """The learning rate of a round as a share of the highest: it rises for --warm rounds, and falls to a tenth."""
+    return min(1.0, (number + 1) / (given.warm + 1)) * max(1 - 0.9 * number / given.rounds, 0.1)
 
 
 def one_round(
-    pipe: Any, problems: list[Problem], optimizer: Any, given: Namespace, number: int, sampler: str
+    pipe: Any,
+    problems: list[Problem],
+    optimizer: Any,
+    given: Namespace,
+    number: int,
+    sampler: str,
+    reference: Any = None,
 ) -> dict[str, float]:
     """Samples, rewards, and updates the weights in place. CPU seconds of both parts."""
     seed, began = 10_000 * given.seed + number, time.process_time()
     made = sampled(pipe, problems, seed, given, sampler)
     between = time.process_time()
     rewards, right = rewarded(pipe, problems, made, given)
-    updated(pipe, made, rewards, optimizer, given, seed)
+    updated(pipe, made, rewards, optimizer, given, seed, reference)
     return {
         "right": float(right.mean()), "reward": float(rewards.mean()), "forwards": float(made.forwards.float().mean()),
         "sampling_cpu_s": round(between - began, 2), "update_cpu_s": round(time.process_time() - between, 2),
@@ -263,7 +314,8 @@ def table(given: Namespace) -> None:
     runs = [json.loads((folder / "run.json").read_text()) for folder in given.runs]
     report = {**provenance(torch.device("cpu")), "runs": runs}
     for run in runs:
-        print(run["setting"]["estimator"], run["setting"]["seed"], len(run["rounds"]), run["before"], run.get("after"))
+        setting, curve = run["setting"], run["curve"]
+        print(setting["estimator"], setting["seed"], len(run["rounds"]), curve[0], curve[-1], run.get("last"))
     save(report, given.out)
 
 
@@ -272,18 +324,27 @@ def main() -> None:
     parser.add_argument("task", choices=("train", "compare", "table"))
     parser.add_argument("runs", type=Path, nargs="*")
     parser.add_argument("--folder", type=Path)
-    parser.add_argument("--estimator", choices=ESTIMATORS, default="tracerl")
+    parser.add_argument("--estimator", default="tracerl")
+    parser.add_argument("--options", type=json.loads, default={}, help="of the estimator, as JSON")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--answers", type=int, default=200, help="unseen problems")
     parser.add_argument("--unseen", type=int, default=7, help="which ones: settings were tried on those of 0")
-    parser.add_argument("--passes", type=int, default=3, help="steps of a sample that an update sees")
+    parser.add_argument("--passes", type=int, default=3, help="forwards of a sample that an update sees; 0: all")
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--threshold", type=float, default=0.6)
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--quick", type=float, default=0.5, help="reward of a right answer for needing few forwards")
     parser.add_argument("--lr", type=float, default=1e-4)
+    parser.add_argument("--warm", type=int, default=0, help="rounds in which the rate rises")
+    parser.add_argument("--kl", type=float, default=0.0, help="weight of the distance to the first policy")
+    parser.add_argument("--negative", type=float, default=1.0, help="weight of samples worse than their group")
+    parser.add_argument("--std", action="store_true", help="advantages are divided by their group's deviation")
+    parser.add_argument("--splits", type=int, default=1, help="steps of the optimizer a round")
+    parser.add_argument("--explore", type=float, default=0.6, help="the decoder's threshold in rollouts")
+    parser.add_argument("--every", type=int, default=10, help="rounds between evaluations")
+    parser.add_argument("--last", type=int, default=0, help="further unseen problems for the last policy")
     parser.add_argument("--new", type=int, default=64, help="positions of an answer")
     parser.add_argument("--stops", action="store_true", help="the plain loop ends an answer at its stop token, too")
     given = parser.parse_args()
