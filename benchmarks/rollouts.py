@@ -1,10 +1,11 @@
-"""What recording costs, and what a replay of a block-causal model computes, on a CPU.
+"""What recording costs, and what a replay of a block-causal model computes.
 
     python -m benchmarks.rollouts --out benchmarks/results/rollouts-cpu.json
+    python -m benchmarks.rollouts --device cuda --out FILE    # with CUDA graphs
 
-Rounds with each level of the record go by turns; figures are CPU seconds. The other part counts the positions that
-`trajectory` feeds to the model in the box with attention blocks, beside those of clean and masked texts side by side in
-every forward, as trainers feed them.
+Rounds with each level of the record go by turns; figures are CPU seconds, on a card those that pass. The other part
+counts the positions that `trajectory` feeds to the model in the box with attention blocks, beside those of clean and
+masked texts side by side in every forward, as trainers feed them.
 """
 
 from __future__ import annotations
@@ -23,35 +24,36 @@ from dinfer.lab.likelihood import combine, logps, passes
 LEVELS = ("none", "steps", "logps", "events")
 
 
-def cost(prompts: int, group: int, repeats: int, new_tokens: int) -> dict[str, Any]:
+def cost(device: str, prompts: int, group: int, repeats: int, new_tokens: int) -> dict[str, Any]:
     """Throughput of each level, as shares of that without a record."""
-    pipe = dinfer.load("tiny", device="cpu", runtime=dinfer.Runtime(rows=64))
+    pipe = dinfer.load("tiny", device=device, runtime=dinfer.Runtime(rows=64, graphs=device != "cpu"))
+    clock = time.process_time if device == "cpu" else time.perf_counter  # tensors on the CPU end a rollout
     questions = [problem.question for problem in generate("heldout", count=prompts, seed=1)]
     seconds: dict[str, list[float]] = {level: [] for level in LEVELS}
     tokens: dict[int, torch.Tensor] = {}
     for repeat in range(repeats + 1):
         for level in LEVELS[repeat % 4 :] + LEVELS[: repeat % 4]:
-            began = time.process_time()
+            began = clock()
             made = pipe.rollout(
                 questions, n=group, max_new_tokens=new_tokens, seed=repeat, temperature=1.0, threshold=0.7, record=level
             )
-            if repeat:  # the first round makes what later ones share
-                seconds[level].append(time.process_time() - began)
+            if repeat:  # the first round makes what later ones share, such as graphs
+                seconds[level].append(clock() - began)
             known = tokens.setdefault(repeat, made.answer_ids)
             assert known.equal(made.answer_ids), "a record changed tokens"
     none = seconds["none"]
     return {
-        "in_flight": 64, "samples": prompts * group, "cpu_s": seconds, "tokens_equal": True,
+        "in_flight": 64, "samples": prompts * group, "seconds": seconds, "tokens_equal": True,
         "throughput": {
             level: median(a / b for a, b in zip(none, own, strict=True)) for level, own in seconds.items()
         },
     }  # fmt: skip
 
 
-def positions(prompts: int, group: int) -> dict[str, Any]:
+def positions(device: str, prompts: int, group: int) -> dict[str, Any]:
     """Positions fed for the replay of block-causal rollouts, and how far it is from the record."""
     pipe = dinfer.load(
-        "tiny-llada2", device="cpu", iteration={"name": "block_diffusion"}, cache="block",
+        "tiny-llada2", device=device, iteration={"name": "block_diffusion"}, cache="block",
         decoder={"name": "threshold", "threshold": 0.7},
     )  # fmt: skip
     questions = [problem.question for problem in generate("heldout", count=prompts, seed=1)]
@@ -71,16 +73,16 @@ def positions(prompts: int, group: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = command_line(__doc__)
+    parser = command_line(__doc__, "cpu")
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--group", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=8)
     parser.add_argument("--new", type=int, default=32)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    report = begun(given, torch.device("cpu"))
-    report["replay"] = positions(4, 4)
-    report["record"] = cost(given.prompts, given.group, given.repeats, given.new)
+    report = begun(given, torch.device(given.device))
+    report["replay"] = positions(given.device, 4, 4)
+    report["record"] = cost(given.device, given.prompts, given.group, given.repeats, given.new)
     print({name: report["record"]["throughput"][name] for name in LEVELS}, report["replay"])
     save(report, given.out)
 
