@@ -29,6 +29,7 @@ from safetensors.torch import load_file, save_file
 
 from tools.convert_ar import draw, measure
 from tools.convert_ar.base import Base, ConversionError, load
+from tools.convert_ar.drafts import Drafter, held_matches, tokens_per_forward
 from tools.convert_ar.train import COPIES, STATE, Settings, Texts, Trainer, adapt
 
 
@@ -46,7 +47,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--conversations", type=int, default=100_000, help="to be drawn, by all processes")
     parser.add_argument("--draw-seconds", type=float, default=1200.0)
     parser.add_argument("--temperature", type=float, default=0.0, help="of answers that are drawn")
-    parser.add_argument("--most-repeats", type=float, default=0.25, help="share of 4-grams, of answers that are kept")
+    parser.add_argument("--most-repeats", type=float, default=0.25, help="share of 4-grams; answers are cut before")
     parser.add_argument("--held", type=int, default=200, help="conversations to measure with, as they come")
     parser.add_argument("--new", type=int, default=128, help="tokens of an answer when measuring")
     parser.add_argument("--thresholds", type=float, nargs="+", default=[1.0, 0.9, 0.7, 0.5], help="to measure")
@@ -99,14 +100,29 @@ def texts_of(args: argparse.Namespace) -> list[Path]:
 def train(base: Base, args: argparse.Namespace, settings: Settings, out: Path, start: Path | None) -> None:
     """Trains into a folder, going on where a run in it was broken off."""
     out.mkdir(parents=True, exist_ok=True)
-    trainer = Trainer(base, settings, out)
+    trainer = (Drafter if settings.drafts else Trainer)(base, settings, out)
     if (out / STATE).is_file():
         trainer.resume(out)
     elif start is not None:
         trainer.resume(start, weights_only=True)
     trainer.run(Texts.read(texts_of(args), base, settings.length))
+    if isinstance(trainer, Drafter):
+        write_matches(trainer, args, out)
     if trainer.me == 0:
         write(base, out, settings, float8=args.float8)
+
+
+def write_matches(drafter: Drafter, args: argparse.Namespace, out: Path) -> None:
+    """OUT/drafts.json: how many drafts in a row are right on conversations that were held back."""
+    held = args.out / "held.jsonl"
+    paths = [held] if held.is_file() else texts_of(args)
+    found = torch.cat([*held_matches(drafter, Texts.read(paths, drafter.base, drafter.settings.length), 16)])
+    if drafter.me == 0:
+        counts = torch.bincount(found, minlength=drafter.settings.drafts + 1).tolist()
+        rates = {n: tokens_per_forward(found, n) for n in range(1, drafter.settings.drafts + 1)}
+        told = {"step": drafter.step, "matches": counts, "tokens_per_forward_by_drafts": rates}
+        (out / "drafts.json").write_text(json.dumps(told, indent=1) + "\n")
+        print(told, flush=True)
 
 
 def write(base: Base, out: Path, settings: Settings, *, float8: bool) -> None:
@@ -114,6 +130,8 @@ def write(base: Base, out: Path, settings: Settings, *, float8: bool) -> None:
     kind = base.model.config.model_type
     told = {"model_type": f"a2d-{kind}", "mask_token_id": base.chat.mask, "block_size": min(settings.blocks)}
     told |= {"eos_token_id": base.chat.stop, "shift": settings.shift}
+    if settings.drafts:
+        told |= {"block_size": 1, "shift": 1, "drafts": settings.drafts}
     if settings.rank:
         base.model.peft_config["default"].base_model_name_or_path = Path(base.model.config._name_or_path).name
         base.model.save_pretrained(out)

@@ -25,6 +25,7 @@ STARTS = (
     "What's the difference between", "In one sentence,", "Hi", "Hello", "Fix", "Classify", "Answer", "Make a plan for",
 )  # fmt: skip
 """How every second question begins, so that they are of many kinds."""
+LEAST_KEPT = 4  # tokens of an answer that is cut where it repeats itself
 LEAST = 0.01  # tokens with a smaller share of the most likely one's probability are not drawn
 
 
@@ -149,6 +150,18 @@ def repeats(tokens: list[int], n: int = 4) -> float:
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
+def before_repeats(tokens: list[int], most: float, n: int = 4) -> list[int]:
+    """The longest beginning that ends with a new n-gram and whose share of repeated ones is at most so large."""
+    seen, again, end = set[tuple[int, ...]](), 0, min(len(tokens), n - 1)
+    for i in range(len(tokens) - n + 1):
+        gram = tuple(tokens[i : i + n])
+        again += gram in seen
+        if gram not in seen and again <= most * (i + 1):
+            end = i + n
+        seen.add(gram)
+    return tokens[:end]
+
+
 def write_text(
     base: Base, path: Path, *, rows: int, length: int, conversations_wanted: int, seconds: float, seed: int,
     temperature: float, most_repeats: float = 1.0, whole: bool = False,
@@ -156,7 +169,7 @@ def write_text(
     """Draws until there are as many conversations as wanted, or the time is up. Returns how many were kept.
 
     A line of the file has `tokens` and `answer`, the index of the answer's first token. `whole`: only conversations
-    that end, whose questions begin as the model likes.
+    that end, whose questions begin as the model likes. An answer that repeats itself is cut before it does.
     """
     torch.manual_seed(seed)
     draws, stop = random.Random(seed), base.chat.stop
@@ -168,7 +181,9 @@ def write_text(
     with part.open("w") as file:
         for tokens, answer in sampler.conversations(lambda n: openings(base, n, length, draws, plain=whole)):
             drawn += len(tokens)
-            if repeats(tokens[answer:]) <= most_repeats and (tokens[-1] == stop or not whole):
+            if most_repeats < 1 and repeats(tokens[answer:]) > most_repeats:
+                tokens = tokens[:answer] + before_repeats(tokens[answer:], most_repeats)
+            if len(tokens) - answer >= LEAST_KEPT and (tokens[-1] == stop or not whole):
                 file.write(json.dumps({"tokens": tokens, "answer": answer}) + "\n")
                 kept += 1
                 bar.update()

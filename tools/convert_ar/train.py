@@ -48,6 +48,9 @@ class Settings:
     seed: int = 0
     paced: bool = False  # masks are those that the model itself would leave open
     certainty: float = 0.0  # weight of the entropy where the model is right (dParallel, arXiv:2509.26488)
+    drafts: int = 0  # masks behind an anchor: only masks take the adapter, and draft for the base. 0: block diffusion
+    masks: int = 3072  # of a row, in groups of `drafts`
+    soft: float = 0.5  # the share of the loss of drafts that is against the base's whole distribution
     save_every: float = 60.0  # seconds
     compile: bool = True
     flex: bool = True  # on a card, attention leaves out what nothing sees
@@ -215,7 +218,16 @@ class Trainer:
         self.layers = cast(base.layers(), base.dtype)
         self.layer: Layer = torch.compile(masked_layer, dynamic=False) if settings.compile else masked_layer
         self.step, self.spent = 0, 0.0
-        self.batches = {block: Batch(settings.batch, settings.width, block, base.device) for block in settings.blocks}
+        blocks = () if settings.drafts else settings.blocks
+        self.batches = {block: Batch(settings.batch, settings.width, block, base.device) for block in blocks}
+
+    def pack(self, texts: Texts, draws: np.random.Generator, step: int) -> Any:
+        """What a step is fed, on the host."""
+        return packed(texts, draws, self.block(step), self.settings)
+
+    def filled(self, rows: Any, step: int) -> Any:
+        """The same on the device."""
+        return self.batches[self.block(step)].fill(rows, self.settings.shift)
 
     def block(self, step: int) -> int:
         blocks = self.settings.blocks
@@ -281,10 +293,10 @@ class Trainer:
         begun, saved, spent = time.monotonic(), time.monotonic(), self.spent
         bar = tqdm(total=settings.steps, initial=self.step, desc="training", disable=self.me > 0, mininterval=10)
         with ThreadPoolExecutor(1) as ahead:  # packs the next step's conversations
-            due = ahead.submit(packed, texts, draws, self.block(self.step), settings)
+            due = ahead.submit(self.pack, texts, draws, self.step)
             while (done := max(self.step / settings.steps, self.spent / settings.seconds)) < 1:
-                batch = self.batches[self.block(self.step)].fill(due.result(), settings.shift)
-                due = ahead.submit(packed, texts, draws, self.block(self.step + 1), settings)
+                batch = self.filled(due.result(), self.step)
+                due = ahead.submit(self.pack, texts, draws, self.step + 1)
                 loss = self.advance(batch, done)
                 bar.update()
                 if self.step % 20 == 0 or self.step == settings.steps:  # processes agree on the time

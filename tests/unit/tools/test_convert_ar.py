@@ -17,7 +17,8 @@ transformers = pytest.importorskip("transformers")
 from tools.convert_ar import base as bases  # noqa: E402
 from tools.convert_ar import draw, measure  # noqa: E402
 from tools.convert_ar.__main__ import main  # noqa: E402
-from tools.convert_ar.train import Batch, Settings, Texts, masks, packed  # noqa: E402
+from tools.convert_ar.drafts import Drafter, tokens_per_forward  # noqa: E402
+from tools.convert_ar.train import Batch, Settings, Texts, adapt, masks, packed  # noqa: E402
 
 TEMPLATE = "{% for m in messages %}[{{ m.content }}{% endfor %}]"
 SIZES = {
@@ -190,3 +191,80 @@ def test_a_gpt2_is_no_base(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     assert main(["train", str(folder), str(tmp_path / "out")]) == 1
     assert "model_type='gpt2' cannot be converted" in capsys.readouterr().err
+
+
+def drafter_of(base: bases.Base, out: Path, **changes: Any) -> Drafter:
+    settings = Settings(batch=2, width=32, length=16, drafts=3, masks=24, rank=2, compile=False, **changes)
+    return Drafter(base, settings, out)
+
+
+def test_a_mask_drafts_what_it_would_behind_its_clean_tokens_alone(folder: Path, tmp_path: Path) -> None:
+    """Clean rows are the base's own, bit for bit; a group of masks is as if it stood alone behind its anchor."""
+    base = bases.load(folder, torch.device("cpu"), torch.float32)
+    texts = Texts([(np.array(ids), 4) for ids in ([0, 5, 6, 1, 7, 8, 9, 3, 1], [0, 9, 8, 1, 6, 5, 9, 7, 8, 1])], stop=1)
+    plain = base.layers()
+    adapt(base, 2)
+    for name, one in base.model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(one, std=0.3)
+    drafter = drafter_of(base, tmp_path)
+    drafter.filled(drafter.pack(texts, np.random.default_rng(0), 0), 0)
+    seen = drafter.seen()
+    known, pairs = drafter.known(seen[0])
+    drafted = drafter.drafted(pairs, seen[1])
+    place, anchor, group, _, told, trained = drafter.masks[:, 0]
+    for one in group.unique():
+        own = (group == one).nonzero()[:, 0]
+        first, at = int(anchor[own[0]]), own[0]
+        since = first - int(drafter.clean[1, 0, first])
+        ids = drafter.clean[0, 0, since : first + 1]
+        masked = torch.full((3,), base.chat.mask)
+        places = torch.arange(len(ids) + 3)
+        sight = bases.visible(places[:, None] >= places, torch.float32)
+        alone = bases.hidden(
+            base, plain, ids[None], places[: len(ids)], sight[: len(ids), : len(ids)], bases.masked_layer
+        )
+        torch.testing.assert_close(known[0, first], alone[0, -1], atol=1e-5, rtol=1e-4)
+        gated = gated_hidden(base, torch.cat([ids, masked]), len(ids))
+        torch.testing.assert_close(drafted[0, own], gated[len(ids) :], atol=1e-5, rtol=1e-4)
+        assert place[at] == len(ids) and int(told[at]) == first + 1 and bool(trained[at])
+
+
+def gated_hidden(base: bases.Base, ids: torch.Tensor, clean: int) -> torch.Tensor:
+    """Hidden states of a causal forward in which rows from `clean` on take the adapter, by two forwards a layer."""
+    places = torch.arange(len(ids))
+    cos, sin = base.rotation(places)
+    sight = bases.visible(places[:, None] >= places, torch.float32)
+    x = torch.nn.functional.embedding(ids[None], base.table()).float()
+    rows = (places >= clean)[None, :, None]
+    for with_adapter in base.layers():
+        without = {name: None if name.endswith(".a") else one for name, one in with_adapter.items()}
+        shape, dtype = base.shape, torch.float32
+        h = bases.norm(x, without["norm1"], shape[3])
+        both = [bases.heads_of(h, w, cos, sin, shape) for w in (without, with_adapter)]
+        q, k, v = (torch.where(rows[:, None], two, one) for one, two in zip(*both, strict=True))
+        mixed = bases.mixed(q, k, v, sight).transpose(1, 2).flatten(2)
+        outs = [bases.project(mixed, w, "o_proj") for w in (without, with_adapter)]
+        x = x + torch.where(rows, outs[1], outs[0])
+        x = torch.where(rows, bases.mlp(x, with_adapter, shape[3], dtype), bases.mlp(x, without, shape[3], dtype))
+    return bases.norm(x, base.body.norm.weight, base.shape[3])[0]
+
+
+def test_training_of_drafts_goes_on_after_a_stop_and_says_how_many_are_right(folder: Path, tmp_path: Path) -> None:
+    text, out = str(write_text(tmp_path / "text.jsonl")), tmp_path / "out"
+    common = [
+        "--text", text, "--length", "32", "--blocks", "4", "--batch", "2", "--width", "112", "--rank", "2", "--drafts",
+        "3", "--masks", "60", "--device", "cpu", "--rate", "0.02", "--no-compile",
+    ]  # fmt: skip
+    assert main(["train", str(folder), str(out), *common, "--steps", "20"]) == 0
+    assert main(["train", str(folder), str(out), *common, "--steps", "60"]) == 0
+    losses = [json.loads(line) for line in (out / "loss.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in losses] == [20, 40, 60] and losses[-1]["loss"] < losses[0]["loss"]
+    told = json.loads((out / "drafts.json").read_text())
+    assert sum(told["matches"]) > 0 and told["tokens_per_forward_by_drafts"]["3"][1] > 1.5
+    assert json.loads((out / "diffusion.json").read_text())["drafts"] == 3
+
+
+def test_tokens_a_forward_counts_the_round_that_a_refused_draft_costs() -> None:
+    """Two drafts: all right, then one right; three tokens, then two and, without drafts, one."""
+    assert tokens_per_forward(torch.tensor([2, 1]), 2) == (6 / 3, 2.5)
