@@ -22,7 +22,7 @@ import torch
 from benchmarks.provenance import command_line, provenance, save
 from dinfer import Pipeline, Runtime
 from tools.convert_ar.base import Base, load
-from tools.convert_ar.measure import judged, loaded
+from tools.convert_ar.measure import drafting, judged, loaded
 
 
 def timed(base: Base, pipe: Pipeline, prompts: list[list[int]], new: int, **options: Any) -> dict[str, Any]:
@@ -66,6 +66,9 @@ def recipes(given: Namespace, base: Base) -> Iterator[tuple[dict[str, Any], Any,
     where = {"device": given.device, "dtype": given.dtype} | json.loads(given.recipe)
     if given.parent:
         yield {"model": "parent"}, loaded(given.base, None, 1, mask=base.chat.mask, **where), [{}]
+    for stride in given.strides:
+        pipe = drafting(given.base, given.drafts, stride, quantize=given.quantize, **where)
+        yield {"model": "drafts", "stride": stride}, pipe, [{}]
     for adapter in given.adapter:
         for block in given.blocks:
             pipe = loaded(given.base, adapter, block, quantize=given.quantize, **where)
@@ -87,6 +90,8 @@ def main() -> None:
     parser.add_argument("--held", type=Path, required=True, help="held.jsonl of tools/convert_ar")
     parser.add_argument("--adapter", nargs="*", default=["smol"])
     parser.add_argument("--parent", action="store_true", help="the base, token by token")
+    parser.add_argument("--drafts", default="smol-drafts", help="adapter that drafts for the base")
+    parser.add_argument("--strides", type=int, nargs="*", default=[], help="of drafts: most tokens of a step")
     parser.add_argument("--blocks", type=int, nargs="+", default=[16, 32])
     parser.add_argument("--thresholds", type=float, nargs="+", default=[1.0, 0.9, 0.7, 0.5])
     parser.add_argument("--temperature", type=float, default=0.0)

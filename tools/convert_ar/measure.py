@@ -73,6 +73,16 @@ def loaded(
     return dinfer.load(model, **parts | changes)
 
 
+def drafting(base: Path, drafts: Path | str, stride: int, **changes: Any) -> Any:
+    """The base in the engine, which verifies what masks with the adapter draft: so many tokens a forward at most."""
+    model = {"name": "a2d", "checkpoint": str(base), "draft_adapter": str(drafts)}
+    parts: dict[str, Any] = {
+        "iteration": {"name": "sliding", "block": 2 * stride - 1}, "cache": "block",
+        "decoder": {"name": "isd", "stride": stride},
+    }  # fmt: skip
+    return dinfer.load(model, **parts | changes)
+
+
 def scored(base: Base, pipe: Any, prompts: list[list[int]], new: int) -> dict[str, Any]:
     """The scores of a pipeline's answers, and the first few."""
     found = pipe.generate_ids(prompts, max_new_tokens=new)

@@ -11,6 +11,7 @@ from dinfer.core.loading.files import ADAPTER, local, locate, read_object
 from dinfer.core.models._family import PLAIN, BlockFamily, complete
 from dinfer.core.registry import MODELS, option
 from dinfer.core.terms.spec import ModelSpec
+from dinfer.families.models._gated import GatedFamily
 from dinfer.families.stretches import RopeStretch
 
 PARENTS = {
@@ -29,7 +30,7 @@ STRETCH = {
 
 @MODELS.register("a2d")
 @dataclass(frozen=True, kw_only=True)
-class A2d(BlockFamily):
+class A2d(GatedFamily, BlockFamily):
     """A2D checkpoints, and plain Llama or Qwen ones with an adapter that tools/convert_ar made."""
 
     paper = "github.com/ZHZisZZ/dllm"
@@ -79,24 +80,25 @@ class A2d(BlockFamily):
         kind = config.get("model_type")
         if kind not in PARENTS:
             return config
-        if self.adapter is None and self.block == 1:
+        adapter = self.adapter or self.draft_adapter
+        if self.adapter is None and self.block == 1 and self.draft_adapter is None:
             return config | {"shift": 1}  # the next token is all that such a block holds
-        if self.adapter is None:
+        if adapter is None:
             raise ValueError(
                 f"config.json: model_type={kind!r} is an autoregressive model, which fills no masks: give "
                 "model.adapter, an adapter that makes it a diffusion model, as tools/convert_ar writes one, or "
                 "model.block=1 to decode it token by token"
             )
-        folder = locate(self.adapter, needed=ADAPTER)
+        folder = locate(adapter, needed=ADAPTER)
         if not (folder / DIFFUSION).is_file():
             raise ValueError(
-                f"config.json: model_type={kind!r} is an autoregressive model, and the adapter {self.adapter} has no "
+                f"config.json: model_type={kind!r} is an autoregressive model, and the adapter {adapter} has no "
                 f"{DIFFUSION}, which would say that it makes a diffusion model of it: convert by tools/convert_ar"
             )
         changes = read_object(folder / DIFFUSION)
         if changes.get("model_type") != f"a2d-{kind}":
             raise ValueError(
-                f"config.json: model_type={kind!r} is not the base of the adapter {self.adapter}, whose {DIFFUSION} "
+                f"config.json: model_type={kind!r} is not the base of the adapter {adapter}, whose {DIFFUSION} "
                 f"says {changes.get('model_type')!r}"
             )
         fits = {key: config.get(key) for key in ("hidden_size", "num_hidden_layers", "vocab_size")}
@@ -104,7 +106,7 @@ class A2d(BlockFamily):
         if other:
             name = next(iter(other))
             raise ValueError(
-                f"config.json: {name}={config[name]} does not fit the adapter {self.adapter}, which was made for "
+                f"config.json: {name}={config[name]} does not fit the adapter {adapter}, which was made for "
                 f"another base, of {name}={other[name]}"
             )
         return config | {key: value for key, value in changes.items() if key != "base"}
