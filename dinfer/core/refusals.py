@@ -86,16 +86,13 @@ def _of_model(model: Any, iteration: Any, **others: Any) -> Iterator[Refusal]:
 
 def _declined(decoder: Any, sampling: Any, **others: Any) -> Iterator[Refusal]:
     """The options of the sampling that the decoder cannot honour."""
-    values = {name: (values_of(sampling).get(name), sampling.neutral.get(name)) for name in decoder.refuses}
-    return (_cannot_honour(name, *pair) for name, pair in values.items() if pair[0] != pair[1])
-
-
-def _cannot_honour(name: str, value: object, neutral: object) -> Refusal:
-    return Refusal(
-        f"{{decoder}} cannot honour sampling.{name}={value}.",
-        sampling=Trait(lambda sampling: True, instead=f"sampling.{name}={neutral}"),
-        decoder=Trait(lambda decoder: name in decoder.refuses),
-    )
+    values, neutral = values_of(sampling), sampling.neutral
+    for name in [name for name in decoder.refuses if values.get(name) != neutral.get(name)]:
+        yield Refusal(
+            f"{{decoder}} cannot honour sampling.{name}={values.get(name)}.",
+            sampling=Trait(lambda sampling: True, instead=f"sampling.{name}={neutral.get(name)}"),
+            decoder=Trait(lambda decoder, own=name: own in decoder.refuses),
+        )
 
 
 def _remedies(table: Sequence[Refusal], found: Refusal, parts: PartsByKind) -> Iterator[str]:
