@@ -107,8 +107,9 @@ class Holding(Ability):
             options = step.state.options(step.recipe, made.lanes.slot_B, "sampling", step.shape.blocks)
             masked_RL, most_R1 = made.view.masked_RL, options["leftmost"]
             free_RL = free_RL & (~masked_RL | (most_R1 == 0) | (masked_RL.cumsum(-1) <= most_R1))
-        must_R, able_R = made.view.must_progress_R, (made.view.masked_RL & free_RL).any(-1)
-        made.view = replace(made.view, must_progress_R=able_R if must_R is None else must_R & able_R)
+        if made.view.must_progress_R is not None:  # one of several blocks may have no mask that it could commit
+            must_R = made.view.must_progress_R & (made.view.masked_RL & free_RL).any(-1)
+            made.view = replace(made.view, must_progress_R=must_R)
         # The masks that are held back have 0, as if the model preferred the mask there: no commit is forced on them.
         held_RL = ~free_RL
         declined_RL = made.stats.declined_RL | held_RL

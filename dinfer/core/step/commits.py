@@ -152,7 +152,8 @@ def blanks(recipe: Parts, view: BlockView, state: State) -> Tensor | int:
     if spec.mask_id is not None:
         return spec.mask_id
     noise_RL = recipe.sampling.noise(view.seed_R[:, None], view.pos_RL, view.forward_R[:, None] + 1, spec.vocab)
-    draft_RL = state.get("draft", noise_RL)
+    if (draft_RL := state.get("draft")) is None:
+        return noise_RL
     return torch.where((draft_RL >= 0) & (draft_RL < spec.vocab), draft_RL, noise_RL)
 
 

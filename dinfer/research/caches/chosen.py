@@ -253,7 +253,8 @@ class D2Cache(CachePolicy, Chooses, Follows, LeavesDecoded, LeavesMasks, Refresh
             return flags_BS
         first_B1, new_B1 = (lanes.start_B - shift).clamp_min(0)[:, None], (lanes.length_B - lanes.prompt_B)[:, None]
         room_B1 = lanes.end_B[:, None] - first_B1 + self.plan(Phase.WINDOW).allowance(new_B1, lanes.forwards_B[:, None])
-        rank_BS = attention_BS + 2.0 * base_BS + 2.0 * told_BS - 8.0 * ~flags_BS  # without masks no step decodes
+        first_BS = told_BS & (told_BS.cumsum(-1) == 1)  # of the active block; without a mask no step decodes
+        rank_BS = attention_BS + 2.0 * base_BS + 4.0 * first_BS - 8.0 * ~flags_BS
         order_BS = rank_BS.sort(dim=-1, descending=True, stable=True).indices
         return flags_BS & torch.zeros_like(flags_BS).scatter(1, order_BS, (pos_S < room_B1).expand_as(order_BS))
 
