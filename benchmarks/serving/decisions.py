@@ -140,6 +140,7 @@ def main() -> None:
         "names": lambda case: decided(reader, case, labels="names"),
         "names, joint": lambda case: decided(reader, case, labels="names", joint=True),
         "own words": lambda case: decided(reader, case, answer=case.canvas),
+        "own words, two forwards": lambda case: decided(reader, case, answer=case.canvas, steps=2),
         "generated JSON": lambda case: written(writer, case),
     }  # fmt: skip
     seconds, hits = ({name: list[Any]() for name in ways} for _ in range(2))

@@ -112,7 +112,7 @@ class Served:
     def check_length(self, tokens: int, field: str) -> None:
         """Raises ApiError for more tokens than the model has positions."""
         if tokens > self.max_length:
-            raise self._too_long(field, f" needs {tokens} tokens")
+            raise self._too_long(field, f" needs {tokens} tokens and is longer than the model's context length")
 
     def truncated(self, prompt: list[int], asked: Generation) -> list[int]:
         """The last or first tokens of a prompt, if the request limits them."""

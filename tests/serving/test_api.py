@@ -169,6 +169,25 @@ def test_a_trace_shows_one_answer_and_ignores_nothing(client: Client) -> None:
     assert client.ask("/v1/trace", ASK).status_code == 200, "the one that was late holds up the next"
 
 
+def test_several_conversations_are_answered_at_once(client: Client) -> None:
+    """vLLM's route, whose other fields are those of a chat."""
+    path, others = "/v1/chat/completions/batch", {"model": "tiny", "max_tokens": 8, "seed": 3}
+    turns = [[{"role": "user", "content": f"Start with {number}, then add 5. What is it?"}] for number in (7, 8)]
+    found = client.ask(path, others | {"messages": turns}).json()
+    alone = [client.ask("/v1/chat/completions", others | {"messages": one}).json() for one in turns]
+    told = [one["choices"][0]["message"] for one in alone]
+    assert [(one["index"], one["message"]) for one in found["choices"]] == [*enumerate(told)]
+    assert found["usage"]["prompt_tokens"] == sum(one["usage"]["prompt_tokens"] for one in alone)
+    wrong = [*turns, [{"role": "user"}]]
+    for fields, field in (
+        ({"messages": wrong}, "messages.2.0.content"), ({"messages": []}, "messages"), ({"stream": True}, "stream"),
+        ({"messages": turns[0]}, "messages.0"), ({"n": 2}, "n"), ({"temperature": 9}, "temperature"),
+        ({"messages": [*turns, [{"role": "user", "content": "a" * 9999}]]}, "messages.2"),
+    ):  # fmt: skip
+        error = client.ask(path, others | {"messages": turns} | fields)
+        assert (error.status_code, error.json()["error"]["param"]) == (400, field), error.text
+
+
 def test_gaps_are_filled(client: Client) -> None:
     body = {"model": "tiny", "text": "Tom has [MASK:1] coins and buys 3 books."}
     answer = client.ask("/v1/infill", body).json()

@@ -7,17 +7,27 @@ import json
 import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from fastapi import FastAPI, Response
 from fastapi.exceptions import RequestValidationError
-from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from dinfer.lab.trace.record import document, page, record_request
 from dinfer.serving.answers import Part, id_of
 from dinfer.serving.apis.completions import Completion
-from dinfer.serving.errors import ApiError, at_field, invalid, of_deadline, of_validation, refused
-from dinfer.serving.fields import NO_THOUGHT, SWITCHES, Conversation, Generation, Sampled, Scored, Stop, readable
+from dinfer.serving.errors import ApiError, at_field, invalid, of_deadline, of_validation, refused, spelled
+from dinfer.serving.fields import (
+    MAX_CHOICES,
+    NO_THOUGHT,
+    SWITCHES,
+    Conversation,
+    Generation,
+    Sampled,
+    Scored,
+    Stop,
+    readable,
+)
 from dinfer.serving.forms import Held, HeldFields, Strict
 from dinfer.serving.generating import encoded, generated
 from dinfer.serving.pictures import joined
@@ -26,6 +36,8 @@ from dinfer.serving.served import Served
 from dinfer.serving.server import Server
 from dinfer.structure import functions_of
 from dinfer.structure import tools as calling
+
+T = TypeVar("T", bound=BaseModel)
 
 
 def _shown(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -98,7 +110,10 @@ class ToolFields(HeldFields):
         form, choice, functions = self.form(), self.choice, self.functions
         if self.named is not None and self.named not in functions:
             known = ", ".join(functions) or "no tools"
-            raise invalid("tool_choice.function.name", f"={self.named!r:.80} is none of the functions: {known:.80}")
+            raise invalid(
+                "tool_choice.function.name",
+                f"={self.named!r:.80}: Tool {self.named!r:.80} not found in tools list: {known:.80}",
+            )
         if not functions:
             if self.tool_choice is not None:
                 raise refused("tool_choice", choice, "needs tools: say which functions there are")
@@ -176,11 +191,37 @@ def canonical(body: dict[str, Any]) -> CappedRequest:
     """The chat of a body whose fields are those of a chat. Raises ApiError."""
     body = {field: value for field, value in body.items() if value is not None}
     own = body.pop("dinfer")
+    return read(CappedRequest, body).model_copy(update={"dinfer": own})
+
+
+def read(kind: type[T], body: dict[str, Any]) -> T:
+    """The request of a body. Raises ApiError."""
     try:
-        return CappedRequest.model_validate(body).model_copy(update={"dinfer": own})
+        return kind.model_validate(body)
     except ValidationError as error:
         errors = [{**one, "loc": ("body", *one["loc"])} for one in error.errors()]
         raise of_validation(RequestValidationError(errors, body=body)) from error
+
+
+class ChatBatch(BaseModel):
+    """vLLM's: several conversations, and one set of the other fields of a chat."""
+
+    model_config = ConfigDict(extra="allow")
+    model: str = ""
+    messages: Annotated[list[list[Any]], Field(min_length=1, max_length=MAX_CHOICES)]
+
+    @property
+    def each(self) -> list[ChatRequest]:
+        """A chat for each conversation. Raises ApiError."""
+        shared = {"model": self.model} | (self.model_extra or {})
+        for field, most in (("stream", False), ("n", 1)):
+            if shared.get(field) not in (None, most):
+                raise refused(field, shared[field], "is not supported here: a choice is the answer to a conversation.")
+        made = []
+        for number, one in enumerate(self.messages):
+            with spelled({"messages": f"messages.{number}"}):
+                made.append(read(ChatRequest, shared | {"messages": one}))
+        return made
 
 
 def placed(served: Served, asked: ChatRequest) -> list[dict[str, Any]]:
@@ -247,6 +288,7 @@ class Chat(Completion):
     asked: ChatRequest
     prefix, object, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
     empty = {"delta": {}}
+    no_ids: dict[str, Any] = {}
 
     @property
     def blank(self) -> str | None:
@@ -310,6 +352,19 @@ def add(app: FastAPI, server: Server) -> None:
         prompt = await encoded(server, served, body.conversation, "messages", tools=body.tools, **body.ending)
         echoes = [Event(row, body.echoed) for row in range(body.n)] if body.echoed else []
         return await generated(server, served, body, [prompt], Chat, body.top, echoes)
+
+    @app.post("/v1/chat/completions/batch")
+    async def batch(body: ChatBatch) -> Response:
+        """Answers several conversations, a choice for each, like vLLM."""
+        each = body.each
+        served = server.catalogue.find(body.model, each[0].dinfer.decoder)
+        server.admission.check(len(each))  # before any of them is encoded
+        prompts = [
+            await encoded(server, served, one.conversation, f"messages.{i}", tools=one.tools, **one.ending)
+            for i, one in enumerate(each)
+        ]
+        echoes = [Event(row, one.echoed) for row, one in enumerate(each)] if any(one.echoed for one in each) else []
+        return await generated(server, served, each[0], prompts, Chat, each[0].top, echoes)
 
     @app.post("/v1/trace")
     async def trace(body: TraceRequest) -> Response:

@@ -72,6 +72,7 @@ class Completion(Rendering):
     prefix, object, chunk = "cmpl", "text_completion", "text_completion"
     done = b"data: [DONE]\n\n"
     empty: dict[str, Any] = {"text": ""}  # of a piece without text
+    no_ids: dict[str, Any] = {"prompt_token_ids": None}  # vLLM's field, where none are wanted
 
     def __init__(self, answer: Answer, asked: Generation, shown: Shown) -> None:
         super().__init__(answer)
@@ -155,7 +156,7 @@ class Completion(Rendering):
     def _ids(self, row: int, since: int) -> dict[str, Any]:
         """vLLM's fields, from a token of the choice on; what is echoed is the prompt's."""
         if not self.asked.return_token_ids:
-            return {}
+            return self.no_ids
         echoed = len(self.answer.echoes[row].ids) if self.answer.echoes else 0
         ids = {"token_ids": self.answer.choices[row].ids[max(since, echoed) :]}
         return ids | ({} if since else {"prompt_token_ids": self.answer.prompts[row // self.asked.n]})
