@@ -3,17 +3,20 @@
     python -m benchmarks.smol BASE --held OUT/held.jsonl --flights 1 64 --out benchmarks/results/smol-h100.json
 
 For each recipe and number of requests in flight: tokens a second from the first request to the last, the base's NLL of
-these answers in nats a token, the share of 4-grams that occurred before, tokens a forward. The base is decoded token
-by token (`model.block=1`). A first pass over the prompts compiles and captures, a second one is timed.
+these answers in nats a token, the share of 4-grams that occurred before, tokens a forward, and with `--parent` the
+share of answers that are the base's own. The base is decoded token by token (`model.block=1`), with `--drafts` by
+verified drafts. A first pass over the prompts compiles and captures, a second one is timed.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import time
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +28,20 @@ from tools.convert_ar.base import Base, load
 from tools.convert_ar.measure import drafting, judged, loaded
 
 
-def timed(base: Base, pipe: Pipeline, prompts: list[list[int]], new: int, **options: Any) -> dict[str, Any]:
-    """Scores and speed of one recipe."""
+def timed(
+    base: Base, pipe: Pipeline, prompts: list[list[int]], new: int, own: list[list[int]] | None, **options: Any
+) -> dict[str, Any]:
+    """Scores and speed of one recipe. `own`: the base's answers, empty before its own run; None: it has none."""
     pipe.generate_ids(prompts, max_new_tokens=new, **options)
     begun = time.perf_counter()
     found = pipe.generate_ids(prompts, max_new_tokens=new, **options)
     seconds = time.perf_counter() - begun
     answers = [one.ids + [base.chat.stop] * one.stopped for one in found]
     scores = judged(base, prompts, answers, [one.counts.forwards for one in found])
+    if own:
+        scores["same_as_parent"] = sum(map(list.__eq__, answers, own)) / len(own)
+    elif own is not None:
+        own += answers
     return {"tokens_per_s": scores["tokens"] / seconds, "seconds": seconds} | scores | {"sample": found[0].text}
 
 
@@ -66,9 +75,9 @@ def recipes(given: Namespace, base: Base) -> Iterator[tuple[dict[str, Any], Any,
     where = {"device": given.device, "dtype": given.dtype} | json.loads(given.recipe)
     if given.parent:
         yield {"model": "parent"}, loaded(given.base, None, 1, mask=base.chat.mask, **where), [{}]
-    for stride in given.strides:
-        pipe = drafting(given.base, given.drafts, stride, quantize=given.quantize, **where)
-        yield {"model": "drafts", "stride": stride}, pipe, [{}]
+    for stride, rejected in product(given.strides, given.rejected):
+        pipe = drafting(given.base, given.drafts, stride, rejected=rejected, **where)
+        yield {"model": "drafts", "stride": stride, "rejected": rejected}, pipe, [{}]
     for adapter in given.adapter:
         for block in given.blocks:
             pipe = loaded(given.base, adapter, block, quantize=given.quantize, **where)
@@ -92,8 +101,10 @@ def main() -> None:
     parser.add_argument("--parent", action="store_true", help="the base, token by token")
     parser.add_argument("--drafts", default="smol-drafts", help="adapter that drafts for the base")
     parser.add_argument("--strides", type=int, nargs="*", default=[], help="of drafts: most tokens of a step")
+    parser.add_argument("--rejected", nargs="+", default=["cold"], help="of drafts: what follows a rejected one")
     parser.add_argument("--blocks", type=int, nargs="+", default=[16, 32])
     parser.add_argument("--thresholds", type=float, nargs="+", default=[1.0, 0.9, 0.7, 0.5])
+    parser.add_argument("--seconds", type=float, default=math.inf, help="no row begins later")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--flights", type=int, nargs="+", default=[16], help="requests in flight")
     parser.add_argument("--most", type=int, default=200, help="prompts; fewer with few in flight")
@@ -110,15 +121,19 @@ def main() -> None:
         held = [json.loads(line) for line in file]
     prompts = [one["tokens"][: one["answer"]] for one in held]
     table: dict[str, Any] = {**provenance(device), "new_tokens": args.new, "recipes": []}
-    for named, pipe, options in recipes(args, base):
-        for flight in args.flights:
-            count = min(args.most, 12 * flight)
-            asked = (prompts * -(-count // len(prompts)))[:count]
-            runtime = Runtime(rows=flight, graphs=device.type == "cuda")
+    begun, every = time.perf_counter(), list(recipes(args, base))
+    for flight in args.flights:
+        count = min(args.most, 12 * flight)
+        own: list[list[int]] | None = [] if args.parent else None
+        asked = (prompts * -(-count // len(prompts)))[:count]
+        runtime = Runtime(rows=flight, graphs=device.type == "cuda")
+        for named, pipe, options in every:
             side = Pipeline(pipe.recipe, pipe.tokenizer, runtime)
             for one in options:
+                if time.perf_counter() - begun > args.seconds:
+                    continue
                 row = named | one | {"in_flight": flight}
-                row |= timed(base, side, asked, args.new, temperature=args.temperature, **one)
+                row |= timed(base, side, asked, args.new, own, temperature=args.temperature, **one)
                 if args.tasks and flight == args.flights[-1]:
                     row |= evaluated(of_options(side, runtime, one), args.tasks, args.limit)
                 table["recipes"].append(row)

@@ -21,8 +21,9 @@ class ISD(Decoder, Confirms):
 
     A step feeds the last token, `stride` - 1 drafts and as many masks. Row i confirms or corrects draft i; the row of
     the last draft gives one token more, and the masks' rows the next drafts. After a correction there are none for a
-    step. With accept=drawn a draft is accepted if it is the token that the sampling draws there, and otherwise that
-    token corrects it: the tokens have the distribution of decoding one by one, at temperature 0 they are the same.
+    step, or with rejected=rows what the rows behind the rejected draft say: guesses, which change no token. With
+    accept=drawn a draft is accepted if it is the token that the sampling draws there, and otherwise that token corrects
+    it: the tokens have the distribution of decoding one by one, at temperature 0 they are the same.
 
     The other rules are the published variants, and lossy. "ratio" accepts by p / q, the chances of the draft now and
     when it was made, and draws the correction from max(p - q, 0), both without top_k and top_p. Since drafts are the
@@ -40,6 +41,9 @@ class ISD(Decoder, Confirms):
     top: tuple[int, ...] = option((5,), "with accept=top: for each draft; the last holds for further ones")
     sure: float = option(0.5, "with accept=sure: least probability", most=1)
     alpha: float = option(1.0, "with accept=ratio: what q is multiplied with")
+    rejected: Literal["cold", "rows"] = option(
+        "cold", "drafts after a correction: none for a step, or the most likely tokens of the rows behind it"
+    )
     verified: int = option(0, "verify so many drafts of a step, and accept the others unseen; 0: all")
     correct: bool = option(False, "show the most likely token in place of an accepted draft, whose keys stay")
 
@@ -124,7 +128,9 @@ class ISD(Decoder, Confirms):
         count_R1 = self.accepted(right_RL, draft_RL)
         whole_R1 = count_R1 == there_RL.sum(-1, keepdim=True)
         from_RL = place_L + count_R1 + 1  # the drafts of the next region are what the masks behind say
-        drafts_RL = whole_R1 & (place_L < self.stride - 1) & (from_RL < place_L.shape[0])
+        drafts_RL = (place_L < self.stride - 1) & (from_RL < place_L.shape[0])
+        if self.rejected == "cold":
+            drafts_RL = drafts_RL & whole_R1
         drafts_RL = drafts_RL & (view.forward_R > 0)[:, None]  # the first step makes a token alone, as published
         next_RL = best_RL.gather(1, from_RL.clamp_max(place_L.shape[0] - 1))
         instead_RL = token_RL

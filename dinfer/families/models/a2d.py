@@ -1,7 +1,8 @@
 """A2D: Llama and Qwen checkpoints that became diffusion models (github.com/ZHZisZZ/dllm; tools/convert_ar).
 
 Two kinds share a config: mdlm, whose positions all see each other, and bd3lm, of attention blocks. Logits predict the
-token at their own position; where config.json says `shift`, the next one, as tools/convert_ar trains it.
+token at their own position; where config.json says `shift`, the next one, as tools/convert_ar trains it. A plain Llama
+or Qwen checkpoint with an adapter for masks alone stays causal, and its masks draft (I-DLM's form).
 """
 
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ PARENTS = {
 """What transformers takes for absent fields of the models that these grew from."""
 EXPECTED = PLAIN | {"rope_scaling": (None,), "attention_bias": (False, None), "mlp_bias": (False, None)}
 DIFFUSION = "diffusion.json"  # of an adapter's folder: the fields of config.json that make its base a diffusion model
+DRAFTS = "drafts"  # its field in an adapter of masks alone: how many masks were trained to stand side by side
 STRETCH = {
     "factor": "factor", "low_freq_factor": "low", "high_freq_factor": "high",
     "original_max_position_embeddings": "length",
@@ -68,7 +70,7 @@ class A2d(GatedFamily, BlockFamily):
             qk_norm=parent == "qwen3",
             rope_stretch=stretch,
             shift=shift,
-            causal_block=None if self.whole() else self.attention_block(config),
+            causal_block=self.attention(config),
             **self.body(config),
         )
 
@@ -78,10 +80,11 @@ class A2d(GatedFamily, BlockFamily):
         Raises ValueError for an autoregressive checkpoint without an adapter that makes it a diffusion model.
         """
         kind = config.get("model_type")
+        self.check_drafts(kind)
         if kind not in PARENTS:
             return config
         adapter = self.adapter or self.draft_adapter
-        if self.adapter is None and self.block == 1 and self.draft_adapter is None:
+        if adapter is None and self.block == 1:
             return config | {"shift": 1}  # the next token is all that such a block holds
         if adapter is None:
             raise ValueError(
@@ -109,11 +112,41 @@ class A2d(GatedFamily, BlockFamily):
                 f"config.json: {name}={config[name]} does not fit the adapter {adapter}, which was made for "
                 f"another base, of {name}={other[name]}"
             )
-        return config | {key: value for key, value in changes.items() if key != "base"}
+        self.check_kind(adapter, changes)
+        return config | {key: value for key, value in changes.items() if key not in ("base", DRAFTS)}
 
-    def whole(self) -> bool:
-        """Whether all positions see each other."""
-        return self.bidirectional or (self.block is None and "mdlm" in local(self.checkpoint).name.casefold())
+    def check_drafts(self, kind: Any) -> None:
+        """Raises ValueError for options that a model whose masks draft cannot have."""
+        if self.draft_adapter is None:
+            return
+        if self.adapter is not None:
+            raise ValueError(
+                "model.adapter makes a model of blocks, and model.draft_adapter one whose masks draft: give one of them"
+            )
+        if kind not in PARENTS:
+            raise ValueError(
+                f"config.json: model_type={kind!r} is a diffusion model, and model.draft_adapter is for masks of an "
+                f"autoregressive one ({', '.join(PARENTS)}): leave it out"
+            )
+        if self.bidirectional or self.block not in (None, 1):
+            raise ValueError(
+                "a model with model.draft_adapter stays causal: leave out model.block and model.bidirectional"
+            )
+
+    def check_kind(self, adapter: str, said: dict[str, Any]) -> None:
+        """Raises ValueError for an adapter of blocks where one of drafts is wanted, and the other way round."""
+        if (DRAFTS in said) is not (self.draft_adapter is not None):
+            was, option = ("draft_adapter", "masks that draft") if DRAFTS in said else ("adapter", "blocks")
+            raise ValueError(
+                f"{DIFFUSION} of the adapter {adapter} says that it is for {option}: give model.{was}={adapter}"
+            )
+
+    def attention(self, config: dict[str, Any]) -> int | None:
+        """Length of the attention blocks; None: all positions see each other."""
+        if self.draft_adapter is not None:
+            return 1
+        whole = self.bidirectional or (self.block is None and "mdlm" in local(self.checkpoint).name.casefold())
+        return None if whole else self.attention_block(config)
 
 
 def stretched(scaling: dict[str, Any]) -> RopeStretch:

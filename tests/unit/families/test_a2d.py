@@ -141,3 +141,44 @@ def test_llama3_scaling_is_data_and_its_fields_are_checked() -> None:
         family.spec(
             config | {"rope_scaling": scaling | {"high_freq_factor": 0.5, "original_max_position_embeddings": 32}}
         )
+
+
+DRAFTS = {"model_type": "a2d-llama", "mask_token_id": 47, "shift": 1, "drafts": 3, "base": SIZES}
+
+
+@pytest.mark.parametrize("changes", [{}, {"quantize": "int8"}, {"dtype": "bfloat16"}], ids=str)
+def test_masks_that_draft_change_no_token_of_their_base(changes: dict[str, Any], tmp_path: Path) -> None:
+    """A plain Llama with an adapter for masks alone, folder and GGUF file, beside the same base token by token."""
+    write_gguf(tmp_path / "base.gguf", write_base(tmp_path / "base"))
+    write_adapter(tmp_path / "drafts", DRAFTS)
+    prompts = [[1, 2, 3, 4, 5], [7] * 9, [30]]
+    asked = {"max_new_tokens": 14, "options": [{}, {"temperature": 1.0, "seed": 3}, {}]}
+    for checkpoint in ("base", "base.gguf"):
+        base = {"name": "a2d", "checkpoint": str(tmp_path / checkpoint)}
+        parts: dict[str, Any] = {"iteration": "block_diffusion", "decoder": "threshold", "cache": "block"}
+        one_by_one = dinfer.load(
+            base | {"block": 1, "mask_id": 47}, **parts | {"iteration": "token_by_token"} | changes
+        )
+        wanted = [answer.ids for answer in one_by_one.generate_ids(prompts, **asked)]
+        for rejected in ("cold", "rows"):
+            own = {"iteration": "sliding_7", "decoder": {"name": "isd", "rejected": rejected}}
+            drafting = dinfer.load(base | {"draft_adapter": str(tmp_path / "drafts")}, **parts | own | changes)
+            found = drafting.generate_ids(prompts, **asked)
+            assert [answer.ids for answer in found][::2] == wanted[::2]
+
+
+@pytest.mark.parametrize(
+    ("options", "said", "message"),
+    [
+        ({"adapter": "drafts"}, DRAFTS, "is for masks that draft: give model.draft_adapter="),
+        ({"draft_adapter": "drafts"}, SAID, "is for blocks: give model.adapter="),
+        ({"draft_adapter": "drafts", "block": 4}, DRAFTS, "stays causal: leave out model.block"),
+        ({"draft_adapter": "drafts", "adapter": "drafts"}, DRAFTS, "give one of them"),
+    ],
+)
+def test_an_adapter_of_the_other_kind_is_refused(options: Any, said: Any, message: str, tmp_path: Path) -> None:
+    write_base(tmp_path / "base")
+    write_adapter(tmp_path / "drafts", said)
+    given = {name: str(tmp_path / value) if value == "drafts" else value for name, value in options.items()}
+    with pytest.raises(CheckpointError, match=message):
+        dinfer.load({"name": "a2d", "checkpoint": str(tmp_path / "base"), **given})
