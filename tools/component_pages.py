@@ -24,6 +24,7 @@ from dinfer.core.recipe.recipe import all_refusals
 from dinfer.core.refusals import COMPONENTS, Trait
 from dinfer.core.registry import CACHES, DECODERS, MODELS, REGISTRIES, OptionInfo, Registry, options_of
 from dinfer.core.step.window import exact as exact_with
+from dinfer.core.terms.spec import AttentionLayout
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "components"
@@ -171,7 +172,11 @@ def exactness(cache: Any) -> str:
         "every model": (0, 0), "block-causal models": (BLOCK, 1), "block-causal models in whole blocks": (BLOCK, BLOCK),
         "causal models": (1, 1),
     }  # fmt: skip
-    exact = [kind for kind, (block, alignment) in kinds.items() if exact_with(cache, (0, block, False), alignment)]
+    exact = [
+        kind
+        for kind, (block, alignment) in kinds.items()
+        if exact_with(cache, AttentionLayout(0, block, False), alignment)
+    ]
     if exact[:1] == ["every model"]:
         exact = exact[:1]
     elif "block-causal models" in exact:

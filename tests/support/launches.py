@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import is_dataclass
 from typing import Any
 
 import pytest
@@ -80,6 +81,9 @@ def plain(value: Any) -> Any:
         return value
     if isinstance(value, triton.language.dtype):
         return {"dtype": str(value)}
+    if isinstance(value, tuple) or is_dataclass(value):
+        kind = type(value)
+        return {"made": [kind.__module__, kind.__name__, {name: getattr(value, name) for name in kind.__annotations__}]}
     return {"kernel": [value.fn.__module__, value.fn.__name__]}
 
 
@@ -109,8 +113,9 @@ def main() -> None:
             return value
         if "dtype" in value:
             return triton.language.str_to_ty("*" + value["dtype"], None).element_ty
-        module, name = value["kernel"]
-        return getattr(importlib.import_module(module), name)
+        module, name, *given = value["made" if "made" in value else "kernel"]
+        found = getattr(importlib.import_module(module), name)
+        return found(**given[0]) if given else found
 
     failed, capability = [], int(sys.argv[1])
     for line in sys.stdin.read().splitlines():

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from dinfer.core.kernels.dispatch import triton, use_triton
-from dinfer.core.terms.plan import AttentionLayout, Place, WindowPlan
+from dinfer.core.terms.plan import Place, WindowPlan
+from dinfer.core.terms.spec import AttentionLayout
 
 
 def span(first_B: Tensor, end_B: Tensor, width: int) -> Tensor:
@@ -40,9 +41,7 @@ def window_positions(
         with `prefill` or `keys_only`, the end of the keys of a row that decodes nothing, int64 [B], -1 for others.
     """
     if use_triton(place_B[0], "canvas"):
-        return triton("canvas").window_positions(
-            place_B, width, active, layout, plan.numbers(layout[0]), prefill, keys_only
-        )
+        return triton("canvas").window_positions(plan, place_B, layout, width, active, prefill, keys_only)
     (start_B, end_B, *_), (shift, block, from_prompt) = place_B, layout
     first_B, stop_B, settled_B, gap_B, skip_B, second_B, skipped_B = plan.whole(place_B, layout)
     grain = block or 1

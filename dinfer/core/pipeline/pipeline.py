@@ -47,6 +47,7 @@ from dinfer.core.step.contracts import CachePolicy
 from dinfer.core.step.mixins import Pads
 from dinfer.core.step.told import TokenLogprob
 from dinfer.core.step.window import exact
+from dinfer.core.terms.spec import AttentionLayout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -516,13 +517,13 @@ def _chosen(model: Any, preset: str | None) -> tuple[Any, dict[str, Any]]:
 
 
 @cache
-def _tell_if_inexact(family: str, layout: tuple[int, int, bool], cache: CachePolicy, alignment: int) -> None:
+def _tell_if_inexact(family: str, layout: AttentionLayout, cache: CachePolicy, alignment: int) -> None:
     """Warns, once, of a cache that changes what a model with an exact one sees."""
-    if layout[1] and not exact(cache, layout, alignment):
+    if layout.block and not exact(cache, layout, alignment):
         logging.getLogger(__name__).warning(
             "%s keeps keys that this model (%s) would compute anew, so answers may differ. Exact are cache=none, and "
             "cache=block with iteration=%s, or with blocks that end where the model's attention blocks do",
-            CACHES.called(cache), family, "multi_block" if layout[2] else "block_diffusion",
+            CACHES.called(cache), family, "multi_block" if layout.prompt else "block_diffusion",
         )  # fmt: skip
 
 

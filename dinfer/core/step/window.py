@@ -14,7 +14,8 @@ from dinfer.core.step.contracts import CachePolicy, ModelSpec, State
 from dinfer.core.step.cursors import Cursors, Phase, RowCursors, Status
 from dinfer.core.step.model import Parts
 from dinfer.core.step.shape import KeysOnly, StepShape
-from dinfer.core.terms.plan import AttentionLayout, Place
+from dinfer.core.terms.plan import Place
+from dinfer.core.terms.spec import AttentionLayout
 
 
 class KeepsNothing:

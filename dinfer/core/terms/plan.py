@@ -12,9 +12,10 @@ from typing import Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
+from dinfer.core.terms.spec import AttentionLayout
+
 SHARES = 10**6  # `WindowPlan.share` is in parts of this
 Position = TypeVar("Position", int, Tensor)
-AttentionLayout = tuple[int, int, bool]  # see `ModelSpec.attention_layout`
 
 
 class Place(NamedTuple, Generic[Position]):
@@ -29,54 +30,54 @@ class Place(NamedTuple, Generic[Position]):
     mask: Position  # the first open position of the region. The width of a window is the same wherever it is
 
 
-def window_bounds(
-    start, end, length, kept, prompt, seen, mask,
-    SHIFT, BLOCK, PROMPT, BACK, AHEAD, KEEPS, RESPONSE, UNSEEN, FRONT, BEHIND,
-):  # fmt: skip
+def window_bounds(place, LAYOUT, PLAN):
     """The window `[first, stop)` of a row, and up to where its keys can be final: int, int64 [B], or in Triton.
 
     Behind these: `gap` and `skip`, a place in the window and how many positions it leaves out there, and two more for a
-    second gap. `SHIFT`, `BLOCK`, `PROMPT`: `ModelSpec.attention_layout`; the others are those of a `WindowPlan`, -1 for
-    None. Python, torch and Triton all run this source, so minima and maxima are products with comparisons.
+    second gap. `place`: a `Place`; `LAYOUT`: an `AttentionLayout`; `PLAN`: a `WindowPlan`. Python, torch and Triton all
+    run this source, so minima and maxima are products with comparisons.
     """
-    grain = BLOCK + (BLOCK == 0)
-    query = (start - SHIFT) * (start > SHIFT)  # the first one that decodes a position of the region
+    start, end, length, kept, prompt, seen, mask = place
+    grain = LAYOUT.block + (LAYOUT.block == 0)
+    query = (start - LAYOUT.shift) * (start > LAYOUT.shift)  # the first one that decodes a position of the region
     settled = query // grain * grain
-    if PROMPT:
+    if LAYOUT.prompt:
         settled = (prompt + (start - prompt) // grain * grain) * (start >= prompt)
     stop = length
-    if BLOCK > 0 and not UNSEEN:
-        last = (end - SHIFT - 1) * (end > SHIFT + 1)  # the last query that decodes a position of the region
+    if LAYOUT.block > 0 and not PLAN.unseen:
+        # The last query that decodes a position of the region.
+        last = (end - LAYOUT.shift - 1) * (end > LAYOUT.shift + 1)
         reach = (last // grain + 1) * grain
-        if PROMPT:
+        if LAYOUT.prompt:
             reach = prompt + (last - prompt + grain) // grain * grain * (last >= prompt)
         stop = length + (reach - length) * (reach < length)
-    if AHEAD >= 0:
-        near = end + AHEAD - SHIFT
+    if PLAN.ahead is not None:
+        near = end + PLAN.ahead - LAYOUT.shift
         stop = stop + (near - stop) * (near < stop)
         stop = stop + (1 - stop) * (stop < 1)
     first = start - start
-    if KEEPS:
+    if PLAN.keeps:
         first = settled + (kept - settled) * (kept < settled)
         first = first + (query - first) * (query < first)
-    elif BACK >= 0:
-        first = (start - BACK) * (start > BACK)
-    if RESPONSE:
+    elif PLAN.back is not None:
+        back = PLAN.back + (LAYOUT.shift - PLAN.back) * (LAYOUT.shift > PLAN.back)
+        first = (start - back) * (start > back)
+    if PLAN.response:
         first = first + (prompt - first) * (prompt < first)
     gap, skip, second, skipped = first, 0, stop, 0
-    if FRONT > 0:
+    if PLAN.front > 0:
         final = kept
-        if KEEPS:
-            final = settled if PROMPT else start // grain * grain
+        if PLAN.keeps:
+            final = settled if LAYOUT.prompt else start // grain * grain
         left = kept < final  # a block before the region, whose keys the step makes final
         some = (seen > start) & ((seen < end) | left)  # keys exist up to `seen` alone, or are to be made final
-        low, high = first + (query - first) * some, stop + (seen - SHIFT - stop) * some
+        low, high = first + (query - first) * some, stop + (seen - LAYOUT.shift - stop) * some
         count = high - low
-        if SHIFT == 0:
-            count = count + (FRONT - count) * (count > FRONT)
+        if LAYOUT.shift == 0:
+            count = count + (PLAN.front - count) * (count > PLAN.front)
         else:  # the first query of the region is in the block before
-            count = count + (FRONT - count) * ((count > FRONT) & (kept >= final))
-        near = mask - SHIFT - BEHIND
+            count = count + (PLAN.front - count) * ((count > PLAN.front) & (kept >= final))
+        near = mask - LAYOUT.shift - PLAN.behind
         near = near + (high - count - near) * (near > high - count)
         near = near + (low - near) * (near < low)
         narrow = some | (seen >= end)
@@ -117,15 +118,9 @@ class WindowPlan:
         if self.front and (self.chosen or self.last or not 0 <= self.behind < self.front):
             raise ValueError(f"{self}: `front` excludes `chosen` and `last`, and is larger than `behind`")
 
-    def numbers(self, shift: int) -> tuple[int, int, bool, bool, bool, int, int]:
-        """The last arguments of `window_bounds`."""
-        back = -1 if self.back is None else max(self.back, shift)
-        ahead = -1 if self.ahead is None else self.ahead
-        return back, ahead, self.keeps, self.response, self.unseen, self.front, self.behind
-
     def whole(self, place: Place[Position], layout: AttentionLayout) -> tuple[Position, ...]:
         """What `window_bounds` returns."""
-        return window_bounds(*place, *layout, *self.numbers(layout[0]))
+        return window_bounds(place, layout, self)
 
     def bounds(self, place: Place[Position], layout: AttentionLayout) -> tuple[Position, Position, Position]:
         """The same, without the gaps."""

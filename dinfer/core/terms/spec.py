@@ -3,7 +3,7 @@
 import math
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 
 def _check_counts(said: str, **values: int) -> None:
@@ -11,6 +11,14 @@ def _check_counts(said: str, **values: int) -> None:
     for name, value in values.items():
         if type(value) is not int or value < 1:
             raise ValueError(f"{said.format(f'{name}={value!r}')} must be an integer, at least 1")
+
+
+class AttentionLayout(NamedTuple):
+    """What the window of a row depends on, of a model."""
+
+    shift: int  # `ModelSpec.shift`
+    block: int  # `ModelSpec.attention_block`
+    prompt: bool  # the prompt is one such block
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,9 +162,8 @@ class ModelSpec:
         return 1 if self.encoder else self.causal_block or 0
 
     @property
-    def attention_layout(self) -> tuple[int, int, bool]:
-        """What the window of a row depends on: shift, `attention_block`, and whether the prompt is such a block."""
-        return self.shift, self.attention_block, self.prompt_block
+    def attention_layout(self) -> AttentionLayout:
+        return AttentionLayout(self.shift, self.attention_block, self.prompt_block)
 
     @property
     def mask(self) -> int:

@@ -5,7 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dinfer.core.terms.plan import window_bounds
+from dinfer.core.terms.plan import Place, WindowPlan, window_bounds
+from dinfer.core.terms.spec import AttentionLayout
 from dinfer.kernels.triton.launch import PIECE, WARPS, early, follow, shared
 
 
@@ -210,33 +211,30 @@ _bounds = shared(window_bounds)
 @triton.jit
 def _window_positions(
     start_ptr, end_ptr, length_ptr, kept_ptr, prompt_ptr, seen_ptr, mask_ptr, pos_ptr, fits_ptr, logits_ptr,
-    final_ptr, only_ptr, width, active,
-    SHIFT: tl.constexpr, BLOCK: tl.constexpr, PROMPT: tl.constexpr, BACK: tl.constexpr, AHEAD: tl.constexpr,
-    KEEPS: tl.constexpr, RESPONSE: tl.constexpr, UNSEEN: tl.constexpr, FRONT: tl.constexpr, BEHIND: tl.constexpr,
+    final_ptr, only_ptr, width, active, LAYOUT: tl.constexpr, PLAN: tl.constexpr,
     PREFILL: tl.constexpr, SETTLES: tl.constexpr, PIECE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     follow(EARLY)
     lane, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * PIECE + tl.arange(0, PIECE)
-    GRAIN: tl.constexpr = BLOCK if BLOCK > 0 else 1
+    GRAIN: tl.constexpr = LAYOUT.block if LAYOUT.block > 0 else 1
     start, end = tl.load(start_ptr + lane), tl.load(end_ptr + lane)
     length, kept, prompt = tl.load(length_ptr + lane), tl.load(kept_ptr + lane), tl.load(prompt_ptr + lane)
     seen, mask = tl.load(seen_ptr + lane), tl.load(mask_ptr + lane)
     first, stop, settled, gap, skip, second, skipped = _bounds(
-        start, end, length, kept, prompt, seen, mask,
-        SHIFT, BLOCK, PROMPT, BACK, AHEAD, KEEPS, RESPONSE, UNSEEN, FRONT, BEHIND,
-    )  # fmt: skip
+        (start, end, length, kept, prompt, seen, mask), LAYOUT, PLAN
+    )
     fits = stop - first - skip - skipped <= width
     if SETTLES:
         piece = tl.minimum(first + width // GRAIN * GRAIN, settled)
-        if PREFILL and PROMPT:
+        if PREFILL and LAYOUT.prompt:
             piece = tl.where(first + width >= settled, settled, first)
         only = piece if PREFILL else tl.where(fits, -1, piece)
         stop = tl.where(only < 0, stop, piece)
         fits = (only < 0) | (piece > first)
     pos, wanted = first + at, start + at
-    query = tl.maximum(wanted - SHIFT, 0)
+    query = tl.maximum(wanted - LAYOUT.shift, 0)
     computed, place = wanted < end, query - first
-    if FRONT > 0:  # others compute the whole region
+    if PLAN.front > 0:  # others compute the whole region
         pos += skip * (pos >= gap)
         pos += skipped * (pos >= second)
         inside = (query < gap) | (query >= gap + skip)
@@ -248,29 +246,25 @@ def _window_positions(
     tl.store(logits_ptr + lane * active + at, tl.minimum(place, width - 1), mask=at < active)
     once = tl.program_id(1) == 0
     tl.store(fits_ptr + lane, fits, mask=once)
-    if KEEPS:
-        tl.store(final_ptr + lane, settled if PREFILL or PROMPT else start // GRAIN * GRAIN, mask=once)
+    if PLAN.keeps:
+        tl.store(final_ptr + lane, settled if PREFILL or LAYOUT.prompt else start // GRAIN * GRAIN, mask=once)
     if SETTLES:
         tl.store(only_ptr + lane, only, mask=once)
 
 
 def window_positions(
-    read: tuple[Tensor, ...], width: int, active: int, layout: tuple[int, int, bool],
-    numbers: tuple[int, int, bool, bool, bool, int, int], prefill: bool, keys_only: bool,
+    plan: WindowPlan, place_B: Place[Tensor], layout: AttentionLayout, width: int, active: int, prefill: bool,
+    keys_only: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """`read`: the cursors that `window_bounds` takes; `numbers`: its last arguments."""
-    start_B, (shift, block, from_prompt) = read[0], layout
-    back, ahead, keeps, response, unseen, front, behind = numbers
-    lanes = start_B.shape[0]
+    start_B, lanes = place_B.start, place_B.start.shape[0]
     pos_BW, logits_BX = start_B.new_empty(lanes, width), start_B.new_empty(lanes, active)
     fits_B = start_B.new_empty(lanes, dtype=torch.bool)
-    final_B = torch.empty_like(start_B) if keeps else None
+    final_B = torch.empty_like(start_B) if plan.keeps else None
     only_B = torch.empty_like(start_B) if prefill or keys_only else None
     _window_positions[(lanes, triton.cdiv(max(width, active), PIECE))](
-        *(t.contiguous() for t in read), pos_BW, fits_B, logits_BX,
+        *(t.contiguous() for t in place_B), pos_BW, fits_B, logits_BX,
         *(pos_BW if made is None else made for made in (final_B, only_B)), width, active,
-        SHIFT=shift, BLOCK=block, PROMPT=from_prompt, BACK=back, AHEAD=ahead, KEEPS=keeps, RESPONSE=response,
-        UNSEEN=unseen, FRONT=front, BEHIND=behind, PREFILL=prefill, SETTLES=prefill or keys_only, PIECE=PIECE,
+        LAYOUT=layout, PLAN=plan, PREFILL=prefill, SETTLES=prefill or keys_only, PIECE=PIECE,
         num_warps=WARPS, **early(start_B),
     )  # fmt: skip
     return pos_BW, fits_B, logits_BX, final_B, only_B

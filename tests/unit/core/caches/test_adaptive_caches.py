@@ -19,6 +19,7 @@ from dinfer.core.registry import CACHES, DECODERS
 from dinfer.core.step.cursors import Cursors, Phase
 from dinfer.core.step.mixins import Edits, Grows
 from dinfer.core.step.window import exact, width_of
+from dinfer.core.terms.spec import AttentionLayout
 from dinfer.research.abilities.following import last_values
 
 PROMPT, NEW, BLOCK = 11, 21, 8
@@ -190,14 +191,23 @@ def test_decoders_that_edit_need_the_logits_of_decoded_positions() -> None:
 def test_what_caches_say_of_their_exactness() -> None:
     attention = {0: 1, 4: 4, 1: 1}  # positions of an attention block, and where active blocks begin and end
     caches = {name: CACHES.get(name)() for name in CACHES.names()}
-    kinds = {name: [exact(c, (0, b, False), grain) for b, grain in attention.items()] for name, c in caches.items()}
+    kinds = {
+        name: [exact(c, AttentionLayout(0, b, False), grain) for b, grain in attention.items()]
+        for name, c in caches.items()
+    }
     assert kinds["none"] == [True, True, True]
     for name in ("prefix", "dual", "vicinity", "block"):
         assert kinds[name] == [False, True, True]
     for name in ("delayed", "adaptive"):
         assert kinds[name] == [False, False, False]
-    assert not exact(CACHES.get("dual")(), (1, 4, False), 4)  # shifted, it leaves out the last position of the block
-    assert [exact(CACHES.get(n)(), (0, 4, False), 2) for n in ("prefix", "dual", "block")] == [False, False, True]
+    assert not exact(
+        CACHES.get("dual")(), AttentionLayout(1, 4, False), 4
+    )  # shifted, it leaves out the last position of the block
+    assert [exact(CACHES.get(n)(), AttentionLayout(0, 4, False), 2) for n in ("prefix", "dual", "block")] == [
+        False,
+        False,
+        True,
+    ]
 
 
 @pytest.mark.parametrize(

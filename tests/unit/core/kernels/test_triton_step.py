@@ -27,7 +27,8 @@ from dinfer.core.step import commits  # noqa: E402
 from dinfer.core.step.canvas import Canvas  # noqa: E402
 from dinfer.core.step.contracts import Edit, Moved, Proposal, TokenStats  # noqa: E402
 from dinfer.core.step.cursors import CURSORS, BlockView, Phase, RowCursors, Status  # noqa: E402
-from dinfer.core.terms.plan import WindowPlan  # noqa: E402
+from dinfer.core.terms.plan import Place, WindowPlan  # noqa: E402
+from dinfer.core.terms.spec import AttentionLayout  # noqa: E402
 from dinfer.core.terms.stats import Quota  # noqa: E402
 from dinfer.kernels.triton import launch  # noqa: E402
 from dinfer.research.kernels import blocks as sliding  # noqa: E402
@@ -146,7 +147,7 @@ def test_window_positions(monkeypatch: pytest.MonkeyPatch, width: int, active: i
     start_B, kept_B, prompt_B = number(30, 9), number(20, 9), number(20, 9)
     end_B = start_B + number(active + 1, 9)
     length_B, seen_B, mask_B = end_B + number(2 * width, 9), end_B - number(2, 9), start_B + number(active, 9)
-    place_B = start_B, end_B, length_B, kept_B, prompt_B, seen_B, mask_B
+    place_B = Place(start_B, end_B, length_B, kept_B, prompt_B, seen_B, mask_B)
     plans = [WindowPlan(back, ahead) for back in (None, 0, 5) for ahead in (None, 0, 3)]
     plans += [WindowPlan(keeps=True, ahead=None, front=front, behind=front // 2) for front in (0, 3)]
     plans += [WindowPlan(0, 0, front=3, behind=1), WindowPlan(0, None, response=True, unseen=True)]
@@ -156,7 +157,7 @@ def test_window_positions(monkeypatch: pytest.MonkeyPatch, width: int, active: i
         if (i + j + k) % 3:  # every pair of two of them remains
             continue
         work = partial(
-            canvas.window_positions, plan, place_B, (shift, block, own), width=width, active=active,
+            canvas.window_positions, plan, place_B, AttentionLayout(shift, block, own), width=width, active=active,
             prefill=prefill, keys_only=settles,
         )  # fmt: skip
         got, want = both(monkeypatch, work)
