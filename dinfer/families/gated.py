@@ -49,7 +49,8 @@ class GatedLinear(nn.Module):
         y_BWO = self.base(x_BWK)
         if (rows_BW := self.gate.rows_BW) is None:
             return y_BWO
-        low_BWR = (x_BWK.view(*rows_BW.shape, -1) @ self.a.T) * rows_BW[..., None]
+        low_BWR = x_BWK.view(*rows_BW.shape, -1) @ self.a.T
+        low_BWR = low_BWR.masked_fill(~rows_BW[..., None], 0)  # no product: 0 times what overflows is no 0
         return y_BWO + (low_BWR @ self.b.T).view_as(y_BWO)
 
 
