@@ -22,6 +22,7 @@ class ISD(Decoder, Confirms):
     A step feeds the last token, `stride` - 1 drafts and as many masks. Row i confirms or corrects draft i; the row of
     the last draft gives one token more, and the masks' rows the next drafts. After a correction there are none for a
     step, or with rejected=rows what the rows behind the rejected draft say: guesses, which change no token. With
+    rejected=branches masks stand behind each draft too, in `stride` times as many rows, and every step has drafts. With
     accept=drawn a draft is accepted if it is the token that the sampling draws there, and otherwise that token corrects
     it: the tokens have the distribution of decoding one by one, at temperature 0 they are the same.
 
@@ -41,8 +42,8 @@ class ISD(Decoder, Confirms):
     top: tuple[int, ...] = option((5,), "with accept=top: for each draft; the last holds for further ones")
     sure: float = option(0.5, "with accept=sure: least probability", most=1)
     alpha: float = option(1.0, "with accept=ratio: what q is multiplied with")
-    rejected: Literal["cold", "rows"] = option(
-        "cold", "drafts after a correction: none for a step, or the most likely tokens of the rows behind it"
+    rejected: Literal["cold", "rows", "branches"] = option(
+        "cold", "drafts after a correction: none for a step, guesses of the rows behind it, or masks behind each draft"
     )
     verified: int = option(0, "verify so many drafts of a step, and accept the others unseen; 0: all")
     correct: bool = option(False, "show the most likely token in place of an accepted draft, whose keys stay")
@@ -57,6 +58,14 @@ class ISD(Decoder, Confirms):
         object.__setattr__(self, "top", tuple(self.top))
         if not self.top or not all(type(count) is int and count >= 1 for count in self.top):
             raise ValueError(f"decoder.top={list(self.top)} must be numbers of tokens, 1 or more each")
+        if self.rejected == "branches" and self.accept == "ratio":
+            raise ValueError(
+                "decoder.accept=ratio keeps q of one lane, and decoder.rejected=branches has several: use rows"
+            )
+
+    @property
+    def versions(self) -> int:
+        return self.stride - 1 if self.rejected == "branches" else 0
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -119,13 +128,17 @@ class ISD(Decoder, Confirms):
         stream = torch.full_like(view.seed_R, -2 - which)[:, None]  # no token: draws of tokens use other numbers
         return uniform(view.seed_R[:, None], view.pos_RL, view.forward_R[:, None], stream)
 
+    def confirmed(self, stats: TokenStats, state: State) -> Tensor:
+        draft_RL, right_RL = state["draft"], state["right"]
+        if self.accept == "drawn":
+            unseen_L = self.unseen(torch.arange(draft_RL.shape[1], device=draft_RL.device))
+            right_RL = (draft_RL == stats.token_RL) | unseen_L
+        return self.accepted(right_RL, draft_RL)
+
     def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
         draft_RL, token_RL, best_RL = state["draft"], stats.token_RL, stats.stat("best")
         there_RL, place_L = draft_RL >= 0, torch.arange(draft_RL.shape[1], device=draft_RL.device)
-        right_RL = state["right"]
-        if self.accept == "drawn":
-            right_RL = (draft_RL == token_RL) | self.unseen(place_L)
-        count_R1 = self.accepted(right_RL, draft_RL)
+        count_R1 = self.confirmed(stats, state)
         whole_R1 = count_R1 == there_RL.sum(-1, keepdim=True)
         from_RL = place_L + count_R1 + 1  # the drafts of the next region are what the masks behind say
         drafts_RL = (place_L < self.stride - 1) & (from_RL < place_L.shape[0])
