@@ -23,8 +23,10 @@ from dinfer.core.pipeline.inputs import FormKeywords, as_int, each, listed, name
 from dinfer.core.provided import needed
 from dinfer.core.recipe.recipe import Recipe
 from dinfer.core.registry import unknown
+from dinfer.core.step.ability import Ask
 from dinfer.core.step.mixins import Branches, Edits, Feeds, Verifies
 from dinfer.core.step.window import exact
+from dinfer.rollouts.abilities.beginnings import OneOfSeveral
 from dinfer.rollouts.abilities.recording import Record, RecordAsk, RecordRead
 from dinfer.rollouts.abilities.versions import Aborted, MadeWith
 from dinfer.rollouts.rollouts import Rollouts
@@ -203,7 +205,9 @@ def planned(pipe: Any, prompts: Sequence[Any], asked: Asked, **more: Any) -> Rou
     seeded = SEED.partition(".")[2] in names
     many = [one for prompt in ids for one in [prompt] * count]
     rows = [options[at // count] | ({SEED: one} if seeded else {}) for at, one in enumerate(seeds)]
-    asks = (RecordAsk(int(level)),) if level else ()
+    asks: tuple[Ask, ...] = (RecordAsk(int(level)),) if level else ()
+    if count > 1 and not pipe.engine.runtime.deterministic:  # which has a row compute the same beside any others
+        asks = *asks, OneOfSeveral()
     found = pipe.requests(many, [lengths[at // count] for at in range(len(many))], rows, language, asks=asks)
     found = [replace(one, padding=0) for one in found]
     drawn = [recipe.sampling_of(one.options) for one in found]

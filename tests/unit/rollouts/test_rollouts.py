@@ -68,6 +68,25 @@ def test_the_record_is_the_same_however_it_runs(runtime: dict[str, Any]) -> None
     torch.testing.assert_close(one.sampled_logps, other.sampled_logps, equal_nan=True)
 
 
+@pytest.mark.parametrize("name", [*RECIPES, "dual"])
+def test_samples_of_a_prompt_share_their_first_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row of each prompt is fed; keys, tokens and log-probabilities are those of samples that run alone."""
+    monkeypatch.setitem(RECIPES, "dual", (*RECIPES["blockwise"][:3], "dual"))
+    pipe, rows = pipeline(name, rows=8), list[int]()
+    plain = pipe.model.forward
+    monkeypatch.setattr(pipe.model, "forward", lambda x, attend: (rows.append(len(x)), plain(x, attend))[1])
+    how: dict[str, Any] = {"n": 4, "max_new_tokens": 13, "seed": 3, "temperature": 0.7}
+    made, alone = pipe.rollout(PROMPTS, **how), pipeline(name, rows=1).rollout(PROMPTS, **how)
+    assert rows[0] <= len(PROMPTS) < max(rows)
+    assert made.answer_ids.equal(alone.answer_ids) and made.forwards.equal(alone.forwards)
+    torch.testing.assert_close(made.logps, alone.logps, atol=1e-5, rtol=1e-5)
+    rows.clear()
+    apart = pipeline(name, rows=8, deterministic=True)
+    monkeypatch.setattr(apart.model, "forward", lambda x, attend: (rows.append(len(x)), plain(x, attend))[1])
+    apart.rollout(PROMPTS, **how)
+    assert rows[0] == max(rows)  # a row computes the same beside any others
+
+
 def test_what_was_drawn_from_is_what_the_options_leave() -> None:
     """The two best tokens at temperature 0.5; a form leaves what it allows."""
     pipe, greedy = pipeline(), pipeline().rollout(PROMPTS, max_new_tokens=6)
