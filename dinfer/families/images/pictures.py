@@ -31,12 +31,16 @@ class Picture:
     where: str  # errors begin with it
 
     def decoded(self) -> Image:
-        """The pixels, turned as EXIF says. Raises ValueError for a damaged file."""
-        from PIL import ImageOps
+        """The pixels, turned as EXIF says, with white behind what is clear. Raises ValueError for a damaged file."""
+        from PIL import Image, ImageOps
 
         with named(self.where), _told():
             self.image.load()
-            return ImageOps.exif_transpose(self.image)
+            turned = ImageOps.exif_transpose(self.image)
+            if not turned.has_transparency_data:
+                return turned
+            clear = turned.convert("RGBA")  # transformers 5.16 keeps the hidden colour, often black
+            return Image.alpha_composite(Image.new("RGBA", clear.size, "white"), clear).convert("RGB")
 
 
 def opened(given: Any, where: str) -> Picture:

@@ -196,6 +196,7 @@ def test_files_are_turned_and_become_rgb(pipe: Pipeline) -> None:
     cmyk = opened(png(picture(0).convert("CMYK"), "JPEG"), "it")
     assert len(pipe.model.eyes.see(cmyk)) == pipe.model.eyes.soft_tokens(cmyk)
     clear = Image.new("RGBA", (20, 14), (0, 0, 0, 0))
+    assert opened(clear, "it").decoded().getpixel((0, 0)) == (255, 255, 255)  # whatever transformers would do
     assert pipe.model.eyes.prepared(opened(clear, "it"))[0].max() == 1.0  # white is behind what is clear
 
 
