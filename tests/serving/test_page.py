@@ -140,6 +140,39 @@ def test_a_dropped_picture_goes_with_the_question_and_is_kept(page: Browser) -> 
     assert page.js("return document.querySelectorAll('.bubble img').length") == 2
 
 
+def test_pictures_fit_a_phone(page: Browser) -> None:
+    """Wide ones and many of them, before they are sent and in the conversation."""
+    page.js("""
+        const board = Object.assign(document.createElement("canvas"), { width: 3000, height: 40 });
+        board.toBlob((blob) => {
+          const given = new DataTransfer();
+          for (let i = 0; i < 6; i++)
+            given.items.add(new File([blob], `${"long".repeat(9)}${i}.png`, { type: blob.type }));
+          document.dispatchEvent(new DragEvent("drop", { dataTransfer: given, bubbles: true, cancelable: true }));
+        });
+    """)
+    page.until("document.querySelectorAll('#pictures img').length === 6")
+    page.size(390, 844)
+    outside = """
+        const width = document.documentElement.clientWidth;
+        const seen = "#pictures figure, #pictures button, .bubble, .bubble img, #ask, #send";
+        return [document.documentElement.scrollWidth > width ? "page" : "", ...[...document.querySelectorAll(seen)]
+          .map((part) => [part.outerHTML.slice(0, 60), part.getBoundingClientRect()])
+          .filter(([, box]) => box.width && (box.left < -1 || box.right > width + 1))
+          .map(([name]) => name)].filter(Boolean);
+    """
+    try:
+        assert page.js(outside) == []
+        shot(page, "serve_page_phone_pictures")
+        page.js("window.real ??= window.fetch; window.fetch = () => Promise.reject(new TypeError('gone'))")
+        ask(page, SHORT)
+        page.until("document.querySelectorAll('.bubble img').length === 6")
+        assert page.js(outside) == []
+    finally:
+        page.js("window.fetch = window.real ?? window.fetch")
+        page.size(1280, 800)
+
+
 def test_an_answer_is_the_librarys_and_is_kept_over_a_reload(client: Client, address: str, page: Browser) -> None:
     (want,) = client.pipe.generate([[{"role": "user", "content": QUESTION}]], max_new_tokens=64)
     assert page.js("return [document.title, document.activeElement.id]") == ["dinfer", "question"]
