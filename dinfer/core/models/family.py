@@ -103,6 +103,11 @@ class ModelFamily(Component):
         """The network once it holds the weights of the checkpoint in `folder`. A family may add to it."""
         return network
 
+    @property
+    def template(self) -> str | None:
+        """The adapter whose chat template, if it has one, stands in place of the checkpoint's."""
+        return self.adapter
+
     def copies(self, spec: ModelSpec) -> dict[str, str]:
         """Names of tied weights that some programs also save, and for each the name in `weights` that it repeats."""
         return {}

@@ -489,7 +489,7 @@ def load(
         if (where.type == "cuda" or run.memory is not None) and (fits := provided("fits_memory")) is not None:
             fits(family, folder, dtype, quantize, run, where)
         network = load_network(folder, family, dtype=dtype, device=where, quantize=quantize)
-    tokenizer = read_tokenizer(folder, family.tokenizer, family.adapter)
+    tokenizer = read_tokenizer(folder, family.tokenizer, family.template)
     return Pipeline(composed.over(network), tokenizer, run, (family, folder))
 
 

@@ -154,6 +154,10 @@ class Drafting(ByPart[Confirms]):
         all_R1 = count_R1 >= (decoder_state["draft"] >= 0).sum(-1, keepdim=True)
         version_R1 = torch.where(all_R1, 0, count_R1 + 1)
         place_L = torch.arange(logits_CRLV.shape[2], device=count_R1.device)
+        # From here on there are no others, also for who looks at what was fed.
+        decoder_state["draft"] = torch.where(place_L < count_R1, decoder_state["draft"], -1)
+        rows_R = state.block_rows(lanes.slot_B, lanes.block_B, step.shape.blocks)
+        state.decoder.store(rows_R, decoder_state, lanes.live_B)
         version_RL = torch.where(place_L > count_R1, version_R1, 0)
         row_R1 = torch.arange(len(count_R1), device=count_R1.device)[:, None]
         yield Known(logits_RLV=logits_CRLV[version_RL, row_R1, place_L])
@@ -164,10 +168,17 @@ class Drafting(ByPart[Confirms]):
         self.part.confirm(logits_RLV, view, state, options.get("temperature", none_R1))
         return logits_RLV
 
+    def proposed(self, step: Step, made: Decision) -> None:
+        # Accepted drafts had keys of their own. The last new token was a prediction, and has none yet, like all that a
+        # form writes behind it.
+        commit_BL = (made.proposal.commit_RL & made.view.masked_RL).view(step.shape.lanes, -1)
+        place_L = torch.arange(1, commit_BL.shape[1] + 1, device=commit_BL.device)
+        step.notes[Drafting] = made.lanes.start_B + (commit_BL * place_L).amax(-1) - step.recipe.model.spec.shift
+
     def moved(self, step: Step, made: Decision) -> None:
-        # Accepted drafts had keys of their own. The last new token was a prediction, and has none yet.
         lanes, shift = step.lanes, step.recipe.model.spec.shift
-        step.lanes = replace(lanes, kept_B=torch.where(made.moved.done_B, lanes.kept_B, lanes.start_B - shift))
+        kept_B = torch.minimum(lanes.start_B - shift, step.notes[Drafting])
+        step.lanes = replace(lanes, kept_B=torch.where(made.moved.done_B, lanes.kept_B, kept_B))
 
 
 def asked(recipe: Parts) -> int:

@@ -17,6 +17,10 @@ class GatedFamily(HubFamily):
 
     draft_adapter: str | None = option(None, "hub name or folder of a PEFT LoRA adapter that drafting rows alone take")
 
+    @property
+    def template(self) -> str | None:
+        return self.draft_adapter or self.adapter
+
     def network(self, spec: ModelSpec) -> Transformer:
         return GatedTransformer(spec)
 

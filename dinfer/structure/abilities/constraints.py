@@ -37,7 +37,7 @@ from dinfer.core.step.ability import (
 )
 from dinfer.core.step.commits import with_progress
 from dinfer.core.step.cursors import Status
-from dinfer.core.step.mixins import Moves
+from dinfer.core.step.mixins import Drafts, Moves
 from dinfer.core.step.shape import Sampled, power_of_2
 from dinfer.core.step.told import Forced
 from dinfer.structure.kernels.languages import Sweeps, placed
@@ -271,7 +271,7 @@ def tensor(values: np.ndarray, like: Tensor) -> Tensor:
 IN_LANGUAGE = Trait(lambda request: request.ask(InLanguage) is not None, "a constraint", instead="no constraint")
 
 
-@ABILITIES.register("constraints", after=("branches", "offering", "bias", "reading", "verification"))
+@ABILITIES.register("constraints", after=("branches", "offering", "bias", "reading", "verification", "drafting"))
 class Constraints(ByExtra[Constrained]):
     """Steps in which some row is in a language. Rows without one come out as they would without this ability."""
 
@@ -330,6 +330,9 @@ class Constraints(ByExtra[Constrained]):
     def allow(self, step: Step, view: BlockView, logits_RLV: Tensor) -> Tensor:
         sweeps, line, _ = self.line(step, view)
         layout, allowed_BXC = self.layout(step, view), sweeps.allowed(line)
+        spec = step.recipe.model.spec
+        if isinstance(step.recipe.decoder, Drafts) and spec.causal_block == spec.shift == 1:
+            allowed_BXC = behind_drafts(sweeps, line, layout.by_lane(drafts_of(step)), allowed_BXC)
         if view.edits:
             loose_BXC = sweeps.allowed(self._loose(step, view, line, step.lanes))
             allowed_BXC = torch.where(line.open_BX[..., None], allowed_BXC, loose_BXC)
@@ -472,6 +475,28 @@ class Constraints(ByExtra[Constrained]):
         line = Line(layout.by_lane(view.tokens_RL), layout.by_lane(view.masked_RL), outside_BX, state_B, room_B)
         step.notes[Constraints] = sweeps, view.tokens_RL, line, live_B
         return sweeps, line, live_B
+
+
+def drafts_of(step: Step) -> Tensor:
+    """What open positions were fed. int64 [R, L]"""
+    lanes, state = step.lanes, step.state
+    rows_R = state.block_rows(lanes.slot_B, lanes.block_B, step.shape.blocks)
+    return state.decoder.rows["draft"].index_select(0, rows_R)
+
+
+def behind_drafts(sweeps: Sweeps, line: Line, draft_BX: Tensor, allowed_BXC: Tensor) -> Tensor:
+    """What is allowed at each position behind the drafts before it, which a causal model has read. bool [B, X, C]
+
+    Behind drafts that no answer begins with, it is what is allowed without them: such a draft is refused.
+    """
+    held_BX, place_X = line.open_BX & (draft_BX >= 0), torch.arange(draft_BX.shape[1], device=draft_BX.device)
+    for place in range(draft_BX.shape[1] - 1):
+        fed_BX = held_BX & (place_X <= place)
+        fed = replace(line, token_BX=torch.where(fed_BX, draft_BX, line.token_BX), open_BX=line.open_BX & ~fed_BX)
+        own_BXC = sweeps.allowed(fed)
+        takes_BX = (place_X > place) & own_BXC.any(-1)
+        allowed_BXC = torch.where(takes_BX[..., None], own_BXC, allowed_BXC)
+    return allowed_BXC
 
 
 def too_large(language: Language) -> str | None:

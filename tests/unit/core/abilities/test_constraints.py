@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
 from support.matrix import completions, engine_for, general, settings_of
-from support.models import EOS, MASK, VOCAB, fitted
+from support.models import EOS, MASK, VOCAB, fitted, tiny_model
 from support.scripted import Scripted, scripted_spec
 
 from dinfer.core.engine.request import Request, Resolved, Update
@@ -204,6 +204,19 @@ def test_candidates_change_no_token() -> None:
     )
     assert all(accepted(language_of(p), canvas[2:]) for p, canvas in zip(PATTERNS, tried, strict=True))
     assert plain == tried
+
+
+@pytest.mark.parametrize("rejected", ["cold", "rows", "branches"])
+def test_drafts_change_no_token_of_an_answer(rejected: str) -> None:
+    """What a form wrote behind a corrected draft had keys of masks, and drafts were judged by what any answer has."""
+    isd = {"iteration": {"name": "sliding", "block": 7}, "decoder": {"name": "isd", "rejected": rejected}}
+    written = []
+    for parts in ({"iteration": {"name": "block_diffusion", "block": 1}, "decoder": "threshold"}, isd):
+        recipe = compose(tiny_model("drafts"), cache="block", **parts)
+        requests = [bound(Request.behind([1, 2, 3 + i], 17), language_of(p)) for i, p in enumerate(PATTERNS * 3)]
+        done = completions(engine_for(recipe, rows=5), requests)
+        written.append([one.output for one in done])
+    assert written[0] == written[1]
 
 
 @pytest.mark.parametrize("kind", ["random", "wrong", "ties", "goes_on"])
