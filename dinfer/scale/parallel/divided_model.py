@@ -111,14 +111,21 @@ def check(source: Source, size: int, device: torch.device, expert_parallel: bool
         raise ValueError(f"{what} needs {backend}, and torch {torch.__version__} was built without it")
     if dist.is_initialized() and leader() is None:
         raise ValueError(f"{what}: this process has a process group of torch.distributed already. Load it in another")
-    spec, rank = source.spec, Rank(0, size, expert_parallel)
-    if expert_parallel and spec.experts is None:
-        raise ValueError(f"runtime.expert_parallel=true, and {spec.family} has no experts: leave it out")
+    if expert_parallel and source.spec.experts is None:
+        raise ValueError(f"runtime.expert_parallel=true, and {source.spec.family} has no experts: leave it out")
+    if why := _undivided(source, Rank(0, size, expert_parallel)):
+        fits = max(fewer for fewer in range(1, size) if not _undivided(source, Rank(0, fewer, expert_parallel)))
+        raise ValueError(f"{what}: {why}. Use {FIELD}={fits}")
+
+
+def _undivided(source: Source, rank: Rank) -> str:
+    """Why so many ranks cannot divide the tensors; empty if they can."""
     try:
-        for split in divisions(source.family, spec, rank).values():
+        for split in divisions(source.family, source.spec, rank).values():
             split.ranges(rank)
     except ValueError as error:
-        raise ValueError(f"{what}: {error}") from error
+        return str(error)
+    return ""
 
 
 def divided(
