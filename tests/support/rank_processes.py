@@ -40,10 +40,10 @@ class Program:
     """`support.rank_program`, and the process ids of all its ranks."""
 
     def __init__(self, model: str, count: int, device: str = "cpu") -> None:
-        self.count = count
+        self.count, path = count, os.pathsep.join([str(ROOT), str(ROOT / "tests"), *sys.path])
         self.process = subprocess.Popen(
             [sys.executable, "-m", "support.rank_program", model, str(count), device],
-            cwd=ROOT / "tests", env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
+            cwd=ROOT / "tests", env=os.environ | {"PYTHONPATH": path},
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
 
@@ -73,6 +73,7 @@ def kill(program: Program, stage: str, victim: int, by: signal.Signals) -> None:
         for process in filter(runs, ranks):  # one that is left would keep the pipes open
             os.kill(process, signal.SIGKILL)
         _, errors = program.process.communicate(timeout=LIMIT)
+        print(errors)  # pytest shows it with a failure
     assert ended
     if victim:
         assert program.process.returncode == 1
