@@ -179,6 +179,7 @@ def main() -> None:
         with pipe.updating() as into:
             into.load_all(new)
     del other
+    new = {name: tensor.cpu() for name, tensor in new.items()}  # what sleeps shall leave is memory of the engine alone
     report["sleep"] = {}
     for level in (1, 2):
         found = pipe.weights.sleep(level)

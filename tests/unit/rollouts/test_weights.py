@@ -20,6 +20,7 @@ from dinfer.formats.saving import save_network
 from dinfer.lab.random_network import random_network
 from dinfer.rollouts.abilities.versions import MadeWith
 from dinfer.rollouts.weights import Aborted, WeightsIncomplete
+from dinfer.rollouts.writing import largest
 
 CPU = torch.device("cpu")
 CAUSAL = {"cache": "block", "iteration": {"name": "block_diffusion", "block": 8}}
@@ -321,3 +322,12 @@ def test_memory_is_really_given_back() -> None:
     size = sum(tensor.nbytes for tensor in held_places(pipe))
     found = pipe.weights.sleep(2)
     assert size > 50e6 and found["before"] - found["after"] > 0.9 * size
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_the_largest_value_tells_whether_all_are_finite(dtype: torch.dtype) -> None:
+    """As a card looks at them: in one pass, without an overflow of what is finite."""
+    values = torch.full((3, 50), -torch.finfo(dtype).max, dtype=dtype)
+    assert largest(values).isfinite()
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        assert not largest(values.index_fill(1, torch.tensor([7]), bad)).isfinite()
