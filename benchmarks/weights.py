@@ -178,6 +178,7 @@ def main() -> None:
         save(report, given.out)
         with pipe.updating() as into:
             into.load_all(new)
+    new = {name: tensor.cpu() for name, tensor in new.items()}  # the card has none of them while the engine sleeps
     del other
     new = {name: tensor.cpu() for name, tensor in new.items()}  # what sleeps shall leave is memory of the engine alone
     report["sleep"] = {}
