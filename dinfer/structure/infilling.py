@@ -165,6 +165,6 @@ def parse(text: str) -> list[str | int]:
     return pieces
 
 
-def escaped(text: str) -> str:
-    """A text that `parse` reads as nothing but this text."""
-    return MARKER.sub(lambda found: "\\" * (len(found[1]) + 1) + found[0], text)
+def escaped(text: str, marker: re.Pattern[str] = MARKER) -> str:
+    """A text that `marked` reads as nothing but this text."""
+    return marker.sub(lambda found: "\\" * (len(found[1]) + 1) + found[0], text)

@@ -89,6 +89,8 @@ def test_a_calibration_is_of_a_kind_and_the_request_has_the_last_word() -> None:
         assert told["temperature"] == [2.0, 1.0] and told["seeds"] == [1, 1]
         weights = [share**0.5 for share in plain]
         assert hot == pytest.approx([weight / sum(weights) for weight in weights])
+        cold, _ = shares(client, temperature=5e-324)  # the least there is
+        assert sorted(cold) == pytest.approx([0.0] * (len(cold) - 1) + [1.0])
         # Each seed is another order of the options, and a read that is sure takes no further one.
         many, told = shares(client, seeds=3)
         turned = [shares(client, seed=seed)[0] for seed in range(3)]
@@ -142,5 +144,7 @@ def test_slots_stand_behind_names_or_in_the_clients_own_words() -> None:
         ):
             error = ask(**own)["error"]
             assert error["param"] == f"dinfer.{field}" and what in error["message"], error
+        questions[1]["name"] = "q [SLOT:1]"  # is a name, and no slot
+        assert len(ask()["answers"]) == 3
         questions[1]["name"] = "1"
         assert "two questions have the slot '1'" in ask(answer=text)["error"]["message"]

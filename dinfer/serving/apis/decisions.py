@@ -20,6 +20,7 @@ from fastapi import FastAPI
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from dinfer.core.engine.request import Completion, Counts, Request
+from dinfer.lab.calibration import tempered
 from dinfer.serving.answers import cost
 from dinfer.serving.errors import at_field, invalid, refused
 from dinfer.serving.fields import MAX_CHOICES, SEEDS, SWITCHES, Own, Text, readable
@@ -31,6 +32,8 @@ from dinfer.serving.served import Served
 from dinfer.serving.server import Server
 from dinfer.serving.settings import Labels
 from dinfer.structure.abilities.reading import STEPS
+from dinfer.structure.infilling import escaped
+from dinfer.structure.questions import MARKER
 
 PROMPT = 1  # the version of the wording of questions, on which thresholds depend
 IGNORED = {"prompt_cache_key", "prompt_cache_options", "safety_identifier"}
@@ -428,13 +431,15 @@ class Reader:
         """The text around the slots; None: there is one slot alone."""
         if (answer := self.own.answer) is not None:
             for number in {*range(len(self.questions))}.difference(asked):  # it has one option
-                answer = answer.replace(f"[SLOT:{self.slot(number)}]", self.questions[number].labels[0])
+                answer = answer.replace(
+                    f"[SLOT:{self.slot(number)}]", escaped(self.questions[number].labels[0], MARKER)
+                )
             return answer
         if self.asks:
             lines = [f"{i}: [SLOT:{self.slot(number)}]" for i, number in enumerate(asked, 1)]
             return "\n".join(lines) if self.own.joint else None
         named = [(self.questions[number].name or self.questions[number].text, self.slot(number)) for number in asked]
-        return "\n".join(f"{name or slot}: [SLOT:{slot}]" for name, slot in named)
+        return "\n".join(f"{escaped(name or slot, MARKER)}: [SLOT:{slot}]" for name, slot in named)
 
     def written(self, asked: Sequence[int], shift: int) -> str:
         """What is asked of the model behind the input."""
@@ -475,9 +480,8 @@ class Reader:
         return sheets, [done[i] for i in range(len(sheets))]
 
     def tempered(self, number: int, shares: Sequence[float]) -> list[float]:
-        temperature = self.temperature(self.questions[number].kind)
-        weights = [share ** (1 / temperature) for share in shares]
-        return [weight / sum(weights) for weight in weights]
+        logps = [math.log(share) if share > 0 else -math.inf for share in shares]
+        return tempered(logps, self.temperature(self.questions[number].kind))
 
     def temperature(self, kind: Kind) -> float:
         known = self.server.settings.calibration or {}
