@@ -58,13 +58,12 @@ def generate(config: dict[str, Any]) -> None:
     explain_empty(pipe, counts)
 
 
-def shown(question: str, images: Sequence[str], chat: bool | None) -> list[dict[str, Any]]:
+def shown(question: str, images: Sequence[Any], chat: bool | None) -> Any:
     """The question as a message with pictures. Raises ValueError for a file that is none."""
-    if chat is False:
-        raise ValueError(f"image={images[0]} goes into a message, and chat=false asks for plain text: leave one out")
-    opened = needed("images", f"image={images[0]}", "families")().opened
-    parts = [{"type": "image", "image": opened(one, f"image={one}")} for one in images]
-    return [{"role": "user", "content": [*parts, {"type": "text", "text": question}]}]
+    seen, first = needed("images", f"image={images[0]}", "families")(), f"image={images[0]}"
+    if chat is not False:
+        images = [seen.opened(one, f"image={one}") for one in images]
+    return seen.beside(question, images, single=True, chat=chat, name=first)
 
 
 NEEDED = 'a question is needed: dinfer generate "question"'

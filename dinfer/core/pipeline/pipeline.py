@@ -172,9 +172,10 @@ class Pipeline:
         for each prompt, such as {"threshold": 0.8}. `max_new_tokens`: one number for all, or one for each.
 
         `more`: per-request options by name, such as temperature=0.7 and seed=1; n=, answers to each prompt, which
-        gives lists of n; stop=, texts at the first of which an answer is cut; tools=, for the chat template; progress=,
-        a bar, by default for lists on a terminal. Without a seed, answers that are drawn differ. With seed=s they
-        repeat, and of n the i-th has the seed s + i.
+        gives lists of n; stop=, texts at the first of which an answer is cut; tools=, for the chat template; images=, a
+        path, bytes, a data: URL, an image of Pillow's or a list of them beside a text, and an entry for each of several
+        texts; progress=, a bar, by default for lists on a terminal. Without a seed, answers that are drawn differ. With
+        seed=s they repeat, and of n the i-th has the seed s + i.
 
         And what every answer is held to, whatever the model says: schema=, a pydantic model, a JSON Schema or its text;
         regex=; choice=, a list of texts; grammar=, Lark or EBNF; or constraint=, of `dinfer.structure`. With
@@ -188,6 +189,8 @@ class Pipeline:
         encode: Callable[[Any], list[int]] = partial(self.encode, chat=True if how else chat, **how)
         if not single and (isinstance(prompts, Mapping) or not isinstance(prompts, Iterable)):
             raise ValueError(f"a prompt is a text, a list of messages, or a list of such prompts, not {prompts!r:.80}")
+        if (images := more.pop("images", None)) is not None:
+            prompts = needed("images", "images", "families")().beside(prompts, images, single=single, chat=chat)
         ids = [encode(prompts)] if single else self._each(encode, prompts, "prompt")
         with unnumbered("prompt") if single else nullcontext():
             results = self.generate_ids(ids, max_new_tokens=max_new_tokens, options=options, trace=trace, **more)

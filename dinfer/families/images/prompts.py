@@ -70,6 +70,30 @@ def encode_parts(pipe: Any, chat: Any, messages: Sequence[Mapping[str, Any]], **
     return ids
 
 
+def beside(prompts: Any, images: Any, *, single: bool, chat: bool | None = None, name: str = "images") -> Any:
+    """Text prompts as messages of a user with pictures before the text: one or several, of one prompt or of each.
+
+    Raises ValueError for a prompt that is a conversation, for a file that is no image, and for another number of
+    entries than prompts. Errors begin with `name`.
+    """
+    if chat is False:
+        raise ValueError(f"{name} goes into a message, and chat=false asks for plain text: leave one out")
+    if not single:
+        prompts, each = [*prompts], [*images] if isinstance(images, list | tuple) else [images]
+        if len(each) != len(prompts):
+            raise ValueError(f"{name} has {len(each)} entries for {len(prompts)} prompts: give each its own, or null")
+        return [
+            one if own is None else beside(one, own, single=True, name=f"{name}.{i}")
+            for i, (one, own) in enumerate(zip(prompts, each, strict=True))
+        ]
+    if not isinstance(prompts, str):
+        raise ValueError(f"{name} goes with a text: put images into the messages, as parts")
+    several = images if isinstance(images, list | tuple) else [images]
+    where = [f"{name}.{i}" if len(several) > 1 else name for i in range(len(several))]
+    parts = [{"type": "image", "image": opened(one, at)} for one, at in zip(several, where, strict=True)]
+    return [{"role": "user", "content": [*parts, {"type": "text", "text": prompts}]}]
+
+
 def _part(part: Any, where: str, given: list[tuple[str, Any]], role: str) -> dict[str, str]:
     """A part as the template takes it. What an image is of is added to `given`."""
     kind = part.get("type") if isinstance(part, Mapping) else None

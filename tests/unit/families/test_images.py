@@ -263,3 +263,22 @@ def test_a_picture_changes_the_answer_and_its_tokens_are_counted(pipe: Pipeline)
     assert some.ids == same.ids and some.canvas != other.canvas
     assert some.prompt_ids.count(4) == len(pipe.model.eyes.see(opened(picture(0), "it")))
     assert "".join(pipe.stream(asked(picture(0)), max_new_tokens=12, seed=3, temperature=0)) == some.text
+
+
+def test_images_beside_texts_are_messages_with_pictures(pipe: Pipeline) -> None:
+    parts = [{"type": "image", "image": picture(0)}, {"type": "text", "text": "w1"}]
+    how: dict[str, Any] = {"max_new_tokens": 6, "seed": 3, "temperature": 0}
+    wanted, plain = pipe.generate([[{"role": "user", "content": parts}], "w1"], **how)
+    assert pipe.generate("w1", images=picture(0), **how).canvas == wanted.canvas
+    found = pipe.generate(["w1", "w1"], images=[png(picture(0)), None], **how)
+    assert [one.canvas for one in found] == [wanted.canvas, plain.canvas]
+    for prompts, images, said in (
+        (["w1", "w1"], [picture(0)], "images has 1 entries for 2 prompts"),
+        ([{"role": "user", "content": "w1"}], picture(0), "put images into the messages"),
+        ("w1", ["nothing.png"], "images: .*nothing.png"),
+        (["w1"], [[picture(0), 7]], "images.0.1: an image is a path"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            pipe.generate(prompts, images=images, **how)
+    with pytest.raises(ValueError, match="take no images"):
+        dinfer.load("tiny", device="cpu").generate("w1", images=picture(0))
