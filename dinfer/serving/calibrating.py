@@ -143,11 +143,12 @@ def calibrated(server: Server, asked: list[tuple[DecisionRequest, list[int]]]) -
         tried.append((sum(hits) / len(hits), form, kinds))
     if not tried:
         raise failed[0][0]
-    _, form, kinds = max(tried, key=lambda one: (one[0], one[1].get("joint", False)))
+    _, form, best = max(tried, key=lambda one: (one[0], one[1].get("joint", False)))
     made = []
-    for kind, known in sorted(kinds.items()):
+    for kind, known in sorted(best.items()):
         held = known.logps[1::2], known.right[1::2]
         before, after = (Calibrated.of(*held, t) for t in (1.0, fit(known.logps[::2], known.right[::2])))
         made.append(Fitted(kind, len(known.right[::2]), before, min(before, after, key=lambda one: one.log_loss)))
-    told = [*((share, one) for share, one, _ in tried), *((error.message, one) for error, one in failed)]
+    told: list[tuple[float | str, dict[str, Any]]] = [(share, one) for share, one, _ in tried]
+    told += [(error.message, one) for error, one in failed]
     return Found(form, told, made)
