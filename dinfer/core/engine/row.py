@@ -18,6 +18,7 @@ from dinfer.core.step.told import TokenLogprob
 from dinfer.core.terms.spec import ModelSpec
 
 PLACE = Cursors._fields.index("forwards")  # the cursors before this one are a row's place, the others count
+PHASES = [*Phase]  # by number
 STALL_LIMIT = 256  # steps in a row that change neither tokens, block nor keys
 
 
@@ -158,7 +159,7 @@ class Row:
     def update(self, recipe: Recipe) -> Update:
         """The update for the caller about the last step, or about the error that ended the row."""
         spec, step, now = recipe.model.spec, self.before, self.cursors
-        where = self.index, now.forwards, Phase(step.phase), (step.start, step.end)
+        where = self.index, now.forwards, PHASES[step.phase], (step.start, step.end)
         if self.error is not None:
             return Update(*where, blocks=now.block, error=self.error)
         done = self._completion(recipe) if now.phase == Phase.IDLE else None
@@ -177,7 +178,7 @@ class Row:
 
     def _completion(self, recipe: Recipe) -> Completion:
         spec = recipe.model.spec
-        tokens = [self._token(at, spec) for at in range(self.request.asked)]
+        tokens = [token if token >= 0 else spec.eos_id for token in self.canvas[: self.request.asked]]
         decoded = [masked and token >= 0 for token, masked in zip(self.canvas, self.request.open, strict=True)]
         output, stopped = self.answer(tokens, spec.stop_ids)
         now, seconds = self.cursors, time.perf_counter() - self.began

@@ -111,7 +111,7 @@ class Recipe(Parts):
 
     def guided(self, options: Resolved) -> bool:
         """Whether a request with these options has a second branch, without the prompt."""
-        return self.sampling_of(options).get("guidance", 0) > 0
+        return self.values(options).get("sampling.guidance", 0) > 0
 
     @property
     def phases(self) -> tuple[Phase, ...]:

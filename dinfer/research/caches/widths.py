@@ -12,6 +12,7 @@ Tokens differ from those of `block` and `dual`. Their accuracy was measured with
 """
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -81,6 +82,12 @@ class NarrowWindow(CachePolicy, LeavesDecoded, LeavesMasks):
         )
 
 
+@cache  # asked for each row of each round
+def keeping(ahead: int, back: int) -> WindowPlan:
+    """The window of `NarrowBlock`; both 0: the whole block."""
+    return WindowPlan(None, None, keeps=True, front=ahead + back, behind=back)
+
+
 @CACHES.register("narrow_block")
 @dataclass(frozen=True, kw_only=True)
 class NarrowBlock(NarrowWindow, RefreshesWithin):
@@ -95,8 +102,7 @@ class NarrowBlock(NarrowWindow, RefreshesWithin):
         return why_not_final(spec) or super().incompatibility(spec)
 
     def plan(self, phase: Phase) -> WindowPlan:
-        narrow = phase == Phase.WINDOW
-        return WindowPlan(None, None, keeps=True, front=(self.ahead + self.back) * narrow, behind=self.back * narrow)
+        return keeping(self.ahead, self.back) if phase == Phase.WINDOW else keeping(0, 0)
 
     def needs_full_pass(self, lanes: RowCursors, moved: Moved, phase: Phase, state: State) -> bool:
         return False
