@@ -73,9 +73,9 @@ class Beginnings(ByExtra[Several]):
             return
         number_B = torch.arange(lanes)
         begins_B = step.lanes.live_B & (step.lanes.forwards_B == 0)
-        local_BW = attend.local_BW or ()
+        near: tuple[Tensor, ...] = attend.local_BW or ()
         key = torch.where(begins_B, -1, number_B)[:, None], run.tokens_BW, run.pos_BW, run.place_BW
-        key = *key, *attend.interval_BW, *local_BW, run.logit_place_RL.view(lanes, -1)
+        key = *key, *attend.interval_BW, *near, run.logit_place_RL.view(lanes, -1)
         group_B = torch.cat(key, 1).unique(dim=0, return_inverse=True)[1]
         first_B = torch.full_like(number_B, lanes).scatter_reduce(0, group_B, number_B, "amin").index_select(0, group_B)
         own_B = first_B == number_B
@@ -87,7 +87,7 @@ class Beginnings(ByExtra[Several]):
         run.fed = replace(
             attend, pos_BW=attend.pos_BW[lane_U], write_X=attend.write_X.view(lanes, -1)[lane_U].flatten(),
             pages_BP=attend.pages_BP[lane_U], interval_BW=(start_BW[lane_U], end_BW[lane_U]),
-            local_BW=None if attend.local_BW is None else (local_BW[0][lane_U], local_BW[1][lane_U]),
+            local_BW=None if attend.local_BW is None else (near[0][lane_U], near[1][lane_U]),
             context_BW=None if attend.context_BW is None else attend.context_BW[lane_U],
         )  # fmt: skip
         run.tokens_BW = run.tokens_BW[lane_U]
