@@ -8,6 +8,7 @@ BASE is a folder or a GGUF file. OUT gets an adapter in PEFT's format, which `di
 `--rank 0` a whole checkpoint. `draw` lets the base write the text; `train` trains, and goes on where it was broken off;
 `measure` writes a table of tokens a forward and what the base says of the text. `run` does all of them, and
 distils before it measures: `train --weights OUT --paced` is trained on masks that the model itself would leave open.
+With `--drafts N` the base stays as it is: masks alone take the adapter, and draft N tokens that the base verifies.
 One process does it; with torchrun, several train together, and each draws.
 """
 
@@ -64,15 +65,32 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def settings_of(args: argparse.Namespace, **changes: Any) -> Settings:
-    """Raises ConversionError for a length that is no multiple of each block."""
+    """Raises ConversionError for a length that is no multiple of each block, and for drafts that cannot be trained."""
     given = {field.name: getattr(args, field.name) for field in fields(Settings)}
     made = Settings(**given | {"blocks": tuple(args.blocks)} | changes)
+    if made.drafts:
+        check_drafts(made)
+        return made
     wrong = [block for block in made.blocks if block < 1 or made.width % block]
     if wrong:
         raise ConversionError(f"--width {made.width} must be a multiple of each of --blocks, of {wrong[0]} too")
     if made.width < (least := (1 + COPIES) * (made.length + max(made.blocks))):
         raise ConversionError(f"--width {made.width} must be at least {least}, for {1 + COPIES} copies of --length")
     return made
+
+
+def check_drafts(made: Settings) -> None:
+    """Raises ConversionError for what drafts cannot be trained with."""
+    if not 0 < made.drafts <= made.masks:
+        raise ConversionError(f"--drafts {made.drafts} must be from 1 to --masks {made.masks}, the masks of a row")
+    if not made.rank:
+        raise ConversionError("--drafts trains an adapter, which the base verifies: give --rank at least 1")
+    if made.width < made.length:
+        raise ConversionError(f"--width {made.width} must be at least --length {made.length}")
+    blocks = {"blocks", "shift", "paced", "certainty"}
+    given = [one.name for one in fields(Settings) if one.name in blocks and getattr(made, one.name) != one.default]
+    if given:
+        raise ConversionError(f"--{given[0]} is of block diffusion, which --drafts does not train: leave it out")
 
 
 def write_drawn(base: Base, args: argparse.Namespace) -> None:
@@ -83,7 +101,7 @@ def write_drawn(base: Base, args: argparse.Namespace) -> None:
     if me == 0 and not held.is_file():
         few = {"rows": min(args.rows, 2 * args.held), "conversations_wanted": args.held, "whole": True}
         draw.write_text(base, held, seconds=args.draw_seconds, **sizes | {"seed": args.seed + 900_001} | few)
-    if text.is_file():
+    if args.text or text.is_file():
         return
     kept = draw.write_text(
         base, text, seconds=args.draw_seconds, most_repeats=args.most_repeats,
@@ -163,17 +181,20 @@ def narrow(out: Path, *, float8: bool) -> None:
 
 def measured(base: Base, args: argparse.Namespace, out: Path) -> None:
     """OUT/scores.json of the conversations that were held back, by the engine."""
-    with (args.out / "held.jsonl").open() as file:
-        rows = [json.loads(line) for line in file]
+    if not (held := args.out / "held.jsonl").is_file():
+        raise ConversionError(f"{held} is no file: `draw` writes it, prompts and answers to measure with")
+    rows = [json.loads(line) for line in held.read_text().splitlines()]
     prompts = [row["tokens"][: row["answer"]] for row in rows]
     given = [row["tokens"][row["answer"] :][: args.new] for row in rows]
     table = [{"what": "text of the base", **measure.judged(base, prompts, given, [len(one) for one in given])}]
-    for block in args.blocks:
-        for threshold in args.thresholds:
-            pipe = measure.loaded(args.base, out, block, threshold, device=args.device)
-            scores = measure.scored(base, pipe, prompts, args.new)
-            table.append({"block": block, "threshold": threshold, **scores})
-            print({name: value for name, value in table[-1].items() if name != "samples"}, flush=True)
+    told = out / "diffusion.json"
+    drafts = json.loads(told.read_text()).get("drafts", 0) if told.is_file() else 0
+    make: Any = measure.drafting if drafts else measure.loaded
+    ways: list[dict[str, Any]] = [{"stride": stride} for stride in range(2, drafts + 2)]
+    for way in ways or [{"block": block, "threshold": one} for block in args.blocks for one in args.thresholds]:
+        pipe = make(args.base, out, **way, device=args.device)
+        table.append(way | measure.scored(base, pipe, prompts, args.new))
+        print({name: value for name, value in table[-1].items() if name != "samples"}, flush=True)
     (out / "scores.json").write_text(json.dumps({"command": sys.argv, "scores": table}, indent=1) + "\n")
 
 
@@ -191,7 +212,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings = settings_of(args)
         base = load(args.base, device, dtype, args.mask)
         args.out.mkdir(parents=True, exist_ok=True)
-        if args.what in ("run", "draw") and not args.text:
+        if args.what == "run" or (args.what == "draw" and not args.text):
             write_drawn(base, args)
             barrier()
         if args.what == "draw":
@@ -199,9 +220,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         torch.manual_seed(args.seed)
         if args.what != "measure":
             adapt(base, args.rank)
-        if args.what == "train":
+        if args.what == "train" or (args.what == "run" and settings.drafts):
             train(base, args, settings, args.out, args.weights)
-        if args.what == "run":
+            barrier()
+        elif args.what == "run":
             train(base, args, settings, args.out / "first", None)
             barrier()
             paced = settings_of(args, paced=True, rate=args.rate / 2, steps=-(-args.steps // 2))

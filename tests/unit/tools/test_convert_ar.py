@@ -170,6 +170,10 @@ def test_an_adapter_that_changes_nothing_answers_as_its_base(folder: Path, base:
         ({"text": '{"prompt": "a", "answer": "' + "b" * 99 + '"}'}, "no line has an answer that fits"),
         ({"width": "150"}, "must be a multiple"),
         ({"width": "64"}, "must be at least 108"),
+        ({"more": "--drafts 3"}, "--blocks is of block diffusion"),
+        ({"more": "--drafts 3 --masks 2"}, "--drafts 3 must be from 1 to --masks 2"),
+        ({"more": "--drafts 3 --rank 0"}, "give --rank at least 1"),
+        ({"more": "--drafts 3", "width": "16"}, "--width 16 must be at least --length 32"),
     ],
 )
 def test_bad_input_is_one_sentence(
@@ -179,7 +183,7 @@ def test_bad_input_is_one_sentence(
     text.write_text(change.get("text", '{"prompt": "a", "answer": "b"}') + "\n")
     args = ["train", change.get("base", str(folder)), str(tmp_path / "out"), "--text", str(text), "--blocks", "4"]
     args += ["--length", "32", "--width", change.get("width", "128"), "--rank", "2", "--steps", "1"]
-    assert main([*args, "--device", "cpu"]) == 1
+    assert main([*args, "--device", "cpu", *change.get("more", "").split()]) == 1
     (error,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("python -m")]
     assert said in error
     assert not [*(tmp_path / "out").glob("*")]
@@ -253,8 +257,8 @@ def gated_hidden(base: bases.Base, ids: torch.Tensor, clean: int) -> torch.Tenso
 def test_training_of_drafts_goes_on_after_a_stop_and_says_how_many_are_right(folder: Path, tmp_path: Path) -> None:
     text, out = str(write_text(tmp_path / "text.jsonl")), tmp_path / "out"
     common = [
-        "--text", text, "--length", "32", "--blocks", "4", "--batch", "2", "--width", "112", "--rank", "2", "--drafts",
-        "3", "--masks", "60", "--device", "cpu", "--rate", "0.02", "--no-compile",
+        "--text", text, "--length", "32", "--batch", "2", "--width", "112", "--rank", "2", "--drafts", "3",
+        "--masks", "60", "--device", "cpu", "--rate", "0.02", "--no-compile",
     ]  # fmt: skip
     assert main(["train", str(folder), str(out), *common, "--steps", "20"]) == 0
     assert main(["train", str(folder), str(out), *common, "--steps", "60"]) == 0
@@ -273,7 +277,7 @@ def test_tokens_a_forward_counts_the_round_that_a_refused_draft_costs() -> None:
 def test_what_drafts_helped_to_write_is_the_base_s_own_text(folder: Path, tmp_path: Path) -> None:
     """Token by token and by drafts that were trained: the same tokens, in fewer forwards."""
     text, out = str(write_text(tmp_path / "text.jsonl")), tmp_path / "out"
-    sizes = ["--length", "32", "--blocks", "4", "--batch", "2", "--width", "112", "--rank", "8", "--masks", "60"]
+    sizes = ["--length", "32", "--batch", "2", "--width", "112", "--rank", "8", "--masks", "60"]
     common = [*sizes, "--drafts", "3", "--text", text, "--device", "cpu", "--rate", "0.02", "--no-compile"]
     assert main(["train", str(folder), str(out), *common, "--steps", "60"]) == 0
     prompts = [[0, 3, 4, 5, 1], [0, 4, 1], [0, 9, 9, 1, 7]]
@@ -281,3 +285,7 @@ def test_what_drafts_helped_to_write_is_the_base_s_own_text(folder: Path, tmp_pa
     drafted = measure.drafting(folder, out, 4).generate_ids(prompts, max_new_tokens=12)
     assert [one.ids for one in drafted] == [one.ids for one in plain]
     assert sum(one.counts.forwards for one in drafted) < sum(one.counts.forwards for one in plain)
+    (out / "held.jsonl").write_text(json.dumps({"tokens": [*prompts[0], 7, 1], "answer": 5}) + "\n")
+    assert main(["measure", str(folder), str(out), *common, "--new", "12"]) == 0
+    rows = json.loads((out / "scores.json").read_text())["scores"][1:]
+    assert [row["stride"] for row in rows] == [2, 3, 4] and len({row["nll"] for row in rows}) == 1
