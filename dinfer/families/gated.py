@@ -24,16 +24,16 @@ class Gate:
     """Which rows of the forward that is running take the low-rank part; shared by its layers."""
 
     def __init__(self) -> None:
-        self.rows_BW: Tensor | None = None  # bool; None: none do, and nothing is computed for them
+        self.closed_N1: Tensor | None = None  # bool, N = B * W; None: no row does, and nothing is computed
 
     @contextmanager
     def on(self, rows_BW: Tensor) -> Iterator[None]:
         """Opens the gate for these rows. bool [B, W]"""
-        self.rows_BW = rows_BW
+        self.closed_N1 = ~rows_BW.reshape(-1, 1)
         try:
             yield
         finally:
-            self.rows_BW = None
+            self.closed_N1 = None
 
 
 class GatedLinear(nn.Module):
@@ -46,12 +46,14 @@ class GatedLinear(nn.Module):
 
     def forward(self, x_BWK: Tensor) -> Tensor:
         """[B, W, K] -> [B, W, O]"""
-        y_BWO = self.base(x_BWK)
-        if (rows_BW := self.gate.rows_BW) is None:
+        y_BWO: Tensor = self.base(x_BWK)
+        if (closed_N1 := self.gate.closed_N1) is None:
             return y_BWO
-        low_BWR = x_BWK.view(*rows_BW.shape, -1) @ self.a.T
-        low_BWR = low_BWR.masked_fill(~rows_BW[..., None], 0)  # no product: 0 times what overflows is no 0
-        return y_BWO + (low_BWR @ self.b.T).view_as(y_BWO)
+        low_NR = x_BWK.reshape(len(closed_N1), -1) @ self.a.T
+        low_NR = low_NR.masked_fill(closed_N1, 0)  # no product: 0 times what overflows is no 0
+        # In place: each launch less counts, since a step of few rows waits for nothing else.
+        y_BWO.view(len(closed_N1), -1).addmm_(low_NR, self.b.T)
+        return y_BWO
 
 
 class GatedTransformer(Transformer):

@@ -21,10 +21,9 @@ class ISD(Decoder, Confirms):
 
     A step feeds the last token, `stride` - 1 drafts and as many masks. Row i confirms or corrects draft i; the row of
     the last draft gives one token more, and the masks' rows the next drafts. After a correction there are none for a
-    step, or with rejected=rows what the rows behind the rejected draft say: guesses, which change no token. With
-    rejected=branches masks stand behind each draft too, in `stride` times as many rows, and every step has drafts. With
-    accept=drawn a draft is accepted if it is the token that the sampling draws there, and otherwise that token corrects
-    it: the tokens have the distribution of decoding one by one, at temperature 0 they are the same.
+    step, unless with rejected=branches masks stand behind each draft too. With accept=drawn a draft is accepted if it
+    is the token that the sampling draws there, and otherwise that token corrects it: the tokens have the distribution
+    of decoding one by one, at temperature 0 they are the same.
 
     The other rules are the published variants, and lossy. "ratio" accepts by p / q, the chances of the draft now and
     when it was made, and draws the correction from max(p - q, 0), both without top_k and top_p. Since drafts are the
@@ -42,8 +41,8 @@ class ISD(Decoder, Confirms):
     top: tuple[int, ...] = option((5,), "with accept=top: for each draft; the last holds for further ones")
     sure: float = option(0.5, "with accept=sure: least probability", most=1)
     alpha: float = option(1.0, "with accept=ratio: what q is multiplied with")
-    rejected: Literal["cold", "rows", "branches"] = option(
-        "cold", "drafts after a correction: none for a step, guesses of the rows behind it, or masks behind each draft"
+    rejected: Literal["cold", "branches"] = option(
+        "cold", "drafts after a correction: none for a step, or of masks behind each draft, in N times the rows"
     )
     verified: int = option(0, "verify so many drafts of a step, and accept the others unseen; 0: all")
     correct: bool = option(False, "show the most likely token in place of an accepted draft, whose keys stay")
@@ -60,7 +59,7 @@ class ISD(Decoder, Confirms):
             raise ValueError(f"decoder.top={list(self.top)} must be numbers of tokens, 1 or more each")
         if self.rejected == "branches" and self.accept == "ratio":
             raise ValueError(
-                "decoder.accept=ratio keeps q of one lane, and decoder.rejected=branches has several: use rows"
+                "decoder.accept=ratio keeps q of one lane, and decoder.rejected=branches has several: use cold"
             )
 
     @property
@@ -141,9 +140,7 @@ class ISD(Decoder, Confirms):
         count_R1 = self.confirmed(stats, state)
         whole_R1 = count_R1 == there_RL.sum(-1, keepdim=True)
         from_RL = place_L + count_R1 + 1  # the drafts of the next region are what the masks behind say
-        drafts_RL = (place_L < self.stride - 1) & (from_RL < place_L.shape[0])
-        if self.rejected == "cold":
-            drafts_RL = drafts_RL & whole_R1
+        drafts_RL = whole_R1 & (place_L < self.stride - 1) & (from_RL < place_L.shape[0])
         drafts_RL = drafts_RL & (view.forward_R > 0)[:, None]  # the first step makes a token alone, as published
         next_RL = best_RL.gather(1, from_RL.clamp_max(place_L.shape[0] - 1))
         instead_RL = token_RL

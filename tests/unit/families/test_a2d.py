@@ -160,7 +160,7 @@ def test_masks_that_draft_change_no_token_of_their_base(changes: dict[str, Any],
             base | {"block": 1, "mask_id": 47}, **parts | {"iteration": "token_by_token"} | changes
         )
         wanted = [answer.ids for answer in one_by_one.generate_ids(prompts, **asked)]
-        for rejected in ("cold", "rows", "branches"):
+        for rejected in ("cold", "branches"):
             own = {"iteration": "sliding_7", "decoder": {"name": "isd", "rejected": rejected}}
             drafting = dinfer.load(base | {"draft_adapter": str(tmp_path / "drafts")}, **parts | own | changes)
             found = drafting.generate_ids(prompts, **asked)

@@ -206,7 +206,7 @@ def test_candidates_change_no_token() -> None:
     assert plain == tried
 
 
-@pytest.mark.parametrize("rejected", ["cold", "rows", "branches"])
+@pytest.mark.parametrize("rejected", ["cold", "branches"])
 def test_drafts_change_no_token_of_an_answer(rejected: str) -> None:
     """What a form wrote behind a corrected draft had keys of masks, and drafts were judged by what any answer has."""
     isd = {"iteration": {"name": "sliding", "block": 7}, "decoder": {"name": "isd", "rejected": rejected}}
