@@ -87,12 +87,15 @@ def _of_model(model: Any, iteration: Any, **others: Any) -> Iterator[Refusal]:
 def _declined(decoder: Any, sampling: Any, **others: Any) -> Iterator[Refusal]:
     """The options of the sampling that the decoder cannot honour."""
     values, neutral = values_of(sampling), sampling.neutral
-    for name in [name for name in decoder.refuses if values.get(name) != neutral.get(name)]:
-        yield Refusal(
+
+    def refusal(name: str) -> Refusal:
+        return Refusal(
             f"{{decoder}} cannot honour sampling.{name}={values.get(name)}.",
             sampling=Trait(lambda sampling: True, instead=f"sampling.{name}={neutral.get(name)}"),
-            decoder=Trait(lambda decoder, own=name: own in decoder.refuses),
+            decoder=Trait(lambda decoder: name in decoder.refuses),
         )
+
+    return (refusal(name) for name in decoder.refuses if values.get(name) != neutral.get(name))
 
 
 def _remedies(table: Sequence[Refusal], found: Refusal, parts: PartsByKind) -> Iterator[str]:

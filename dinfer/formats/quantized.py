@@ -271,7 +271,7 @@ def packed(tensors: Mapping[str, Stored], how: Packing | None) -> dict[str, Stor
     needed = ["scale", *["zero"] * (how.method != "compressed-tensors" or not how.symmetric), *["index"] * how.ordered]
     bases = [name.removesuffix(ending) for name in tensors if name.endswith(ending)]
     ends = {"values": ending, **{role: f".{end}" for role, end in BESIDE[how.method].items()}}
-    wrong = []
+    wrong = list[str]()
     for name, parts in gathered(found, {base: f"{base}.weight" for base in bases}, ends, needed, str(how)).items():
         values = parts["values"]
         if len(values.shape) != 2 or values.dtype != "I32":
