@@ -74,9 +74,9 @@ class Beginnings(ByExtra[Several]):
         number_B = torch.arange(lanes)
         begins_B = step.lanes.live_B & (step.lanes.forwards_B == 0)
         near: tuple[Tensor, ...] = attend.local_BW or ()
-        key = torch.where(begins_B, -1, number_B)[:, None], run.tokens_BW, run.pos_BW, run.place_BW
-        key = *key, *attend.interval_BW, *near, run.logit_place_RL.view(lanes, -1)
-        group_B = torch.cat(key, 1).unique(dim=0, return_inverse=True)[1]
+        fed = torch.where(begins_B, -1, number_B)[:, None], run.tokens_BW, run.pos_BW, run.place_BW
+        seen = *attend.interval_BW, *near, run.logit_place_RL.view(lanes, -1)
+        group_B = torch.cat([*fed, *seen], 1).unique(dim=0, return_inverse=True)[1]
         first_B = torch.full_like(number_B, lanes).scatter_reduce(0, group_B, number_B, "amin").index_select(0, group_B)
         own_B = first_B == number_B
         lane_U = own_B.nonzero()[:, 0]
