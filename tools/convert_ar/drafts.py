@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.checkpoint import checkpoint
 
-from tools.convert_ar.base import Base, Weights, heads_of, mixed, mlp, norm, project, visible
+from tools.convert_ar.base import Base, ConversionError, Weights, heads_of, mixed, mlp, norm, project, visible
 from tools.convert_ar.train import Settings, Texts, Trainer
 
 CLEAN, MASKS = ("token", "place", "doc"), ("place", "anchor", "group", "doc", "told", "weight")
@@ -30,37 +30,45 @@ CHUNK = 4096  # masks whose logits are held at once
 
 
 def packed_drafts(texts: Texts, draws: np.random.Generator, settings: Settings) -> tuple[Tensor, Tensor]:
-    """Rows full of conversations, and groups of masks behind random anchors. int64 [3, B, T] and [6, B, M]"""
-    width, drafts = settings.width, settings.drafts
-    masks = settings.masks
-    clean = np.zeros((len(CLEAN), settings.batch, width), dtype=np.int64)
-    clean[2] = -1
-    found = np.zeros((len(MASKS), settings.batch, masks), dtype=np.int64)
-    found[1], found[2], found[3] = -1, -1, -2
-    steps = np.arange(1, drafts + 1)
+    """Rows full of conversations, and groups of masks behind random anchors. int64 [3, B, T] and [6, B, M]
+
+    Raises ConversionError if no answer has two tokens: a mask behind the first one has nothing to predict.
+    """
+    clean = np.zeros((len(CLEAN), settings.batch, settings.width), dtype=np.int64)
+    masks = np.zeros((len(MASKS), settings.batch, settings.masks), dtype=np.int64)
+    clean[CLEAN.index("doc")] = -1
+    masks[MASKS.index("anchor")], masks[MASKS.index("group")], masks[MASKS.index("doc")] = -1, -1, -2
     for row in range(settings.batch):
-        used, doc, anchors, ends, docs = 0, 0, list[np.ndarray](), list[np.ndarray](), list[np.ndarray]()
-        for _ in range(1000):
-            ids, answer = texts.rows[int(draws.integers(len(texts.rows)))]
-            if used + len(ids) > width:
-                break
-            at = slice(used, used + len(ids))
-            clean[0, row, at], clean[1, row, at], clean[2, row, at] = ids, np.arange(len(ids)), doc
-            own = np.arange(used + answer - 1, used + len(ids) - 2)
-            anchors.append(own), ends.append(np.full(len(own), used + len(ids))), docs.append(np.full(len(own), doc))
-            used, doc = used + len(ids), doc + 1
-        every, end, of = (np.concatenate(parts) for parts in (anchors, ends, docs))
-        groups = masks // drafts
-        chosen = np.sort(draws.choice(len(every), groups, replace=len(every) < groups))
-        anchor = np.repeat(every[chosen], drafts)
-        told = anchor + np.tile(steps, groups)
-        size = slice(0, groups * drafts)
-        there = told + 1 < np.repeat(end[chosen], drafts)
-        told = np.minimum(told, np.repeat(end[chosen], drafts) - 1)
-        found[0, row, size] = clean[1, row, anchor] + np.tile(steps, groups)
-        found[1, row, size], found[4, row, size], found[5, row, size] = anchor, told, there
-        found[2, row, size], found[3, row, size] = np.repeat(np.arange(groups), drafts), np.repeat(of[chosen], drafts)
-    return torch.from_numpy(clean), torch.from_numpy(found)
+        anchor_N, end_N = _conversations(texts, draws, clean[:, row])
+        groups = settings.masks // settings.drafts
+        chosen = np.sort(draws.choice(len(anchor_N), groups, replace=len(anchor_N) < groups))
+        ahead, anchor, end = (
+            np.tile(np.arange(1, settings.drafts + 1), groups),
+            *(np.repeat(one[chosen], settings.drafts) for one in (anchor_N, end_N)),
+        )
+        _, place, doc = clean[:, row, anchor]
+        group = np.repeat(np.arange(groups), settings.drafts)
+        told = np.minimum(anchor + ahead, end - 1)
+        masks[:, row, : len(anchor)] = place + ahead, anchor, group, doc, told, anchor + ahead + 1 < end
+    return torch.from_numpy(clean), torch.from_numpy(masks)
+
+
+def _conversations(texts: Texts, draws: np.random.Generator, row: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Fills a row [3, T]. Returns where anchors may stand, and where the conversation of each ends. int64 [N]"""
+    used, doc, anchors, ends = 0, 0, list[np.ndarray](), list[np.ndarray]()
+    for _ in range(1000):
+        ids, answer = texts.rows[int(draws.integers(len(texts.rows)))]
+        if used + len(ids) > row.shape[1]:
+            break
+        if len(ids) - answer < 2:
+            continue
+        row[:, used : used + len(ids)] = ids, np.arange(len(ids)), np.full(len(ids), doc)
+        anchors.append(np.arange(used + answer - 1, used + len(ids) - 2))
+        used, doc = used + len(ids), doc + 1
+        ends.append(np.full(len(anchors[-1]), used))
+    if not anchors:
+        raise ConversionError("no answer of the text has two tokens, which drafts are trained on: give longer answers")
+    return np.concatenate(anchors), np.concatenate(ends)
 
 
 def clean_layer(

@@ -17,7 +17,7 @@ transformers = pytest.importorskip("transformers")
 from tools.convert_ar import base as bases  # noqa: E402
 from tools.convert_ar import draw, measure  # noqa: E402
 from tools.convert_ar.__main__ import main  # noqa: E402
-from tools.convert_ar.drafts import Drafter, tokens_per_forward  # noqa: E402
+from tools.convert_ar.drafts import Drafter, packed_drafts, tokens_per_forward  # noqa: E402
 from tools.convert_ar.train import Batch, Settings, Texts, adapt, masks, packed  # noqa: E402
 
 TEMPLATE = "{% for m in messages %}[{{ m.content }}{% endfor %}]"
@@ -289,3 +289,14 @@ def test_what_drafts_helped_to_write_is_the_base_s_own_text(folder: Path, tmp_pa
     assert main(["measure", str(folder), str(out), *common, "--new", "12"]) == 0
     rows = json.loads((out / "scores.json").read_text())["scores"][1:]
     assert [row["stride"] for row in rows] == [2, 3, 4] and len({row["nll"] for row in rows}) == 1
+
+
+def test_drafts_need_answers_of_two_tokens() -> None:
+    """Shorter ones are left out; a text that has no others is refused."""
+    settings = Settings(batch=2, width=32, drafts=3, masks=24)
+    rows = [(np.array([0, 5, 1, 9]), 3), (np.array([0, 5, 1, 9, 1]), 3)]
+    clean, masks = packed_drafts(Texts(rows, stop=1), np.random.default_rng(0), settings)
+    assert not (clean[0] == 9).logical_and(clean[1] == 3)[:, :-1].logical_and(clean[0, :, 1:] != 1).any()
+    assert set(masks[5].unique().tolist()) == {0, 1}
+    with pytest.raises(bases.ConversionError, match="no answer of the text has two tokens"):
+        packed_drafts(Texts(rows[:1], stop=1), np.random.default_rng(0), settings)
