@@ -1,6 +1,6 @@
 """`python -m tests.parity DIR [--only PATTERN ...] [--device cuda] [--verbose]`
 
-Exit status: 0 if nothing failed, 1 if something did, 2 if there was nothing to check.
+Exit status: 0 if nothing failed, 1 if something did, 2 if there was nothing to check or every case was skipped.
 """
 
 import argparse
@@ -43,6 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for reason, count in skips:
         print(f"  {reason}: {count}")
     print(report.summary)
+    if not report.count("passed") + report.count("failed"):
+        print(f"{parser.prog}: error: every case was skipped, so nothing was checked", file=sys.stderr)
+        return 2
     return 1 if report.count("failed") else 0
 
 

@@ -375,6 +375,12 @@ def test_no_folder_is_bad_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert "DIR" in capsys.readouterr().err
 
 
+def test_a_folder_whose_cases_are_all_skipped_is_no_success(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text(copied / "decoders/dinfer_threshold.json", put(1, "cases", 0, "params", "tricks"))
+    assert main([str(copied), "--only", "decoders/dinfer_threshold/c000"]) == 2
+    assert "every case was skipped" in capsys.readouterr().err
+
+
 def test_command_line(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text(copied / f"{RUN}.json", put(1, "num_forwards"))
     text(copied / "decoders/dinfer_threshold.json", put(1, "cases", 0, "params", "tricks"))
