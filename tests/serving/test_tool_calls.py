@@ -220,8 +220,8 @@ def with_schema(schema: Any) -> dict[str, Any]:
     ("fields", "param", "why"),
     [
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),
-        ({"tools": [], "tool_choice": BUY_ALONE}, "tool_choice.function.name", "'buy' is none of"),
-        ({"tools": [NOW], "tool_choice": BUY_ALONE}, "tool_choice.function.name", "functions: now"),
+        ({"tools": [], "tool_choice": BUY_ALONE}, "tool_choice.function.name", "'buy' not found in tools list: no tools"),
+        ({"tools": [NOW], "tool_choice": BUY_ALONE}, "tool_choice.function.name", "'buy' not found in tools list: now"),
         (
             {"tools": [NOW], "tool_choice": allowed("auto", "buy")},
             "tool_choice.allowed_tools.tools.0.function.name",
