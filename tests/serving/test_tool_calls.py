@@ -220,7 +220,11 @@ def with_schema(schema: Any) -> dict[str, Any]:
     ("fields", "param", "why"),
     [
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),
-        ({"tools": [], "tool_choice": BUY_ALONE}, "tool_choice.function.name", "'buy' not found in tools list: no tools"),
+        (
+            {"tools": [], "tool_choice": BUY_ALONE},
+            "tool_choice.function.name",
+            "'buy' not found in tools list: no tools",
+        ),
         ({"tools": [NOW], "tool_choice": BUY_ALONE}, "tool_choice.function.name", "'buy' not found in tools list: now"),
         (
             {"tools": [NOW], "tool_choice": allowed("auto", "buy")},
