@@ -63,8 +63,8 @@ def opened(given: Any, where: str) -> Picture:
         if isinstance(given, str | os.PathLike):
             given = _read(given)
         if not isinstance(given, bytes | bytearray | memoryview):
-            kind = type(given).__name__
-            raise ValueError(f"an image is a path, bytes, a data: URL or an image of Pillow's, not of type {kind}")
+            said = " ".join(repr(given).split())  # arrays have several lines
+            raise ValueError(f"an image is a path, bytes, a data: URL or an image of Pillow's, not {said:.80}")
         return Picture(_of_bytes(bytes(given), declared), where)
 
 
