@@ -12,6 +12,8 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from dinfer.core.kernels.dispatch import triton
+
 ROOM = 8 << 20  # bytes of a GPU's buffer
 ONE_SHOT = 384 << 10  # up to so many bytes to read from the others each GPU adds up all; for more, each adds up a part
 EMPTY = -(1 << 15)  # -0.0 in 16 bits
@@ -62,6 +64,7 @@ class SymmetricSum:
         inboxes = [memory.get_buffer(rank, inbox.shape, inbox.dtype) for rank in range(self.size)]
         inboxes[group.rank()] = inbox
         self.exchange = Exchange.over(inboxes, group.rank())
+        self._nothing = torch.zeros(ROWS * WIDEST, dtype=torch.int16, device=device)
         memory.barrier()  # a rank writes only after the others have emptied their inboxes
         torch.cuda.synchronize(device)
 
@@ -82,6 +85,8 @@ class SymmetricSum:
 
     def __call__(self, x: Tensor) -> Tensor:
         """The sum over all ranks of a tensor that it `takes`, in the shape of `x`."""
+        if self.exchange.takes(x):
+            return triton("norm").add(self._nothing[: x.numel()].view(x.dtype).view_as(x), x, self.exchange)
         own, name = self.buffer[: x.nbytes].view(x.dtype), self.group.group_name
         if x.nbytes * (self.size - 1) <= ONE_SHOT:
             return torch.ops.symm_mem.one_shot_all_reduce_copy(own, x.contiguous().flatten(), "sum", name).view_as(x)

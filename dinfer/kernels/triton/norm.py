@@ -20,7 +20,7 @@ MANY = 256  # rows that busy the card with a program each
 
 @triton.jit
 def _swapped(
-    own, inbox_ptr, address_ptr, count_ptr, column, inside,
+    own, inbox_ptr, there, count_ptr, count, column, inside,
     RANK: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr, WIDEST: tl.constexpr,
 ):  # fmt: skip
     """The sum of a row over all ranks, in their order, rounded once (`Exchange`).
@@ -29,14 +29,13 @@ def _swapped(
     row of the next swap, and this GPU sends that row only after this kernel.
     """
     row = tl.program_id(0)
-    count = tl.load(count_ptr + row)
     turn = (count & 1) * RANKS * ROWS * WIDEST
     place = turn + row * WIDEST + column
     bits = own.to(tl.int16, bitcast=True)
     bits = tl.where(bits == EMPTY, 0, bits).to(tl.int16)
     for rank in tl.static_range(RANKS):
         if rank != RANK:
-            there_ptr = tl.load(address_ptr + rank).to(tl.pointer_type(tl.int16))
+            there_ptr = there[rank].to(tl.pointer_type(tl.int16))
             tl.store(tl.multiple_of(there_ptr, 16) + place, bits, mask=inside)
     total, missing = tl.zeros(place.shape, tl.float32), 1
     while missing > 0:  # it reads all ranks' rows at once: one after the other would take as many times as long
@@ -64,13 +63,18 @@ def _plus(
 ):  # fmt: skip
     """A row plus the sum of the parts of its addend, and of other ranks' addends where there are `RANKS`."""
     row = tl.program_id(0)
+    count, there = 0, ()
+    if RANKS:  # asked for now: the first store would make a load of the next address wait
+        count = tl.load(count_ptr + row)
+        for rank in tl.static_range(RANKS):
+            there = there + (tl.load(address_ptr + rank),)  # noqa: RUF005  Triton knows no star
     delta_ptr += row.to(tl.int64) * stride + column
     delta = added(delta_ptr, mix_ptr + row * MIXED, inside, apart, 0.0, PARTS, MIXED)
     if PLUS:
         delta += tl.load(plus_ptr + column, mask=inside, other=0.0).to(tl.float32)
     delta = delta.to(x.dtype)
     if RANKS:
-        delta = _swapped(delta, inbox_ptr, address_ptr, count_ptr, column, inside, RANK, RANKS, ROWS, WIDEST)
+        delta = _swapped(delta, inbox_ptr, there, count_ptr, count, column, inside, RANK, RANKS, ROWS, WIDEST)
     return (x.to(tl.float32) + delta.to(tl.float32)).to(x.dtype)
 
 
