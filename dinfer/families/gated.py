@@ -1,18 +1,25 @@
 """Weights that only some rows of a forward take: a low-rank part of linear layers, switched by row (I-DLM, Nemotron).
 
-Shape suffixes: B lanes, W positions, R ranks of the low-rank part, O outputs, K inputs.
+Shape suffixes: B lanes, W positions, R ranks of a low-rank part, S those of all parts of a layer, O outputs, K inputs,
+P pieces of outputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from dinfer.core.kernels.deferred import close
+from dinfer.core.kernels.dispatch import triton, use_triton
+from dinfer.core.kernels.types import Deferred, InputFormat
+from dinfer.core.layers.format import PLAIN
+from dinfer.core.layers.linear import Formatted, Linear, apply, fused
 from dinfer.core.layers.transformer import Transformer
 from dinfer.core.loading.files import ADAPTER, locate
 from dinfer.core.models.family import Placement
@@ -24,36 +31,78 @@ class Gate:
     """Which rows of the forward that is running take the low-rank part; shared by its layers."""
 
     def __init__(self) -> None:
-        self.closed_N1: Tensor | None = None  # bool, N = B * W; None: no row does, and nothing is computed
+        self.open_N: Tensor | None = None  # bool, N = B * W; None: no row does, and nothing is computed
 
     @contextmanager
     def on(self, rows_BW: Tensor) -> Iterator[None]:
         """Opens the gate for these rows. bool [B, W]"""
-        self.closed_N1 = ~rows_BW.reshape(-1, 1)
+        self.open_N = rows_BW.reshape(-1)
         try:
             yield
         finally:
-            self.closed_N1 = None
+            self.open_N = None
+
+
+class LowRank(nn.Module):
+    """B A, where one linear layer is several matrices of the checkpoint, each of R ranks of its own or of none.
+
+    A row of B is 0 but in the columns of its own matrix. `first_P` says where these begin, for each `piece` of outputs.
+    """
+
+    def __init__(self, a_SK: Tensor, b_OS: Tensor, ranks: int, piece: int, first_P: Tensor) -> None:
+        super().__init__()
+        self.a_SK, self.b_OS = (nn.Parameter(x, requires_grad=False) for x in (a_SK, b_OS))
+        self.ranks, self.piece = ranks, piece
+        self.register_buffer("first_P", first_P, persistent=False)
+
+    @classmethod
+    def of(cls, outputs: int, parts: Sequence[tuple[int, Tensor, Tensor]]) -> LowRank:
+        """Pairs A [r, K] and B [o, r], each with the first of its outputs."""
+        ranks, (_, a_RK, b_OR) = max(len(a_RK) for _, a_RK, _ in parts), parts[0]
+        a_SK = a_RK.new_zeros(len(parts) * ranks, a_RK.shape[1])
+        b_OS = b_OR.new_zeros(outputs, len(a_SK))
+        piece = math.gcd(PIECE, outputs, *(end for row, _, b_OR in parts for end in (row, row + len(b_OR))))
+        first_P = torch.zeros(outputs // piece, dtype=torch.int32)
+        for number, (row, a_RK, b_OR) in enumerate(parts):
+            column, end = number * ranks, row + len(b_OR)
+            a_SK[column : column + len(a_RK)] = a_RK
+            b_OS[row:end, column : column + len(a_RK)] = b_OR
+            first_P[row // piece : end // piece] = column
+        return cls(a_SK, b_OS, ranks, piece, first_P)
+
+
+PIECE = 128  # outputs of one tile of a kernel at most
 
 
 class GatedLinear(nn.Module):
-    """W x + b, and scale * B A x in rows whose gate is open."""
+    """W x + b, and B A x in rows whose gate is open."""
 
-    def __init__(self, base: nn.Module, gate: Gate, a_RK: Tensor, b_OR: Tensor) -> None:
+    input_format: ClassVar[InputFormat] = "plain"
+
+    def __init__(self, base: nn.Module, gate: Gate, part: LowRank) -> None:
         super().__init__()
-        self.base, self.gate = base, gate
-        self.a, self.b = (nn.Parameter(x, requires_grad=False) for x in (a_RK, b_OR))
+        self.base, self.gate, self.part = base, gate, part
 
-    def forward(self, x_BWK: Tensor) -> Tensor:
-        """[B, W, K] -> [B, W, O]"""
-        y_BWO: Tensor = self.base(x_BWK)
-        if (closed_N1 := self.gate.closed_N1) is None:
-            return y_BWO
-        low_NR = x_BWK.reshape(len(closed_N1), -1) @ self.a.T
-        low_NR = low_NR.masked_fill(closed_N1, 0)  # no product: 0 times what overflows is no 0
-        # In place: each launch less counts, since a step of few rows waits for nothing else.
-        y_BWO.view(len(closed_N1), -1).addmm_(low_NR, self.b.T)
-        return y_BWO
+    def forward(self, x: Deferred) -> Tensor:
+        """[..., K] -> [..., O]"""
+        return close(self.deferred(x, parts=False))
+
+    def deferred(self, x: Deferred, *, parts: bool = True) -> Deferred:
+        """As called, for a consumer that may add up parts."""
+        base, part, open_N = self.base, self.part, self.gate.open_N
+        x = close(x)
+        own = isinstance(base, Linear) and fused(base)
+        if open_N is None:
+            return base.deferred(x, parts=parts) if own else apply(base, x)
+        if own and base.formats["weight"] is PLAIN and use_triton(x, "linear"):
+            kernels = triton("gated")
+            if kernels.faster(x, base.weight, part):
+                return kernels.gated_linear(x, base.weight, base.bias, part, open_N, split=parts)
+        y = close(apply(base, x))
+        low_NS = x.reshape(len(open_N), -1) @ part.a_SK.T
+        low_NS = low_NS.masked_fill(~open_N[:, None], 0)  # no product: 0 times what overflows is no 0
+        y.view(len(open_N), -1).addmm_(low_NS, part.b_OS.T)  # in place: a copy of y takes longer than the product
+        return y
 
 
 class GatedTransformer(Transformer):
@@ -66,22 +115,22 @@ class GatedTransformer(Transformer):
     ) -> None:
         """Adds the pairs A [r, K] and B [o, r], by the checkpoint's names of the matrices that they change."""
         gate = Gate()
-        self.gate, parts = gate, dict[str, list[tuple[Placement, Tensor, Tensor]]]()
+        self.gate, parts = gate, dict[str, list[tuple[int, Tensor, Tensor]]]()
         for name, (a_RK, b_OR) in pairs.items():
             place = placements[name]
-            parts.setdefault(place.parameter.removesuffix(".weight"), []).append((place, a_RK, b_OR * scale))
+            path = place.parameter.removesuffix(".weight")
+            wide_OR = b_OR.to(torch.promote_types(b_OR.dtype, torch.float32))  # times the scale it is small
+            parts.setdefault(path, []).append((place.row, a_RK, wide_OR * scale))
         for path, some in parts.items():
-            base = self.get_submodule(path)
-            a_RK = torch.cat([a_RK for _, a_RK, _ in some])
-            out = sum(place.shape[0] for place in placements.values() if place.parameter == f"{path}.weight")
-            b_OR = torch.zeros(out, len(a_RK), dtype=a_RK.dtype)
-            rank = 0
-            for place, _, own_OR in some:  # parts of one matrix: each fills its own rows from its own ranks
-                b_OR[place.row : place.row + len(own_OR), rank : rank + own_OR.shape[1]] = own_OR
-                rank += own_OR.shape[1]
-            a_RK, b_OR = (x.to(self.device, self.dtype) for x in (a_RK, b_OR))
+            outputs = sum(place.shape[0] for place in placements.values() if place.parameter == f"{path}.weight")
+            part, base = LowRank.of(outputs, some).to(self.device, self.dtype), self.get_submodule(path)
+            if isinstance(base, Formatted) and base.divided:
+                raise ValueError(
+                    "model.draft_adapter has low-rank parts that ranks cannot divide; use tensor_parallel=1, or leave "
+                    "the adapter out"
+                )
             owner, _, name = path.rpartition(".")
-            setattr(self.get_submodule(owner), name, GatedLinear(base, gate, a_RK, b_OR))
+            setattr(self.get_submodule(owner), name, GatedLinear(base, gate, part))
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,16 +2,82 @@
 
 import math
 
+import pytest
 import torch
+from support.launches import failures, recorded_launches
+from support.models import tiny_model
 from torch import nn
 
-from dinfer.families.gated import Gate, GatedLinear
+from dinfer.core.kernels.deferred import close
+from dinfer.core.layers.linear import Linear
+from dinfer.core.models.family import Placement
+from dinfer.families.gated import Gate, GatedLinear, GatedTransformer, LowRank
+
+gated = pytest.importorskip("dinfer.kernels.triton.gated")
+CUDA = torch.cuda.is_available()
+DEVICE, SHORT = ("cuda", torch.bfloat16) if CUDA else ("cpu", torch.float16)  # the interpreter has no bfloat16
+
+
+def low_rank(outputs: int, width: int, parts: list[tuple[int, int]], ranks: int = 24) -> LowRank:
+    """Of matrices with these first outputs and numbers of outputs, at random."""
+    pairs = [(row, torch.randn(ranks, width) / 8, torch.randn(count, ranks) / 8) for row, count in parts]
+    return LowRank.of(outputs, pairs)
 
 
 def test_a_part_that_overflows_leaves_the_rows_without_it_alone() -> None:
     base, gate = nn.Linear(4, 4, bias=False, dtype=torch.float64), Gate()
-    layer = GatedLinear(base, gate, torch.full((1, 4), 1e308, dtype=torch.float64), torch.ones(4, 1).double())
+    pair = torch.full((1, 4), 1e308, dtype=torch.float64), torch.ones(4, 1).double()
+    layer = GatedLinear(base, gate, LowRank.of(4, [(0, *pair)]))
     x_BWK = torch.full((2, 3, 4), 10.0, dtype=torch.float64)
     with gate.on(torch.tensor([[True] * 3, [False] * 3])), torch.no_grad():
         y_BWO = layer(x_BWK)
         assert torch.equal(y_BWO[1], base(x_BWK)[1]) and y_BWO[0].eq(math.inf).all()
+
+
+@pytest.mark.gpu if CUDA else pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("rows", [7, 70])
+@pytest.mark.parametrize(
+    ("outputs", "width", "parts"),
+    [(192, 96, [(0, 64), (64, 64), (128, 64)]), (128, 512, [(0, 128)]), (96, 64, [(64, 32)])],
+)
+def test_one_kernel_is_as_good_as_four(
+    monkeypatch: pytest.MonkeyPatch, outputs: int, width: int, parts: list[tuple[int, int]], rows: int, split: bool
+) -> None:
+    """Matrices that are one weight, one whose other outputs have no part, and open and closed rows in tiles."""
+    monkeypatch.setenv("DINFER_KERNELS", "torch")
+    torch.manual_seed(rows)
+    base, part, gate = Linear(width, outputs, bias=True), low_rank(outputs, width, parts), Gate()
+    base, part = (module.to(DEVICE, SHORT) for module in (base, part))
+    x_BWK, open_BW = torch.randn(1, rows, width, device=DEVICE).to(SHORT), torch.rand(1, rows, device=DEVICE) < 0.5
+    open_BW[:, 64:] = False  # a tile without an open row
+    with torch.no_grad(), gate.on(open_BW):
+        want = GatedLinear(base, gate, part)(x_BWK)
+        got = gated.gated_linear(x_BWK, base.weight, base.bias, part, open_BW[0], split=split)
+    torch.testing.assert_close(close(got), want, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.rest
+@pytest.mark.skipif(CUDA, reason="the test above runs the kernel there")
+@torch.inference_mode()
+def test_the_kernel_is_used_where_rows_are_few_and_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With shapes of SmolLM2-135M. What a consumer adds up comes in parts, as without low-rank parts."""
+    gate = Gate()
+    with recorded_launches(monkeypatch) as launches, torch.device("meta"):
+        for outputs, width, parts in ((960, 576, [(0, 576), (576, 192), (768, 192)]), (576, 1536, [(0, 576)])):
+            layer = GatedLinear(Linear(width, outputs), gate, low_rank(outputs, width, parts, 40)).bfloat16()
+            for rows in (7, 28, 448, 1000):
+                with gate.on(torch.empty(1, rows, dtype=torch.bool)):
+                    layer.deferred(torch.empty(1, rows, width, dtype=torch.bfloat16))
+    assert len(launches) == 6 and all("_gated_linear" in launch for launch in launches)
+    assert failures(launches) == []
+
+
+def test_ranks_that_divide_a_layer_refuse_low_rank_parts() -> None:
+    network = GatedTransformer(tiny_model("drafts").spec)
+    layer = network.get_submodule("blocks.0.out")
+    layer.divided = True
+    place = Placement("blocks.0.out.weight", tuple(layer.weight.shape))
+    pair = torch.zeros(2, place.shape[1]), torch.zeros(place.shape[0], 2)
+    with pytest.raises(ValueError, match="use tensor_parallel=1, or leave the adapter out"):
+        network.add({"o": pair}, 1.0, {"o": place})
