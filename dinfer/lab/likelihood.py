@@ -372,11 +372,11 @@ def subsets(length: int, count_K: Tensor, counters: tuple[int, ...]) -> Tensor:
 
 
 def family_blocks(spec: ModelSpec, place_T: Tensor, prompt: int) -> Tensor:
-    """The attention block of each position, counted from 0 or, behind a `prompt` that is one block, from its end."""
+    """The attention block of each position, counted from 0 or from the end of a `prompt`."""
     if spec.causal_block is None:
         return torch.zeros_like(place_T)
     if spec.prompt_block:
-        return (torch.div(place_T - prompt, spec.causal_block, rounding_mode="floor") + 1).clamp_min(0)
+        return (torch.div(place_T - spec.origin(prompt), spec.causal_block, rounding_mode="floor") + 1).clamp_min(0)
     return place_T // spec.causal_block
 
 

@@ -45,6 +45,7 @@ class Plan:
     computed: bool = False  # compare the positions that each forward computes, too; of a single row
     filled: bool = False  # the reference fills rows of a batch up with EOS
     padded_with: int | None = None  # the reference fills rows of a batch up with this token
+    left: bool = False  # the reference pads on the left to whole blocks, and ends behind the last block that it decoded
     grows: bool = False  # the canvas of the reference ends where ours holds EOS; nothing counts there
     constraints: dict[int, int] = field(default_factory=dict)  # tokens that are given, by place behind the prompt
 
@@ -346,24 +347,23 @@ def _freedave(prompts: list[list[int]], params: Fields) -> Plan:
 
 
 def _a2d(prompts: list[list[int]], params: Fields, *, blocks: bool) -> Plan:
-    """A2D's samplers. BD3LM counts its blocks from the prompt's end, ours from position 0."""
+    """A2D's samplers. BD3LM counts its blocks from the prompt's end."""
     new_tokens, block = params.take("max_new_tokens"), params.take("block_size")
     steps = params.take("steps_per_block", None) or -(-params.take("steps") // -(-new_tokens // block))
     params.take("steps")
     if params.take("temperature") or params.take("remasking") != "low_confidence":
         raise Skip("the random numbers of the reference are not ours")
-    if blocks and any(len(prompt) % block for prompt in prompts):
-        raise Skip("A2D: attention blocks that are counted from the end of the prompt are not there yet")
-    name = "block_diffusion" if blocks else "blockwise"
+    counted = {"causal_block": block, "prompt_block": True, "prompt_whole": False} if blocks else {"causal_block": None}
     return Plan(
-        {"name": name, "block": block, "stop": "off"},
+        {"name": "blockwise", "block": block, "stop": "block" if blocks and len(prompts) == 1 else "off"},
         {"name": "fixed", "reference": "a2d", "steps": steps, "precision": "float32"},
         {"name": "block" if blocks else "none"},
         new_tokens,
         options={"guidance": params.take("cfg_scale", 0.0)},
-        spec={"causal_block": block if blocks else None, "shift": int(params.take("right_shift_logits", False))},
+        spec=counted | {"shift": int(params.take("right_shift_logits", False))},
         every_step=not blocks and len(prompts) == 1,
         filled=not blocks,
+        left=blocks,
     )
 
 

@@ -332,7 +332,7 @@ class DinferVicinity(VicinityCache):
 
 
 class A2dFixed(Fixed):
-    """A2D's share of a step: what is left over the steps that are left, half to even.
+    """A2D's share of a step: what is left times a chance of its noise schedule, in its float32, half to even.
 
     Steps without a token are left out. A position where the mask token wins takes part, as any other.
     """
@@ -343,8 +343,9 @@ class A2dFixed(Fixed):
     def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
         steps_R1, left_R1 = view.options["steps"], view.masked_RL.sum(-1, keepdim=True)
         step_R1 = torch.maximum(state["taken"][:, None], steps_R1 - 2 * left_R1 + 1).clamp_max(steps_R1 - 1)
-        state["taken"].copy_(torch.where(left_R1 > (left_R1 / (steps_R1 - step_R1)).round(), step_R1 + 1, 0)[:, 0])
-        share_R1 = (left_R1.double() / (steps_R1 - step_R1)).round().long()
+        now_R1, next_R1 = (1 - (steps_R1 - step_R1 - done).float() / steps_R1 for done in (0, 1))
+        share_R1 = (left_R1.double() * (1 - (1 - next_R1) / (1 - now_R1)).double()).round().long()
+        state["taken"].copy_(torch.where(left_R1 > share_R1, step_R1 + 1, 0)[:, 0])
         score_RL = stats.confidence_RL.masked_fill(~view.masked_RL, float("-inf"))
         return Proposal((descending_rank(score_RL) < share_R1) & view.masked_RL)
 

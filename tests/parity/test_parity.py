@@ -40,7 +40,7 @@ LATER = {  # of the sets that came later
     "generation/dream/lopa": 8,
     "generation/llada/certainty": 3, "generation/llada/pcsampler": 1, "generation/dream/pcsampler": 1,
 }  # fmt: skip
-FAMILIES = {"models/a2d": 18, "generation/a2d": 15}  # of goldens-families
+FAMILIES = {"models/a2d": 18, "generation/a2d": 25}  # of goldens-families
 RUN = "generation/llada/blockwise_dual_thre_0p6_noalign"
 MODEL, MODEL_CASES = "models/llada", "models/llada/cases.safetensors"
 DINFER, SGLANG = "decoders/dinfer_threshold", "decoders/sglang_low_confidence"

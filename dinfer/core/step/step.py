@@ -83,7 +83,7 @@ def seen(step: Step, lanes: RowCursors, place_BW: Tensor, stop_B: Tensor | None 
     if (own := first(ability.seen(step, lanes, place_BW) for ability in step.abilities)) is not None:
         return own
     spec, end_B = step.recipe.model.spec, lanes.length_B if stop_B is None else stop_B
-    prompt_B = lanes.prompt_B if spec.prompt_block else None
+    prompt_B = spec.origin(lanes.prompt_B) if spec.prompt_block else None
     return Seen(attention_interval(place_BW, None, end_B, spec.causal_block, prompt_B))
 
 

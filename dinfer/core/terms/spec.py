@@ -111,6 +111,7 @@ class ModelSpec:
     shift: int = 0  # 1: the logits at position p predict token p + 1 (Dream)
     causal_block: int | None = None  # None: bidirectional; n: block-causal over n positions; 1: autoregressive
     prompt_block: bool = False  # the prompt is one attention block, and the others are counted from its end (D2F)
+    prompt_whole: bool = True  # False: with prompt_block, the prompt too is in such blocks, and the first may be short
     encoder: bool = False  # before the active region it is causal, with scalars of its own, and sees nothing behind it
     self_conditioning: bool = False  # it was trained to be told what it expected one step before
 
@@ -160,6 +161,10 @@ class ModelSpec:
     def attention_block(self) -> int:
         """Positions of an attention block, which see each other and all blocks before; 0: all positions do."""
         return 1 if self.encoder else self.causal_block or 0
+
+    def origin(self, prompt: Any) -> Any:
+        """Where attention blocks are counted from, behind a prompt of so many positions; all before is one block."""
+        return prompt if self.prompt_whole else prompt % (self.causal_block or 1)
 
     @property
     def attention_layout(self) -> AttentionLayout:

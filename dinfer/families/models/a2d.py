@@ -6,7 +6,7 @@ or Qwen checkpoint with an adapter for masks alone stays causal, and its masks d
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from dinfer.core.loading.files import ADAPTER, local, locate, read_object
 from dinfer.core.models._family import PLAIN, BlockFamily, complete
@@ -42,6 +42,9 @@ class A2d(GatedFamily, BlockFamily):
 
     checkpoint: str = option("dllm-collection/Qwen3-0.6B-diffusion-bd3lm-v0.1", "hub name, folder or GGUF file")
     bidirectional: bool = option(False, "all positions see each other, as in checkpoints whose name says mdlm")
+    origin: Literal["position", "prompt"] = option(
+        "position", "count attention blocks from position 0, or from the prompt's end, as dllm's bd3lm sampler does"
+    )
 
     @classmethod
     def matches(cls, config: dict[str, Any]) -> bool:
@@ -63,6 +66,9 @@ class A2d(GatedFamily, BlockFamily):
             theta = scaling.get("rope_theta", config.get("rope_theta"))
             config = config | {"rope_scaling": None, "rope_parameters": None, "rope_theta": theta}
         config = complete(config, EXPECTED, PARENTS[parent])
+        block, behind = self.attention(config), self.origin == "prompt"
+        if behind and (block or 1) == 1:
+            raise ValueError("model.origin=prompt counts attention blocks, and this model has none: leave it out")
         return ModelSpec(
             family="a2d",
             mlp=config["intermediate_size"],
@@ -70,7 +76,9 @@ class A2d(GatedFamily, BlockFamily):
             qk_norm=parent == "qwen3",
             rope_stretch=stretch,
             shift=shift,
-            causal_block=self.attention(config),
+            causal_block=block,
+            prompt_block=behind,
+            prompt_whole=not behind,
             **self.body(config),
         )
 

@@ -144,7 +144,11 @@ def _same_answers(doc: Fields, plan: Plan, prompts: list[list[int]], rows: list[
     if plan.filled or plan.padded_with is not None:
         fill = eos_id if plan.padded_with is None else plan.padded_with
         rows = [row + [fill] * (max(map(len, rows)) - len(row)) for row in rows]
-    same("output_ids", doc.take("output_ids"), rows)
+    want = doc.take("output_ids")
+    if plan.left:
+        want = [row[pad:] for row, pad in zip(want, doc.take("left_pads"), strict=True)]
+        rows = [row[: len(told)] for row, told in zip(rows, want, strict=True)]
+    same("output_ids", want, rows)
 
 
 def heard(forward: Callable[..., Any], computed: list[list[int]]) -> Callable[..., Any]:

@@ -15,6 +15,7 @@ from dinfer.core.loading.checkpoint import load_network, read_config, read_spec
 from dinfer.core.loading.files import CheckpointError
 from dinfer.core.registry import MODELS
 from dinfer.families.stretches import RopeStretch
+from dinfer.lab.likelihood import family_blocks
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 48}
 FIELDS = {
@@ -127,6 +128,15 @@ def test_a_plain_gguf_file_is_refused_by_name(tmp_path: Path) -> None:
 def test_the_name_says_whether_all_positions_see_each_other(name: str, block: int | None) -> None:
     config = FIELDS | {"model_type": "a2d-llama", "mask_token_id": 47, "rope_scaling": None}
     assert MODELS.build({"name": "a2d", "checkpoint": name}).spec(config).causal_block == block
+
+
+def test_attention_blocks_are_counted_from_the_prompts_end_where_the_model_says_so() -> None:
+    config = FIELDS | {"model_type": "a2d-llama", "mask_token_id": 47}
+    spec = MODELS.build({"name": "a2d", "block": 4, "origin": "prompt"}).spec(config)
+    assert family_blocks(spec, torch.arange(14), 10).tolist() == [0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3]
+    assert family_blocks(spec, torch.arange(6), 4).tolist() == [1, 1, 1, 1, 2, 2]  # only the order counts
+    with pytest.raises(ValueError, match=r"model\.origin=prompt counts attention blocks, and this model has none"):
+        MODELS.build({"name": "a2d", "bidirectional": True, "origin": "prompt"}).spec(config)
 
 
 def test_llama3_scaling_is_data_and_its_fields_are_checked() -> None:

@@ -33,6 +33,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "shifted_causal": {"causal_block": 1, "shift": 1}, "encoder": {"encoder": True, "mask_id": None},
     "prompt_block": {"causal_block": 4, "prompt_block": True},
     "shifted_prompt_block": {"causal_block": 4, "shift": 1, "prompt_block": True},
+    "short_first": {"causal_block": 4, "prompt_block": True, "prompt_whole": False},
 }  # fmt: skip
 SETTINGS = [dict(setting) for setting in settings_of(CACHES)]
 
@@ -162,8 +163,9 @@ def test_what_a_cache_calls_exact_is(cache: Any, shift: int, iteration: dict[str
 @pytest.mark.parametrize("shift", [0, 1])
 @pytest.mark.parametrize("iteration", ["blockwise", "multi_block", "full"])
 def test_blocks_that_are_counted_from_the_prompts_end(cache: str, shift: int, iteration: str) -> None:
-    """The prompt is one block, computed once, in a step as wide as it is, and shared with nobody."""
-    model = tiny_model("block_causal", causal_block=4, prompt_block=True, shift=shift)
+    """The prompt is computed once, in a step as wide as it is, and shared with nobody: one block, or several."""
+    whole = shift == (cache == "prefix")  # each way with each cache
+    model = tiny_model("block_causal", causal_block=4, prompt_block=True, prompt_whole=whole, shift=shift)
     sweep: dict[str, Any] = {"name": iteration} | ({} if iteration == "full" else {"block": 4})
     recipe = compose(model, iteration=sweep, decoder={"name": "threshold", "threshold": 0.5}, cache=cache)
     prompts, new_tokens = [[*range(1, 14)], [*range(1, 11)], [*range(1, 14), 9]], [16, 9, 4]
