@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from dinfer.core.engine.request import Completion, Request
+from dinfer.core.kernels.canvas import host_rows
 from dinfer.core.pipeline.inputs import FormKeywords, as_int, each, listed, named, refuse_names
 from dinfer.core.provided import needed
 from dinfer.core.recipe.recipe import Recipe
@@ -53,13 +54,13 @@ def rollout(
     error of a request that fails.
     """
     asked = Asked(n, max_new_tokens, seed, record, whole_blocks)
-    made, done = planned(pipe, prompts, asked, **more), dict[int, Rollouts]()
+    made, done = planned(pipe, prompts, asked, **more), dict[int, Completion]()
     for update in pipe.engine.run(made.requests):
         if update.completion is not None:
-            done[update.index] = made.read(update.index, update.completion)
+            done[update.index] = update.completion
             if on_finish is not None:
-                on_finish(update.index, done[update.index])
-    return Rollouts.cat([done[index] for index in range(len(made.requests))])
+                on_finish(update.index, made.read({update.index: update.completion}))
+    return made.read(done)
 
 
 class Asked(NamedTuple):
@@ -83,53 +84,69 @@ class Round:
     origin: Literal["position", "prompt"]
     inexact: list[str]
 
-    def read(self, index: int, done: Completion) -> Rollouts:
-        """One sample."""
-        request, spec, block = self.requests[index], self.recipe.model.spec, self.recipe.iteration.block
-        start, width = len(request.prompt), request.new_tokens
-        said = done.counts.tells(RecordRead) or RecordRead({})
-        decoded_A = torch.tensor(done.decoded[start:])
-        rows = {name: row_S[start : start + width] for name, row_S in said.rows.items()}
-        if "last" in rows:
-            decoded_A = decoded_A | (rows["last"] >= 0)
-        length = int(decoded_A.nonzero().max()) + 1 if bool(decoded_A.any()) else 0
-        before, unit = start if self.origin == "position" else 0, unit_of(self.recipe)
-        length = min(-(-(length + before) // unit) * unit - before, width)
-        answer_A = torch.tensor(done.canvas[start:], dtype=torch.int64)
-        stop_A = torch.isin(answer_A, torch.tensor(spec.stop_ids)) & decoded_A
-        stopped = request.stops and bool(stop_A.any())
-        if "logps" in rows:
-            none_A = rows["last"] < 0
-            rows |= {name: rows[name].masked_fill(none_A, 0) for name in ("logps", "drawn")}
-        events = None if said.events is None else [_events(said.events, start)]
-        if said.lost:
-            raise ValueError(
-                f"sample {index} has {said.lost} events more than there is room for: record='logps' has room"
-            )
-        inexact = self.inexact[index]
-        one = {name: row[None] for name, row in rows.items()}
+    def read(self, done: Mapping[int, Completion]) -> Rollouts:
+        """Samples by their numbers, in this order; all at once, since each call of torch takes a CPU's microseconds.
+
+        Raises ValueError for one with more events than there is room for.
+        """
+        numbers, spec = sorted(done), self.recipe.model.spec
+        asked, ends = [self.requests[n] for n in numbers], [done[n] for n in numbers]
+        starts, widths = [len(one.prompt) for one in asked], [one.new_tokens for one in asked]
+        start_N, width_N, most = torch.tensor(starts), torch.tensor(widths), max(widths)
+        answer_NA, decoded_NA = (
+            host_rows([row[start:] for row, start in zip(rows, starts, strict=True)], most, fill)
+            for rows, fill in (([end.canvas for end in ends], spec.eos_id), ([end.decoded for end in ends], 0))
+        )
+        told = [end.counts.tells(RecordRead) for end in ends]
+        last_NA, first_NA, *chances = self._recorded(told, starts, widths)
+        decoded_NA = decoded_NA > 0 if last_NA is None else (decoded_NA > 0) | (last_NA >= 0)
+        before_N, unit = start_N if self.origin == "position" else 0, unit_of(self.recipe)
+        length_N = (decoded_NA * torch.arange(1, most + 1)).amax(1)
+        length_N = torch.minimum(-(-(length_N + before_N) // unit) * unit - before_N, width_N)
+        stop_NA = torch.isin(answer_NA, torch.tensor(spec.stop_ids)) & decoded_NA
+        stopped_N = stop_NA.any(1) & torch.tensor([one.stops for one in asked])
+        events = [one.events_E5 for one in told if one is not None and one.events_E5 is not None]
         return Rollouts(
-            prompt_ids=torch.tensor([request.prompt]), prompt_lengths=torch.tensor([start]), answer_ids=answer_A[None],
-            lengths=torch.tensor([length]), widths=torch.tensor([width]),
-            stops=torch.tensor([int(stop_A.nonzero()[0]) + 1 if stopped else length]), stopped=torch.tensor([stopped]),
-            aborted=torch.tensor([done.counts.tells(Aborted) is not None]),
-            forwards=torch.tensor([done.counts.forwards]), seeds=torch.tensor([self.seeds[index]]),
-            versions=versions_of(done.counts.tells(MadeWith), one.get("last"), width),
-            steps=one.get("last"), first_steps=one.get("first"),
-            logps=one.get("logps"), sampled_logps=one.get("drawn"), events=events,
-            event_logps=None if said.chances is None else [said.chances], block=block or None, origin=self.origin,
-            eos_id=spec.eos_id, attention=spec.causal_block, inexact=inexact,
+            prompt_ids=host_rows([one.prompt for one in asked], max(starts), spec.eos_id), prompt_lengths=start_N,
+            answer_ids=answer_NA, lengths=length_N, widths=width_N,
+            stops=torch.where(stopped_N, stop_NA.int().argmax(1) + 1, length_N), stopped=stopped_N,
+            aborted=torch.tensor([end.counts.tells(Aborted) is not None for end in ends]),
+            forwards=torch.tensor([end.counts.forwards for end in ends]),
+            seeds=torch.tensor([self.seeds[n] for n in numbers]),
+            versions=versions_of([end.counts.tells(MadeWith) for end in ends], last_NA, widths),
+            steps=last_NA, first_steps=first_NA, logps=chances[0] if chances else None,
+            sampled_logps=chances[1] if chances else None,
+            events=[*map(_events, events, starts)] if events else None,
+            event_logps=[one[:, 4].contiguous().view(torch.float32) for one in events] or None,
+            block=self.recipe.iteration.block or None, origin=self.origin, eos_id=spec.eos_id,
+            attention=spec.causal_block, inexact=next(filter(None, (self.inexact[n] for n in numbers)), ""),
         )  # fmt: skip
 
+    def _recorded(
+        self, told: Sequence[RecordRead | None], starts: Sequence[int], widths: Sequence[int]
+    ) -> tuple[Tensor | None, ...]:
+        """The steps that wrote each position last and first, and two log-probabilities, as far as they are recorded."""
+        if not self.level:
+            return None, None
+        rows_FNA = torch.full((2 if self.level < Record.LOGPS else 4, len(told), max(widths)), -1, dtype=torch.int32)
+        for n, (one, start, width) in enumerate(zip(told, starts, widths, strict=True)):
+            if one is None:
+                continue
+            if one.lost:
+                raise ValueError(f"a sample has {one.lost} events more than there is room for: record='logps' has room")
+            rows_FNA[:, n, :width] = one.rows_FS[:, start : start + width]
+        last_NA, first_NA, *bits = rows_FNA
+        return last_NA, first_NA, *(one.view(torch.float32).masked_fill_(last_NA < 0, 0) for one in bits)
 
-def versions_of(made: MadeWith | None, steps_NA: Tensor | None, width: int) -> Tensor:
-    """The version of the weights that wrote each position; without steps, the last one. int64 [1, A]"""
-    spans = ((0, 0),) if made is None else made.versions
-    if steps_NA is None:
-        return torch.full((1, width), spans[-1][0])
-    found_NA = torch.full((1, width), spans[0][0])
-    for version, step in spans[1:]:
-        found_NA[steps_NA >= step] = version
+
+def versions_of(made: Sequence[MadeWith | None], steps_NA: Tensor | None, widths: Sequence[int]) -> Tensor:
+    """The version of the weights that wrote each position; without steps, the last one. int64 [N, A]"""
+    spans = [((0, 0),) if one is None else one.versions for one in made]
+    first_N = torch.tensor([own[0 if steps_NA is not None else -1][0] for own in spans])
+    found_NA = first_N[:, None].where(torch.arange(max(widths)) < torch.tensor(widths)[:, None], 0)
+    for n, own in enumerate(spans if steps_NA is not None else ()):
+        for version, step in own[1:]:
+            found_NA[n, steps_NA[n] >= step] = version
     return found_NA
 
 
@@ -278,5 +295,5 @@ def _length(recipe: Recipe, origin: str, index: int, prompt: int, asked: Any, wh
 
 def _events(events: Tensor, start: int) -> Tensor:
     """Events with positions in the answer, and -1 for masks. int32 [E, 4]"""
-    step_E, pos_E, old_E, new_E = events.unbind(1)
+    step_E, pos_E, old_E, new_E, _ = events.unbind(1)
     return torch.stack((step_E, pos_E - start, old_E.clamp_min(-1), new_E.clamp_min(-1)), 1)

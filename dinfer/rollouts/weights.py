@@ -8,6 +8,7 @@ stay paused and say why, until an update has written what the failed one left.
 import json
 import logging
 import threading
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -356,7 +357,7 @@ class WeightSink:
     def __init__(self, weights: Weights, family: Any, staged: bool) -> None:
         self._weights, self._recipe, self._staged = weights, weights.recipe, staged
         self._names = writing.names_of(weights.pipe.model, family)
-        self._held: list[tuple[str, Tensor]] = []  # what waits to be written
+        self._held: deque[tuple[str, Tensor]] = deque()  # what waits to be written, and is not written over meanwhile
         self._bytes = 0
         self.ended = False
         self.touched: set[str] = set()  # what was written, as far as it may be seen
@@ -366,26 +367,23 @@ class WeightSink:
     def load(self, name: str, tensor: Tensor) -> None:
         """A tensor. Raises ValueError for a name, shape or dtype that the model does not have, and for NaN."""
         self._check(name, tensor)
-        tensor = tensor.detach()
-        if self._staged:
-            if not bool(tensor.isfinite().all()):
-                raise ValueError(f"{name} has values that are not finite (NaN or infinite)")
-            self._held.append((name, tensor.clone()))
-        elif self._recipe.ranks.size == 1:
-            self._write([(name, tensor)])
-        else:
-            self._held.append((name, tensor))
-            self._bytes += tensor.nbytes
-            if self._bytes >= BUCKET:
-                self._flush()
+        self._take(name, tensor)
+        if not self._staged:
+            self._flush()  # the caller may use its memory again
 
     def load_all(self, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
         """Many tensors, such as a state dict. All are checked before the first is written, but those of an iterator."""
         pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
-        for name, tensor in () if isinstance(pairs, Iterator) else map(_pair, pairs):
+        if isinstance(pairs, Iterator):
+            for pair in pairs:
+                self.load(*_pair(pair))
+            return
+        for name, tensor in (known := [*map(_pair, pairs)]):
             self._check(name, tensor)
-        for name, tensor in map(_pair, pairs):
-            self.load(name, tensor)
+        for name, tensor in known:
+            self._take(name, tensor)
+        if not self._staged:
+            self._flush()
 
     def from_folder(self, folder: str | Path) -> None:
         """A whole checkpoint of safetensors, of which every rank reads its share. Raises CheckpointError."""
@@ -408,14 +406,14 @@ class WeightSink:
         for name, dtype, shape in told:
             self._names.check(name, shape, dtype)
         for name, tensor in transport.received(group, told, self._weights.pipe.model.device, flat=flat):
-            self.load(name, tensor)
+            self._take(name, tensor)
 
     def open(self, handles: Sequence[Mapping[str, Any]]) -> None:
         """Tensors of another process on the same card, by what its `transport.handle_of` tells. Raises ValueError."""
         for one in handles:
             self._names.check(one["name"], one["shape"], transport.dtype_named(one["dtype"]))
         for one in handles:
-            self.load(*transport.opened(one))
+            self._take(*transport.opened(one))
 
     def changed(self) -> None:
         """The caller has written to the parameters of `pipe.model` itself, to whichever and however."""
@@ -468,12 +466,23 @@ class WeightSink:
             raise ValueError(f"{name} must be a dense tensor of torch that has values, not {told}")
         self._names.check(name, tensor.shape, tensor.dtype)
 
+    def _take(self, name: str, tensor: Tensor) -> None:
+        """Keeps a tensor to be written, with others in one launch."""
+        if self._staged:
+            if not bool(tensor.isfinite().all()):
+                raise ValueError(f"{name} has values that are not finite (NaN or infinite)")
+            tensor = tensor.clone()
+        self._held.append((name, tensor.detach()))
+        self._bytes += tensor.nbytes
+        if self._bytes >= BUCKET and not self._staged:
+            self._flush()
+
     def _flush(self) -> None:
         while self._held:
             some: list[tuple[str, Tensor]] = []
             size = 0
             while self._held and (not some or size + self._held[0][1].nbytes <= BUCKET):
-                some.append(self._held.pop(0))
+                some.append(self._held.popleft())
                 size += some[-1][1].nbytes
             self._write(some)
         self._bytes = 0

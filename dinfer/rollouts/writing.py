@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dinfer.core.kernels.dispatch import triton, use_triton
 from dinfer.core.layers.format import PLAIN, Plain
 from dinfer.core.layers.linear import formatted
 from dinfer.core.loading.checkpoint import LoadPlan, load_network
@@ -109,7 +110,8 @@ class Writer:
         self.rank: Rank = network.ranks.rank
         self._weights, self._parameters = formatted(network, embeddings=True), dict(network.named_parameters())
         self._whose: dict[str, str] = {}  # by the tied tensor, under which of its names it came
-        self._checks: list[tuple[str, Tensor]] = []  # on a GPU: the largest value, which nobody has read yet
+        self._copies: list[tuple[str, Tensor, Tensor]] = []  # on a card, what one launch will copy: to where, and what
+        self._checks: list[tuple[list[str], Tensor]] = []  # on a card: whether values were finite, unread as yet
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Writes this rank's pieces of a whole tensor. Raises ValueError, also for one that is not finite."""
@@ -127,16 +129,28 @@ class Writer:
             if self.adapter is not None:
                 values = self.adapter.merged(own, values, self.network.device, source)
             if tied and not first:
+                self.flush()
                 held = self._held(own)[target]
                 if not torch.equal(held, values.to(held.device, held.dtype).view_as(held)):
                     raise ValueError(f"{name} differs from {own}, and the model has one tensor for both")
             else:
                 self._put(name, self.names.placements[own].parameter, target, values)
 
+    def flush(self) -> None:
+        """Launches the copies that wait. The caller may then write over what it gave."""
+        by_types: dict[Any, list[tuple[str, Tensor, Tensor]]] = {}
+        for one in self._copies:
+            by_types.setdefault((one[1].dtype, one[2].dtype), []).append(one)
+        self._copies = []
+        for some in by_types.values():
+            broken_X = triton("copies").copy([(held, values) for _, held, values in some])
+            self._checks.append(([name for name, *_ in some], broken_X == 0))
+
     def finish(self) -> None:
-        """Raises ValueError if a tensor was not finite."""
-        fine = torch.stack([most for _, most in self._checks]).isfinite().tolist() if self._checks else []
-        if wrong := [name for (name, _), good in zip(self._checks, fine, strict=True) if not good]:
+        """Raises ValueError if a tensor was not finite. The one place that waits for a card."""
+        names = [name for some, _ in self._checks for name in some]
+        fine = torch.cat([good_X for _, good_X in self._checks]).tolist() if names else []
+        if wrong := [name for name, good in zip(names, fine, strict=True) if not good]:
             raise ValueError(f"{wrong[0]} has values that are not finite (NaN or infinite)")
 
     def digest(self, name: str) -> str:
@@ -159,7 +173,11 @@ class Writer:
         module, own = self._weights.get(parameter, (None, ""))
         if module is None or isinstance(module.formats[own], Plain):
             held = self._parameters[parameter].detach()[target]
-            copy(held, values.reshape(held.shape), partial(self._look, name))
+            values = values.reshape(held.shape)
+            if values.device == held.device and use_triton(values, "linear") and triton("copies").takes(held, values):
+                self._copies.append((name, held, values))
+            else:
+                copy(held, values, partial(self._look, name))
             return
         self._look(name, values)
         values = values.to(self.network.device, self.network.dtype)
@@ -171,7 +189,7 @@ class Writer:
     def _look(self, name: str, values: Tensor) -> None:
         """Raises ValueError for values that are not finite. On a GPU nobody waits for the answer before `finish`."""
         if values.is_cuda:
-            self._checks.append((name, largest(values)))
+            self._checks.append(([name], largest(values).isfinite().view(1)))
             return
         if values.dim() == 1 and values.dtype not in WIDE:
             total = torch.dot(values, values)  # the fastest way to read all: BLAS
@@ -246,6 +264,7 @@ def write(network: Any, told: Sequence[tuple[str, str, Sequence[int]]]) -> None:
             if ranks.size > 1:
                 dist.broadcast(tensor, group=ranks.group, group_src=0)
             writer.write(name, tensor)
+        writer.flush()
 
 
 def sends(network: Any, tensors: Sequence[Tensor]) -> None:
@@ -264,6 +283,7 @@ def fill_from(network: Any, path: str) -> None:
         plan = planned(writer, Path(path))
         for name in plan.tensors:
             writer.fill(name, _pieces(plan, name, writer))
+        writer.flush()
 
 
 def check_folder(network: Any, path: str) -> None:

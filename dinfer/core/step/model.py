@@ -120,7 +120,7 @@ class Sampling(Component):
     def adjust(
         self, logits_RLV: Tensor, view: BlockView, options: Options, spec: ModelSpec, columns: VocabularySlice
     ) -> Tensor:
-        """Logits for the decoder to adjust, without tokens that may not be offered; never changed in place."""
+        """Logits for the decoder to adjust, a new tensor, without tokens that may not be offered."""
 
     @abstractmethod
     def draw(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dinfer.core.kernels.canvas import rows_of
-from dinfer.core.kernels.dispatch import native
+from dinfer.core.kernels.dispatch import native, triton, use_triton
 from dinfer.core.step.work import Decision, Step
 from dinfer.core.terms.stats import Draw
 
@@ -66,6 +66,8 @@ class Written:
 def said_of(step: Step, token_RL: Tensor, wanted_RL: Tensor | None = None) -> Said:
     """What the model said of these tokens by the last logits, at least where wanted (None: all). [R, L]"""
     logits_RLV, draw = step.notes[Raw]
+    if use_triton(logits_RLV, "token_stats"):
+        return Said(*triton("record").said(logits_RLV, draw, token_RL, wanted_RL))
     index_RL1 = token_RL.clamp(0, logits_RLV.shape[-1] - 1)[..., None]
     logit_RL, one_R1 = logits_RLV.gather(-1, index_RL1)[..., 0].float(), logits_RLV.new_ones(len(logits_RLV), 1)
     sum_RL = log_sums(logits_RLV, one_R1, wanted_RL)
@@ -88,12 +90,14 @@ def log_sums(logits_RLV: Tensor, scale_R1: Tensor, wanted_RL: Tensor | None) -> 
 def decided(step: Step, made: Decision) -> Written:
     """What a decision has written."""
     lanes, view, commits = step.lanes, made.view, made.commits
-    live_R1 = rows_of(lanes.live_B & ~commits.broken_B, step.shape.blocks)[:, None]
-    other_RL = ~commits.open_RL & (commits.tokens_RL != view.tokens_RL)
-    pos_RL = torch.where(live_R1 & (other_RL | (view.masked_RL != commits.open_RL)), view.pos_RL, -1)
-    by_lane = (len(lanes.slot_B), -1)
-    values = pos_RL, view.tokens_RL, commits.tokens_RL, view.masked_RL, commits.open_RL
-    pos_BX, old_BX, new_BX, masked_BX, open_BX = (x_RL.reshape(by_lane) for x_RL in values)
+    by_lane, values = (len(lanes.slot_B), -1), (view.tokens_RL, commits.tokens_RL, view.masked_RL, commits.open_RL)
+    if use_triton(view.pos_RL, "commit"):
+        pos_RL = triton("record").changed(lanes.live_B, commits.broken_B, view.pos_RL, *values)
+    else:
+        live_R1 = rows_of(lanes.live_B & ~commits.broken_B, step.shape.blocks)[:, None]
+        other_RL = ~commits.open_RL & (commits.tokens_RL != view.tokens_RL)
+        pos_RL = torch.where(live_R1 & (other_RL | (view.masked_RL != commits.open_RL)), view.pos_RL, -1)
+    pos_BX, old_BX, new_BX, masked_BX, open_BX = (x_RL.reshape(by_lane) for x_RL in (pos_RL, *values))
 
     def tells() -> Said:
         return said_of(step, commits.tokens_RL, pos_RL >= 0).viewed(by_lane)

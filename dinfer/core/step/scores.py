@@ -45,7 +45,8 @@ def scored(step: Step, made: Decision, logits_RLV: Tensor) -> TokenStats:
     for ability in step.abilities:
         ability.read(step, made, logits_RLV)
     raw_RLV = logits_RLV
-    if keeps := any(ability.keeps_logits for ability in step.abilities):
+    keeps = any(ability.keeps_logits for ability in step.abilities)
+    if keeps and step.shape.extra(Sampled) is None:  # a sampling has made its own
         logits_RLV = logits_RLV.clone()  # which may be changed in place
     found = proposed_tokens(step, step.lanes, made.view, logits_RLV, made.decoder_state)
     stats, made.adjusted_RLV, draw = found

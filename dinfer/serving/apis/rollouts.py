@@ -208,7 +208,7 @@ def told(
         reason = {"type": "abort", "message": "the request was aborted"}
         meta = {"id": rid, "finish_reason": reason, "completion_tokens": 0, "weight_version": version}
         return {"text": "", "output_ids": [], "meta_info": meta}
-    sample = made.read(place, done)
+    sample = made.read({place: done})
     (answer,) = sample.to_sglang()
     answer["meta_info"] |= {"id": rid, "cached_tokens": 0, "seed": int(sample.seeds[0]), "exact": sample.exact}
     if not body.return_step_maps:

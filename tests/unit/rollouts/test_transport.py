@@ -15,6 +15,7 @@ from support.serving import served
 from unit.rollouts.test_weights import answers, folders, new_weights, pipeline  # noqa: F401, a fixture
 
 import dinfer
+from dinfer.rollouts import weights
 from dinfer.rollouts.transport import join, leave
 from dinfer.rollouts.weights import WeightsIncomplete
 from dinfer.serving.settings import Settings
@@ -36,27 +37,33 @@ def started(port: int, *given: str) -> subprocess.Popen[bytes]:
 
 
 @pytest.mark.rest(but=2)
-@pytest.mark.parametrize("how", ["one by one", "lost", "flat"])
-def test_broadcasts(how: str, folders: Any) -> None:  # noqa: F811
-    """A trainer that is lost in the middle leaves a pause that says so."""
+@pytest.mark.parametrize("how", ["one by one", "lost late", "flat", "lost"])
+def test_broadcasts(how: str, folders: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """A trainer that is lost leaves the old weights, and once some were written, a pause that says so."""
+    lost = how.startswith("lost")
+    if how == "lost late":
+        monkeypatch.setattr(weights, "BUCKET", 1)
     pipe, new = pipeline(folders("llada", "A"), "llada"), new_weights(folders, "llada")
-    port, last = free_port(), "3" if how == "lost" else str(len(new))
+    port, last = free_port(), "3" if lost else str(len(new))
     with started(port, str(folders("llada", "B") / "model.safetensors"), str(int(how == "flat")), last) as trainer:
         group = join("127.0.0.1", port, 1, 2, name="weight_update_group", patience=60)
         told = [*new], [str(one.dtype) for one in new.values()], [[*one.shape] for one in new.values()]
         try:
-            if how == "lost":
+            if lost:
                 with pytest.raises(RuntimeError, match=r"closed|reset|peer|Connection"), pipe.updating() as into:
                     into.receive(group, *told)
-                with pytest.raises(WeightsIncomplete, match="an update failed"):
-                    answers(pipe)
+                if how == "lost late":
+                    with pytest.raises(WeightsIncomplete, match="an update failed"):
+                        answers(pipe)
+                else:
+                    assert answers(pipe) == answers(pipeline(folders("llada", "A"), "llada"))
             else:
                 with pipe.updating(9) as into:
                     into.receive(group, *told, flat=how == "flat")
         finally:
             leave(group)
-        assert trainer.wait() == (-signal.SIGKILL if how == "lost" else 0)
-    if how == "lost":
+        assert trainer.wait() == (-signal.SIGKILL if lost else 0)
+    if lost:
         with pipe.updating() as into:
             into.load_all(new)
     assert answers(pipe) == answers(pipeline(folders("llada", "B"), "llada"))
