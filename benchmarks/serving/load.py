@@ -159,24 +159,12 @@ def endured(server: Started, seconds: float, streams: int, want: list[str], bodi
     time.sleep(1)
     after, warm = memory(server.pid), lows[min(max(math.ceil(seconds / 10 / WINDOW), 1), len(lows) - 1)]
     growth = max(after, lows[-1]) - warm
-    read = [found for found in outcomes if found["fate"] != "leave"]
-    right = [found for found in read if found["done"] and found["text"] == want[found["asked"]]]
-    errors = Counter(found["error"] or f"status {found['status']}" for found in read if not found["done"])
-    return {
+    return answered(outcomes, want, lasted) | {
         "streams": streams,
         "seconds": round(lasted, 1),
         "most_in_flight": most,
-        "requests": len(outcomes),
-        "left": len(outcomes) - len(read),
-        "read_slowly": sum(found["fate"] == "slow" for found in read),
         "processes_killed": killed,
         "streams_killed": killed * (streams // PROCESSES),
-        "survivors": len(read),
-        "survivors_right": len(right),
-        "survivors_wrong": sum(found["done"] for found in read) - len(right),
-        "survivors_unfinished": dict(errors),
-        "answers_per_s": round(len(right) / lasted, 1),
-        "tokens_per_s": round(sum(found["tokens"] for found in right) / lasted, 1),
         "clients_ended_well": not any(statuses),
         "taken_after": taken,
         "all_free_after": free(taken),
@@ -186,8 +174,26 @@ def endured(server: Started, seconds: float, streams: int, want: list[str], bodi
             "growth": round(growth / MEGABYTE, 1),
         },
         "memory_is_steady": growth <= MOST_GROWTH,
-        "survivors_are_right": bool(right) and len(right) == len(read),
     }  # fmt: skip
+
+
+def answered(outcomes: list[dict[str, Any]], want: list[str], lasted: float) -> dict[str, Any]:
+    """What became of the requests whose clients did not leave."""
+    read = [found for found in outcomes if found["fate"] != "leave"]
+    right = [found for found in read if found["done"] and found["text"] == want[found["asked"]]]
+    errors = Counter(found["error"] or f"status {found['status']}" for found in read if not found["done"])
+    return {
+        "requests": len(outcomes),
+        "left": len(outcomes) - len(read),
+        "read_slowly": sum(found["fate"] == "slow" for found in read),
+        "survivors": len(read),
+        "survivors_right": len(right),
+        "survivors_wrong": sum(found["done"] for found in read) - len(right),
+        "survivors_unfinished": dict(errors),
+        "answers_per_s": round(len(right) / lasted, 1),
+        "tokens_per_s": round(sum(found["tokens"] for found in right) / lasted, 1),
+        "survivors_are_right": bool(right) and len(right) == len(read),
+    }
 
 
 def endure(args: argparse.Namespace) -> dict[str, Any]:

@@ -106,7 +106,7 @@ class Experts(Routed):
         wide_ND = routed_BWD.flatten(0, 1).to(torch.promote_types(x_BWD.dtype, torch.float32))
         wide_ND = self.router_norm(wide_ND) * wide_ND.shape[-1] ** -0.5
         logits_NX = self.router(wide_ND)
-        chosen_NC, weights_NC = route(logits_NX, self.experts.chosen, sigmoid=False, normalize=True, scale=1.0)
+        chosen_NC, weights_NC = route(logits_NX, self.experts)
         weights_NC = weights_NC * self.expert_scale[chosen_NC]
         weights = self.expert("gate_up"), self.expert("down")
         mixed = expert_mixture(x_BWD, chosen_NC, weights_NC, *weights, geglu, dealt=self.dealt)

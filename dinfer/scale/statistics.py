@@ -3,6 +3,7 @@
 A rank tells the others eight numbers a position, and four more where tokens are drawn.
 """
 
+from collections.abc import Collection
 from dataclasses import replace
 
 import torch
@@ -14,14 +15,14 @@ from dinfer.core.terms.stats import Draw, TokenStats, VocabularySlice
 
 
 def divided_stats(
-    logits_RLO: Tensor, mask_id: int | None, columns: VocabularySlice, asked: tuple[bool, bool, bool],
-    draw: Draw | None, drawn_RL: Tensor | None,
+    logits_RLO: Tensor, mask_id: int | None, columns: VocabularySlice, needs: Collection[str], draw: Draw | None,
+    drawn_RL: Tensor | None,
 ) -> TokenStats:  # fmt: skip
-    """As `dinfer.core.kernels.token_stats.token_stats`. `asked`: whether entropy, margin and best are."""
+    """As `dinfer.core.kernels.token_stats.token_stats`."""
     assert columns.all_gather is not None
     told_NRL8 = columns.all_gather(own_numbers(logits_RLO, mask_id, columns))
     drawn = None if draw is None else (columns.all_gather(own_draw(draw, mask_id, columns)), draw.noisy_R1)
-    return joined(told_NRL8, *asked, drawn, drawn_RL)
+    return joined(told_NRL8, needs, drawn, drawn_RL)
 
 
 def own_numbers(logits_RLO: Tensor, mask_id: int | None, columns: VocabularySlice) -> Tensor:
@@ -63,9 +64,8 @@ def _best(value_RLO: Tensor, mask_id: int | None, columns: VocabularySlice) -> t
 
 
 def joined(
-    numbers_NRL8: Tensor, entropy: bool, margin: bool, best: bool, drawn: tuple[Tensor, Tensor] | None = None,
-    drawn_RL: Tensor | None = None,
-) -> TokenStats:  # fmt: skip
+    numbers_NRL8: Tensor, needs: Collection[str], drawn: tuple[Tensor, Tensor] | None, drawn_RL: Tensor | None
+) -> TokenStats:
     """The statistics of a vocabulary from those of its parts, in order. Of equal tokens the first wins.
 
     `drawn`: `own_draw` of the parts, [N, R, L, 4], and the rows in which the mask token takes part by its score.
@@ -83,15 +83,16 @@ def joined(
     )
     mask_RL = ((mask.amax(0) - peak_RL).exp() / total_RL).masked_fill(spoilt_RL, float("nan"))
     entropy_RL = margin_RL = None
-    if entropy:
+    if "entropy" in needs:
         entropy_RL = total_RL.log() - ((slope + shift * total) * shrink).sum(0) / total_RL
         entropy_RL = entropy_RL.masked_fill(spoilt_RL, float("nan"))
-    if margin:
+    if "margin" in needs:
         first_1RL = top.argmax(0, keepdim=True)
         second_RL = top.scatter(0, first_1RL, second.gather(0, first_1RL)).amax(0)
         margin_RL = ((1 - (second_RL - peak_RL).exp()) / total_RL).masked_fill(spoilt_RL, float("nan"))
     token_RL = token.gather(0, winner_1RL)[0].long()
-    stats = TokenStats(token_RL, confidence_RL, mask_RL, entropy_RL, margin_RL, token_RL if best else None)
+    best_RL = token_RL if "best" in needs else None
+    stats = TokenStats(token_RL, confidence_RL, mask_RL, entropy_RL, margin_RL, best_RL)
     if drawn is None:
         return stats
     score, token, belief, lure = drawn[0].unbind(-1)

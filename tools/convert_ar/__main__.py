@@ -96,16 +96,17 @@ def check_drafts(made: Settings) -> None:
 def write_drawn(base: Base, args: argparse.Namespace) -> None:
     """OUT/text-N.jsonl of this process, and the first one's OUT/held.jsonl."""
     me, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    sizes = {"rows": args.rows, "length": args.length, "seed": args.seed * 64 + me, "temperature": args.temperature}
     held, text = args.out / "held.jsonl", args.out / f"text-{me}.jsonl"
     if me == 0 and not held.is_file():
-        few = {"rows": min(args.rows, 2 * args.held), "conversations_wanted": args.held, "whole": True}
-        draw.write_text(base, held, seconds=args.draw_seconds, **sizes | {"seed": args.seed + 900_001} | few)
+        few = draw.Sampler(base, min(args.rows, 2 * args.held), args.length, args.temperature)
+        draw.write_text(
+            few, held, conversations_wanted=args.held, seconds=args.draw_seconds, seed=args.seed + 900_001, whole=True
+        )
     if args.text or text.is_file():
         return
     kept = draw.write_text(
-        base, text, seconds=args.draw_seconds, most_repeats=args.most_repeats,
-        conversations_wanted=-(-args.conversations // ranks), **sizes,
+        draw.Sampler(base, args.rows, args.length, args.temperature), text, seed=args.seed * 64 + me,
+        conversations_wanted=-(-args.conversations // ranks), seconds=args.draw_seconds, most_repeats=args.most_repeats,
     )  # fmt: skip
     if not kept:
         raise ConversionError("the base wrote no conversation that ends: give --length, or text of your own by --text")

@@ -163,8 +163,8 @@ def before_repeats(tokens: list[int], most: float, n: int = 4) -> list[int]:
 
 
 def write_text(
-    base: Base, path: Path, *, rows: int, length: int, conversations_wanted: int, seconds: float, seed: int,
-    temperature: float, most_repeats: float = 1.0, whole: bool = False,
+    sampler: Sampler, path: Path, *, conversations_wanted: int, seconds: float, seed: int, most_repeats: float = 1.0,
+    whole: bool = False,
 ) -> int:  # fmt: skip
     """Draws until there are as many conversations as wanted, or the time is up. Returns how many were kept.
 
@@ -172,18 +172,17 @@ def write_text(
     that end, whose questions begin as the model likes. An answer that repeats itself is cut before it does.
     """
     torch.manual_seed(seed)
-    draws, stop = random.Random(seed), base.chat.stop
-    sampler, begun, kept, drawn = Sampler(base, rows, length, temperature), time.monotonic(), 0, 0
+    base, draws, begun, kept, drawn = sampler.base, random.Random(seed), time.monotonic(), 0, 0
     if base.device.type == "cuda":
         sampler.capture()
     bar = tqdm(total=conversations_wanted, desc="drawing", unit="conversation", mininterval=5)
     part = path.with_suffix(".part")
     with part.open("w") as file:
-        for tokens, answer in sampler.conversations(lambda n: openings(base, n, length, draws, plain=whole)):
+        for tokens, answer in sampler.conversations(lambda n: openings(base, n, sampler.length, draws, plain=whole)):
             drawn += len(tokens)
             if most_repeats < 1 and repeats(tokens[answer:]) > most_repeats:
                 tokens = tokens[:answer] + before_repeats(tokens[answer:], most_repeats)
-            if len(tokens) - answer >= LEAST_KEPT and (tokens[-1] == stop or not whole):
+            if len(tokens) - answer >= LEAST_KEPT and (tokens[-1] == base.chat.stop or not whole):
                 file.write(json.dumps({"tokens": tokens, "answer": answer}) + "\n")
                 kept += 1
                 bar.update()

@@ -87,7 +87,7 @@ class CanvasReader:
         end_N = torch.maximum(*ends)  # rows that grow are shorter than their block
         _, tokens_RL, masked_RL, _, _ = active_rows(
             self._canvas.tokens_NS, self._canvas.status_NS, slot_N, start_N, end_N, step_KN.T, quota_KN.T,
-            block=self._block, open_status=int(Status.OPEN), given_status=int(Status.GIVEN),
+            block=self._block, statuses=(int(Status.OPEN), int(Status.GIVEN)),
         )  # fmt: skip
         return torch.where(masked_RL, ~tokens_RL, tokens_RL).view(len(slot_N), -1)
 

@@ -6,13 +6,36 @@
 """
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self, TypeVar
 
-from dinfer.core.kernels.advance import Grid, leave_blocks
+import torch
+from torch import Tensor
+
+from dinfer.core.kernels.dispatch import triton, use_triton
 from dinfer.core.refusals import Refusal, Trait
 from dinfer.core.registry import ITERATIONS, option
 from dinfer.core.step.contracts import BlockAfter, Iteration, ModelSpec, Moved, RowCursors, State
 from dinfer.core.step.mixins import Aligned, Edits
+
+Position = TypeVar("Position", int, Tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Where blocks begin and end."""
+
+    block: int  # length of a block
+    align: bool = True  # blocks begin at multiples of `block`; False: at the next position to be decoded
+    lead: int = 0  # a multiple of `lead` is a block of one position, other blocks end at multiples of `block`; 0: off
+
+    def block_at(self, pos: Position) -> tuple[Position, Position]:
+        """The block `[start, end)` in which `pos` is the next position to be decoded."""
+        first = pos // self.block * self.block
+        if self.lead:
+            more = first + self.block - pos - 1
+            return pos, pos + 1 + (pos % self.lead != 0) * more
+        start = first if self.align else pos
+        return start, start + self.block
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,12 +80,26 @@ class AlignedSweep(Iteration, Aligned):
 
 
 def sweep_on(lanes: RowCursors, after: BlockAfter, grid: Grid, stop: str = "off") -> Moved:
-    """Moves rows whose blocks are finished to the next block; see `dinfer.core.kernels.advance.leave_blocks`."""
-    entered_B, done_B, start_B, end_B, block_B = leave_blocks(
-        after.finished_BK, after.stop_BKL.flatten(1), after.given_BKL.flatten(1), after.open_BKL.flatten(1),
-        after.next_B, lanes.length_B, lanes.start_B, lanes.end_B, lanes.block_B, grid=grid, stop=stop,
-    )  # fmt: skip
-    return Moved(start_B, end_B, block_B, entered_B[:, None], done_B)
+    """Moves rows whose blocks are all finished to the next block.
+
+    A row enters the block of `next_B`, or is done if that is at its length. A stop token that is not given also ends
+    the row. With `stop` "block" the row is done once its blocks are finished, with "cut" once all positions before that
+    token are decoded. "off" ignores the token.
+    """
+    if use_triton(after.next_B, "advance"):
+        return triton("advance").sweep_on(lanes, after, grid, stop)
+    leaves_B, next_B = after.finished_BK.all(-1), after.next_B
+    done_B = leaves_B & (next_B >= lanes.length_B)
+    if stop != "off":
+        ends_BX = after.stop_BKL.flatten(1) & ~after.given_BKL.flatten(1)
+        open_BX = after.open_BKL.flatten(1)
+        cut_B = (ends_BX & (open_BX.cumsum(-1) == 0)).any(-1) if stop == "cut" else ends_BX.any(-1) & leaves_B
+        done_B = done_B | cut_B
+    enters_B = leaves_B & ~done_B
+    start_B, end_B = grid.block_at(next_B)
+    start_B = torch.where(enters_B, start_B, lanes.start_B)
+    end_B = torch.where(enters_B, torch.minimum(end_B, lanes.length_B), lanes.end_B)
+    return Moved(start_B, end_B, lanes.block_B + leaves_B, enters_B[:, None], done_B)
 
 
 @dataclass(frozen=True, kw_only=True)

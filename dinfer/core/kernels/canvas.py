@@ -115,17 +115,18 @@ def padded(pos: Tensor, scratch: int) -> Tensor:
 
 def active_rows(
     tokens_NS: Tensor, status_NS: Tensor, slot_B: Tensor, start_B: Tensor, end_B: Tensor, step_BK: Tensor,
-    quota_BK: Tensor, *, block: int, open_status: int, given_status: int,
+    quota_BK: Tensor, *, block: int, statuses: tuple[int, int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The active blocks as rows, and how many masks each block began with.
 
     Returns four [R, L]: positions (-1: padding), tokens, which are open, which are given or padding. Then int64 [R]:
-    `quota_BK`, or the open positions of a block that begins now (`step_BK` is 0).
+    `quota_BK`, or the open positions of a block that begins now (`step_BK` is 0). `statuses`: of open and given ones.
     """
     if use_triton(tokens_NS, "canvas"):
         return triton("canvas").active_rows(
-            tokens_NS, status_NS, slot_B, start_B, end_B, step_BK, quota_BK, block, open_status, given_status
+            tokens_NS, status_NS, slot_B, start_B, end_B, step_BK, quota_BK, block, statuses
         )
+    open_status, given_status = statuses
     pos_BX = span(start_B, end_B, step_BK.shape[1] * block)
     tokens_BX, status_BX = canvas_values(tokens_NS, status_NS, slot_B, pos_BX)
     pos_RL, tokens_RL, status_RL = (t.view(-1, block) for t in (pos_BX, tokens_BX, status_BX))

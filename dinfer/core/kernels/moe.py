@@ -19,6 +19,7 @@ from dinfer.core.kernels.dispatch import in_c, triton, use_triton
 from dinfer.core.kernels.linear import linear, round_rows
 from dinfer.core.kernels.norm import geglu, swiglu
 from dinfer.core.kernels.types import Dealt, Deferred, InputFormat, Matrices, PartialSums, Plan, Rounded, WeightPart
+from dinfer.core.terms.spec import ExpertSpec
 
 TILE = 16
 Gate = Callable[[Deferred, InputFormat], Deferred]
@@ -38,36 +39,32 @@ def wide_linear(x_ND: Deferred, weight_XD: Tensor) -> Tensor | PartialSums:
 
 
 def route(
-    logits_NX: Deferred, chosen: int, *, sigmoid: bool, normalize: bool, scale: float,
-    bias_X: Tensor | None = None, groups: int = 1, groups_chosen: int = 1, allowed_NX: Tensor | None = None,
+    logits_NX: Deferred, spec: ExpertSpec, *, bias_X: Tensor | None = None, allowed_NX: Tensor | None = None,
     pos_BW: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The experts of each token, integers [N, C], and their mixing weights, floats [N, C] (see `ExpertSpec`).
+    """The experts of each token, integers [N, C], and their mixing weights, floats [N, C].
 
     `logits_NX` are float32 or wider. `allowed_NX`: the experts a token may choose; None: all. `pos_BW`: -1 for padding.
     A GPU gives padding to no expert, whose number is too large and whose weight is 0. Otherwise all padding of a step,
     being alike, would choose the same few experts.
     """
     if allowed_NX is None and use_triton(held(logits_NX), "router"):
-        return triton("moe").route(
-            to_add(logits_NX), chosen, sigmoid=sigmoid, normalize=normalize, scale=scale, bias_X=bias_X, groups=groups,
-            groups_chosen=groups_chosen, pos_BW=pos_BW,
-        )  # fmt: skip
+        return triton("moe").route(to_add(logits_NX), spec, bias_X=bias_X, pos_BW=pos_BW)
     logits_NX = close(logits_NX)
-    scores_NX = logits_NX.sigmoid() if sigmoid else logits_NX.softmax(-1)
+    scores_NX = logits_NX.sigmoid() if spec.scores == "sigmoid" else logits_NX.softmax(-1)
     rank_NX = scores_NX if bias_X is None else scores_NX + bias_X
     if allowed_NX is not None:
         rank_NX = rank_NX.masked_fill(~allowed_NX, -torch.inf)
-    if groups > 1:
-        parts = rank_NX.unflatten(-1, (groups, -1))
-        best = parts.topk(min(2, parts.shape[-1]), -1).values.sum(-1).topk(groups_chosen, -1, sorted=False).indices
+    if spec.groups > 1:
+        parts = rank_NX.unflatten(-1, (spec.groups, -1))
+        best = parts.topk(min(2, parts.shape[-1]), -1).values.sum(-1).topk(spec.groups_chosen, -1, sorted=False).indices
         kept = torch.zeros(*parts.shape[:-1], dtype=torch.bool, device=parts.device).scatter(-1, best, True)
         rank_NX = parts.masked_fill(~kept[..., None], -torch.inf).flatten(-2)
-    experts_NC = rank_NX.topk(chosen, -1, sorted=False).indices
+    experts_NC = rank_NX.topk(spec.chosen, -1, sorted=False).indices
     weights_NC = scores_NX.gather(-1, experts_NC)
-    if normalize:
+    if spec.normalize:
         weights_NC = weights_NC / (weights_NC.sum(-1, keepdim=True) + 1e-20)
-    return experts_NC, weights_NC * scale
+    return experts_NC, weights_NC * spec.scale
 
 
 def block_experts(scores_NX: Tensor, block_N: Tensor, capacity: int) -> Tensor:

@@ -1,5 +1,6 @@
 """The statistics of the logits that decoders read, in one pass over the vocabulary."""
 
+from collections.abc import Collection
 from dataclasses import replace
 
 import torch
@@ -12,40 +13,40 @@ from dinfer.core.terms.stats import Draw, TokenStats, VocabularySlice
 
 
 def token_stats(
-    logits_RLV: Tensor, mask_id: int | None, dtype: torch.dtype, *, entropy: bool = False, margin: bool = False,
-    best: bool = False, draw: Draw | None = None, wanted_RL: Tensor | None = None,
-    columns: VocabularySlice | None = None, drawn_RL: Tensor | None = None,
+    logits_RLV: Tensor, mask_id: int | None, dtype: torch.dtype, *, needs: Collection[str] = (),
+    draw: Draw | None = None, wanted_RL: Tensor | None = None, columns: VocabularySlice | None = None,
+    drawn_RL: Tensor | None = None,
 ) -> TokenStats:  # fmt: skip
     """The statistics. The softmax is computed in `dtype` or the logits' own, whichever is wider.
 
+    `needs`: which of "entropy", "margin" and "best" to compute too.
     With a `draw`, its belief gives the probabilities and its scores give the token; `drawn_RL`: only there, and
     elsewhere the belief gives it. `mask_id` None: there is no mask token, and its probability is 0. `wanted_RL`: all
     other positions get 0. `columns`: the logits are one rank's, and the statistics those of all ranks.
     """
     if use_triton(logits_RLV, "token_stats") and (draw is None or use_triton(logits_RLV, "draw")):
         return triton("token_stats").token_stats(
-            logits_RLV, mask_id, dtype, draw=draw, wanted_RL=wanted_RL, entropy=entropy, margin=margin, best=best,
-            columns=columns, drawn_RL=drawn_RL,
-        )  # fmt: skip
+            logits_RLV, mask_id, dtype, needs=needs, draw=draw, wanted_RL=wanted_RL, columns=columns, drawn_RL=drawn_RL
+        )
     logits_RLV = logits_RLV if draw is None else draw.belief_RLV
     dtype = torch.promote_types(logits_RLV.dtype, dtype)
     if columns is not None and columns.all_gather is not None:
-        divided, asked = needed("divided_stats", "a divided vocabulary", "scale"), (entropy, margin, best)
-        stats = divided(logits_RLV.to(dtype), mask_id, columns, asked, draw, drawn_RL)
+        divided = needed("divided_stats", "a divided vocabulary", "scale")
+        stats = divided(logits_RLV.to(dtype), mask_id, columns, needs, draw, drawn_RL)
     else:
-        stats = whole(logits_RLV.to(dtype), mask_id, entropy, margin, best, draw, drawn_RL, wanted_RL)
+        stats = whole(logits_RLV.to(dtype), mask_id, needs, draw, drawn_RL, wanted_RL)
     return stats if wanted_RL is None else stats.each(lambda stat_RL: stat_RL.masked_fill(~wanted_RL, 0))
 
 
 def whole(
-    logits_RLV: Tensor, mask_id: int | None, entropy: bool, margin: bool, best: bool, draw: Draw | None,
-    drawn_RL: Tensor | None, wanted_RL: Tensor | None,
+    logits_RLV: Tensor, mask_id: int | None, needs: Collection[str], draw: Draw | None, drawn_RL: Tensor | None,
+    wanted_RL: Tensor | None,
 ) -> TokenStats:  # fmt: skip
     """The statistics where all logits are here."""
     prob_RLV = logits_RLV.softmax(-1)
     mask_RL = torch.zeros_like(prob_RLV[..., 0]) if mask_id is None else prob_RLV[..., mask_id]
-    entropy_RL = torch.special.entr(prob_RLV).sum(-1) if entropy else None
-    margin_RL = -prob_RLV.topk(2, -1).values.diff(dim=-1)[..., 0] if margin else None
+    entropy_RL = torch.special.entr(prob_RLV).sum(-1) if "entropy" in needs else None
+    margin_RL = -prob_RLV.topk(2, -1).values.diff(dim=-1)[..., 0] if "margin" in needs else None
 
     def offered(lure_RL: Tensor, score_RL: Tensor, token_RL: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The best token, its probability, and whether the mask token's score is better."""
@@ -53,7 +54,8 @@ def whole(
         return token_RL, confidence_RL.masked_fill(score_RL == float("-inf"), float("nan")), lure_RL > score_RL
 
     token_RL, confidence_RL, _ = offered(*winner(logits_RLV, mask_id))
-    stats = TokenStats(token_RL, confidence_RL, mask_RL, entropy_RL, margin_RL, token_RL if best else None)
+    best_RL = token_RL if "best" in needs else None
+    stats = TokenStats(token_RL, confidence_RL, mask_RL, entropy_RL, margin_RL, best_RL)
     if draw is None:
         return stats
     kernels, where_RL = native("draw", draw.logits_RLV), wanted_RL if drawn_RL is None else drawn_RL

@@ -165,11 +165,7 @@ class Experts(Routed):
             scores_NX = logits_NX.sigmoid() if experts.scores == "sigmoid" else logits_NX.softmax(-1)
             biased_NX = scores_NX if self.choice_bias is None else scores_NX + self.choice_bias
             allowed_NX = block_experts(biased_NX, blocks_of(pos_BW, self.causal_block or 1), experts.capacity)
-        return route(
-            logits_NX, experts.chosen, sigmoid=experts.scores == "sigmoid", normalize=experts.normalize,
-            scale=experts.scale, bias_X=self.choice_bias, groups=experts.groups, groups_chosen=experts.groups_chosen,
-            allowed_NX=allowed_NX, pos_BW=pos_BW,
-        )  # fmt: skip
+        return route(logits_NX, experts, bias_X=self.choice_bias, allowed_NX=allowed_NX, pos_BW=pos_BW)
 
 
 def divide(network: nn.Module, ranks: Ranks) -> None:

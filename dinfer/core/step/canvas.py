@@ -96,7 +96,7 @@ class Canvas:
         """
         return active_rows(
             self.tokens_NS, self.status_NS, lanes.slot_B, lanes.start_B, lanes.end_B, lanes.step_BK, lanes.quota_BK,
-            block=block, open_status=int(Status.OPEN), given_status=int(Status.GIVEN),
+            block=block, statuses=(int(Status.OPEN), int(Status.GIVEN)),
         )  # fmt: skip
 
     def gather(self, slot_B: Tensor, pos_BW: Tensor) -> tuple[Tensor, Tensor]:

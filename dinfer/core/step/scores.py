@@ -101,7 +101,6 @@ def statistics(
     precision = recipe.sampling.precision or recipe.decoder.precision
     needs.update(*(ability.needs(step) for ability in step.abilities))
     return token_stats(
-        logits_RLV, recipe.model.spec.mask_id, vars(torch)[precision], entropy="entropy" in needs,
-        margin="margin" in needs, best="best" in needs, draw=draw, wanted_RL=wanted_RL, columns=needed_vocabulary(step),
-        drawn_RL=drawn_RL,
+        logits_RLV, recipe.model.spec.mask_id, vars(torch)[precision], needs=needs, draw=draw, wanted_RL=wanted_RL,
+        columns=needed_vocabulary(step), drawn_RL=drawn_RL,
     )  # fmt: skip

@@ -1,7 +1,7 @@
 """The commits of a step, how rows leave their active blocks, how these slide, and the cursors after a step.
 
 One program for the active blocks of a lane. See `dinfer.core.kernels.selection`, `dinfer.core.step.commits` and
-`dinfer.core.kernels.advance`.
+`dinfer.core.iterations.sweep`.
 """
 
 import torch
@@ -9,8 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dinfer.core.iterations.sweep import Grid
 from dinfer.core.step.canvas import Canvas
-from dinfer.core.step.contracts import ModelSpec, Moved, Proposal
+from dinfer.core.step.contracts import BlockAfter, ModelSpec, Moved, Proposal
 from dinfer.core.step.cursors import BlockView, Cursors, Phase, RowCursors, Status
 from dinfer.core.terms.stats import Quota, TokenStats
 from dinfer.kernels.triton.launch import PIECE, WARPS, early, follow
@@ -54,23 +55,22 @@ def _leave_blocks(
     tl.store(out_end_ptr + lane, tl.where(enters != 0, new_end, end))
 
 
-def leave_blocks(
-    finished_BK: Tensor, ends_BX: Tensor, given_BX: Tensor, open_BX: Tensor, next_B: Tensor, length_B: Tensor,
-    start_B: Tensor, end_B: Tensor, block_B: Tensor, *, block: int, align: bool, lead: int, stop: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """See `dinfer.core.kernels.advance.leave_blocks`."""
-    (lanes, blocks), active = finished_BK.shape, ends_BX.shape[1]
-    read = finished_BK, ends_BX, given_BX, open_BX, next_B, length_B, start_B, end_B, block_B
+def sweep_on(lanes: RowCursors, after: BlockAfter, grid: Grid, stop: str) -> Moved:
+    """See `dinfer.core.iterations.sweep.sweep_on`."""
+    next_B, (count, blocks) = after.next_B, after.finished_BK.shape
+    flags = after.finished_BK, after.stop_BKL, after.given_BKL, after.open_BKL
+    read = *flags, next_B, lanes.length_B, lanes.start_B, lanes.end_B, lanes.block_B
     enters_B, done_B = (torch.empty_like(next_B, dtype=torch.bool) for _ in range(2))
-    out_start_B, out_end_B, out_block_B = (torch.empty_like(next_B) for _ in range(3))
+    out = tuple(torch.empty_like(next_B) for _ in range(3))
+    active = after.open_BKL[0].numel()
     padded = triton.next_power_of_2(active)
-    _leave_blocks[(lanes,)](
-        *(t.contiguous() for t in read), enters_B, done_B, out_start_B, out_end_B, out_block_B, blocks, active,
-        BLOCK=block, ALIGN=align, LEAD=lead, STOP=stop != "off", CUT=stop == "cut",
+    _leave_blocks[(count,)](
+        *(t.contiguous() for t in read), enters_B, done_B, *out, blocks, active,
+        BLOCK=grid.block, ALIGN=grid.align, LEAD=grid.lead, STOP=stop != "off", CUT=stop == "cut",
         K=triton.next_power_of_2(blocks), X=padded,
         num_warps=min(max(padded // 256, 1), 8), **early(next_B),
     )  # fmt: skip
-    return enters_B, done_B, out_start_B, out_end_B, out_block_B
+    return Moved(*out, enters_B[:, None], done_B)
 
 
 @triton.jit(do_not_specialize=["lanes", "refreshed", "hit"])  # one kernel for all batches
@@ -207,26 +207,24 @@ def _slide_blocks(
 
 
 def slide_blocks(
-    finished_BK: Tensor, stop_BKL: Tensor, given_BKL: Tensor, open_BKL: Tensor, stable_BK: Tensor | None,
-    hold_B: Tensor | None, next_B: Tensor, length_B: Tensor, start_B: Tensor, end_B: Tensor, block_B: Tensor,
-    *, block: int, align: bool, add_at: float, stable_at: float, stop: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    lanes: RowCursors, after: BlockAfter, stable_BK: Tensor | None, hold_B: Tensor | None, *, grid: Grid,
+    add_at: float, stable_at: float, stop: str,
+) -> Moved:  # fmt: skip
     """See `dinfer.research.kernels.blocks.slide_blocks`."""
-    lanes, blocks = finished_BK.shape
+    next_B, (count, blocks), length = after.next_B, after.finished_BK.shape, after.open_BKL.shape[2]
     read = (
-        finished_BK, stop_BKL, given_BKL, open_BKL, next_B if stable_BK is None else stable_BK,
-        next_B if hold_B is None else hold_B, next_B, length_B, start_B, end_B, block_B,
+        after.finished_BK, after.stop_BKL, after.given_BKL, after.open_BKL, next_B if stable_BK is None else stable_BK,
+        next_B if hold_B is None else hold_B, next_B, lanes.length_B, lanes.start_B, lanes.end_B, lanes.block_B,
     )  # fmt: skip
-    entered_BK, done_B = torch.empty_like(finished_BK), finished_BK.new_empty(lanes)
-    left_B, out_start_B, out_end_B, out_block_B = (torch.empty_like(next_B) for _ in range(4))
-    _slide_blocks[(lanes,)](
-        *(t.contiguous() for t in read), entered_BK, left_B, done_B, out_start_B, out_end_B, out_block_B, blocks,
-        open_BKL.shape[2], BLOCK=block, ALIGN=align, ADD=float(add_at),
-        STABLE=stable_BK is not None, STABLE_AT=float(stable_at), HOLD=hold_B is not None,
-        STOP=stop != "off", CUT=stop == "cut",
-        K=triton.next_power_of_2(blocks), L=triton.next_power_of_2(open_BKL.shape[2]), num_warps=4, **early(next_B),
+    entered_BK, done_B = torch.empty_like(after.finished_BK), after.finished_BK.new_empty(count)
+    left_B, *out = (torch.empty_like(next_B) for _ in range(4))
+    _slide_blocks[(count,)](
+        *(t.contiguous() for t in read), entered_BK, left_B, done_B, *out, blocks, length, BLOCK=grid.block,
+        ALIGN=grid.align, ADD=float(add_at), STABLE=stable_BK is not None, STABLE_AT=float(stable_at),
+        HOLD=hold_B is not None, STOP=stop != "off", CUT=stop == "cut",
+        K=triton.next_power_of_2(blocks), L=triton.next_power_of_2(length), num_warps=4, **early(next_B),
     )  # fmt: skip
-    return entered_BK, left_B, done_B, out_start_B, out_end_B, out_block_B
+    return Moved(*out, entered_BK, done_B, left_B)
 
 
 @triton.jit

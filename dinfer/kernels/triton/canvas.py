@@ -122,7 +122,7 @@ def _active_rows(
 
 def active_rows(
     tokens_NS: Tensor, status_NS: Tensor, slot_B: Tensor, start_B: Tensor, end_B: Tensor, step_BK: Tensor,
-    quota_BK: Tensor, block: int, open_status: int, given_status: int,
+    quota_BK: Tensor, block: int, statuses: tuple[int, int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     rows = step_BK.numel()
     pos_RL, tokens_RL = (tokens_NS.new_empty(rows, block) for _ in range(2))
@@ -132,7 +132,7 @@ def active_rows(
     _active_rows[(rows,)](
         tokens_NS, status_NS, slot_B, start_B.contiguous(), end_B.contiguous(), step_BK.contiguous(),
         quota_BK.contiguous(), pos_RL, tokens_RL, masked_RL, given_RL, quota_R, tokens_NS.shape[1], block,
-        OPEN=open_status, GIVEN=given_status, K=step_BK.shape[1], L=padded,
+        OPEN=statuses[0], GIVEN=statuses[1], K=step_BK.shape[1], L=padded,
         num_warps=min(max(padded // 128, 1), 8), **early(tokens_NS),
     )  # fmt: skip
     return pos_RL, tokens_RL, masked_RL, given_RL, quota_R

@@ -20,6 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dinfer.core.kernels.dispatch import card
 from dinfer.core.kernels.types import FLOAT8, LARGEST, Grouped, Matrices, PartialSums, Plan, Rounded
+from dinfer.core.terms.spec import ExpertSpec
 from dinfer.kernels.triton.launch import added, addends, early, follow, let_next, stages, wait
 from dinfer.kernels.triton.linear import copyable, round_groups, scaled
 from dinfer.kernels.triton.packed import group_sums
@@ -467,19 +468,19 @@ def _route(
 
 
 def route(
-    logits_NX: Tensor | PartialSums, chosen: int, *, sigmoid: bool, normalize: bool, scale: float,
-    bias_X: Tensor | None, groups: int, groups_chosen: int, pos_BW: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    logits_NX: Tensor | PartialSums, spec: ExpertSpec, *, bias_X: Tensor | None, pos_BW: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """See `dinfer.core.kernels.moe.route`. A token's best expert comes first; of equal experts the first wins."""
     logits, parts = addends(logits_NX)
     tokens, experts = logits_NX.shape
-    experts_NC = torch.empty(tokens, chosen, dtype=torch.int32, device=logits.device)
-    weights_NC = logits.new_empty(tokens, chosen)
+    experts_NC = torch.empty(tokens, spec.chosen, dtype=torch.int32, device=logits.device)
+    weights_NC = logits.new_empty(tokens, spec.chosen)
     _route[(tokens,)](
         logits, logits if bias_X is None else bias_X, experts_NC if pos_BW is None else pos_BW.contiguous(),
-        experts_NC, weights_NC, experts, scale,
-        PARTS=parts, C=chosen, G=groups, KEPT=groups_chosen, SIGMOID=sigmoid, NORMALIZE=normalize,
-        BIAS=bias_X is not None, PADDED=pos_BW is not None, SIZE=triton.next_power_of_2(experts // groups),
-        CHOSEN=triton.next_power_of_2(chosen), GROUPS=triton.next_power_of_2(groups), num_warps=1, **early(logits),
+        experts_NC, weights_NC, experts, spec.scale, PARTS=parts, C=spec.chosen, G=spec.groups,
+        KEPT=spec.groups_chosen, SIGMOID=spec.scores == "sigmoid", NORMALIZE=spec.normalize,
+        BIAS=bias_X is not None, PADDED=pos_BW is not None, SIZE=triton.next_power_of_2(experts // spec.groups),
+        CHOSEN=triton.next_power_of_2(spec.chosen), GROUPS=triton.next_power_of_2(spec.groups), num_warps=1,
+        **early(logits),
     )  # fmt: skip
     return experts_NC, weights_NC

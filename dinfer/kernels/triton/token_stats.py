@@ -4,6 +4,7 @@ A first launch takes pieces of the vocabulary, a second joins them. Neither writ
 Between the two, ranks that divide the vocabulary exchange what they know of their pieces.
 """
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -290,9 +291,9 @@ def _gather(
 
 
 def token_stats(
-    logits_RLV: Tensor, mask_id: int | None, dtype: torch.dtype, *, draw: Draw | None = None,
-    wanted_RL: Tensor | None = None, entropy: bool = False, margin: bool = False, best: bool = False,
-    columns: VocabularySlice | None = None, drawn_RL: Tensor | None = None,
+    logits_RLV: Tensor, mask_id: int | None, dtype: torch.dtype, *, needs: Collection[str] = (),
+    draw: Draw | None = None, wanted_RL: Tensor | None = None, columns: VocabularySlice | None = None,
+    drawn_RL: Tensor | None = None,
 ) -> TokenStats:  # fmt: skip
     """See `dinfer.core.kernels.token_stats.token_stats`."""
     logits_RLV = (logits_RLV if draw is None else draw.belief_RLV).contiguous()
@@ -304,7 +305,7 @@ def token_stats(
     piece_RSN = logits_RLV.new_empty(rows, own, NUMBERS, dtype=wide)
     given: dict[str, Any] = {
         "WIDE": tl.float64 if wide == torch.float64 else tl.float32, "WANTED": wanted_RL is not None,
-        "ENTROPY": entropy, "MARGIN": margin, **early(logits_RLV),
+        "ENTROPY": "entropy" in needs, "MARGIN": "margin" in needs, **early(logits_RLV),
     }  # fmt: skip
     mask = -1 if mask_id is None else mask_id
     wanted = logits_RLV if wanted_RL is None else wanted_RL.contiguous()
@@ -316,14 +317,15 @@ def token_stats(
     pieces = len(piece_NRSN) * own
     token_RL = torch.empty(shape, dtype=torch.int64, device=logits_RLV.device)
     confidence_RL, mask_RL = (logits_RLV.new_empty(shape, dtype=wide) for _ in range(2))
-    entropy_RL, margin_RL = (torch.empty_like(mask_RL) if asked else None for asked in (entropy, margin))
+    entropy_RL, margin_RL = (torch.empty_like(mask_RL) if name in needs else None for name in ("entropy", "margin"))
     norm_R2 = logits_RLV.new_empty(rows, 2, dtype=wide) if draw is not None else None
     _gather[(rows,)](
         wanted, piece_NRSN, token_RL, confidence_RL, mask_RL,
         *(confidence_RL if made is None else made for made in (entropy_RL, margin_RL, norm_R2)), own, pieces,
         MASK=mask_id is not None, NORM=draw is not None, S=triton.next_power_of_2(pieces), num_warps=1, **given,
     )  # fmt: skip
-    stats = TokenStats(token_RL, confidence_RL, mask_RL, entropy_RL, margin_RL, token_RL if best else None)
+    best_RL = token_RL if "best" in needs else None
+    stats = TokenStats(token_RL, confidence_RL, mask_RL, entropy_RL, margin_RL, best_RL)
     if draw is None or norm_R2 is None:
         return stats
     token_RL, confidence_RL, mask_drawn_RL = draw_tokens(draw, mask_id, norm_R2, mask_RL, wanted_RL, columns)

@@ -5,7 +5,7 @@
 * lopa: Several versions of the blocks, of which the surest is kept (LoPA).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -80,17 +80,17 @@ class MultiBlock(BlockSweep, Paces):
 
     def advance(self, lanes: RowCursors, after: BlockAfter, state: State) -> Moved:
         stable_BK = self.stability(lanes, after, state) if self.stable_at else None
-        entered_BK, left_B, done_B, start_B, end_B, block_B = slide_blocks(
-            after.finished_BK, after.stop_BKL, after.given_BKL, after.open_BKL, stable_BK,
-            self.holds(lanes, state), after.next_B, lanes.length_B, lanes.start_B, lanes.end_B, lanes.block_B,
-            grid=self.grid, add_at=self.add_at, stable_at=self.stable_at, stop=self.stop,
+        moved = slide_blocks(
+            lanes, after, stable_BK, self.holds(lanes, state), grid=self.grid, add_at=self.add_at,
+            stable_at=self.stable_at, stop=self.stop,
         )  # fmt: skip
-        if self.at_once:
-            opens_B = entered_BK.any(-1)
-            end_B = torch.where(opens_B, torch.minimum(start_B + self.block * self.blocks, lanes.length_B), end_B)
-            first_BK = start_B[:, None] + self.block * torch.arange(self.blocks, device=end_B.device)
-            entered_BK = (entered_BK.cumsum(-1) > 0) & (first_BK < end_B[:, None])
-        return Moved(start_B, end_B, block_B, entered_BK, done_B, left_B)
+        if not self.at_once:
+            return moved
+        start_B, entered_BK = moved.start_B, moved.entered_BK
+        end_B = torch.minimum(start_B + self.block * self.blocks, lanes.length_B)
+        end_B = torch.where(entered_BK.any(-1), end_B, moved.end_B)
+        first_BK = start_B[:, None] + self.block * torch.arange(self.blocks, device=end_B.device)
+        return replace(moved, end_B=end_B, entered_BK=(entered_BK.cumsum(-1) > 0) & (first_BK < end_B[:, None]))
 
     def holds(self, lanes: RowCursors, state: State) -> Tensor | None:
         """Rows in which no block opens now. bool [B]; None: none"""

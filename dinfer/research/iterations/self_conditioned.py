@@ -9,8 +9,7 @@ from typing import ClassVar, Literal, Protocol, cast
 import torch
 from torch import Tensor
 
-from dinfer.core.iterations.sweep import AlignedSweep
-from dinfer.core.kernels.advance import Grid
+from dinfer.core.iterations.sweep import AlignedSweep, Grid
 from dinfer.core.registry import ITERATIONS, option
 from dinfer.core.step.contracts import ModelSpec, RowCursors, State
 from dinfer.core.step.mixins import Feeds, Pads

@@ -9,46 +9,46 @@ import math
 import torch
 from torch import Tensor
 
-from dinfer.core.kernels.advance import Grid
+from dinfer.core.iterations.sweep import Grid
 from dinfer.core.kernels.dispatch import triton, use_triton
+from dinfer.core.step.contracts import BlockAfter, Moved
+from dinfer.core.step.cursors import RowCursors
 
 
 def slide_blocks(
-    finished_BK: Tensor, stop_BKL: Tensor, given_BKL: Tensor, open_BKL: Tensor, stable_BK: Tensor | None,
-    hold_B: Tensor | None, next_B: Tensor, length_B: Tensor, start_B: Tensor, end_B: Tensor, block_B: Tensor,
-    *, grid: Grid, add_at: float, stable_at: float, stop: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Which blocks are new, how many left, which rows are done, and each row's new start, end and count of blocks left.
+    lanes: RowCursors, after: BlockAfter, stable_BK: Tensor | None, hold_B: Tensor | None, *, grid: Grid,
+    add_at: float, stable_at: float, stop: str,
+) -> Moved:  # fmt: skip
+    """Where the active blocks of each row slide to.
 
-    Blocks leave from the first on, as long as they are finished. If all leave, the row enters the block of `next`, or
-    is done if `next` is at `length`. A token that ends the answer (`stop_BKL`) and is not `given` also ends the row:
-    with `stop` "block" when its block leaves, with "cut" as soon as all positions before it are decoded.
+    Blocks leave from the first on, as long as they are finished. If all leave, the row enters the block of `next_B`, or
+    is done if that is at its length. A stop token that is not given also ends the row: with `stop` "block" when its
+    block leaves, with "cut" as soon as all positions before it are decoded.
     A block opens if there is room, the share `add_at` of the last block is decoded, and `stable_BK` of that block is at
-    least `stable_at` (None: ignored). None opens if an active block has a stop token, or where `hold_B`.
-    Returns bool [B, K], int64 [B], bool [B], and int64 [B] three times.
+    least `stable_at` (None: ignored). None opens if an active block has a stop token, or where `hold_B` (bool [B]).
     """
+    next_B, length_B, start_B, end_B = after.next_B, lanes.length_B, lanes.start_B, lanes.end_B
     if use_triton(next_B, "advance"):
         return triton("advance").slide_blocks(
-            finished_BK, stop_BKL, given_BKL, open_BKL, stable_BK, hold_B, next_B, length_B, start_B, end_B, block_B,
-            block=grid.block, align=grid.align, add_at=add_at, stable_at=stable_at, stop=stop,
-        )  # fmt: skip
-    blocks, block = finished_BK.shape[1], grid.block
+            lanes, after, stable_BK, hold_B, grid=grid, add_at=add_at, stable_at=stable_at, stop=stop
+        )
+    blocks, block = after.finished_BK.shape[1], grid.block
     block_K = torch.arange(blocks, device=start_B.device)
     active_B = -((start_B - end_B) // block)
-    finished_BK = finished_BK | (block_K >= active_B[:, None])
+    finished_BK = after.finished_BK | (block_K >= active_B[:, None])
     left_B = finished_BK.to(torch.int64).cumprod(-1).sum(-1).minimum(active_B)
     all_B, stay_B = left_B == active_B, active_B - left_B
     done_B, stopped_B = all_B & (next_B >= length_B), torch.zeros_like(all_B)
     if stop != "off":
-        ends_BKL = stop_BKL & ~given_BKL
+        ends_BKL = after.stop_BKL & ~after.given_BKL
         stopped_B = ends_BKL.flatten(1).any(-1)
         done_B = done_B | (ends_BKL.any(-1) & (block_K < left_B[:, None])).any(-1)
         if stop == "cut":
-            done_B = done_B | (ends_BKL.flatten(1) & (open_BKL.flatten(1).cumsum(-1) == 0)).any(-1)
+            done_B = done_B | (ends_BKL.flatten(1) & (after.open_BKL.flatten(1).cumsum(-1) == 0)).any(-1)
     jumps_B = all_B & ~done_B
     opens_B = ~all_B & ~stopped_B & (active_B < blocks) & (next_B < length_B)
     last_B1 = (active_B - 1).clamp_min(0)[:, None]  # an empty slot has no active block
-    opens_B = opens_B & (decoded_share(open_BKL, start_B, end_B, block).gather(1, last_B1)[:, 0] >= add_at)
+    opens_B = opens_B & (decoded_share(after.open_BKL, start_B, end_B, block).gather(1, last_B1)[:, 0] >= add_at)
     if stable_BK is not None:
         opens_B = opens_B & (stable_BK.gather(1, last_B1)[:, 0] >= stable_at)
     if hold_B is not None:
@@ -58,7 +58,7 @@ def slide_blocks(
     slid_B = torch.where(all_B, start_B, start_B + left_B * block)
     out_start_B = torch.where(jumps_B, new_start_B, slid_B)
     out_end_B = torch.minimum(torch.where(jumps_B, new_end_B, end_B + opens_B * block), length_B)
-    return entered_BK, left_B, done_B, out_start_B, out_end_B, block_B + left_B
+    return Moved(out_start_B, out_end_B, lanes.block_B + left_B, entered_BK, done_B, left_B)
 
 
 def forced_blocks(

@@ -109,7 +109,7 @@ def test_dream_with_alg_temp_draws_positions_from_the_softmax_of_the_scores() ->
 
 def test_dream_is_the_same_for_the_same_seed_only() -> None:
     seeds = torch.tensor([5, 5, 6])
-    stats = token_stats(script(1, 31).expand(3, -1, -1), MASK, torch.float32, entropy=True)
+    stats = token_stats(script(1, 31).expand(3, -1, -1), MASK, torch.float32, needs=("entropy",))
     for alg, temperature in (("origin", 0.0), ("entropy", 1.0)):
         state = {"level": torch.zeros(3, dtype=torch.int64)}
         view = view_of(torch.ones(3, 32, dtype=torch.bool), seeds=seeds, steps=4, eps=1e-3, alg_temp=temperature)

@@ -86,7 +86,8 @@ def test_every_token_may_go_to_one_expert() -> None:
 
 def test_the_bias_chooses_and_does_not_weigh() -> None:
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
-    ids, weights = route(logits, 2, sigmoid=True, normalize=True, scale=2.5, bias_X=torch.tensor([-9.0, 0.0, 0.0, 9.0]))
+    spec = ExpertSpec(experts=4, chosen=2, width=1, scores="sigmoid", normalize=True, scale=2.5)
+    ids, weights = route(logits, spec, bias_X=torch.tensor([-9.0, 0.0, 0.0, 9.0]))
     assert sorted(ids[0].tolist()) == [1, 3]
     scores = logits.sigmoid()[0, ids[0]]
     torch.testing.assert_close(weights[0], scores / scores.sum() * 2.5)
@@ -94,15 +95,16 @@ def test_the_bias_chooses_and_does_not_weigh() -> None:
 
 def test_groups_are_ranked_by_their_two_best() -> None:
     scores = torch.tensor([[0.9, 0.1, 0.1, 0.6, 0.6, 0.5, 0.7, 0.05, 0.0]])  # groups of three: 1.0, 1.2, 0.75
-    ids, _ = route(scores.logit(1e-6), 2, sigmoid=True, normalize=False, scale=1, groups=3, groups_chosen=1)
+    spec = ExpertSpec(experts=9, chosen=2, width=1, scores="sigmoid", groups=3, groups_chosen=1)
+    ids, _ = route(scores.logit(1e-6), spec)
     assert sorted(ids[0].tolist()) == [3, 4]
 
 
 def test_softmax_weights_are_not_normalised_unless_asked() -> None:
     logits = torch.randn(3, 5, generator=rng(2))
-    _, weights = route(logits, 2, sigmoid=False, normalize=False, scale=1)
+    _, weights = route(logits, ExpertSpec(experts=5, chosen=2, width=1))
     assert (weights.sum(-1) < 1).all()
-    _, weights = route(logits, 2, sigmoid=False, normalize=True, scale=1)
+    _, weights = route(logits, ExpertSpec(experts=5, chosen=2, width=1, normalize=True))
     torch.testing.assert_close(weights.sum(-1), torch.ones(3))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from support.kernels import CLOSE, CUDA, DEVICE, draw, expert_mlps, shared_of
@@ -12,6 +14,7 @@ pytestmark = [pytest.mark.gpu] if CUDA else []
 from dinfer.core.kernels import attention, linear, moe, norm, rotary  # noqa: E402
 from dinfer.core.kernels.deferred import close, widened  # noqa: E402
 from dinfer.core.kernels.types import FLOAT8, HeadNorm, Matrices, Projections, Rounded  # noqa: E402
+from dinfer.core.terms.spec import ExpertSpec  # noqa: E402
 from dinfer.formats.kernels.scaled import scaled_linear  # noqa: E402
 from dinfer.kernels.triton import attention as triton_attention  # noqa: E402
 from dinfer.kernels.triton import linear as triton_linear  # noqa: E402
@@ -138,22 +141,22 @@ def test_keys_that_all_queries_see_need_no_mask(reference: None, splits: int, fi
     torch.testing.assert_close(got, want, **CLOSE[torch.float32])
 
 
-ROUTERS = {
-    "softmax": {"sigmoid": False, "normalize": False, "scale": 1.0},
-    "normalized": {"sigmoid": False, "normalize": True, "scale": 1.0},
-    "grouped": {"sigmoid": True, "normalize": True, "scale": 2.5, "groups": 4, "groups_chosen": 2, "biased": True},
-    "groups of one": {"sigmoid": True, "normalize": False, "scale": 1.0, "groups": 24, "groups_chosen": 5},
+ROUTERS: dict[str, dict[str, Any]] = {
+    "softmax": {},
+    "normalized": {"normalize": True},
+    "grouped": {"scores": "sigmoid", "normalize": True, "scale": 2.5, "groups": 4, "groups_chosen": 2, "bias": True},
+    "groups of one": {"scores": "sigmoid", "groups": 24, "groups_chosen": 5},
 }
 
 
 @pytest.mark.rest(but=1)
 @pytest.mark.parametrize("name", ROUTERS)
 def test_route(reference: None, name: str) -> None:
-    router = {"groups": 1, "groups_chosen": 1} | ROUTERS[name]
-    bias_X = draw(24) if router.pop("biased", False) else None
+    spec = ExpertSpec(experts=24, chosen=5, width=1, **ROUTERS[name])
+    bias_X = draw(24) if spec.bias else None
     logits_NX = draw(33, 24)
-    got = triton_route.route(logits_NX, 5, bias_X=bias_X, **router)
-    want = moe.route(logits_NX, 5, bias_X=bias_X, **router)
+    got = triton_route.route(logits_NX, spec, bias_X=bias_X)
+    want = moe.route(logits_NX, spec, bias_X=bias_X)
     for experts, weights, (theirs, their_weights) in zip(*got, zip(*want, strict=True), strict=True):
         order, their_order = experts.argsort(), theirs.argsort()
         assert experts[order].tolist() == theirs[their_order].tolist()

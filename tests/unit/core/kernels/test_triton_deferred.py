@@ -14,6 +14,7 @@ pytestmark = [pytest.mark.gpu] if CUDA else []
 from dinfer.core.kernels import linear, norm, rotary  # noqa: E402
 from dinfer.core.kernels.deferred import close  # noqa: E402
 from dinfer.core.kernels.types import HeadNorm, InputFormat, PartialSums, Projections  # noqa: E402
+from dinfer.core.terms.spec import ExpertSpec  # noqa: E402
 from dinfer.formats.kernels.scaled import scaled_linear  # noqa: E402
 from dinfer.kernels.symmetric import EMPTY, Exchange  # noqa: E402
 from dinfer.kernels.triton import linear as triton_linear  # noqa: E402
@@ -171,8 +172,10 @@ def test_queries_and_keys_are_added_up(dtype: torch.dtype, normed: bool) -> None
 @pytest.mark.parametrize("groups", [1, 4])
 def test_a_router_adds_up_and_takes_the_first_of_equals(sigmoid: bool, groups: int) -> None:
     logits = PartialSums(torch.randint(-2, 3, (3, 17, 24), device=DEVICE).float(), torch.float32)
-    router = {"sigmoid": sigmoid, "normalize": True, "scale": 1.0, "bias_X": None}
-    experts_NC, weights_NC = triton_route.route(logits, 4, groups=groups, groups_chosen=min(groups, 2), **router)
+    groups_given = {"groups": groups, "groups_chosen": min(groups, 2)}
+    scores = "sigmoid" if sigmoid else "softmax"
+    spec = ExpertSpec(experts=24, chosen=4, width=1, scores=scores, normalize=True, **groups_given)
+    experts_NC, weights_NC = triton_route.route(logits, spec, bias_X=None)
     score_NX = close(logits).sigmoid() if sigmoid else close(logits).softmax(-1)
     for score_X, experts_C, weights_C in zip(score_NX, experts_NC, weights_NC, strict=True):
         kept = range(24)

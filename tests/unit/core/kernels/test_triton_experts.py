@@ -13,6 +13,7 @@ pytestmark = [pytest.mark.gpu] if CUDA else []
 
 from dinfer.core.kernels import linear, moe, norm  # noqa: E402
 from dinfer.core.kernels.types import FLOAT8, Dealt, Matrices, Rounded  # noqa: E402
+from dinfer.core.terms.spec import ExpertSpec  # noqa: E402
 from dinfer.formats.kernels import packed  # noqa: E402
 from dinfer.kernels.triton import moe as triton_moe  # noqa: E402
 
@@ -67,12 +68,12 @@ def test_experts_that_are_elsewhere_take_no_tile_and_add_nothing(
 
 def test_padding_goes_to_no_expert(nothing_uninitialised: None) -> None:
     """Its outputs are 0, whatever memory held before, and those of other tokens are what they would be without it."""
-    router = {"sigmoid": True, "normalize": True, "scale": 2.5, "bias_X": None, "groups": 1, "groups_chosen": 1}
+    spec = ExpertSpec(experts=6, chosen=2, width=16, scores="sigmoid", normalize=True, scale=2.5)
     logits_NX, x_ND = draw(12, 6), draw(12, 32)
     pos_BW = torch.tensor([[3, 4, 5, -1], [-1, -1, -1, -1], [0, 1, -1, -1]], device=DEVICE)
     there_N = pos_BW.flatten() >= 0
-    alone = triton_moe.route(logits_NX, 2, **router)
-    experts_NC, weights_NC = triton_moe.route(logits_NX, 2, pos_BW=pos_BW, **router)
+    alone = triton_moe.route(logits_NX, spec, bias_X=None)
+    experts_NC, weights_NC = triton_moe.route(logits_NX, spec, bias_X=None, pos_BW=pos_BW)
     assert (experts_NC[~there_N] > 6).all() and (weights_NC[~there_N] == 0).all()
     assert torch.equal(experts_NC[there_N], alone[0][there_N]) and torch.equal(weights_NC[there_N], alone[1][there_N])
     weights = draw(6, 32, 32) / 8, draw(6, 32, 16) / 6

@@ -46,8 +46,8 @@ def test_token_stats(
     logits_RLV[1, 1, 6:] = -inf  # whole pieces are empty
     logits_RLV[1, 2, vocab // 2 :: 2] = 40.0  # of equals in many pieces too, the first
     wanted_RL = torch.arange(12, device=DEVICE).view(2, 6) % 3 > 0 if some else None
-    got = triton_stats.token_stats(logits_RLV, 3, precision, wanted_RL=wanted_RL, entropy=True, margin=True)
-    want = token_stats.token_stats(logits_RLV, 3, precision, wanted_RL=wanted_RL, entropy=True, margin=True)
+    got = triton_stats.token_stats(logits_RLV, 3, precision, wanted_RL=wanted_RL, needs=("entropy", "margin"))
+    want = token_stats.token_stats(logits_RLV, 3, precision, wanted_RL=wanted_RL, needs=("entropy", "margin"))
     assert torch.equal(got.finite_RL, want.finite_RL)
     sure = want.finite_RL
     assert torch.equal(got.token_RL[sure], want.token_RL[sure])
@@ -82,7 +82,7 @@ def test_drawn_tokens(reference: None, precision: torch.dtype, mask_id: int | No
     )  # fmt: skip
     some_RL, most_RL = (torch.arange(20, device=DEVICE).view(4, 5) % each > 0 for each in (3, 4))
     for wanted_RL, drawn_RL in ((None, None), (some_RL, None), (some_RL, most_RL)):
-        given = {"draw": drawn, "wanted_RL": wanted_RL, "drawn_RL": drawn_RL, "entropy": True, "best": True}
+        given = {"draw": drawn, "wanted_RL": wanted_RL, "drawn_RL": drawn_RL, "needs": ("entropy", "best")}
         got = triton_stats.token_stats(logits_RLV, mask_id, precision, **given)
         want = token_stats.token_stats(logits_RLV, mask_id, precision, **given)
         sure = want.finite_RL

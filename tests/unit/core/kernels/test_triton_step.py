@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,8 @@ pytestmark = [pytest.mark.gpu] if CUDA else []
 
 from dinfer.core.decoders.editing import Decoded, fill_and_edit  # noqa: E402
 from dinfer.core.decoders.threshold import confident  # noqa: E402
-from dinfer.core.kernels import advance, attention, canvas, rotary, selection, token_stats  # noqa: E402
+from dinfer.core.iterations import sweep  # noqa: E402
+from dinfer.core.kernels import attention, canvas, rotary, selection, token_stats  # noqa: E402
 from dinfer.core.step import commits  # noqa: E402
 from dinfer.core.step.canvas import Canvas  # noqa: E402
 from dinfer.core.step.contracts import Edit, Moved, Proposal, TokenStats  # noqa: E402
@@ -46,10 +48,14 @@ def both(monkeypatch: pytest.MonkeyPatch, work: Callable[[], Any]) -> tuple[Any,
     """What the kernels give, and what torch gives."""
     made = []
     for use in (True, False):
-        for module in (attention, canvas, commits, rotary, selection, advance, sliding):
+        for module in (attention, canvas, commits, rotary, selection, sweep, sliding):
             monkeypatch.setattr(module, "use_triton", lambda *given, use=use: use)
         made.append(work())
     return made[0], made[1]
+
+
+def tensors_of(moved: Moved) -> list[Tensor]:
+    return [value for field in fields(moved) if (value := getattr(moved, field.name)) is not None]
 
 
 def same(got: object, want: object) -> None:
@@ -125,7 +131,7 @@ def test_active_rows_and_the_values_of_a_window(monkeypatch: pytest.MonkeyPatch,
     def work() -> tuple[object, ...]:
         rows = canvas.active_rows(
             made.tokens_NS, made.status_NS, lanes.slot_B, lanes.start_B, lanes.end_B, lanes.step_BK, lanes.quota_BK,
-            block=length, open_status=int(Status.OPEN), given_status=int(Status.GIVEN),
+            block=length, statuses=(int(Status.OPEN), int(Status.GIVEN)),
         )  # fmt: skip
         mine = replace(lanes)
         return rows, made.window_values(mine, pos_BW, fits_B), mine.live_B
@@ -251,7 +257,7 @@ def test_commit(monkeypatch: pytest.MonkeyPatch, blocks: int, edits: bool, masks
         lanes = replace(lanes, live_B=torch.tensor([True, trial % 4 > 0, False], device=DEVICE))
         pos_RL, tokens_RL, masked_RL, given_RL, quota_R = canvas.active_rows(
             made.tokens_NS, made.status_NS, lanes.slot_B, lanes.start_B, lanes.end_B, lanes.step_BK, lanes.quota_BK,
-            block=length, open_status=int(Status.OPEN), given_status=int(Status.GIVEN),
+            block=length, statuses=(int(Status.OPEN), int(Status.GIVEN)),
         )  # fmt: skip
         view = BlockView(
             pos_RL, tokens_RL, masked_RL, given_RL, quota_R, quota_R, quota_R, quota_R, quota_R, quota_R, {},
@@ -289,12 +295,15 @@ def committed(made: Canvas, *rest: Any) -> list[Tensor]:
 @pytest.mark.parametrize(("blocks", "length"), [(1, 4), (3, 5), (4, 8)])
 def test_slide_blocks(monkeypatch: pytest.MonkeyPatch, stop: str, blocks: int, length: int) -> None:
     """Thresholds that quotients meet exactly, which single precision would miss."""
-    lanes = 12
-    stop_BKL, given_BKL, open_BKL = (chance(lanes, blocks, length, p=p) for p in (0.05, 0.3, 0.3))
-    start_B, block_B = number(30, lanes), number(9, lanes)
-    end_B = start_B + number(blocks * length + 1, lanes)
-    next_B, length_B = end_B + number(4, lanes), end_B + number(9, lanes)
-    finished_BK, stable_BK, hold_B = ~open_BKL.any(-1) | chance(lanes, blocks), torch.rand(lanes, blocks), chance(lanes)
+    count = 12
+    stop_BKL, given_BKL, open_BKL = (chance(count, blocks, length, p=p) for p in (0.05, 0.3, 0.3))
+    start_B, block_B = number(30, count), number(9, count)
+    end_B = start_B + number(blocks * length + 1, count)
+    next_B, length_B = end_B + number(4, count), end_B + number(9, count)
+    finished_BK, stable_BK, hold_B = ~open_BKL.any(-1) | chance(count, blocks), torch.rand(count, blocks), chance(count)
+    lanes: Any = SimpleNamespace(start_B=start_B, end_B=end_B, block_B=block_B, length_B=length_B)
+    flags = {"stop_BKL": stop_BKL, "given_BKL": given_BKL, "open_BKL": open_BKL, "finished_BK": finished_BK}
+    after: Any = SimpleNamespace(**flags, next_B=next_B)
     stable_BK = (stable_BK.to(DEVICE).double() * 4).round() / 4
     rules = (
         (True, 0.6, None, None),
@@ -303,11 +312,9 @@ def test_slide_blocks(monkeypatch: pytest.MonkeyPatch, stop: str, blocks: int, l
         (False, 1, None, None),
     )
     for align, add_at, stable, hold in rules:
-        work = partial(
-            sliding.slide_blocks, finished_BK, stop_BKL, given_BKL, open_BKL, stable, hold, next_B, length_B, start_B,
-            end_B, block_B, grid=advance.Grid(length, align=align), add_at=add_at, stable_at=0.75, stop=stop,
-        )  # fmt: skip
-        same(*both(monkeypatch, work))
+        given = {"grid": sweep.Grid(length, align=align), "add_at": add_at, "stable_at": 0.75, "stop": stop}
+        work = partial(sliding.slide_blocks, lanes, after, stable, hold, **given)
+        same(*map(tensors_of, both(monkeypatch, work)))
         rule = {"block": length, "force_at": add_at, "first": align}
         same(*both(monkeypatch, partial(sliding.forced_blocks, open_BKL, start_B, end_B, **rule)))
 
@@ -315,26 +322,27 @@ def test_slide_blocks(monkeypatch: pytest.MonkeyPatch, stop: str, blocks: int, l
 @pytest.mark.rest(but=2)
 @pytest.mark.parametrize("stop", ["block", "cut", "off"])
 @pytest.mark.parametrize("blocks", [1, 3])
-def test_leave_blocks(monkeypatch: pytest.MonkeyPatch, stop: str, blocks: int) -> None:
-    lanes, active = 64, 5 * blocks
-    flags = [chance(lanes, active, p=p) for p in (0.1, 0.5, 0.2)]
-    next_B, length_B, *here = (number(40, lanes) for _ in range(5))
-    finished_BK = chance(lanes, blocks, p=0.8)
-    for grid in (advance.Grid(5), advance.Grid(8, align=False), advance.Grid(4, lead=8), advance.Grid(1)):
-        work = partial(advance.leave_blocks, finished_BK, *flags, next_B, length_B, *here, grid=grid, stop=stop)
-        same(*both(monkeypatch, work))
+def test_sweep_on(monkeypatch: pytest.MonkeyPatch, stop: str, blocks: int) -> None:
+    count = 64
+    stop_BKL, given_BKL, open_BKL = (chance(count, blocks, 5, p=p) for p in (0.1, 0.5, 0.2))
+    next_B, *here = (number(40, count) for _ in range(5))
+    flags = {"stop_BKL": stop_BKL, "given_BKL": given_BKL, "open_BKL": open_BKL}
+    after: Any = SimpleNamespace(**flags, finished_BK=chance(count, blocks, p=0.8), next_B=next_B)
+    lanes: Any = SimpleNamespace(**dict(zip(("length_B", "start_B", "end_B", "block_B"), here, strict=True)))
+    for grid in (sweep.Grid(5), sweep.Grid(8, align=False), sweep.Grid(4, lead=8), sweep.Grid(1)):
+        same(*map(tensors_of, both(monkeypatch, partial(sweep.sweep_on, lanes, after, grid, stop))))
 
 
 @pytest.mark.rest(but=1)
 @pytest.mark.parametrize(
     ("grid", "blocks"),
     [
-        (advance.Grid(4), [(0, 4), (0, 4), (8, 12), (8, 12)]),
-        (advance.Grid(4, align=False), [(0, 4), (3, 7), (8, 12), (9, 13)]),
-        (advance.Grid(4, lead=8), [(0, 1), (3, 4), (8, 9), (9, 12)]),
+        (sweep.Grid(4), [(0, 4), (0, 4), (8, 12), (8, 12)]),
+        (sweep.Grid(4, align=False), [(0, 4), (3, 7), (8, 12), (9, 13)]),
+        (sweep.Grid(4, lead=8), [(0, 1), (3, 4), (8, 9), (9, 12)]),
     ],
 )
-def test_the_block_of_a_position(grid: advance.Grid, blocks: list[tuple[int, int]]) -> None:
+def test_the_block_of_a_position(grid: sweep.Grid, blocks: list[tuple[int, int]]) -> None:
     places = [0, 3, 8, 9]
     assert [grid.block_at(place) for place in places] == blocks
     start_B, end_B = grid.block_at(torch.tensor(places))
@@ -349,7 +357,7 @@ def test_whole_generations_have_the_same_tokens(combination: Combination, monkey
     recipe = combination.recipe()
     requests = requests_for(recipe)[:2]
     want = [outcome(c) for c in completions(engine_for(recipe), requests)]
-    for module in (attention, canvas, commits, rotary, selection, advance, token_stats):
+    for module in (attention, canvas, commits, rotary, selection, sweep, token_stats):
         small = module is not token_stats
         monkeypatch.setattr(
             module, "use_triton", lambda tensor, *given, small=small: not (small and tensor.is_floating_point())

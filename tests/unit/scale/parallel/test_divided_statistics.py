@@ -22,7 +22,7 @@ from dinfer.core.sampling.gumbel import nucleus
 from dinfer.core.terms.stats import Draw, VocabularySlice
 from dinfer.kernels.triton import token_stats as triton_stats
 
-ALL: dict[str, Any] = {"entropy": True, "margin": True, "best": True}
+ALL: dict[str, Any] = {"needs": ("entropy", "margin", "best")}
 Result = TypeVar("Result")
 
 
