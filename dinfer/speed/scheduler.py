@@ -6,7 +6,7 @@ costs the time of a step.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from math import ceil
 
@@ -15,7 +15,7 @@ from dinfer.core.engine.runtime import Runtime
 from dinfer.core.engine.scheduler import PlannedStep, Scheduler
 from dinfer.core.recipe.recipe import Recipe
 from dinfer.core.step.cursors import Cursors, Phase
-from dinfer.core.step.shape import KeysOnly, StepShape
+from dinfer.core.step.shape import KeysOnly, Planned, StepShape
 from dinfer.speed.grouping import LATE, Group, PrefillBatching, free_positions, grouped, narrow_width, opens
 from dinfer.speed.settling import Ahead, Settling, Slicing
 
@@ -153,10 +153,8 @@ class FastScheduler(Scheduler):
         by_slot, found = {row.slot: row for row in rows}, list[PlannedStep]()
         for group in groups:
             some = [by_slot[slot] for slot in group.slots]
-            planned = replace(
-                self.planned(phase, some, group.width), widest=group.widest if group.slices else 0,
-                open=partial(self._open, group, some, expected),
-            )  # fmt: skip
+            widest = group.widest if group.slices else 0
+            planned = Planned(len(some), widest=widest, open=partial(self._open, group, some, expected))
             more = [KeysOnly()] if group.keys_only else []
             found.append(self.step(phase, some, group.width, planned, *more, lanes=group.slices))
         return found

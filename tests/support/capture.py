@@ -14,13 +14,12 @@ from dinfer.core.memory import PoolSize
 from dinfer.core.recipe.recipe import Recipe
 from dinfer.core.step.cursors import Cursors
 from dinfer.core.step.mixins import Feeds
-from dinfer.core.step.shape import Extra, KeysOnly, Sampled, StepShape, extras_of
+from dinfer.core.step.shape import Extra, KeysOnly, Sampled, StepShape, Versioned, extras_of
 from dinfer.core.step.state import BatchState
 from dinfer.core.step.step import denoise_step
 from dinfer.core.step.told import Level
 from dinfer.core.step.window import deciding, width_of
-from dinfer.research.abilities.branches import BranchLanes, branches_of
-from dinfer.speed.abilities.candidates import Candidates
+from dinfer.research.abilities.branches import branches_of
 from dinfer.speed.abilities.open_positions import OpenOnly, scores_open
 
 COPIES = ("aten::_to_copy", "aten::copy_", "aten::lift_fresh", "aten::_local_scalar_dense")
@@ -74,11 +73,10 @@ def meta_steps(recipe: Recipe, level: Level = Level.NOTHING) -> None:
     iteration, cache = recipe.iteration, recipe.cache
     pages = -(-LENGTH // PAGE)
     able = may_speculate(recipe)
-    kind = BranchLanes if branches_of(iteration) else Candidates
     guessed = [deciding(recipe)] if able or branches_of(iteration) else []  # phases that may have candidates
     state = BatchState.alloc(
         recipe, PoolSize(LANES, LENGTH, LANES * pages, PAGE), dtype=recipe.model.dtype, device=torch.device("meta"),
-        extras=(Candidates(int(able)),),
+        extras=(Versioned(int(able)),),
     )  # fmt: skip
     state.kept[Reporting].want_logprobs()
     slot_B = torch.empty(LANES, dtype=torch.int64, device="meta")
@@ -93,7 +91,7 @@ def meta_steps(recipe: Recipe, level: Level = Level.NOTHING) -> None:
         ]:
             guided = more and not isinstance(iteration, Feeds) and recipe.model.spec.mask_id is not None
             extras: list[Extra] = [Sampled(8), KeysOnly()] if more else []
-            extras += [Guided()] * guided + [kind(candidates)] * (candidates > 0) + [Reported(level)] * (level > 0)
+            extras += [Guided()] * guided + [Versioned(candidates)] * (candidates > 0) + [Reported(level)] * (level > 0)
             if scores_open(recipe) and not any(extra.whole_logits for extra in extras):
                 extras.append(OpenOnly(7))
             shape = StepShape(phase, LANES, width, iteration.blocks, state.block, pages, extras_of(extras))

@@ -10,11 +10,11 @@ from dinfer.core.engine.request import Request
 from dinfer.core.memory import RESERVED, PoolSize
 from dinfer.core.recipe.recipe import Recipe
 from dinfer.core.step.cursors import CURSORS, Phase, Status
-from dinfer.core.step.shape import KeysOnly, StepShape, extras_of
+from dinfer.core.step.shape import KeysOnly, StepShape, Versioned, extras_of
 from dinfer.core.step.state import BatchState, Entry
 from dinfer.core.step.step import denoise_step
 from dinfer.core.step.window import deciding
-from dinfer.research.abilities.branches import BranchLanes, branches_of
+from dinfer.research.abilities.branches import branches_of
 
 PHASE, FORWARDS = CURSORS.index("phase_B"), CURSORS.index("forwards_B")
 LIMIT = 2000  # launches; far more than any of the tests needs
@@ -56,7 +56,7 @@ class Host:
         ).adding(*extras_of(extra for request in self.requests for extra in self.recipe.extras(request)))
         shape = shape.adding(*([KeysOnly()] if settles else []))
         if branches and (count := branches_of(self.recipe.iteration)):
-            shape = shape.adding(BranchLanes(count))
+            shape = shape.adding(Versioned(count))
         denoise_step(self.recipe, self.state, shape, torch.tensor(slots, device=self.recipe.model.device))
 
     def phases(self) -> list[int]:

@@ -10,7 +10,7 @@ from dinfer.core.engine.row import PLACE, Row, StepWidth
 from dinfer.core.engine.runtime import Runtime
 from dinfer.core.recipe.recipe import Recipe
 from dinfer.core.step.cursors import Cursors, Phase
-from dinfer.core.step.shape import Extra, Planned, StepShape, extras_of
+from dinfer.core.step.shape import Extra, Planned, StepShape, Versioned, extras_of
 from dinfer.core.step.window import deciding, width_of
 
 T = TypeVar("T")
@@ -62,7 +62,7 @@ class Scheduler:
         if phase == Phase.PREFILL:  # a longer prompt goes on in the next round
             unit = self.unit(rows)
             width = min(width, max(limit // unit * unit, unit))
-        return [self.step(phase, some, width, self.planned(phase, some, width)) for some in cut(rows, width, limit)]
+        return [self.step(phase, some, width, Planned(len(some))) for some in cut(rows, width, limit)]
 
     def unit(self, rows: Sequence[Row]) -> int:
         """Length of an attention block: where prefills may be cut."""
@@ -102,12 +102,15 @@ class Scheduler:
             return [rows]
         return [[row for row in rows if (row.need.width > self.widest) == wide] for wide in (False, True)]
 
-    def planned(self, phase: Phase, rows: Sequence[Row], width: int) -> Planned:
-        """What abilities are told of a step of these rows."""
-        forks, count = self.tries and phase == deciding(self.recipe) and width <= self.widest, self.runtime.speculate
-        if count and not (forks and any(row.drafted for row in rows)):  # rows without drafts have nothing to try
-            return Planned(len(rows), forks, 0)
-        return Planned(len(rows), forks, count or None)
+    def versions(self, phase: Phase, rows: Sequence[Row], width: int) -> int:
+        """How many versions of its row each lane of such a step evaluates: as many as are asked for, or none.
+
+        None if its windows are wider than a version of a row has pages for. Rows without drafts have nothing to try.
+        """
+        forks = phase == deciding(self.recipe) and width <= self.widest
+        if self.recipe.facts.versions:
+            return self.recipe.facts.versions * forks
+        return self.runtime.speculate * (forks and any(row.drafted for row in rows))
 
     def step(
         self, phase: Phase, rows: Sequence[Row], width: int, planned: Planned, *more: Extra, lanes: int = 0
@@ -120,6 +123,8 @@ class Scheduler:
         if phase == Phase.PREFILL:  # it draws and scores nothing, so one graph serves whatever the rows draw later
             return PlannedStep(shape.adding(*(extra for extra in asked if extra.prefills)), slots)
         shape = shape.adding(*asked, *more)
+        if self.tries:
+            shape = shape.adding(Versioned(self.versions(phase, rows, width)))
         for ability in self.recipe.abilities:
             if (extra := ability.adds(self.recipe, shape, planned)) is not None:
                 shape = shape.adding(extra)

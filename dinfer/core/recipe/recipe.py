@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, field, is_dataclass, replace
-from functools import cached_property, reduce
-from operator import or_
+from functools import cached_property
 from typing import Any, Self
 
 from dinfer.core.abilities.registry import ABILITIES
@@ -16,7 +15,7 @@ from dinfer.core.step.contracts import CachePolicy, Component, Decoder, Iteratio
 from dinfer.core.step.mixins import MIXINS, Aligned, RefreshesWithin, Slides
 from dinfer.core.step.model import Model, Parts, Sampling
 from dinfer.core.step.request import Request, Resolved
-from dinfer.core.step.shape import Extra, HostFacts, Planned, Sampled, StepShape, extras_of
+from dinfer.core.step.shape import Extra, Planned, Sampled, StepShape, Versioned, extras_of
 
 REFUSALS = (  # beside those of abilities and components
     Refusal(
@@ -105,9 +104,9 @@ class Recipe(Parts):
     def largest(self, candidates: int) -> tuple[Extra, ...]:
         """The extras of the steps that need most memory. `candidates`: the most of a step, see `runtime.speculate`."""
         shape = StepShape(Phase.WINDOW, 0, 0, self.iteration.blocks, 0, 0)
-        planned = Planned(0, forks=True, candidates=candidates or None)
-        added = (ability.adds(self, shape, planned) for ability in self.abilities)
-        return extras_of(extra for extra in added if extra is not None)
+        added = (ability.adds(self, shape, Planned(0)) for ability in self.abilities)
+        count = self.facts.versions or candidates
+        return extras_of([Versioned(count)] * (count > 0) + [extra for extra in added if extra is not None])
 
     def guided(self, options: Resolved) -> bool:
         """Whether a request with these options has a second branch, without the prompt."""
@@ -117,11 +116,6 @@ class Recipe(Parts):
     def phases(self) -> tuple[Phase, ...]:
         """The phases that its steps may have."""
         return Phase.PREFILL, Phase.FULL, Phase.WINDOW, *self.facts.phases
-
-    @cached_property
-    def facts(self) -> HostFacts:
-        """What the host must know of the abilities of its steps."""
-        return reduce(or_, (ability.facts(self) for ability in self.abilities), HostFacts())
 
     @property
     def alignment(self) -> int:

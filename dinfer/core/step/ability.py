@@ -85,13 +85,11 @@ class Ability:
     # What it keeps for each slot. Host side.
 
     @classmethod
-    def page_sets(cls, recipe: Parts, extras: Sequence[Extra]) -> int:
-        """Page sets that each slot needs beside that of its request. `extras`: the largest of the steps to come."""
-        return 0
-
-    @classmethod
     def alloc(cls, recipe: Parts, canvas: Canvas, block: int, extras: Sequence[Extra]) -> Any:
-        """What it keeps, allocated once for all slots of `canvas`; `Step.kept` returns it. None: nothing."""
+        """What it keeps, allocated once for all slots of `canvas`; `Step.kept` returns it. None: nothing.
+
+        `extras`: the largest of the steps to come.
+        """
         return None
 
     @classmethod

@@ -6,7 +6,8 @@ Shape suffixes as in `dinfer.core.step.contracts`.
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
+from operator import or_
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
@@ -17,6 +18,7 @@ from dinfer.core.ranks.ranks import ALONE, Ranks
 from dinfer.core.step.contracts import CachePolicy, Component, Decoder, Iteration
 from dinfer.core.step.cursors import BlockView
 from dinfer.core.step.request import DEFAULTS, Resolved
+from dinfer.core.step.shape import HostFacts
 from dinfer.core.terms.spec import ModelSpec
 from dinfer.core.terms.stats import Draw, VocabularySlice
 
@@ -151,6 +153,11 @@ class Parts:
     def abilities(self) -> tuple[type[Any], ...]:
         """Classes of `dinfer.core.step.ability.Ability` that its steps ask, in the order of their hooks."""
         return ()
+
+    @cached_property
+    def facts(self) -> HostFacts:
+        """What the host must know of the abilities of its steps."""
+        return reduce(or_, (ability.facts(self) for ability in self.abilities), HostFacts())
 
     @property
     def ranks(self) -> Ranks:

@@ -27,12 +27,7 @@ class Extra:
     @property
     def whole_logits(self) -> bool:
         """Whether it needs the logits of whole blocks, where others need those of open positions alone."""
-        return self.versions > 0
-
-    @property
-    def versions(self) -> int:
-        """Further states of its row that each lane evaluates."""
-        return 0
+        return False
 
     def joined(self, other: Self) -> Self:
         """What serves rows that ask for this one and rows that ask for the other."""
@@ -69,8 +64,8 @@ class StepShape:
 
     @property
     def versions(self) -> int:
-        """Further states of its row that each lane evaluates."""
-        return sum(extra.versions for extra in self.extras)
+        """Versions of its row that each lane evaluates beside the present state."""
+        return 0 if (extra := self.extra(Versioned)) is None else extra.count
 
     def adding(self, *extras: Extra) -> StepShape:
         """The same with these extras, in place of those of their kinds."""
@@ -108,8 +103,6 @@ class Planned:
     """What the host knows of a step that it plans, beside its shape and what its rows ask for."""
 
     rows: int
-    forks: bool = False  # it decides, and its windows are no wider than a version of a row has pages for
-    candidates: int | None = None  # states that may save a forward; None: `runtime.speculate` is 0
     widest: int = 0  # positions of the widest row, where rows take several lanes
     open: Callable[[], int] = int  # how many positions its rows most likely have open in their active blocks
 
@@ -120,13 +113,14 @@ class HostFacts:
 
     phases: tuple[Phase, ...] = ()  # of its own steps: what a row needs next is known only after its last step
     versions: int = 0  # of each row, which every step that decides evaluates beside its present state
+    page_sets: int = 0  # of each slot beside that of its request, if not for versions
     opens: bool = False  # a step may open one more block before it decides
     divides: bool = False  # rows may take several lanes of a step
 
     def __or__(self, other: HostFacts) -> HostFacts:
         return HostFacts(
-            self.phases + other.phases, self.versions + other.versions, self.opens or other.opens,
-            self.divides or other.divides,
+            self.phases + other.phases, self.versions + other.versions, max(self.page_sets, other.page_sets),
+            self.opens or other.opens, self.divides or other.divides,
         )  # fmt: skip
 
 
@@ -142,6 +136,17 @@ class Sampled(Extra):
 
     def bucket(self, shape: StepShape, vocab: int) -> Sampled:
         return Sampled(min(max(power_of_2(self.top), 64), vocab) if self.top else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Versioned(Extra):
+    """Each lane evaluates so many versions of its row beside the present state, see `dinfer.core.step.versions`."""
+
+    count: int  # 0: none, but the step keeps what it proposes, for versions of the next one
+
+    @property
+    def whole_logits(self) -> bool:
+        return self.count > 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from dinfer.core.step.contracts import Large, Moved, State
 from dinfer.core.step.cursors import Cursors, Phase
 from dinfer.core.step.model import Parts
 from dinfer.core.step.request import Request
-from dinfer.core.step.shape import Extra, StepShape
+from dinfer.core.step.shape import Extra, StepShape, Versioned
 from dinfer.core.step.window import first_phase, prefilled, widest
 
 T = TypeVar("T")
@@ -104,6 +104,8 @@ class BatchState:
         block = min(block or iteration.block or length, length)
         block_state = recipe.decoder.fresh_state(spec, block)
         canvas = Canvas.alloc(slots, length, iteration.blocks, spec.stop_ids, device)
+        beside = [recipe.facts.page_sets, recipe.facts.versions]
+        beside += [extra.count for extra in extras if isinstance(extra, Versioned)]
         return cls(
             block=block,
             canvas=canvas,
@@ -112,7 +114,7 @@ class BatchState:
                 size,
                 dtype=dtype,
                 device=device,
-                candidates=max(kind.page_sets(recipe, extras) for kind in recipe.abilities),
+                candidates=max(beside),
                 window=widest(recipe, block, length),
                 ranks=recipe.ranks,
             ),

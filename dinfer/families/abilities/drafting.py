@@ -10,7 +10,7 @@ lane first, G = C * B lanes of the forward.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,12 +21,12 @@ from dinfer.core.abilities.traits import GUIDED, HELD, TEXT_BEHIND
 from dinfer.core.kernels.canvas import span
 from dinfer.core.memory import PagedAttend
 from dinfer.core.refusals import Refusal, Trait
-from dinfer.core.step.ability import ByPart, Decision, Extra, Forward, Known, Parts, Step, StepShape
+from dinfer.core.step.ability import ByPart, Decision, Extra, Forward, Known, Parts, Step
 from dinfer.core.step.contracts import State
 from dinfer.core.step.cursors import BlockView, Phase, Status
 from dinfer.core.step.mixins import MIXINS, Drafts, KeepsNothing, LeavesMasks, Slides
 from dinfer.core.step.scores import proposed_tokens
-from dinfer.core.step.shape import HostFacts, Planned
+from dinfer.core.step.shape import HostFacts
 from dinfer.core.step.step import block_view, forward
 from dinfer.core.step.versions import States, logits_of_versions
 from dinfer.core.terms.stats import TokenStats
@@ -45,17 +45,6 @@ class Undivided(Extra):
     """Rows whose positions depend on each other, so that a row takes one lane."""
 
     divides = False
-
-
-@dataclass(frozen=True, slots=True)
-class DraftLanes(Extra):
-    """Each lane evaluates so many versions of its drafts beside its own."""
-
-    count: int
-
-    @property
-    def versions(self) -> int:
-        return self.count
 
 
 class Confirms(Drafts, ABC):
@@ -104,15 +93,7 @@ class Drafting(ByPart[Confirms]):
 
     @classmethod
     def facts(cls, recipe: Parts) -> HostFacts:
-        return HostFacts(versions=asked(recipe))
-
-    @classmethod
-    def adds(cls, recipe: Parts, shape: StepShape, planned: Planned) -> Extra | None:
-        return DraftLanes(asked(recipe) if planned.forks else 0) if asked(recipe) else None
-
-    @classmethod
-    def page_sets(cls, recipe: Parts, extras: Sequence[Extra]) -> int:
-        return asked(recipe)
+        return HostFacts(versions=recipe.decoder.versions if isinstance(recipe.decoder, Confirms) else 0)
 
     def prepare(self, step: Step, run: Forward) -> PagedAttend | None:
         if step.shape.phase == Phase.PREFILL:
@@ -179,8 +160,3 @@ class Drafting(ByPart[Confirms]):
         lanes, shift = step.lanes, step.recipe.model.spec.shift
         kept_B = torch.minimum(lanes.start_B - shift, step.notes[Drafting])
         step.lanes = replace(lanes, kept_B=torch.where(made.moved.done_B, lanes.kept_B, kept_B))
-
-
-def asked(recipe: Parts) -> int:
-    """How many versions of its drafts the decoder asks for."""
-    return recipe.decoder.versions if isinstance(recipe.decoder, Confirms) else 0

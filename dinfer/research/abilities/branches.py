@@ -30,22 +30,11 @@ from dinfer.core.step.cursors import BlockView, Phase, RowCursors, Status
 from dinfer.core.step.mixins import Branches, Edits, LeavesDecoded, Verifies
 from dinfer.core.step.record import Raw, Said, Written, records, said_of, tell
 from dinfer.core.step.scores import proposed_tokens
-from dinfer.core.step.shape import HostFacts, Planned
+from dinfer.core.step.shape import HostFacts
 from dinfer.core.step.step import block_view, forward, seen
 from dinfer.core.step.versions import States, columns_of, copy_pages, logits_of_versions
 from dinfer.core.step.window import deciding
 from dinfer.research.abilities.following import Watches
-
-
-@dataclass(frozen=True, slots=True)
-class BranchLanes(Extra):
-    """Each lane evaluates so many branches beside the present state."""
-
-    count: int
-
-    @property
-    def versions(self) -> int:
-        return self.count
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,25 +233,15 @@ class Branched(Ability):
         iteration = recipe.iteration
         if not isinstance(iteration, Branches) or shape.phase == Phase.PREFILL:
             return None
-        count = 0 if (extra := shape.extra(BranchLanes)) is None else extra.count
-        return cls(iteration, count, not count and shape.phase == deciding(recipe))
+        return cls(iteration, shape.versions, not shape.versions and shape.phase == deciding(recipe))
 
     @classmethod
     def facts(cls, recipe: Parts) -> HostFacts:
         count = branches_of(recipe.iteration)
         return HostFacts(versions=count, opens=count > 0)
 
-    @classmethod
-    def adds(cls, recipe: Parts, shape: StepShape, planned: Planned) -> Extra | None:
-        count = branches_of(recipe.iteration)
-        return BranchLanes(count if planned.forks else 0) if count else None
-
     def needs(self, step: Step) -> tuple[str, ...]:
         return (self.iteration.by,)
-
-    @classmethod
-    def page_sets(cls, recipe: Parts, extras: Sequence[Extra]) -> int:
-        return branches_of(recipe.iteration)
 
     @classmethod
     def alloc(cls, recipe: Parts, canvas: Canvas, block: int, extras: Sequence[Extra]) -> Any:

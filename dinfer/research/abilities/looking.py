@@ -18,7 +18,7 @@ from dinfer.core.step.ability import Decision, Extra, Forward, Known, Parts, Ste
 from dinfer.core.step.canvas import Canvas
 from dinfer.core.step.cursors import Status
 from dinfer.core.step.record import Raw, records, said_of, tell
-from dinfer.core.step.shape import HostFacts, Planned
+from dinfer.core.step.shape import HostFacts
 from dinfer.core.step.step import forward
 from dinfer.research.abilities.branches import Added, Branched, LooksAhead, Versions
 
@@ -37,14 +37,6 @@ class Looking(Branched):
     @classmethod
     def facts(cls, recipe: Parts) -> HostFacts:
         return HostFacts()
-
-    @classmethod
-    def adds(cls, recipe: Parts, shape: StepShape, planned: Planned) -> Extra | None:
-        return None
-
-    @classmethod
-    def page_sets(cls, recipe: Parts, extras: Sequence[Extra]) -> int:
-        return 0
 
     @classmethod
     def alloc(cls, recipe: Parts, canvas: Canvas, block: int, extras: Sequence[Extra]) -> Any:

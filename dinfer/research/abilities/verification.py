@@ -6,7 +6,7 @@ itself. That is what a model of block size 1 sees. So one pass gives the logits 
 tokens before it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -17,7 +17,7 @@ from dinfer.core.abilities.traits import GUIDED, KEEPS_KEYS
 from dinfer.core.kernels.canvas import span
 from dinfer.core.memory import Seen
 from dinfer.core.refusals import Refusal, Trait
-from dinfer.core.step.ability import ByPart, Decision, Extra, Known, Parts, Proposal, Step
+from dinfer.core.step.ability import ByPart, Decision, Known, Parts, Proposal, Step
 from dinfer.core.step.cursors import Phase, Status
 from dinfer.core.step.mixins import Verifies, scores_of
 from dinfer.core.step.shape import HostFacts
@@ -42,11 +42,7 @@ class Verification(ByPart[Verifies]):
 
     @classmethod
     def facts(cls, recipe: Parts) -> HostFacts:
-        return HostFacts(phases=(Phase.VERIFY,) if isinstance(recipe.decoder, Verifies) else ())
-
-    @classmethod
-    def page_sets(cls, recipe: Parts, extras: Sequence[Extra]) -> int:
-        return int(isinstance(recipe.decoder, Verifies))
+        return HostFacts(phases=(Phase.VERIFY,), page_sets=1) if isinstance(recipe.decoder, Verifies) else HostFacts()
 
     def decisions(self, step: Step) -> Iterator[Known] | None:
         return iter([Known(logits_RLV=verified(step))]) if step.shape.phase == Phase.VERIFY else None

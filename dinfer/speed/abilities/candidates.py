@@ -26,24 +26,9 @@ from dinfer.core.step.ability import ByExtra, Decision, Entry, Extra, Forward, K
 from dinfer.core.step.canvas import Canvas
 from dinfer.core.step.cursors import RowCursors
 from dinfer.core.step.mixins import Branches, Feeds, Grows, Verifies
-from dinfer.core.step.shape import Planned
+from dinfer.core.step.shape import Versioned
 from dinfer.core.step.step import forward
 from dinfer.core.step.versions import States, logits_of_versions
-
-
-@dataclass(frozen=True, slots=True)
-class Candidates(Extra):
-    """Each lane evaluates so many further states."""
-
-    count: int  # 0: none, but the step keeps what it proposes, for candidates of the next one
-
-    @property
-    def versions(self) -> int:
-        return self.count
-
-    def joined(self, other: Candidates) -> Candidates:
-        return Candidates(max(self.count, other.count))
-
 
 # Which drafts each candidate fills in, by rank of confidence: a tree of states, as in Spiffy. It is calibrated: a set
 # is the one that saves most forwards beside those before it, on 24 problems of another seed than the benchmarks',
@@ -97,7 +82,7 @@ SPECULATES = Trait(lambda runtime: runtime.speculate != 0, "`runtime.speculate`"
 
 
 @ABILITIES.register("speculation", after=("branches",))
-class Speculation(ByExtra[Candidates]):
+class Speculation(ByExtra[Versioned]):
     """Denoise steps without a forward, where a candidate of the forward before is what the commits led to."""
 
     refusals = (
@@ -120,21 +105,15 @@ class Speculation(ByExtra[Candidates]):
                 sampling=GUIDED, runtime=SPECULATES),
     )  # fmt: skip
 
-    kind = Candidates
+    kind = Versioned
 
     @classmethod
-    def adds(cls, recipe: Parts, shape: StepShape, planned: Planned) -> Extra | None:
-        if planned.candidates is None:
-            return None
-        return Candidates(planned.candidates if planned.forks else 0)
-
-    @classmethod
-    def page_sets(cls, recipe: Parts, extras: Sequence[Extra]) -> int:
-        return sum(extra.count for extra in extras if isinstance(extra, Candidates))
+    def of(cls, recipe: Parts, shape: StepShape) -> Self | None:
+        return None if recipe.facts.versions else super().of(recipe, shape)
 
     @classmethod
     def alloc(cls, recipe: Parts, canvas: Canvas, block: int, extras: Sequence[Extra]) -> Any:
-        if not cls.page_sets(recipe, extras):
+        if recipe.facts.versions or not any(extra.count for extra in extras if isinstance(extra, Versioned)):
             return None
         slots, device = canvas.tokens_NS.shape[0], canvas.tokens_NS.device
         return Guesses.alloc(slots, recipe.iteration.blocks * block, device)

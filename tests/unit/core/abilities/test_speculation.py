@@ -30,7 +30,6 @@ from dinfer.core.step.commits import Commits
 from dinfer.core.step.cursors import BlockView, RowCursors
 from dinfer.core.step.mixins import Edits, Verifies
 from dinfer.core.step.shape import StepShape
-from dinfer.speed.abilities.candidates import Candidates
 
 BLOCK = 8
 ALLOWED = [c for c in SAMPLE if may_speculate(over_shared_model(c))]
@@ -148,7 +147,7 @@ def test_a_chain_of_hits_takes_one_forward() -> None:
 
 def tried(shapes: list[StepShape]) -> set[int]:
     """The numbers of candidates of steps."""
-    return {0 if (extra := shape.extra(Candidates)) is None else extra.count for shape in shapes}
+    return {shape.versions for shape in shapes}
 
 
 @pytest.mark.parametrize(
