@@ -1,4 +1,7 @@
-"""A forward over several versions of the active blocks, as candidates and branches take it.
+"""Tokens that stand at open positions: one forward over several versions of the active blocks, with drafts filled in.
+
+The host says how many (`Versioned`). An ability makes their `States`, and decides by `logits_of_versions`: candidates
+by the one that the commits led to, branches by the best one, drafts by how many of them are confirmed.
 
 Shape suffixes beside those of `dinfer.core.step.contracts`: X = K * L positions of the active blocks, C versions, the
 present state among them, G = C * B lanes of the forward.
