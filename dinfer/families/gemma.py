@@ -7,8 +7,6 @@ scalar that a layer's output is multiplied with, which is all that encoder and d
 Shape suffixes: B rows, W positions, T prompt, C canvas, D hidden, X heads or experts, E head size, V vocabulary.
 """
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -37,6 +35,7 @@ from dinfer.core.ranks.ranks import ALONE, Ranks
 from dinfer.core.step.model import Attend
 from dinfer.core.terms.spec import LocalAttention, ModelSpec
 from dinfer.families.abilities.encoder import encoder_intervals, local_interval
+from dinfer.families.images import Seeing
 
 
 class Norm(nn.RMSNorm):
@@ -154,7 +153,7 @@ class SelfConditioning(nn.Module):
         self.mlp = GatedMLP(spec.hidden, spec.mlp, geglu)
 
 
-class Gemma(nn.Module):
+class Gemma(Seeing, nn.Module):
     """Embedding, blocks, final norm and a tied head with soft-capped logits; no state between calls.
 
     One forward may hold positions of the encoder and of the decoder (`Attend.context_BW`), since each layer writes its
@@ -168,8 +167,6 @@ class Gemma(nn.Module):
         self.conditioning = SelfConditioning(spec)
         self.blocks = nn.ModuleList(GemmaBlock(spec, layer) for layer in range(spec.layers))
         self.norm = Norm(spec.hidden, spec)
-        self.eyes: Any = None  # `dinfer.families.images.tower.Eyes`, or why there are none
-        self.placeholder: int | None = None  # the token that stands where an embedding is given
 
     def join(self, ranks: Ranks) -> None:
         """See `dinfer.core.step.model.Divided`."""

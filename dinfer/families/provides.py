@@ -4,7 +4,17 @@ from typing import Any
 
 from dinfer.families.hub import FETCHED, datasets_of, download, fetched, snapshot_of
 
-__all__ = ["FETCHED", "asks_of", "datasets_of", "download", "encode_parts", "fetched", "images", "snapshot_of"]
+__all__ = [
+    "FETCHED",
+    "asks_of",
+    "datasets_of",
+    "download",
+    "encode_parts",
+    "fetched",
+    "images",
+    "snapshot_of",
+    "tower_bytes",
+]
 
 
 def encode_parts(*given: Any, **how: Any) -> list[int]:
@@ -19,6 +29,13 @@ def images() -> Any:
     from dinfer.families.images import prompts  # needs torch
 
     return prompts
+
+
+def tower_bytes(family: Any, folder: Any, dtype: Any) -> int:
+    """Bytes that a checkpoint's vision tower takes beside its network. Reads no weight."""
+    from dinfer.families.models._seeing import SeeingFamily  # needs torch
+
+    return family.tower_bytes(folder, dtype) if isinstance(family, SeeingFamily) else 0
 
 
 def asks_of(prompt: Any) -> tuple[Any, ...]:

@@ -43,6 +43,7 @@ from dinfer.core.loading.safetensors_io import (
     weight_map,
 )
 from dinfer.core.models.family import ModelFamily, Placement
+from dinfer.core.provided import provided
 from dinfer.core.registry import MODELS
 from dinfer.core.terms.spec import ModelSpec
 from dinfer.formats.holding import format_of, roundings
@@ -282,6 +283,8 @@ def _memory(found: Inspection, plan: LoadPlan, dtype: torch.dtype) -> dict[str, 
         return empty_network(plan.family, plan.spec, dtype, torch.device("meta"), formats)
 
     memory: dict[str, int | None] = {}
+    tower = provided("tower_bytes") if found.complete else None
+    beside = 0 if tower is None else tower(plan.family, found.folder, dtype)
     if found.folder.suffix == GGUF and (blocks := plan.formats(torch.float32, blocks=True)):
         memory["blocks"] = _bytes(empty(torch.float32, blocks))
     network: Any = None
@@ -292,7 +295,7 @@ def _memory(found: Inspection, plan: LoadPlan, dtype: torch.dtype) -> dict[str, 
         if kept != now:
             now = kept
             network = empty(dtype, held)
-        size = _bytes(network)
+        size = _bytes(network) + beside
         try:
             for module, own in formatted(network).values() if name != "none" else ():
                 if module.formats[own] is PLAIN:

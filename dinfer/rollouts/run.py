@@ -50,8 +50,8 @@ def rollout(
     is given each sample, and its number, as soon as it is done.
 
     `more`: per-request options by name, such as temperature=1.0, or options=, one mapping for all or one for each
-    prompt; and what each answer is held to, as `Pipeline.generate` takes it. Raises ValueError before any work, and the
-    error of a request that fails.
+    prompt; images= and what each answer is held to, as `Pipeline.generate` takes them. Raises ValueError before any
+    work, and the error of a request that fails.
     """
     asked = Asked(n, max_new_tokens, seed, record, whole_blocks)
     made, done = planned(pipe, prompts, asked, **more), dict[int, Completion]()
@@ -199,6 +199,7 @@ def planned(pipe: Any, prompts: Sequence[Any], asked: Asked, **more: Any) -> Rou
     n, max_new_tokens, seed, record, whole = asked
     recipe: Recipe = pipe.recipe
     names = [name.partition(".")[2] for name in recipe.request_options]
+    prompts = pipe.seeing(listed(prompts, "prompts"), more, single=False)
     refuse_names("rollout", more, [*OWN, "options", *names])
     held = {name: more.pop(name) for name in OWN if name in more}
     form = needed("form_of", "a form", "structure")(held) if held else None
@@ -207,8 +208,7 @@ def planned(pipe: Any, prompts: Sequence[Any], asked: Asked, **more: Any) -> Rou
     level, count = Record[record.upper()], as_int(n, "n")
     if count < 1:
         raise ValueError(f"n={n} must be at least 1")
-    given, origin = listed(prompts, "prompts"), origin_of(recipe)
-    ids = [_ids(pipe, i, prompt) for i, prompt in enumerate(given)]
+    origin, ids = origin_of(recipe), [_ids(pipe, i, prompt) for i, prompt in enumerate(prompts)]
     seeds = _seeds(seed, len(ids), count)
     lengths = each(max_new_tokens, len(ids), "max_new_tokens")
     lengths = [

@@ -45,7 +45,7 @@ async def encoded(
     """Token ids. Conversations go through the chat template, texts do not. `images`: whether they may have any."""
     if not isinstance(prompt, str) and (pictures := [*pictures_in(prompt)]):
         if not images:
-            raise invalid(pictures[0].where, " is an image, which chats, messages and responses alone take")
+            raise invalid(pictures[0].where, " is an image, which a trace does not show: leave it out")
         return await _seen(server, served, prompt, pictures, **how)
     encode = partial(served.pipe.encode, prompt, chat=False if isinstance(prompt, str) else None, **how)
     with at_field(field):

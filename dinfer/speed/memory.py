@@ -21,7 +21,7 @@ from dinfer.core.engine.runtime import BatchSize, Runtime
 from dinfer.core.engine.worker import Worker
 from dinfer.core.memory import KVPool, PoolSize
 from dinfer.core.models.family import ModelFamily
-from dinfer.core.provided import needed
+from dinfer.core.provided import needed, provided
 from dinfer.core.ranks.split import Rank
 from dinfer.core.step.cursors import Cursors, Phase
 from dinfer.core.step.shape import Sampled, StepShape
@@ -75,6 +75,26 @@ def held(network: Any) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
+def eyes_of(worker: Worker) -> Any | None:
+    """What sees pictures for the network, which has weights of its own; None: nothing does."""
+    own = provided("images")
+    found = "" if own is None else own().eyes_of(worker.recipe.model)
+    return None if isinstance(found, str) else found
+
+
+def beside(worker: Worker) -> tuple[int, int]:
+    """Bytes of the vision tower's weights, and of the embeddings that all requests together may bring."""
+    if (eyes := eyes_of(worker)) is None:
+        return 0, 0
+    return eyes.nbytes, eyes.table_bytes(worker.runtime.rows, longest(worker))
+
+
+def longest(worker: Worker) -> int:
+    """Positions of the longest canvas."""
+    most = worker.recipe.model.spec.max_length
+    return min(worker.runtime.max_length or most, most)
+
+
 def fits(
     family: ModelFamily, folder: Path, dtype: torch.dtype | None, quantize: str | None, runtime: Runtime,
     device: torch.device,
@@ -90,6 +110,7 @@ def fits(
     blocks = rank.ranks == 1 and device.type == "cpu" and folder.suffix == GGUF and quantize is None
     formats = plan.formats(dtype, quantize, rank, blocks=blocks)
     weights = held(empty_network(family, plan.spec, dtype, META, formats, rank, wanted))
+    weights += 0 if (tower := provided("tower_bytes")) is None else tower(family, folder, dtype)
     most, said = free, f"the card has {gigabytes(free)} free of {gigabytes(total)}"
     if runtime.memory is not None and (budget := memory_bytes(runtime.memory, total)) < free:
         most, said = budget, f"runtime.memory={runtime.memory} is {gigabytes(budget)}"
@@ -124,32 +145,38 @@ def within(worker: Worker) -> Runtime:
     assert runtime.memory is not None
     free, total = free_and_total(device)
     budget = memory_bytes(runtime.memory, total)
-    weights = held(worker.recipe.model)
+    tower, table = beside(worker)
+    weights = held(worker.recipe.model) + tower
     before = max(torch.cuda.memory_reserved(device), weights) if device.type == "cuda" else weights
     steps, page = int(SPARE * measured(worker)), page_bytes(worker)
     need = -(-(runtime.max_length or 1) // runtime.page)
-    pages = min(budget - before, free_and_total(device)[0]) - steps
+    pages = min(budget - before, free_and_total(device)[0]) - steps - table
     if (pages := pages // page) < need:
-        least = before + steps + need * page
+        least = before + steps + table + need * page
         fix = f"use at least {math.ceil(100 * least / total) / 100:.2f}, which is {gigabytes(least)}"
         if least > before + free:
             fix = "lower runtime.rows, runtime.positions or runtime.max_length, or use quantize"
+            fix += ", or lower model.image_tokens" if table else ""
         raise ValueError(
             f"runtime.memory={runtime.memory} is {gigabytes(budget)}, and {gigabytes(free)} are free. Weights take "
             f"{gigabytes(weights)}, what else this process holds {gigabytes(before - weights)}, steps and graphs "
-            f"{gigabytes(steps)}, and keys of the longest request {gigabytes(need * page)}: {fix}"
+            f"{gigabytes(steps)}, {f'images of all requests {gigabytes(table)}, ' if table else ''}and keys of the "
+            f"longest request {gigabytes(need * page)}: {fix}"
         )
     return replace(runtime, pages=pages, memory=None)
 
 
 def measured(worker: Worker) -> int:
-    """Bytes that the largest steps take beyond weights and keys; 0 on a CPU, whose memory nobody reserves."""
+    """Bytes that the largest steps and a picture take beyond weights, keys and what requests bring.
+
+    0 on a CPU, whose memory nobody reserves.
+    """
     device = worker.recipe.model.device
     if device.type != "cuda":
         return 0
     torch.cuda.empty_cache()
     before, runtime = torch.cuda.mem_get_info(device)[0], worker.runtime
-    length = min(runtime.max_length or worker.recipe.model.spec.max_length, worker.recipe.model.spec.max_length)
+    length = longest(worker)
     block = min(worker.recipe.iteration.block or length, length)
     pages = -(-length // runtime.page)
     with torch.inference_mode():
@@ -157,8 +184,11 @@ def measured(worker: Worker) -> int:
         for shape in largest(worker, length, block):
             for _ in range(TIMES if runtime.graphs else 1):
                 worker.launch(shape, [])
+        if (eyes := eyes_of(worker)) is not None:
+            eyes.rehearse()
         torch.cuda.synchronize(device)
         taken = before - torch.cuda.mem_get_info(device)[0] - pages * page_bytes(worker)
+        taken -= beside(worker)[1]
         worker.close()
     torch.cuda.empty_cache()
     return max(taken, 0)
@@ -188,6 +218,9 @@ def told(worker: Worker) -> str:
     """What an engine takes of its card, in a sentence."""
     device, runtime = worker.recipe.model.device, worker.runtime
     parts = [f"weights {gigabytes(held(worker.recipe.model))}"]
+    if any(beside(worker)):
+        tower, table = beside(worker)
+        parts.append(f"vision tower {gigabytes(tower)}, images of all requests {gigabytes(table)}")
     if runtime.pages is not None:
         keys = runtime.pages * page_bytes(worker)
         parts.append(f"keys {gigabytes(keys)} ({runtime.pages} pages of {runtime.page} positions)")

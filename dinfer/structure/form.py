@@ -9,7 +9,7 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
-from dinfer.core.pipeline.inputs import FormKeywords, named
+from dinfer.core.pipeline.inputs import FormKeywords, named, refuse_names
 from dinfer.core.recipe.recipe import Recipe
 from dinfer.core.registry import values_of
 from dinfer.structure import Compiler, Constraint, Language, choice, grammar, json_schema, regex, vocabulary_of
@@ -41,8 +41,7 @@ class Form:
 
 def given_of(held: Mapping[str, Any]) -> dict[str, Any]:
     """The argument that says what answers are held to, if any does. Raises ValueError and TypeError as `form_of`."""
-    if unknown := held.keys() - FormKeywords.__annotations__.keys():
-        raise TypeError(f"got an unexpected keyword argument {min(unknown)!r}")
+    refuse_names("infill", held, FormKeywords.__annotations__)
     given = {name: value for name, value in held.items() if value is not None and name != "posterior"}
     if len(given) > 1:
         raise ValueError(f"{' and '.join(given)} are both given: an answer is held to one of them")

@@ -22,7 +22,8 @@ from typing import Any
 
 from dinfer.core.engine.engine import Engine
 from dinfer.core.engine.request import Ask, Completion, Counts, Request
-from dinfer.core.pipeline.inputs import as_int, encodable, is_conversation, listed, named, short
+from dinfer.core.pipeline.inputs import as_int, encodable, is_conversation, listed, named, refuse_names, short
+from dinfer.core.provided import provided
 from dinfer.core.step.contracts import Iteration
 from dinfer.core.step.mixins import Pads
 from dinfer.core.terms.spec import ModelSpec
@@ -132,7 +133,8 @@ class Layout:
         opened = {position for blank in blanks for position in blank.positions}
         # Where the text before the first slot is read otherwise than a prompt, it is left to the canvas.
         first = offset if spec.encoder or spec.prompt_block else min(opened)
-        asks = (Read((*blanks,), steps), *self.asks)
+        own = provided("asks_of")
+        asks = (Read((*blanks,), steps), *self.asks, *(own(prompt) if own else ()))
         found = []
         for number in range(seeds):
             options = engine.recipe.resolve({"sampling.seed": seed + number} if seed + number else {})
@@ -228,21 +230,24 @@ def options_of(value: Any, what: str) -> list[str]:
 
 def read(
     pipe: Any, prompts: Any, answer: str | None = None, *, slots: Mapping[str, Sequence[str]] | None = None,
-    choice: Sequence[str] | None = None, steps: int = 1, seeds: int = 1, seed: int = 0, chat: bool | None = None,
+    choice: Sequence[str] | None = None, steps: int = 1, seeds: int = 1, seed: int = 0, **shown: Any,
 ) -> Any:  # fmt: skip
     """What the model says in the slots of an answer to one prompt (a Reading) or to a list of them (a list).
 
     `answer`: its text, `[SLOT:name]` for each slot; None: one slot alone. `slots`: the options of each; `choice`: those
     of a single slot, called "choice". `steps`: denoise steps of each block. One reads all slots at once; with more, the
     surest are filled first, and the others read what stands there. `seeds`: how often a model without a mask token is
-    read, from other noise each time; `seed`: the first. `chat`: as for `Pipeline.generate`.
+    read, from other noise each time; `seed`: the first. `shown`: `chat` and `images`, as for
+    `Pipeline.generate`.
 
     Nothing is drawn, so no other option has an effect. Raises ValueError for bad input.
     """
     single, ids = isinstance(prompts, str) or is_conversation(prompts), list[list[int]]()
+    refuse_names("read", shown, ("chat", "images"))
+    prompts = pipe.seeing(prompts, shown, single=single, chat=shown.get("chat"))
     for index, prompt in enumerate([prompts] if single else listed(prompts, "prompts")):
         with nullcontext() if single else named(f"prompt {index}"):
-            ids.append(pipe.encode(prompt, chat=chat))
+            ids.append(pipe.encode(prompt, **shown))
     found = layout(pipe, answer, slots, choice)
     made = [found.requests(pipe.engine, prompt, steps, seeds, seed) for prompt in ids]
     updates = pipe.engine.run([request for each in made for request in each])

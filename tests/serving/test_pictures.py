@@ -62,6 +62,10 @@ def test_each_api_takes_a_picture_as_python_does(client: Client) -> None:
     assert client.ask("/tokenize", {"model": "tiny", "messages": body(CHAT, PARTS[CHAT])["messages"]}).json()[
         "count"
     ] == len(want.prompt_ids)
+    asked = body(CHAT, PARTS[CHAT])["messages"]
+    read = client.ask("/v1/read", {"model": "tiny", "messages": asked, "choice": ["w2", "w3"]}).json()
+    said = client.pipe.read([{"role": "user", "content": parts}], choice=["w2", "w3"]).slots["choice"]
+    assert read["slots"]["choice"]["probabilities"]["w2"] == pytest.approx(said.probabilities["w2"], abs=1e-5)
     other = client.ask(CHAT, body(CHAT, {"type": "image_url", "image_url": {"url": URL}}, PARTS[CHAT], n=2)).json()
     assert len(other["choices"]) == 2 and other["usage"]["prompt_tokens"] > 2 * 40
 
@@ -105,7 +109,7 @@ def test_too_many_images_and_those_of_others_are_refused(client: Client) -> None
     answer = client.ask(CHAT, body(CHAT) | {"messages": [turn]}).json()["error"]
     assert answer["param"] == "messages.0.content.0" and "only the user's" in answer["message"]
     answer = client.ask("/v1/trace", body(CHAT, PARTS[CHAT])).json()["error"]
-    assert "chats, messages and responses alone take" in answer["message"]
+    assert "which a trace does not show" in answer["message"]
     answer = client.ask(CHAT, body(CHAT, PARTS[CHAT], prompt_logprobs=1)).json()["error"]
     assert answer["param"] == "prompt_logprobs"
     answer = client.ask(CHAT, body(CHAT, PARTS[CHAT], truncate_prompt_tokens=20)).json()["error"]

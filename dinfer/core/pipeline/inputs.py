@@ -138,6 +138,7 @@ REMEDIES = {
     "num_beams": "leave it out: there is no beam search", "torch_dtype": "use dtype", "device_map": "use device",
     "trust_remote_code": "leave it out: code of a checkpoint is never run", "load_in_8bit": "use quantize='int8'",
     "load_in_4bit": "use quantize='int4'", "tensor_parallel_size": "use runtime=dinfer.Runtime(tensor_parallel=2)",
+    "images": "give them to generate, stream, updates, read or rollout, beside a text",
 }  # fmt: skip
 
 

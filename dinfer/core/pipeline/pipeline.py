@@ -189,8 +189,7 @@ class Pipeline:
         encode: Callable[[Any], list[int]] = partial(self.encode, chat=True if how else chat, **how)
         if not single and (isinstance(prompts, Mapping) or not isinstance(prompts, Iterable)):
             raise ValueError(f"a prompt is a text, a list of messages, or a list of such prompts, not {prompts!r:.80}")
-        if (images := more.pop("images", None)) is not None:
-            prompts = needed("images", "images", "families")().beside(prompts, images, single=single, chat=chat)
+        prompts = self.seeing(prompts, more, single=single, chat=chat)
         ids = [encode(prompts)] if single else self._each(encode, prompts, "prompt")
         with unnumbered("prompt") if single else nullcontext():
             results = self.generate_ids(ids, max_new_tokens=max_new_tokens, options=options, trace=trace, **more)
@@ -202,7 +201,7 @@ class Pipeline:
         options: Options = None, trace: bool = False, **more: Any,
     ) -> list[Any]:  # fmt: skip
         """Like `generate`, for prompts that are token ids. Texts are decoded if there is a tokenizer."""
-        asked, chosen = self._by_name("generate", more)
+        asked, chosen = self._by_name("generate_ids" if "images" in more else "generate", more)
         n, until, progress = asked.pop("n", None), texts_of(asked.pop("stop", None)), asked.pop("progress", None)
         form = self._form(cast(FormKeywords, asked))
         if form is not None and until:
@@ -285,7 +284,8 @@ class Pipeline:
         chat: bool | None = None, **more: Any,
     ) -> Generator[Update]:  # fmt: skip
         """The canvas of one prompt after every step. Raises as `generate` does."""
-        requests = self._one("updates", self.encode(prompt, chat=chat), max_new_tokens, options, more)
+        ids = self.encode(self.seeing(prompt, more, chat=chat), chat=chat)
+        requests = self._one("updates", ids, max_new_tokens, options, more)
         return self.engine.run(requests, Wants(snapshots=True))
 
     @user_errors
@@ -298,8 +298,16 @@ class Pipeline:
         Joined, they are the text that `generate` returns. A decoder that edits gives the text of finished blocks.
         Raises as `generate` does.
         """
-        requests = self._one("stream", self.encode(prompt, chat=chat), max_new_tokens, options, more)
+        ids = self.encode(self.seeing(prompt, more, chat=chat), chat=chat)
+        requests = self._one("stream", ids, max_new_tokens, options, more)
         return TextStream(self.engine.run(requests, Wants(deltas="commit")), self.decode)
+
+    @staticmethod
+    def seeing(prompts: Any, more: dict[str, Any], *, single: bool = True, chat: bool | None = None) -> Any:
+        """One prompt, or several, with their `images`, which it takes out of the keywords. Raises ValueError."""
+        images = more.pop("images", None)
+        how: dict[str, Any] = {"single": single, "chat": chat}
+        return prompts if images is None else needed("images", "images", "families")().beside(prompts, images, **how)
 
     @user_errors
     def encode(self, prompt: Any, *, chat: bool | None = None, **how: Any) -> list[int]:
@@ -307,9 +315,9 @@ class Pipeline:
 
         `how`: `add_special_tokens` for texts; `tools` as OpenAI's clients write them, `add_generation_prompt`,
         `continue_final_message`, and `variables` of the chat template, such as {"enable_thinking": False}, for
-        conversations.
+        conversations; `images` as for `generate`.
         """
-        tokenizer = self.need_tokenizer()
+        tokenizer, prompt = self.need_tokenizer(), self.seeing(prompt, how, chat=chat)
         if isinstance(prompt, str):
             if not prompt.strip():
                 raise ValueError("the prompt is empty")

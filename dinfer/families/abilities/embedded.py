@@ -21,9 +21,9 @@ from dinfer.core.refusals import Refusal, Trait
 from dinfer.core.step.ability import Ask, ByExtra, Canvas, Entry, Extra, Forward, Parts, Request, Step, Window
 from dinfer.core.step.cursors import Phase, RowCursors
 from dinfer.families.abilities.encoder import Encoder
-from dinfer.families.gemma import Gemma
+from dinfer.families.images import Seeing
 
-MOST = 2240  # given embeddings of a request: eight images of 280
+MOST = 2240  # given embeddings of a request, if its model does not say: eight images of 280
 Mutual = Literal["causal", "local", "all"]
 """What a position of a stretch sees of the stretch behind itself: nothing; all of it in layers with a window, which
 still cuts what is far behind (Gemma 4); all of it in every layer, and nothing of it cut (transformers' `generate` of
@@ -101,29 +101,32 @@ class Given(Extra):
 
 @dataclass(slots=True)
 class Tables:
-    """What all slots bring. It takes memory from the first request on that brings something."""
+    """What all slots bring. Without eyes it takes memory from the first request on that brings something."""
 
     canvas: Canvas
     like_D: Tensor  # of the dtype and width of embeddings
+    most: int  # given embeddings of a slot
     x_XD: Tensor | None = None  # `most` rows for each slot
     row_NS: Tensor | None = None  # int32, which of these rows is fed at a position; -1: none
     seen_3NS: Tensor | None = None  # int32: least begin and end in layers with a window, end in the others
     piece_NS: Tensor | None = None  # int32, where a prefill ends that would end before this position
 
-    @property
-    def most(self) -> int:
-        return min(MOST, self.canvas.capacity)
+    def take(self) -> None:
+        """Takes the memory."""
+        slots, length = self.canvas.tokens_NS.shape
+        self.x_XD = self.like_D.new_empty(slots * self.most, self.like_D.shape[0])
+        self.row_NS = torch.full((slots, length), -1, dtype=torch.int32, device=self.like_D.device)
+        self.seen_3NS = torch.zeros(3, slots, length, dtype=torch.int32, device=self.like_D.device)
+        self.piece_NS = torch.full_like(self.row_NS, length)
 
     def write(self, slot_A: Tensor, asked: Sequence[Embedded | None]) -> None:
         """Host side."""
-        device, (slots, length) = slot_A.device, self.canvas.tokens_NS.shape
+        device, length = slot_A.device, self.canvas.tokens_NS.shape[1]
         if self.x_XD is None:
             if not any(asked):
                 return
-            self.x_XD = self.like_D.new_zeros(slots * self.most, self.like_D.shape[0])
-            self.row_NS = torch.full((slots, length), -1, dtype=torch.int32, device=device)
-            self.seen_3NS = torch.zeros(3, slots, length, dtype=torch.int32, device=device)
-            self.piece_NS = torch.full_like(self.row_NS, length)
+            self.take()
+        assert self.x_XD is not None
         row_AS, piece_AS = (torch.full((len(asked), length), fill, dtype=torch.int32) for fill in (-1, length))
         seen_3AS = torch.tensor([length, 0, 0], dtype=torch.int32)[:, None, None].repeat(1, len(asked), length)
         for at, (slot, ask) in enumerate(zip(slot_A.tolist(), asked, strict=True)):
@@ -142,6 +145,16 @@ class Tables:
         self.row_NS.index_copy_(0, slot_A, uploaded(row_AS, device))
         self.seen_3NS.index_copy_(1, slot_A, uploaded(seen_3AS, device))
         self.piece_NS.index_copy_(0, slot_A, uploaded(piece_AS, device))
+
+
+def most_of(model: Any) -> int:
+    """How many given embeddings a request of a model may bring."""
+    return int(model.eyes.most) if sees(model) else MOST
+
+
+def sees(model: Any) -> bool:
+    """Whether it has a vision tower."""
+    return isinstance(model, Seeing) and not isinstance(model.eyes, str)
 
 
 def _exceeds(parts: Mapping[str, Any]) -> bool:
@@ -163,15 +176,16 @@ class Embeds(ByExtra[Given]):
 
     @classmethod
     def refusal(cls, recipe: Parts, request: Request) -> str | None:
-        ask, token = request.ask(Embedded), recipe.model.placeholder if isinstance(recipe.model, Gemma) else None
+        ask, most = request.ask(Embedded), most_of(recipe.model)
+        token = recipe.model.placeholder if isinstance(recipe.model, Seeing) else None
         if token is not None and request.prompt.count(token) != (0 if ask is None else len(ask)):
             inside = {at for one in (ask.stretches if ask else ()) for at in range(one.first, one.end)}
             at = next((at for at, one in enumerate(request.prompt) if one == token and at not in inside), request.start)
             return f"the image token {token} stands at position {at} without an image: send messages with one"
         if ask is None:
             return None
-        if len(ask) > MOST:
-            return f"a request's images take {len(ask)} positions, and {MOST} is the most: send fewer or smaller ones"
+        if len(ask) > most:
+            return f"a request's images take {len(ask)} positions, and {most} is the most: send fewer or smaller ones"
         spec, end = recipe.model.spec, 0
         for one in ask.stretches:
             if one.first < end or one.end > request.start or one.embeddings.rows_XD.shape[1:] != (spec.hidden,):
@@ -187,7 +201,11 @@ class Embeds(ByExtra[Given]):
     @classmethod
     def alloc(cls, recipe: Parts, canvas: Canvas, block: int, extras: Sequence[Extra]) -> Tables:
         spec, model = recipe.model.spec, recipe.model
-        return Tables(canvas, torch.empty(spec.hidden, dtype=model.dtype, device=canvas.tokens_NS.device))
+        like_D = torch.empty(spec.hidden, dtype=model.dtype, device=canvas.tokens_NS.device)
+        kept = Tables(canvas, like_D, min(most_of(model), canvas.capacity))
+        if sees(model):  # no picture may find that others took the memory
+            kept.take()
+        return kept
 
     @classmethod
     def admit(cls, kept: Tables, slot_A: Tensor, entries: Sequence[Entry]) -> None:

@@ -7,8 +7,8 @@ from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any, cast
 
-from dinfer.families.abilities.embedded import MOST, Embedded, Stretch
-from dinfer.families.gemma import Gemma
+from dinfer.families.abilities.embedded import Embedded, Stretch
+from dinfer.families.images import Seeing
 from dinfer.families.images.pictures import MOST_IMAGES, Picture, opened, sent
 from dinfer.families.images.tower import Eyes
 
@@ -28,7 +28,7 @@ class PromptIds(list[int]):
 
 def eyes_of(network: Any) -> Eyes | str:
     """What sees for a network; why nothing does."""
-    if isinstance(network, Gemma) and network.eyes is not None:
+    if isinstance(network, Seeing) and network.eyes:
         return cast(Eyes | str, network.eyes)
     return f"models of the family {network.spec.family} take no images: send text alone"
 
@@ -57,12 +57,12 @@ def encode_parts(pipe: Any, chat: Any, messages: Sequence[Mapping[str, Any]], **
     pictures = [opened(one, where) for where, one in given]
     counts = [own.soft_tokens(picture) for picture in pictures]
     ids, firsts = _expanded(chat.encode(plain, **how), own, counts)
-    room = pipe.engine.max_length
-    if sum(counts) > MOST or len(ids) >= room:
-        most = f"{MOST} positions for images" if sum(counts) > MOST else f"{room} positions"
+    room, many = pipe.engine.max_length, sum(counts) > own.most
+    if many or len(ids) >= room:
+        most = f"for model.image_tokens={own.most} of images" if many else f"for {room} positions"
         raise ValueError(
             f"{given[-1][0]}: {len(given)} images take {sum(counts)} positions of a prompt of {len(ids)}, and there is "
-            f"room for {most}: send fewer or less text"
+            f"room {most}: send fewer or less text"
         )
     between = pipe.engine.between_rounds if pipe.model.device.type == "cuda" else nullcontext
     pairs = zip(firsts, pictures, strict=True)

@@ -6,6 +6,7 @@ Facts: transformers 5.23, `gemma4` and `diffusion_gemma`. Shape suffixes: P patc
 from __future__ import annotations
 
 import hashlib
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -36,8 +37,24 @@ class Eyes:
     tokens: tuple[int, int, int]  # ids: at each soft token, before an image, behind it
     mutual: Mutual
     dtype: torch.dtype  # of the embeddings
+    most: int  # positions of a request that images may take
     known: OrderedDict[bytes, Embeddings] = field(default_factory=OrderedDict)
     turn: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights."""
+        return sum(one.nbytes for part in (self.tower, self.projection) for one in part.state_dict().values())
+
+    def table_bytes(self, rows: int, length: int) -> int:
+        """Bytes of the embeddings that so many requests of so many positions may bring."""
+        return rows * min(self.most, length) * self.projection.embedding_projection.out_features * self.dtype.itemsize
+
+    def rehearse(self) -> None:
+        """Sees an image of one colour, which takes as much memory as any other."""
+        from PIL import Image
+
+        self.see(Picture(Image.new("RGB", (64, 64), "gray"), "an image"))
 
     def size(self, width: int, height: int) -> tuple[int, int]:
         """The width and the height that an image is resized to."""
@@ -84,8 +101,18 @@ class Eyes:
         return known
 
 
-def eyes_of(folder: Path, network: Any) -> Eyes | str:
-    """The eyes of a checkpoint for its network, or why it has none. Raises CheckpointError for another tower."""
+def bytes_of(folder: Path, prefixes: tuple[str, ...], dtype: torch.dtype) -> int:
+    """Bytes of a checkpoint's vision tower, beside a network of this dtype. Reads no weight."""
+    found = {} if folder.suffix == GGUF else stored(folder)
+    size = torch.float32.itemsize if dtype == torch.float16 else dtype.itemsize
+    return sum(math.prod(one.shape) * size for name, one in found.items() if name.startswith(prefixes))
+
+
+def eyes_of(folder: Path, network: Any, most: int) -> Eyes | str:
+    """The eyes of a checkpoint for its network, or why it has none. Raises CheckpointError for another tower.
+
+    `most`: positions of a request that images may take.
+    """
     if folder.suffix == GGUF:
         return f"{folder.name}, a GGUF file, holds no vision tower: load the published safetensors, or send text alone"
     found = {name: one for name, one in stored(folder).items() if name.startswith((TOWER, PROJECTION))}
@@ -129,7 +156,7 @@ def eyes_of(folder: Path, network: Any) -> Eyes | str:
         processor = _processor(folder, config, vision)
     except CheckpointError as error:  # of settings that pictures alone need
         return str(error)
-    return Eyes(processor, tower, projection, (tokens[0], tokens[1], tokens[2]), mutual, network.dtype)
+    return Eyes(processor, tower, projection, (tokens[0], tokens[1], tokens[2]), mutual, network.dtype, most)
 
 
 def _modules(vision: Mapping[str, Any], hidden: int, device: torch.device) -> tuple[Any, Any]:

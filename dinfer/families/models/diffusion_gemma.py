@@ -5,13 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from dinfer.core.models._family import HubCheckpoint, check_kinds, complete, expect, fused_placements, mlp_placements
+from dinfer.core.models._family import check_kinds, complete, expect, fused_placements, mlp_placements
 from dinfer.core.models.family import Placement, Split
 from dinfer.core.ranks.split import Section
 from dinfer.core.registry import MODELS, option
 from dinfer.core.terms.spec import ExpertLayout, ExpertSpec, LocalAttention, ModelSpec
 from dinfer.families.gemma import Gemma
 from dinfer.families.images.tower import PROJECTION, TOWER, Eyes, eyes_of
+from dinfer.families.models._seeing import SeeingFamily
 
 EXPECTED: dict[str, tuple[Any, ...]] = {
     "hidden_activation": ("gelu_pytorch_tanh",),
@@ -33,7 +34,7 @@ DECODER, ENCODER = "model.decoder", "model.encoder.language_model"
 
 @MODELS.register("diffusion_gemma")
 @dataclass(frozen=True, kw_only=True)
-class DiffusionGemma(HubCheckpoint):
+class DiffusionGemma(SeeingFamily):
     """DiffusionGemma checkpoints, with their vision tower if they have one and Pillow is installed.
 
     Published decoding: iteration=self_conditioned, decoder=renoise, sampling.temperature=1 and cache=block.
@@ -57,10 +58,8 @@ class DiffusionGemma(HubCheckpoint):
     def network(self, spec: ModelSpec) -> Gemma:
         return Gemma(spec)
 
-    def finished(self, network: Any, folder: Path) -> Any:
-        network.eyes = eyes_of(folder, network)
-        network.placeholder = network.eyes.tokens[0] if isinstance(network.eyes, Eyes) else None
-        return network
+    def eyes(self, folder: Path, network: Any) -> Eyes | str:
+        return eyes_of(folder, network, self.image_tokens)
 
     def spec(self, config: dict[str, Any]) -> ModelSpec:
         if not isinstance(text := config.get("text_config"), Mapping):

@@ -70,7 +70,7 @@ def add(app: FastAPI, server: Server) -> None:
     async def read(body: ReadRequest) -> dict[str, Any]:
         """How probable each option is in its slot of an answer whose other text stands already: `[SLOT:name]`."""
         served = server.catalogue.find(body.model, body.dinfer.decoder)
-        prompt = await encoded(server, served, body.conversation, "messages", images=False, **body.ending)
+        prompt = await encoded(server, served, body.conversation, "messages", **body.ending)
         texts = [text for options in (body.slots or {"": body.choice or []}).values() for text in options]
         served.check_size("".join([body.answer or "", *texts]), "answer")
         try:  # in a thread: the first read with options of several tokens looks at the whole vocabulary

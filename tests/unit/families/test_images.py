@@ -29,7 +29,9 @@ from dinfer.core.step.cursors import Phase
 from dinfer.families.abilities.embedded import Embedded, Embeddings, Stretch
 from dinfer.families.images.pictures import opened
 from dinfer.families.images.tower import eyes_of
+from dinfer.lab.inspect import inspect
 from dinfer.scale.parallel.leader_worker import read, spelled
+from dinfer.speed import memory
 from tests.parity.kinds.images import hidden
 
 
@@ -156,7 +158,7 @@ def test_a_tower_of_another_size_is_refused_and_one_that_is_not_there_is_told(fo
     pipe = dinfer.load(blind, device="cpu", iteration={"block": 6})
     with pytest.raises(ValueError, match=r"messages\.0\.content\.1: the checkpoint blind holds no vision tower"):
         pipe.encode(asked(picture(0)))
-    assert "m.gguf, a GGUF file, holds no vision tower" in str(eyes_of(Path("m.gguf"), pipe.model))
+    assert "m.gguf, a GGUF file, holds no vision tower" in str(eyes_of(Path("m.gguf"), pipe.model, 1))
     with pytest.raises(ValueError, match=r"models of the family llada take no images: send text alone"):
         dinfer.load("tiny", device="cpu").encode(asked(picture(0)))
 
@@ -251,6 +253,34 @@ def test_placeholders_need_images(pipe: Pipeline) -> None:
         Pipeline(pipe.recipe, tokenizer, Runtime()).encode(asked(picture(0)))
 
 
+def test_tower_and_soft_tokens_are_counted(pipe: Pipeline, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "free_and_total", lambda device: (1 << 33, 1 << 33))
+    found = dinfer.load(str(folder), device="cpu", runtime=Runtime(memory="9MB", max_length=250, rows=4))
+    worker, eyes = found.engine.loop.worker, found.model.eyes
+    tower = sum(one.nbytes for part in (eyes.tower, eyes.projection) for one in part.state_dict().values())
+    table = 4 * 250 * found.model.spec.hidden * 4  # rows, positions, float32
+    assert found.engine.runtime.pages == (9_000_000 - memory.held(found.model) - tower - table) // memory.page_bytes(
+        worker
+    )
+    found.generate("w1", images=picture(0), max_new_tokens=6)
+    assert f"vision tower {tower / 1e6:.1f} MB, images of all requests {table / 1e6:.1f} MB" in memory.told(worker)
+    with pytest.raises(
+        ValueError, match=r"images of all requests 24\.0 MB, .*: use at least 0\.01, which is 24\.\d MB"
+    ):
+        Pipeline(pipe.recipe, None, Runtime(memory="9MB", max_length=250, rows=1000))
+    assert inspect(folder, {}).memory["none"] == memory.held(found.model) + tower
+
+
+def test_images_take_the_positions_that_the_model_keeps_for_them(folder: Path) -> None:
+    few = dinfer.load({"name": "diffusion_gemma", "checkpoint": str(folder), "image_tokens": 70}, device="cpu")
+    assert few.generate("w1", images=picture(0), max_new_tokens=6).ids
+    with pytest.raises(ValueError, match=r"2 images take 1\d\d positions .* room for model\.image_tokens=70 of images"):
+        few.encode("w1", images=[picture(0), picture(1)])
+    blind = dinfer.load({"name": "diffusion_gemma", "checkpoint": str(folder), "image_tokens": 0}, device="cpu")
+    with pytest.raises(ValueError, match=r"model\.image_tokens=0 loads no vision tower: raise it"):
+        blind.encode("w1", images=picture(0))
+
+
 def test_a_saved_model_sees(pipe: Pipeline, tmp_path: Path) -> None:
     pipe.save(tmp_path / "saved")
     again = dinfer.load(str(tmp_path / "saved"), device="cpu", iteration={"block": 6})
@@ -282,3 +312,25 @@ def test_images_beside_texts_are_messages_with_pictures(pipe: Pipeline) -> None:
             pipe.generate(prompts, images=images, **how)
     with pytest.raises(ValueError, match="take no images"):
         dinfer.load("tiny", device="cpu").generate("w1", images=picture(0))
+
+
+def test_every_entry_takes_images_or_says_which_does(pipe: Pipeline) -> None:
+    how: dict[str, Any] = {"max_new_tokens": 6, "seed": 3, "temperature": 0}
+    for images in (picture(0), picture(9)):
+        wanted = pipe.generate("w1", images=images, **how)
+        assert "".join(pipe.stream("w1", images=images, **how)) == wanted.text
+        assert [*pipe.updates("w1", images=images, **how)][-1].completion.canvas == wanted.canvas  # type: ignore[union-attr]
+        assert pipe.encode("w1", images=images) == wanted.prompt_ids
+    one, same, other, bare = (
+        pipe.read(["w1"], choice=["w2", "w3"], images=images)[0].slots["choice"].probabilities["w2"]
+        for images in ([picture(0)], [[picture(0)]], [picture(9)], None)
+    )
+    assert one == same and len({one, other, bare}) == 3
+    seen, plain = (
+        pipe.rollout(["w1"], n=1, max_new_tokens=6, seed=3, images=images, temperature=0).prompt_lengths.item()
+        for images in ([picture(0)], None)
+    )
+    assert seen - plain == len(wanted.prompt_ids) - len(pipe.encode("w1"))
+    for entry in (pipe.generate_ids, pipe.infill_ids):
+        with pytest.raises(TypeError, match=r"takes no images: give them to generate, stream, updates, read or"):
+            entry([[3]], images=picture(0))

@@ -1,0 +1,36 @@
+"""Families whose checkpoints have a vision tower."""
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dinfer.core.models._family import HubCheckpoint
+from dinfer.core.registry import option
+from dinfer.families.images.tower import Eyes, bytes_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeeingFamily(HubCheckpoint):
+    """A family whose checkpoints have a vision tower. `unused` names its tensors, which the network leaves to it."""
+
+    image_tokens: int = option(
+        2240, "positions of a request that images may take, for which memory is kept; 0: no vision tower is loaded",
+        least=0,
+    )  # fmt: skip
+
+    @abstractmethod
+    def eyes(self, folder: Path, network: Any) -> Eyes | str:
+        """What sees for the network, or why nothing does. Raises CheckpointError for another tower."""
+
+    def finished(self, network: Any, folder: Path) -> Any:
+        blind = "model.image_tokens=0 loads no vision tower: raise it, or send text alone"
+        network.eyes = self.eyes(folder, network) if self.image_tokens else blind
+        network.placeholder = network.eyes.tokens[0] if isinstance(network.eyes, Eyes) else None
+        return network
+
+    def tower_bytes(self, folder: Path, dtype: torch.dtype) -> int:
+        """Bytes of the vision tower beside a network of this dtype. Reads no weight."""
+        return bytes_of(folder, self.unused, dtype) if self.image_tokens else 0
