@@ -30,7 +30,8 @@ REASONS: dict[str, dict[str, tuple[Any, ...]]] = {
     NO_FUNCTIONS: {"functions": ([],), "function_call": ("none", "auto")},
     "is not supported here: it is for chats and completions.": {
         "response_format": ({"type": "text"},), "structured_outputs": (), "regex": (), "ebnf": (), "json_schema": (),
-        "prompt_logprobs": (), "stream": (False,), "n": (1,),
+        "prompt_logprobs": (), "stream": (False,), "n": (1,), "stop_regex": ([],), "logprob_token_ids": ([],),
+        "cache_salt": (),
     },
     "is not supported: answers are text.": {"modalities": (["text"],), "audio": ()},
     "is not supported.": {"prediction": (), "web_search_options": (), "documents": ([],)},
@@ -39,12 +40,10 @@ REASONS: dict[str, dict[str, tuple[Any, ...]]] = {
     "is not supported. Use n for several answers.": {"use_beam_search": (False,)},
     "is for beam search, which is not supported.": {"length_penalty": (1,)},
     "is not supported. Use n.": {"best_of": (1,)},
-    "is not supported: use stop, or hold the whole answer to regex.": {"stop_regex": ([],)},
     "is not supported here. Use /v1/infill for text with gaps.": {"suffix": ("",)},
     "is not supported here: the answers of chats are divided.": {
         "include_reasoning": (True, False), "separate_reasoning": (True, False), "stream_reasoning": (True,),
     },
-    "is not supported: /v1/read tells the probabilities of options.": {"logprob_token_ids": ([],)},
     "is not supported: a canvas ends at its first special token.": {"skip_special_tokens": (True,)},
     "is not supported: answers hold no special tokens.": {"spaces_between_special_tokens": (True,)},
     "is not supported: the checkpoint's own is used.": {"chat_template": ()},
@@ -152,6 +151,10 @@ class Sampled(Neutral):
         return self.model_dump(include=Sampled.model_fields.keys() - {"model", "user", "dinfer"}, exclude_none=True)
 
 
+def _once(tokens: list[int]) -> list[int]:
+    return [*dict.fromkeys(tokens)]
+
+
 class Generation(Sampled, HeldFields):
     """Fields of completions and chats."""
 
@@ -161,6 +164,7 @@ class Generation(Sampled, HeldFields):
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] = []
     stop_token_ids: list[Token] = []
+    stop_regex: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] = []  # SGLang's: an answer ends with a match
     logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_BIASES)] = {}
     allowed_token_ids: Annotated[list[Token], Field(min_length=1)] = []  # empty: all are
     bad_words: Annotated[list[Text], Field(max_length=MAX_BIASES)] = []
@@ -174,6 +178,9 @@ class Generation(Sampled, HeldFields):
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False  # log-probabilities name tokens by number
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None  # vLLM's: of each token, the best
+    # vLLM's: what log-probabilities are told of, in place of the most likely tokens
+    logprob_token_ids: Annotated[list[Token], Field(max_length=MAX_TOP_LOGPROBS), AfterValidator(_once)] = []
+    cache_salt: Annotated[Text, Field(min_length=1, max_length=1024)] | None = None  # vLLM's: others share no keys
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -182,7 +189,8 @@ class Generation(Sampled, HeldFields):
         if self.prompt_logprobs is not None and self.stream:
             raise refused("prompt_logprobs", self.prompt_logprobs, "is told with the whole answer: set stream=false")
         held = self.held  # what would change an answer after that was held to a form is refused
-        for field in ("ignore_eos", "stop_token_ids", "allowed_token_ids", "bad_words", "min_tokens", "echo"):
+        others = "ignore_eos", "stop_token_ids", "stop_regex", "allowed_token_ids", "bad_words", "min_tokens", "echo"
+        for field in others:
             if held is not None and (value := getattr(self, field)):
                 raise refused(field, value, f"contradicts {held.field}, to which the answer is held")
         return self
@@ -215,6 +223,11 @@ class Generation(Sampled, HeldFields):
     @property
     def stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop
+
+    @property
+    def endings(self) -> list[str]:
+        """Expressions with whose first match the answer ends."""
+        return [self.stop_regex] if isinstance(self.stop_regex, str) else self.stop_regex
 
     @property
     def length(self) -> tuple[str, int | None]:

@@ -21,7 +21,7 @@ from dinfer.serving.errors import ApiError, at_field, invalid, refused
 from dinfer.serving.fields import Generation
 from dinfer.serving.logprobs import Logprobs, prompt_logprobs
 from dinfer.serving.pictures import pictures_in
-from dinfer.serving.rows import Event, Wanted, failure
+from dinfer.serving.rows import Event, Wanted, endings_of, failure
 from dinfer.serving.served import Served
 from dinfer.serving.server import Server
 from dinfer.structure.abilities.constraints import InLanguage
@@ -102,6 +102,7 @@ async def generated(
     if server.settings.log_prompts:
         for prompt in prompts:
             LOG.info("prompt", extra={"model": served.name, "prompt": served.pipe.decode(prompt)})
+    endings = await endings_of("stop_regex", asked.endings)
     rows = await served.rows(prompts, asked) if rows is None else rows
     scores: list[list[Any]] = []
     if (best := asked.prompt_logprobs) is not None:
@@ -109,7 +110,7 @@ async def generated(
             raise refused("prompt_logprobs", best, "is not supported with images: leave it out")
         told = [await scored(server, served, prompt, best, "prompt_logprobs") for prompt in prompts]
         scores = [prompt_logprobs(served.pieces, *one, best) for one in zip(prompts, told, strict=True)]
-    logprobs = None if top is None else Logprobs(served.pieces, top, asked.return_tokens_as_token_ids)
+    logprobs = _logprobs(served, asked, top, echoes)
     answer = Answer(
         model=served.name, prompts=prompts, choices=[_begun(served, asked, p) for p in prompts for _ in range(asked.n)],
         decode=served.pipe.decode, echoes=echoes, held=rows[0].ask(InLanguage) if rows else None,
@@ -118,11 +119,24 @@ async def generated(
     shown = rendering(answer, asked, Shown(logprobs, scores, asked.return_token_ids or top is not None))
     wanted = Wanted(
         asked.stops, frozenset(asked.stop_token_ids), keep_stop=asked.include_stop_str_in_output,
+        endings=endings, named=(*asked.logprob_token_ids,),
         drafts=asked.dinfer.drafts, logprobs=top is not None,
         ids=asked.return_token_ids or top is not None or answer.choices[0].thoughts is not None,
         usage=(asked.stream_options is not None and asked.stream_options.continuous_usage_stats),
     )  # fmt: skip
     return await server.answer(served, rows, wanted, shown, asked)
+
+
+def _logprobs(served: Served, asked: Generation, top: int | None, echoes: Sequence[Event]) -> Logprobs | None:
+    """How log-probabilities are told; None: they are not. Raises ApiError."""
+    named = asked.logprob_token_ids
+    served.check_tokens("logprob_token_ids", named)
+    if named and top is None:
+        raise invalid("logprob_token_ids", " needs logprobs")
+    if named and any(echo.logprobs for echo in echoes):
+        raise invalid("logprob_token_ids", " is of new tokens: set echo=false")
+    by_number = asked.return_tokens_as_token_ids
+    return None if top is None else Logprobs(served.pieces, len(named) or top, by_number, bool(named))
 
 
 def _begun(served: Served, asked: Generation, prompt: Sequence[int]) -> Choice:

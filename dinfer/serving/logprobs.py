@@ -21,12 +21,16 @@ class Logprobs:
     pieces: Pieces
     top: int
     by_number: bool = False  # tokens are called token_id:NUMBER
+    named: bool = False  # a request names the alternatives; beside them the token itself is told
 
     def of_chat(self, ids: Sequence[int], told: Sequence[TokenLogprob | None]) -> list[dict[str, Any]]:
         """The tokens of a chat; those of unknown probability are left out."""
         content = []
         for token, (logprob, best) in zip(ids, (one for one in told if one is not None), strict=True):
-            top = [self._entry(*other) for other in best[: self.top]]
+            others = best[: self.top]
+            if self.named and token not in dict(others):
+                others = [(token, logprob), *others]
+            top = [self._entry(*other) for other in others]
             content.append(self._entry(token, logprob) | {"top_logprobs": top})
         return content
 

@@ -17,10 +17,41 @@ from dinfer.core.provided import provided
 from dinfer.core.step.mixins import Edits
 from dinfer.core.step.told import FORCED, LEVELS, SURE, TokenLogprob
 from dinfer.lab.trace.record import Pieces
-from dinfer.serving.errors import ApiError
+from dinfer.serving.errors import ApiError, at_field
 from dinfer.serving.guard import REQUEST_ID
 from dinfer.serving.served import Served
 from dinfer.structure.abilities.constraints import InLanguage
+from dinfer.structure.automaton import Automaton
+from dinfer.structure.limits import Budget, Limits
+from dinfer.structure.regex import first_match
+
+Ending = tuple[str, Automaton]
+"""An expression, and the texts that end with a match of it."""
+ENDINGS = Limits(seconds=1.0, states=2048)  # of each
+
+
+async def endings_of(field: str, patterns: Sequence[str]) -> list[Ending]:
+    """Compiles them, in a thread. Raises ApiError."""
+    with at_field(field):
+        return [(one, await asyncio.to_thread(first_match, one, Budget(ENDINGS))) for one in patterns]
+
+
+class Match:
+    """Finds where a growing text first matches an expression."""
+
+    def __init__(self, ending: Ending) -> None:
+        self.pattern, self._automaton = ending
+        self._state = 0  # -1: it cannot match any more
+
+    def push(self, piece: str) -> int | None:
+        """Takes the next piece. The characters of it up to the end of the first match; None: there is none yet."""
+        for end, character in enumerate(piece, 1):
+            if self._state < 0:
+                break
+            self._state = self._automaton.run(character.encode(errors="replace"), self._state)
+            if self._state >= 0 and self._automaton.final[self._state]:
+                return end
+        return None
 
 
 class StoppableText:
@@ -29,13 +60,16 @@ class StoppableText:
     It holds back a possible beginning of a stop string until the next tokens decide.
     """
 
-    def __init__(self, decode: Decode, stops: Sequence[str] = (), *, keep: bool = False) -> None:
-        """`keep`: the text ends behind the stop string, not before it."""
+    def __init__(
+        self, decode: Decode, stops: Sequence[str] = (), *, keep: bool = False, endings: Sequence[Ending] = ()
+    ) -> None:
+        """`keep`: the text ends behind the stop string, not before it. With the match of an ending it ends always."""
         self._decode, self._stops, self._keep = decode, tuple(stops), keep
+        self._endings = [Match(ending) for ending in endings]
         self._grown, self._held = GrowingText(decode), ""
         self.ids: list[int] = []  # the tokens so far
         self._length = 0  # characters returned so far
-        self.matched: str | None = None  # the stop string that ended the text
+        self.matched: str | None = None  # the stop string or the expression that ended the text
 
     @property
     def stopped(self) -> bool:
@@ -49,6 +83,9 @@ class StoppableText:
         piece = self._held + self._grown.push(ids, last=last)
         if self._stops:
             piece = self._cut(piece, last)
+        if ends := [(end, match.pattern) for match in self._endings if (end := match.push(piece)) is not None]:
+            end, self.matched = min(ends)
+            piece = piece[:end]
         self._length += len(piece)
         return piece
 
@@ -164,9 +201,11 @@ class Wanted:
 
     stops: Sequence[str] = ()
     stop_ids: Collection[int] = ()  # tokens that end the answer, beside the model's own
+    endings: Sequence[Ending] = ()  # with whose match it ends
     keep_stop: bool = False  # the answer holds what ended it
     drafts: bool = False
     logprobs: bool = False
+    named: tuple[int, ...] = ()  # of which log-probabilities are told first
     ids: bool = False
     usage: bool = False  # the counts so far with every event
 
@@ -175,14 +214,13 @@ async def row_events(
     served: Served, index: int, request: Request, wanted: Wanted, deadline: float
 ) -> AsyncGenerator[Event]:
     """Runs a row until the deadline, by the event loop's clock. It ends when its caller stops. Raises ApiError."""
-    text = StoppableText(served.pipe.decode, wanted.stops, keep=wanted.keep_stop)
+    text = StoppableText(served.pipe.decode, wanted.stops, keep=wanted.keep_stop, endings=wanted.endings)
     canvas = Drafts(served.pieces, request, edits=isinstance(served.recipe.decoder, Edits)) if wanted.drafts else None
     logprobs = list[TokenLogprob]()  # of all tokens; the text of the last may not be sent yet
     sent = 0
     try:
-        stream = served.engine.stream(
-            request, Wants(deltas="commit", drafts=wanted.drafts, logprobs=wanted.logprobs), deadline=deadline
-        )
+        wants = Wants(deltas="commit", drafts=wanted.drafts, logprobs=wanted.logprobs, tokens=wanted.named)
+        stream = served.engine.stream(request, wants, deadline=deadline)
         async with aclosing(stream) as updates:
             async for update in updates:
                 new, done = update.new or [], update.completion

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from dinfer.core.engine.engine import Engine
-from dinfer.core.engine.request import Request, Resolved, Wants
+from dinfer.core.engine.request import Ask, Request, Resolved, Wants
 from dinfer.core.pipeline import Pipeline
 from dinfer.core.pipeline.inputs import texts_in
 from dinfer.core.pipeline.pipeline import samples
@@ -19,6 +19,7 @@ from dinfer.core.provided import provided
 from dinfer.core.recipe.recipe import Recipe
 from dinfer.core.registry import DECODERS, options_of, values_of
 from dinfer.lab.trace.record import Pieces
+from dinfer.serving.abilities.salting import Salt
 from dinfer.serving.async_engine import AsyncEngine, EngineThread
 from dinfer.serving.errors import SHOWN, ApiError, at_field, invalid, refused
 from dinfer.serving.fields import SEEDS, Generation, Sampled
@@ -88,6 +89,10 @@ class Served:
         """The error in words that clients know."""
         most = f"This model's maximum context length is {self.max_length} tokens, prompt and answer"
         return invalid(field, f"{what}. {most}.", "context_length_exceeded")
+
+    def _asks(self, asked: Generation) -> tuple[Ask, ...]:
+        """What the fields of a request ask of abilities. Raises ApiError."""
+        return *self._bias(asked), *([] if asked.cache_salt is None else [Salt.of(asked.cache_salt)])
 
     def _bias(self, asked: Generation) -> tuple[TokenBias, ...]:
         """What is added to the logits of single tokens, if anything is. Raises ApiError."""
@@ -172,7 +177,7 @@ class Served:
         behind = {"after": self.marks[1]} if self.marks and self.thinks(next(iter(prompts), [])) else {}
         options, language = self.options(asked), next(iter(await self.languages(asked, **behind)), None)
         rows: list[Request] = []
-        fields: dict[str, Any] = {"asks": self._bias(asked), "stops": not asked.ignore_eos}
+        fields: dict[str, Any] = {"asks": self._asks(asked), "stops": not asked.ignore_eos}
         (field, new_tokens), source = asked.length, asked.source
         for prompt in prompts if new_tokens != 0 else ():
             self.check_length(len(prompt) + 1, source)
@@ -203,12 +208,12 @@ class Served:
             why = "is not supported by this model: it would fill the gap without having seen the text behind it"
             raise ApiError(400, f"suffix {why}", "suffix", "unsupported_value")
         options, languages = self.options(asked), await self.languages(asked)
-        each, bias, most = samples(self.recipe, options, asked.n), self._bias(asked), asked.length[1] or GAP
+        each, asks, most = samples(self.recipe, options, asked.n), self._asks(asked), asked.length[1] or GAP
         self.check_size([{"content": before}, {"content": behind}], "prompt")
 
         def made(positions: int, number: int = 0, held: Sequence[Language] = ()) -> Request:
             text = f"{escaped(before)}[MASK:{positions}]{escaped(behind)}"
-            return infill_request(self.pipe, text, each[number], held, "gap", asks=bias, stop=not asked.ignore_eos)
+            return infill_request(self.pipe, text, each[number], held, "gap", asks=asks, stop=not asked.ignore_eos)
 
         with at_field("suffix"):
             given = (await asyncio.to_thread(made, 1)).length - 1

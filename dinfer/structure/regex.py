@@ -17,6 +17,7 @@ from dinfer.structure.automaton import (
     LAST_CHARACTER,
     MOST,
     Anchor,
+    Automaton,
     Chars,
     Graph,
     Node,
@@ -98,6 +99,14 @@ def parse(
         node = found.before(ANYTHING if search else b"")
         return cat(ANYTHING, node) if search else node
     return cat(ANYTHING, found, ANYTHING) if search else found
+
+
+def first_match(pattern: str, budget: Budget) -> Automaton:
+    """The texts that end where a pattern matches. Raises ConstraintError."""
+    found = build(cat(ANYTHING, parse(pattern, budget=budget, whole=False)), budget)
+    if found.empty or found.final[0]:
+        raise ConstraintError(f"matches {'no text at all' if found.empty else 'the empty text'}")
+    return found
 
 
 def _then(part: Part, rest: Node) -> Node:

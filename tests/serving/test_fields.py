@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -214,6 +215,80 @@ def test_log_probabilities_hold_the_chosen_token(client: Client) -> None:
     named = client.ask(TEXT, ask | {"logprobs": 1, "return_tokens_as_token_ids": True, "return_token_ids": True})
     (choice,) = named.json()["choices"]
     assert choice["logprobs"]["tokens"] == [f"token_id:{token}" for token in choice["token_ids"]]
+
+
+def test_log_probabilities_of_tokens_that_a_request_names(client: Client) -> None:
+    ask = ASK | {"logprobs": True, "top_logprobs": 20, "return_tokens_as_token_ids": True}
+    usual = chat(client, **ask).json()["choices"][0]["logprobs"]["content"]
+    known = [{one["token"]: one["logprob"] for one in entry["top_logprobs"]} for entry in usual]
+    ids = [int(name.removeprefix("token_id:")) for name in [*known[0]][4::7]]
+    body = ask | {"logprob_token_ids": [ids[0], *ids], "top_logprobs": None}
+
+    async def both() -> list[httpx.Response]:  # in one step, and each is told of its own
+        return await asyncio.gather(*(client.http.post(CHAT, json=one) for one in (body, ask)))
+
+    named, other = (one.json()["choices"][0]["logprobs"]["content"] for one in client.loop.run(both()))
+    assert other == usual
+    for entry, best in zip(named, known, strict=True):
+        told = {one["token"]: one["logprob"] for one in entry["top_logprobs"]}
+        assert {*told} == {entry["token"], *(f"token_id:{one}" for one in ids)} and told[entry["token"]] == entry[
+            "logprob"
+        ]
+        assert all(told[name] == pytest.approx(best[name], abs=1e-5) for name in told.keys() & best.keys())
+    streamed = pieces(chat(client, **body, stream=True))
+    assert [e for p in streamed if (s := p["choices"][0]["logprobs"]) for e in s["content"]] == named
+    text = {"model": "tiny", "prompt": QUESTION, "max_tokens": 2, "logprob_token_ids": ids}
+    scores = client.ask(TEXT, text | {"logprobs": 0}).json()["choices"][0]["logprobs"]
+    assert all(
+        own in best and len(best) in (3, 4)
+        for own, best in zip(*map(scores.get, ("tokens", "top_logprobs")), strict=True)
+    )
+    for path, wrong, why in (
+        (TEXT, text, "needs logprobs"),
+        (TEXT, text | {"logprobs": 1, "echo": True}, "echo=false"),
+        (CHAT, ask | {"logprob_token_ids": [9**9]}, "outside the vocabulary"),
+        (CHAT, ask | {"logprob_token_ids": [*range(21)]}, "at most 20"),
+    ):
+        error = client.ask(path, wrong).json()["error"]
+        assert error["param"] == "logprob_token_ids" and why in error["message"], error
+
+
+def test_an_answer_ends_with_the_first_match_of_an_expression(client: Client) -> None:
+    whole = chat(client).json()["choices"][0]["message"]["content"]
+    for patterns, matched, end in (
+        (r"\d\d [+*]", r"\d\d [+*]", "The books cost 12 *"),
+        (["never", r"\n\d"], r"\n\d", whole[: whole.index("\n") + 2]),
+        (["=$", "46"], "=$", "The books cost 12 * 2 ="),
+        ("NOBODY|^books", None, whole),
+    ):
+        choice = chat(client, stop_regex=patterns, stop="never").json()["choices"][0]
+        assert (choice["message"]["content"], choice["matched_stop"]) == (end, matched)
+        assert choice["finish_reason"] == ("length" if matched is None else "stop")
+        told = [one["choices"][0] for one in pieces(chat(client, stop_regex=patterns, stream=True))]
+        assert "".join(one["delta"].get("content") or "" for one in told) == end
+        assert told[-1]["finish_reason"] == choice["finish_reason"]
+    for wrong, why in (
+        ("a*", "empty text"), ("a^b", "no text"), ("(?=a)b", "lookahead"), ("[", "ends within"), ("a.{40}", "states"),
+    ):  # fmt: skip
+        error = chat(client, stop_regex=wrong).json()["error"]
+        assert error["param"].startswith("stop_regex") and why in error["message"], error
+    error = chat(client, stop_regex="a", regex="a+").json()["error"]
+    assert error["param"] == "stop_regex" and "contradicts regex" in error["message"]
+
+
+def test_only_requests_of_one_salt_share_keys() -> None:
+    pipe = dinfer.load("tiny-llada2", device="cpu", runtime=dinfer.Runtime(rows=4, share=True, max_length=256))
+    with served(pipe=pipe) as client:
+
+        def cached(**salt: str) -> int:
+            ask = {"model": "tiny", "prompt": f"{QUESTION} {QUESTION}", "max_tokens": 4} | salt
+            return int(client.ask(TEXT, ask).json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+        assert not cached() and cached()
+        assert not cached(cache_salt="one") and not cached(cache_salt="two")
+        assert cached(cache_salt="one") and cached(cache_salt="two") and cached()
+        error = client.ask(TEXT, {"prompt": "a", "cache_salt": SECRET * 99}).json()["error"]
+        assert error["param"] == "cache_salt" and SECRET not in error["message"]
 
 
 def test_a_prompt_is_echoed_and_scored(client: Client) -> None:

@@ -57,16 +57,25 @@ class Reporting(ByExtra[Reported]):
         return None if (report := request.ask(Report)) is None else Reported(report.level)
 
     @classmethod
+    def refusal(cls, recipe: Parts, request: Request) -> str | None:
+        named, vocab = (request.ask(Report) or Report(Level.NOTHING)).tokens, recipe.model.spec.vocab
+        right = len(named) <= TOP and all(0 <= token < vocab for token in named)
+        return None if right else f"a report of tokens={named!r:.80}: give at most {TOP} tokens below {vocab}"
+
+    @classmethod
     def alloc(cls, recipe: Parts, canvas: Canvas, block: int, extras: Sequence[Extra]) -> Any:
         return Reports(torch.zeros_like(canvas.tokens_NS))
 
     @classmethod
     def admit(cls, kept: Reports, slot_A: Tensor, entries: Sequence[Entry]) -> None:
-        level = max(report.level if (report := entry.request.ask(Report)) else Level.NOTHING for entry in entries)
+        reports = [entry.request.ask(Report) or Report(Level.NOTHING) for entry in entries]
+        level = max(report.level for report in reports)
         if level >= Level.DRAFTS:
             kept.draft_NS.index_fill_(0, slot_A, NONE)  # of earlier requests
         if level >= Level.LOGPROBS:
             kept.want_logprobs()
+            named = [[*report.tokens, *[NONE] * (TOP - len(report.tokens))] for report in reports]
+            kept.logprob_tensors()[-1].index_copy_(0, slot_A, torch.tensor(named).to(slot_A.device))
 
     def written(self, step: Step, made: Decision) -> None:
         """Keeps what is written, and drafts where a position stays open: a branch may write them without a step."""
@@ -86,15 +95,16 @@ class Reporting(ByExtra[Reported]):
 
 
 def record_logprobs(reports: Reports, index: tuple[Tensor, Tensor], token_RL: Tensor, logits_RLV: Tensor) -> None:
-    """Keeps the log-probabilities of these tokens, and of the most likely ones there."""
-    own_NS, top_NST, logprob_NST = reports.logprob_tensors()
+    """Keeps the log-probabilities of these tokens, of those that requests name, and of the most likely ones there."""
+    own_NS, top_NST, logprob_NST, named_NT = reports.logprob_tensors()
+    named_RT = rows_of(named_NT[index[0][:, 0]], len(token_RL) // len(index[0]))
     own, top, tops = list[Tensor](), list[Tensor](), list[Tensor]()
-    for logits, token in zip(logits_RLV.split(ROWS), token_RL.split(ROWS), strict=True):
+    for logits, token, named in zip(*(of.split(ROWS) for of in (logits_RLV, token_RL, named_RT)), strict=True):
         logprob = logits.float().log_softmax(-1)
         own.append(logprob.gather(-1, token[..., None])[..., 0])
-        best = logprob.topk(min(TOP, logprob.shape[-1]), dim=-1)
-        top.append(best.indices)
-        tops.append(best.values)
+        best = logprob.topk(min(TOP, logprob.shape[-1]), dim=-1).indices
+        top.append(torch.where((chosen := named[:, None, : best.shape[-1]]) == NONE, best, chosen))
+        tops.append(logprob.gather(-1, top[-1]))
     lanes, count = len(index[0]), top[0].shape[-1]
     own_NS.index_put_(index, torch.cat(own).view(lanes, -1))
     top_NST[..., :count].index_put_(index, torch.cat(top).view(lanes, -1, count))

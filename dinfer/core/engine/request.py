@@ -21,6 +21,7 @@ class Wants:
     deltas: Deltas | None = None  # new output
     drafts: bool = False  # the active blocks, drafts included
     logprobs: bool = False  # with deltas: log-probabilities of new output
+    tokens: tuple[int, ...] = ()  # with logprobs: of these first
 
     @property
     def canvas(self) -> bool:
@@ -31,7 +32,7 @@ class Wants:
         """The request, with what its steps must report for this."""
         if not (self.logprobs or self.drafts):
             return request
-        report = Report(int(Level.LOGPROBS if self.logprobs else Level.DRAFTS))
+        report = Report(int(Level.LOGPROBS if self.logprobs else Level.DRAFTS), self.tokens)
         return replace(request, asks=(*(ask for ask in request.asks if not isinstance(ask, Report)), report))
 
 

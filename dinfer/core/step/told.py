@@ -35,6 +35,7 @@ class Report(Ask):
     """Asks steps to report what they propose and write."""
 
     level: int
+    tokens: tuple[int, ...] = ()  # at most TOP, whose log-probabilities are told before the most likely ones'
 
 
 class Forced:
@@ -44,8 +45,9 @@ class Forced:
 class TokenLogprob(NamedTuple):
     """Natural logarithms of a token's probability, and of the most likely tokens', best first.
 
-    They are those of the model's own distribution at this position, the mask token included, before temperature,
-    penalties and nucleus, in the step that wrote the token, or that proposed it to a branch.
+    With `Report.tokens`, `top` begins with these, in their order. All are of the model's own distribution at this
+    position, the mask token included, before temperature, penalties and nucleus, in the step that wrote the token, or
+    that proposed it to a branch.
     """
 
     logprob: float
@@ -57,17 +59,18 @@ class Reports:
     """By slot and position. The last column is scratch, where padding is written."""
 
     draft_NS: Tensor  # int64, token * LEVELS + level of confidence: proposed where the position is open, else written
-    told: tuple[Tensor, Tensor, Tensor] | None = None  # float32 [N, S]; tokens and their float32 [N, S, T]
+    # float32 [N, S]; tokens and their float32 [N, S, T]; those that requests name, int64 [N, T], NONE behind them
+    told: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
 
     def want_logprobs(self) -> None:
         """Makes room for log-probabilities, if there is none. Host side, before the first step that tells them."""
         if self.told is None:
             own_NS = torch.zeros_like(self.draft_NS, dtype=torch.float32)
             wide_NST = torch.zeros(*self.draft_NS.shape, TOP, device=self.draft_NS.device)
-            self.told = own_NS, wide_NST.long(), wide_NST
+            self.told = own_NS, wide_NST.long(), wide_NST, wide_NST[:, 0].long() + NONE
 
-    def logprob_tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probabilities of tokens, the most likely tokens, and theirs."""
+    def logprob_tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Log-probabilities of tokens, the most likely tokens, and theirs; the tokens that requests name."""
         if self.told is None:
             raise RuntimeError("there is no room for log-probabilities: call want_logprobs first")
         return self.told
@@ -79,7 +82,7 @@ class Reports:
 
     def logprobs(self, slots: Sequence[int], places: Sequence[int]) -> list[TokenLogprob]:
         """Of the tokens at these positions of these slots, all in one read. Waits for the device."""
-        own_NS, top_NST, logprob_NST = self.logprob_tensors()
+        own_NS, top_NST, logprob_NST, _ = self.logprob_tensors()
         index = uploaded(torch.tensor([slots, places]), own_NS.device).unbind(0)
         read = torch.cat([own_NS[index][:, None].double(), top_NST[index].double(), logprob_NST[index].double()], 1)
         return [

@@ -1,0 +1,1 @@
+"""Abilities that only a server asks for."""
