@@ -73,9 +73,8 @@ class Reporting(ByExtra[Reported]):
         if level >= Level.DRAFTS:
             kept.draft_NS.index_fill_(0, slot_A, NONE)  # of earlier requests
         if level >= Level.LOGPROBS:
-            kept.want_logprobs()
             named = [[*report.tokens, *[NONE] * (TOP - len(report.tokens))] for report in reports]
-            kept.logprob_tensors()[-1].index_copy_(0, slot_A, torch.tensor(named).to(slot_A.device))
+            kept.want_logprobs()[2].index_copy_(0, slot_A, torch.tensor(named).to(slot_A.device))
 
     def written(self, step: Step, made: Decision) -> None:
         """Keeps what is written, and drafts where a position stays open: a branch may write them without a step."""
@@ -96,16 +95,15 @@ class Reporting(ByExtra[Reported]):
 
 def record_logprobs(reports: Reports, index: tuple[Tensor, Tensor], token_RL: Tensor, logits_RLV: Tensor) -> None:
     """Keeps the log-probabilities of these tokens, of those that requests name, and of the most likely ones there."""
-    own_NS, top_NST, logprob_NST, named_NT = reports.logprob_tensors()
+    token_NST, logprob_NST, named_NT = reports.want_logprobs()
     named_RT = rows_of(named_NT[index[0][:, 0]], len(token_RL) // len(index[0]))
-    own, top, tops = list[Tensor](), list[Tensor](), list[Tensor]()
+    tokens, logprobs = list[Tensor](), list[Tensor]()
     for logits, token, named in zip(*(of.split(ROWS) for of in (logits_RLV, token_RL, named_RT)), strict=True):
         logprob = logits.float().log_softmax(-1)
-        own.append(logprob.gather(-1, token[..., None])[..., 0])
         best = logprob.topk(min(TOP, logprob.shape[-1]), dim=-1).indices
-        top.append(torch.where((chosen := named[:, None, : best.shape[-1]]) == NONE, best, chosen))
-        tops.append(logprob.gather(-1, top[-1]))
-    lanes, count = len(index[0]), top[0].shape[-1]
-    own_NS.index_put_(index, torch.cat(own).view(lanes, -1))
-    top_NST[..., :count].index_put_(index, torch.cat(top).view(lanes, -1, count))
-    logprob_NST[..., :count].index_put_(index, torch.cat(tops).view(lanes, -1, count))
+        chosen = torch.where((known := named[:, None, : best.shape[-1]]) == NONE, best, known)
+        tokens.append(torch.cat((token[..., None], chosen), -1))
+        logprobs.append(logprob.gather(-1, tokens[-1]))
+    for kept_NST, told in ((token_NST, tokens), (logprob_NST, logprobs)):
+        told_RLT = torch.cat(told)
+        kept_NST[..., : told_RLT.shape[-1]].index_put_(index, told_RLT.view(*index[1].shape, -1))

@@ -59,20 +59,14 @@ class Reports:
     """By slot and position. The last column is scratch, where padding is written."""
 
     draft_NS: Tensor  # int64, token * LEVELS + level of confidence: proposed where the position is open, else written
-    # float32 [N, S]; tokens and their float32 [N, S, T]; those that requests name, int64 [N, T], NONE behind them
-    told: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+    # Tokens and their float32 log-probabilities [N, S, 1 + T]; those that requests name, int64 [N, T], NONE behind them
+    told: tuple[Tensor, Tensor, Tensor] | None = None
 
-    def want_logprobs(self) -> None:
-        """Makes room for log-probabilities, if there is none. Host side, before the first step that tells them."""
+    def want_logprobs(self) -> tuple[Tensor, Tensor, Tensor]:
+        """`told`, for which the first call makes room: on the host side, before the first step that tells them."""
         if self.told is None:
-            own_NS = torch.zeros_like(self.draft_NS, dtype=torch.float32)
-            wide_NST = torch.zeros(*self.draft_NS.shape, TOP, device=self.draft_NS.device)
-            self.told = own_NS, wide_NST.long(), wide_NST, wide_NST[:, 0].long() + NONE
-
-    def logprob_tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Log-probabilities of tokens, the most likely tokens, and theirs; the tokens that requests name."""
-        if self.told is None:
-            raise RuntimeError("there is no room for log-probabilities: call want_logprobs first")
+            wide_NST = torch.zeros(*self.draft_NS.shape, 1 + TOP, device=self.draft_NS.device)
+            self.told = wide_NST.long(), wide_NST, wide_NST[:, 0, 1:].long() + NONE
         return self.told
 
     def active(self, start_N: Tensor, width: int) -> Tensor:
@@ -82,12 +76,10 @@ class Reports:
 
     def logprobs(self, slots: Sequence[int], places: Sequence[int]) -> list[TokenLogprob]:
         """Of the tokens at these positions of these slots, all in one read. Waits for the device."""
-        own_NS, top_NST, logprob_NST, _ = self.logprob_tensors()
-        index = uploaded(torch.tensor([slots, places]), own_NS.device).unbind(0)
-        read = torch.cat([own_NS[index][:, None].double(), top_NST[index].double(), logprob_NST[index].double()], 1)
-        return [
-            TokenLogprob(own, [*zip(map(int, both[:TOP]), both[TOP:], strict=True)]) for own, *both in read.tolist()
-        ]
+        token_NST, logprob_NST, _ = self.want_logprobs()
+        index = uploaded(torch.tensor([slots, places]), token_NST.device).unbind(0)
+        read = torch.stack([token_NST[index].double(), logprob_NST[index].double()], -1).tolist()
+        return [TokenLogprob(own, [(int(token), value) for token, value in top]) for (_, own), *top in read]
 
     def index(self, slot_B: Tensor, pos_BX: Tensor) -> tuple[Tensor, Tensor]:
         """Where these positions of the slots are written; -1: nowhere."""
