@@ -6,12 +6,14 @@
     python -m benchmarks.card parity --goldens shared/goldens shared/goldens-next --out $OUT/parity.json
     python -m benchmarks.card gpu_tests --slice 1/4 --out $OUT/tests-1.json
     python -m benchmarks.card graph_kernels step_times parity gpu_tests --tiny --device cpu --out /tmp/dry.json
+    python -m benchmarks.card starts --device cpu --out new.json        # in turns with --root OLD, then --compare
 
 `--root` is a checkout of 7fb8a893 or later.
 
 `graph_kernels`: names and order of the kernels of each captured graph; on a CPU operators. `step_times`: medians of a
 step in three runs, and their spread. `parity`: the recorded runs on the card, several processes at a time. `gpu_tests`:
-a slice of `pytest -m gpu` in several processes. All stop before `--seconds` are over and say what they left out.
+a slice of `pytest -m gpu` in several processes. `starts`: CPU seconds of commands and of the first text on the CPU, a
+run for each call. All stop before `--seconds` are over and say what they left out.
 Results are written as they come to OUT, and the output of the last two parts' processes to an archive beside it.
 """
 
@@ -20,6 +22,8 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
+import resource
 import shutil
 import statistics
 import subprocess
@@ -218,15 +222,54 @@ def gpu_tests(given: argparse.Namespace, report: dict[str, Any], save: Callable[
     save()
 
 
+COMMAND = "import sys; sys.path.insert(0, {root!r}); sys.argv[0] = 'dinfer'; from dinfer.__main__ import main; main()"
+FIRST = """
+import sys, time
+sys.path.insert(0, {root!r})
+import dinfer
+spent = [time.process_time()]
+pipe = dinfer.load("tiny", device="cpu")
+spent.append(time.process_time())
+for _ in range(2):
+    text = next(iter(pipe.stream("Take the number 71, then add 124. Which number is it?")))
+    spent.append(time.process_time())
+print(*(after - before for before, after in zip([0, *spent], spent)))
+"""
+STARTED = {
+    "dinfer list": ["list"],
+    "dinfer generate --cfg job": ["generate", "2 + 3 = ?", "model=tiny", "--cfg", "job"],
+    "dinfer generate": ["generate", "2 + 3 = ?", "model=tiny", "max_new_tokens=8"],
+}
+
+
+def starts(given: argparse.Namespace, report: dict[str, Any], save: Callable[[], None]) -> None:
+    """CPU seconds of whole processes, and of the parts of one up to its first text, and of a second one."""
+    found, root = report.setdefault("starts", {}), str((given.root or Path.cwd()).resolve())
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    for name, words in STARTED.items():
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, "-c", COMMAND.format(root=root), *words], check=True, env=environment,
+                       stdout=subprocess.DEVNULL, cwd="/")  # fmt: skip
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        found.setdefault(name, []).append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    told = subprocess.check_output([sys.executable, "-c", FIRST.format(root=root)], env=environment, cwd="/")
+    for name, spent in zip(("import", "load", "first text", "second text"), told.split(), strict=True):
+        found.setdefault(name, []).append(float(spent))
+    save()
+
+
 def compared(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     """Each step in two files of `graph_kernels` and `step_times`: kernels that only one of them has, and times.
 
     `order`: the same kernels begin in the same order.
     """
-    about = {which: {name: report[name] for name in report if name != "cases"} for which, report in
+    about = {which: {name: report[name] for name in report if name not in ("cases", "starts")} for which, report in
              (("old", old), ("new", new))}  # fmt: skip
     steps: dict[str, Any] = {}
-    for case in (case for case in new["cases"] if case in old["cases"]):
+    for name, then in old.get("starts", {}).items():
+        runs = {"old": then, "new": new["starts"][name]}
+        steps[name] = {"cpu_s": {which: {"median": statistics.median(own), "runs": own} for which, own in runs.items()}}
+    for case in (case for case in new.get("cases", {}) if case in old["cases"]):
         before, after = old["cases"][case], new["cases"][case]
         for name, a in before.get("kernels", {}).items():
             b = after.get("kernels", {}).get(name)
@@ -247,6 +290,8 @@ def told(name: str, found: dict[str, Any]) -> str:
         same = "in the same order" if found["order"] else "in another order"
         differ = f"without {[*found['gone']]} and with {[*found['more']]}"
         words.append(f"{found['kernels'][1]} kernels, " + (differ if found["gone"] or found["more"] else same))
+    if spent := found.get("cpu_s"):
+        words.append(f"{spent['old']['median']:.3f} -> {spent['new']['median']:.3f} CPU seconds")
     if times := found.get("step_ms"):
         then, now = times["old"], times["new"]
         words.append(f"{then['median']:.3f} -> {now['median']:.3f} ms ({now['median'] / then['median'] - 1:+.1%}, "
@@ -256,7 +301,7 @@ def told(name: str, found: dict[str, Any]) -> str:
 
 def main(args: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", help="graph_kernels, step_times, parity, gpu_tests")
+    parser.add_argument("parts", nargs="*", help="graph_kernels, step_times, parity, gpu_tests, starts")
     parser.add_argument("--root", type=Path, help="checkout whose packages are imported")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=[*CASES])
     parser.add_argument("--goldens", type=Path, nargs="+", default=[Path("tests/goldens")])
@@ -274,7 +319,7 @@ def main(args: list[str] | None = None) -> None:
         if given.out:
             given.out.write_text(json.dumps(found, indent=1) + "\n")
         return
-    known = ("graph_kernels", "step_times", "parity", "gpu_tests")
+    known = ("graph_kernels", "step_times", "parity", "gpu_tests", "starts")
     if not given.parts or given.out is None or {*given.parts} - {*known}:
         parser.error(f"give parts, of {', '.join(known)}, and --out")
     given.end = time.monotonic() + given.seconds
@@ -292,6 +337,8 @@ def main(args: list[str] | None = None) -> None:
 
     if {"graph_kernels", "step_times"} & set(given.parts):
         shapes(given, report, save)
+    if "starts" in given.parts:
+        starts(given, report, save)
     given.logs = given.out.with_suffix("")
     for part in (part for part in (parity, gpu_tests) if part.__name__ in given.parts):
         given.logs.mkdir(exist_ok=True)
