@@ -43,9 +43,16 @@ def repeats(steps: Sequence[tuple[StepShape, list[int]]], rows: Collection[Row])
         return False
     if {row.slot for row in rows} != {*slots}:
         return False
-    return all(
-        row.steady and row.need.width == shape.width and stays_open(row.left, row.fastest, shape.blocks) for row in rows
-    )
+    if any(row.need.width != shape.width or row.missed for row in rows):
+        return False
+    if all(row.slid for row in rows):  # wherever it slides, a window is as wide; one that has ended costs its lane
+        return 2 * sum(map(ends_soon, rows)) < len(rows)
+    return all(row.steady and stays_open(row.left, row.fastest, shape.blocks) for row in rows)
+
+
+def ends_soon(row: Row) -> bool:
+    """Whether the step under way may be a row's last, if no stop token ends it earlier."""
+    return not stays_open(row.open_before[row.cursors.length] - row.cursors.committed, row.fastest)
 
 
 @dataclass(slots=True)
@@ -131,7 +138,7 @@ class FastScheduler(Scheduler):
         if self._ahead is not None:
             self._ahead.ends.record(rows)
         if self._repeatable:
-            self.lookahead.record(all(row.steady for row in rows))
+            self.lookahead.record(all(row.steady or row.slid for row in rows))
         self._repeatable = False
 
     def need(self, now: Cursors) -> StepWidth:

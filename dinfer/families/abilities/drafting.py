@@ -1,12 +1,12 @@
 """Drafts that stand at open positions in the next forward, which verifies them (I-DLM, Nemotron-Labs-Diffusion).
 
-A decoder may ask for versions of its drafts: lanes beside a row's own, with keys of their own, of which the first has
-no drafts, the next the first draft alone, and so on, and masks in place of the others. Whichever draft is refused, one
-of them holds the masks right behind those before it, and they draft for the next step (arXiv:2507.11851, quadratic
-decoding). Tokens are those of the row's own lane.
+A decoder may ask for versions of its drafts: lanes beside a row's own, with keys of their own. Each has a path of
+drafts from the first open position on and masks behind it; the row's own lane then has masks alone. Of the paths that
+the model confirms to the end the longest is chosen, its keys become those of the row, and the masks right behind it
+draft for the next step: a tree of drafts (arXiv:2401.10774) with masks at every node (arXiv:2507.11851).
 
 Shape suffixes beside those of `dinfer.core.step.contracts`: X positions of the active region, C versions, the row's own
-lane first, G = C * B lanes of the forward.
+lane first, D drafts of a path, G = C * B lanes of the forward.
 """
 
 from abc import ABC, abstractmethod
@@ -14,22 +14,23 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dinfer.core.abilities.registry import ABILITIES
 from dinfer.core.abilities.traits import GUIDED, HELD, TEXT_BEHIND
 from dinfer.core.kernels.canvas import span
-from dinfer.core.memory import PagedAttend
+from dinfer.core.kernels.linear import FLOAT8
+from dinfer.core.memory import KVPool, PagedAttend
 from dinfer.core.refusals import Refusal, Trait
-from dinfer.core.step.ability import ByPart, Decision, Extra, Forward, Known, Parts, Step
+from dinfer.core.step.ability import ByPart, Decision, Extra, Forward, Known, Parts, Step, StepShape
 from dinfer.core.step.contracts import State
 from dinfer.core.step.cursors import BlockView, Phase, Status
 from dinfer.core.step.mixins import MIXINS, Drafts, KeepsNothing, LeavesMasks, Slides
-from dinfer.core.step.scores import proposed_tokens
-from dinfer.core.step.shape import HostFacts
+from dinfer.core.step.scores import needed_vocabulary, statistics, token_counts
+from dinfer.core.step.shape import HostFacts, Planned, Sampled, Versioned
 from dinfer.core.step.step import block_view, forward
 from dinfer.core.step.versions import States, logits_of_versions
-from dinfer.core.terms.stats import TokenStats
 from dinfer.families.gated import passing
 
 INEXACT = Trait(
@@ -37,6 +38,7 @@ INEXACT = Trait(
         not isinstance(cache, KeepsNothing) and (isinstance(cache, LeavesMasks) or not cache.plan(Phase.WINDOW).keeps)
     )
 )
+LANES = 16  # of a step, up to which paths are tried: they cost little where a step waits for launches
 SPECULATES = Trait(lambda runtime: runtime.speculate != 0, "`runtime.speculate`", instead="runtime.speculate=0")
 
 
@@ -52,11 +54,12 @@ class Confirms(Drafts, ABC):
 
     @property
     def versions(self) -> int:
-        """How many versions of its drafts it asks for: those with 0, 1, ... drafts."""
+        """The most paths that it asks for. Its state "paths", int64 [versions, D], has them, the likeliest first; -1:
+        no draft."""
         return 0
 
-    def confirmed(self, stats: TokenStats, state: State) -> Tensor:
-        """How many drafts become tokens, if it asks for versions. int64 [R, 1]"""
+    def redraft(self, logits_RLV: Tensor, first_R: Tensor, state: State) -> None:
+        """Changes its paths, if it asks for versions. `first_R`: where in this region the next one begins."""
         raise NotImplementedError
 
     @abstractmethod
@@ -95,24 +98,30 @@ class Drafting(ByPart[Confirms]):
     def facts(cls, recipe: Parts) -> HostFacts:
         return HostFacts(versions=recipe.decoder.versions if isinstance(recipe.decoder, Confirms) else 0)
 
+    @classmethod
+    def adds(cls, recipe: Parts, shape: StepShape, planned: Planned) -> Extra | None:
+        # Powers of two, so that not each number of rows has a graph of its own.
+        lanes = 1 << (max(min(LANES // max(planned.rows, 1), shape.versions + 1), 1).bit_length() - 1)
+        return Versioned(lanes - 1) if shape.versions else None
+
     def prepare(self, step: Step, run: Forward) -> PagedAttend | None:
-        if step.shape.phase == Phase.PREFILL:
-            return None
         lanes, state, count = step.lanes, step.state, step.shape.versions
-        draft_BX = state.decoder.rows["draft"].index_select(0, state.block_rows(lanes.slot_B, lanes.block_B, 1))
-        pos_BX = span(lanes.start_B, lanes.end_B, draft_BX.shape[1])
+        row_B = state.block_rows(lanes.slot_B, lanes.block_B, 1)
+        drafts = state.decoder.rows["draft"]
+        drafts_CBX = self.paths(step, row_B) if count else drafts.index_select(0, row_B)[None]
+        pos_BX = span(lanes.start_B, lanes.end_B, drafts_CBX.shape[2])
         tokens_BX, status_BX = state.canvas.gather(lanes.slot_B, pos_BX)
-        feeds_BX = (status_BX == int(Status.OPEN)) & (draft_BX >= 0)
-        place_X = torch.arange(draft_BX.shape[1], device=draft_BX.device)
-        most = [len(place_X), *range(count)]  # drafts of each version
-        fed = [torch.where(feeds_BX & (place_X < drafts), draft_BX, tokens_BX) for drafts in most]
-        states = States(
-            lanes.slot_B, lanes.live_B, lanes.start_B, lanes.end_B, lanes.length_B, pos_BX, torch.stack(fed)
-        )
+        fed_CBX = torch.where((status_BX == int(Status.OPEN)) & (drafts_CBX >= 0), drafts_CBX, tokens_BX)
+        states = States(lanes.slot_B, lanes.live_B, lanes.start_B, lanes.end_B, lanes.length_B, pos_BX, fed_CBX)
         run.tokens_BW = states.windows(run.pos_BW, run.tokens_BW)
         if not count:
             return None
         return states.attend(state.kv, run.pos_BW, run.place_BW, [run.seen[0]] * (count + 1), step.shape.pages)
+
+    def paths(self, step: Step, row_B: Tensor) -> Tensor:
+        """The drafts of each version; the row's own lane has none. int64 [C, B, X]"""
+        paths_BCD = step.state.decoder.rows["paths"].index_select(0, row_B)[:, : step.shape.versions]
+        return F.pad(paths_BCD.mT, (1, 0, 0, step.shape.block - paths_BCD.shape[2]), value=-1).permute(2, 0, 1)
 
     def feed(self, step: Step, run: Forward) -> None:
         if step.shape.phase != Phase.PREFILL:
@@ -125,23 +134,21 @@ class Drafting(ByPart[Confirms]):
         return self._confirmed(step) if step.shape.versions else None
 
     def _confirmed(self, step: Step) -> Iterator[Known]:
-        """The logits of the row's own lane up to the token behind the last draft that is confirmed; further ones are
-        those of the version that has no draft but these."""
-        run, lanes, state = forward(step), step.lanes, step.state
-        logits_CRLV = logits_of_versions(step, run, step.shape.versions + 1)
-        decoder_state = state.decoder.lanes(state.block_rows(lanes.slot_B, lanes.block_B, step.shape.blocks))
-        stats, *_ = proposed_tokens(step, lanes, block_view(step, lanes), logits_CRLV[0].clone(), decoder_state)
-        count_R1 = self.part.confirmed(stats, decoder_state)
-        all_R1 = count_R1 >= (decoder_state["draft"] >= 0).sum(-1, keepdim=True)
-        version_R1 = torch.where(all_R1, 0, count_R1 + 1)
-        place_L = torch.arange(logits_CRLV.shape[2], device=count_R1.device)
-        # From here on there are no others, also for who looks at what was fed.
-        decoder_state["draft"] = torch.where(place_L < count_R1, decoder_state["draft"], -1)
-        rows_R = state.block_rows(lanes.slot_B, lanes.block_B, step.shape.blocks)
-        state.decoder.store(rows_R, decoder_state, lanes.live_B)
-        version_RL = torch.where(place_L > count_R1, version_R1, 0)
-        row_R1 = torch.arange(len(count_R1), device=count_R1.device)[:, None]
-        yield Known(logits_RLV=logits_CRLV[version_RL, row_R1, place_L])
+        """The logits of the version with the longest path that is confirmed to its end."""
+        run, lanes, state, count = forward(step), step.lanes, step.state, step.shape.versions + 1
+        row_R = state.block_rows(lanes.slot_B, lanes.block_B, step.shape.blocks)
+        paths_CRL = self.paths(step, row_R)
+        logits_CRLV = logits_of_versions(step, run, count)
+        there_CRL = paths_CRL >= 0
+        right_CR = ((offered(step, logits_CRLV) == paths_CRL) | ~there_CRL).all(-1)
+        choice_R = torch.where(right_CR, there_CRL.sum(-1), -1).argmax(0)
+        place_R = torch.arange(len(choice_R), device=choice_R.device)
+        decoder_state = state.decoder.lanes(row_R)
+        decoder_state["draft"] = paths_CRL[choice_R, place_R]  # also for who looks at what was fed
+        state.decoder.store(row_R, decoder_state, lanes.live_B)
+        assert run.attend is not None
+        adopt(state.kv, run.attend.write_X.view(count, len(choice_R), -1), choice_R)
+        yield Known(logits_RLV=logits_CRLV[choice_R, place_R])
 
     def adjust(self, step: Step, view: BlockView, logits_RLV: Tensor, state: State) -> Tensor:
         options = step.state.options(step.recipe, step.lanes.slot_B, "sampling", step.shape.blocks)
@@ -154,9 +161,46 @@ class Drafting(ByPart[Confirms]):
         # form writes behind it.
         commit_BL = (made.proposal.commit_RL & made.view.masked_RL).view(step.shape.lanes, -1)
         place_L = torch.arange(1, commit_BL.shape[1] + 1, device=commit_BL.device)
-        step.notes[Drafting] = made.lanes.start_B + (commit_BL * place_L).amax(-1) - step.recipe.model.spec.shift
+        first_B = (commit_BL * place_L).amax(-1)
+        step.notes[Drafting] = made.lanes.start_B + first_B - step.recipe.model.spec.shift
+        if self.part.versions:
+            self.part.redraft(made.adjusted_RLV, first_B, made.decoder_state)
 
     def moved(self, step: Step, made: Decision) -> None:
         lanes, shift = step.lanes, step.recipe.model.spec.shift
         kept_B = torch.minimum(lanes.start_B - shift, step.notes[Drafting])
         step.lanes = replace(lanes, kept_B=torch.where(made.moved.done_B, lanes.kept_B, kept_B))
+
+
+def offered(step: Step, logits_CRLV: Tensor) -> Tensor:
+    """The token at each position of each version. [C, R, L]
+
+    Without what forms rule out: the decision, which knows them, looks again.
+    """
+    view, lanes, draw, (count, *shape) = block_view(step, step.lanes), step.lanes, None, logits_CRLV.shape[:3]
+    recipe, sampled, logits_GLV = step.recipe, step.shape.extra(Sampled), logits_CRLV.flatten(0, 1)
+    if sampled is not None:
+        slot_G, spec, columns = lanes.slot_B.repeat(count), recipe.model.spec, needed_vocabulary(step)
+        options = step.state.options(recipe, slot_G, "sampling", step.shape.blocks)
+        view_G = versions_of(view, count)
+        logits_GLV = recipe.sampling.adjust(logits_GLV.clone(), view_G, options, spec, columns)
+        count_GV = columns.part(token_counts(step.state.canvas, slot_G, spec))
+        draw = recipe.sampling.draw(logits_GLV, count_GV, view_G, options, spec, sampled.top, columns)
+    return statistics(step, logits_GLV, view.masked_RL.repeat(count, 1), draw).token_RL.view(count, *shape)
+
+
+def versions_of(view: BlockView, count: int) -> BlockView:
+    """The same for each version."""
+    rows_RL = view.pos_RL, view.tokens_RL, view.masked_RL, view.given_RL
+    each_R = view.step_R, view.quota_R, view.forward_R, view.seed_R, view.prompt_R, view.length_R
+    return BlockView(*(x_RL.repeat(count, 1) for x_RL in rows_RL), *(x_R.repeat(count) for x_R in each_R), view.options)
+
+
+def adopt(kv: KVPool, write_CBW: Tensor, choice_B: Tensor) -> None:
+    """Makes the keys of the chosen version those of the row. `write_CBW`: where in the pool each version's keys are."""
+    from_X = write_CBW[choice_B, torch.arange(len(choice_B), device=choice_B.device)].flatten()
+    for pool in (kv.k_JPTGE, kv.v_JPTGE):
+        pool = (pool.view(torch.uint8) if pool.dtype == FLOAT8 else pool).flatten(1, 2)
+        pool.index_copy_(1, write_CBW[0].flatten(), pool.index_select(1, from_X))
+    if kv.local is not None:
+        adopt(kv.local, write_CBW, choice_B)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dinfer.core.kernels.random import uniform
@@ -20,10 +21,10 @@ class ISD(Decoder, Confirms):
     """Commits the drafts that the model confirms from the left, and one token more.
 
     A step feeds the last token, `stride` - 1 drafts and as many masks. Row i confirms or corrects draft i; the row of
-    the last draft gives one token more, and the masks' rows the next drafts. After a correction there are none for a
-    step, unless with rejected=branches masks stand behind each draft too. With accept=drawn a draft is accepted if it
-    is the token that the sampling draws there, and otherwise that token corrects it: the tokens have the distribution
-    of decoding one by one, at temperature 0 they are the same.
+    the last draft gives one token more, and the masks' rows the next drafts; after a correction there are none for a
+    step. With rejected=branches there are: few rows verify the likeliest paths of a tree of drafts, each in a lane with
+    masks behind. With accept=drawn a draft is accepted if it is the token that the sampling draws there: the tokens
+    have the distribution of decoding one by one, at temperature 0 they are the same.
 
     The other rules are the published variants, and lossy. "ratio" accepts by p / q, the chances of the draft now and
     when it was made, and draws the correction from max(p - q, 0), both without top_k and top_p. Since drafts are the
@@ -42,8 +43,9 @@ class ISD(Decoder, Confirms):
     sure: float = option(0.5, "with accept=sure: least probability", most=1)
     alpha: float = option(1.0, "with accept=ratio: what q is multiplied with")
     rejected: Literal["cold", "branches"] = option(
-        "cold", "drafts after a correction: none for a step, or of masks behind each draft, in N times the rows"
+        "cold", "drafts after a correction: none for a step, or those of a tree"
     )
+    branches: int = option(15, "with rejected=branches: most paths", least=1)
     verified: int = option(0, "verify so many drafts of a step, and accept the others unseen; 0: all")
     correct: bool = option(False, "show the most likely token in place of an accepted draft, whose keys stay")
 
@@ -57,14 +59,15 @@ class ISD(Decoder, Confirms):
         object.__setattr__(self, "top", tuple(self.top))
         if not self.top or not all(type(count) is int and count >= 1 for count in self.top):
             raise ValueError(f"decoder.top={list(self.top)} must be numbers of tokens, 1 or more each")
-        if self.rejected == "branches" and self.accept == "ratio":
+        if self.rejected == "branches" and self.accept != "drawn":
             raise ValueError(
-                "decoder.accept=ratio keeps q of one lane, and decoder.rejected=branches has several: use cold"
+                f"decoder.rejected=branches compares paths with what is drawn, and decoder.accept={self.accept} does "
+                "not: use cold"
             )
 
     @property
     def versions(self) -> int:
-        return self.stride - 1 if self.rejected == "branches" else 0
+        return self.branches if self.rejected == "branches" else 0
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -76,13 +79,19 @@ class ISD(Decoder, Confirms):
         return "decoder=isd verifies drafts in a causal model whose logits predict the next token."
 
     def fresh_state(self, spec: ModelSpec, block: int) -> State:
-        state: State = {"draft": torch.full((block,), -1), "right": torch.zeros(block, dtype=torch.bool)}
+        state: State = {"draft": torch.full((block,), -1)}
+        if self.accept != "drawn":
+            state["right"] = torch.zeros(block, dtype=torch.bool)
+        if self.versions:
+            state["paths"] = torch.full((self.versions, self.stride - 1), -1)
         if self.accept == "ratio":
             state |= {"instead": torch.zeros(block, dtype=torch.int64)}
             state |= {"chance": Large(torch.zeros(()).expand(block, spec.vocab))}
         return state
 
     def confirm(self, logits_RLV: Tensor, view: BlockView, state: State, heat_R1: Tensor) -> None:
+        if self.accept == "drawn":
+            return
         draft_RL1 = state["draft"].clamp_min(0)[..., None]
         place_L = torch.arange(draft_RL1.shape[1], device=draft_RL1.device)
         right_RL = torch.ones_like(view.masked_RL)
@@ -128,10 +137,13 @@ class ISD(Decoder, Confirms):
         return uniform(view.seed_R[:, None], view.pos_RL, view.forward_R[:, None], stream)
 
     def confirmed(self, stats: TokenStats, state: State) -> Tensor:
-        draft_RL, right_RL = state["draft"], state["right"]
-        if self.accept == "drawn":
-            unseen_L = self.unseen(torch.arange(draft_RL.shape[1], device=draft_RL.device))
-            right_RL = (draft_RL == stats.token_RL) | unseen_L
+        """How many drafts become tokens. int64 [R, 1]"""
+        draft_RL = state["draft"]
+        if self.accept != "drawn":
+            return self.accepted(state["right"], draft_RL)
+        right_RL = draft_RL == stats.token_RL
+        if self.verified:
+            right_RL = right_RL | self.unseen(torch.arange(draft_RL.shape[1], device=draft_RL.device))
         return self.accepted(right_RL, draft_RL)
 
     def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
@@ -141,7 +153,8 @@ class ISD(Decoder, Confirms):
         whole_R1 = count_R1 == there_RL.sum(-1, keepdim=True)
         from_RL = place_L + count_R1 + 1  # the drafts of the next region are what the masks behind say
         drafts_RL = whole_R1 & (place_L < self.stride - 1) & (from_RL < place_L.shape[0])
-        drafts_RL = drafts_RL & (view.forward_R > 0)[:, None]  # the first step makes a token alone, as published
+        if not self.versions:
+            drafts_RL = drafts_RL & (view.forward_R > 0)[:, None]  # the first step makes a token alone, as published
         next_RL = best_RL.gather(1, from_RL.clamp_max(place_L.shape[0] - 1))
         instead_RL = token_RL
         if self.accept == "ratio":
@@ -152,6 +165,41 @@ class ISD(Decoder, Confirms):
         shown_RL = torch.where(place_L < count_R1, shown_RL, instead_RL)
         state["draft"].copy_(torch.where(drafts_RL, next_RL, -1))
         return Proposal(view.masked_RL & (place_L <= count_R1), shown_RL)
+
+    def redraft(self, logits_RLV: Tensor, first_R: Tensor, state: State) -> None:
+        depth, (rows, block) = self.stride - 1, logits_RLV.shape[:2]
+        place_RD = first_R[:, None] + torch.arange(depth, device=first_R.device)
+        there_RD = (place_RD < block) & (state["draft"][:, :1] >= 0)
+        row_R1 = torch.arange(rows, device=first_R.device)[:, None]
+        own_RDV = logits_RLV[row_R1, place_RD.clamp_max(block - 1)]
+        worth_RDK, token_RDK = own_RDV.float().log_softmax(-1).topk(min(WIDEST, own_RDV.shape[-1]))
+        worth_RDK = worth_RDK.masked_fill(~there_RD[..., None], -torch.inf)
+        worth_RP, path_RPD = paths_of(worth_RDK, token_RDK)
+        count = min(self.versions, worth_RP.shape[1])
+        worth_RC, best_RC = worth_RP.topk(count)
+        paths_RCD = path_RPD.gather(1, best_RC[..., None].expand(-1, -1, depth))
+        paths_RCD = paths_RCD.masked_fill(worth_RC[..., None] == -torch.inf, -1)
+        state["paths"].copy_(F.pad(paths_RCD, (0, 0, 0, self.versions - count), value=-1))
+
+
+WIDEST = 8  # tokens at the first position of a tree; half of them at each further one
+
+
+def paths_of(worth_RDK: Tensor, token_RDK: Tensor) -> tuple[Tensor, Tensor]:
+    """The chances of all paths of a tree, as logarithms, and their drafts; -1: none. [R, P], int64 [R, P, D]
+
+    Of a path's positions each is drafted without a look at the tokens before.
+    """
+    (rows, depth, widest), worths, paths = worth_RDK.shape, list[Tensor](), list[Tensor]()
+    worth_RP, path_RPD = worth_RDK.new_zeros(rows, 1), token_RDK.new_full((rows, 1, depth), -1)
+    for place in range(depth):
+        wide = max(widest >> place, 1)
+        worth_RP = (worth_RP[..., None] + worth_RDK[:, None, place, :wide]).flatten(1)
+        path_RPD = path_RPD.repeat_interleave(wide, 1)
+        path_RPD[..., place] = token_RDK[:, place, :wide].repeat(1, path_RPD.shape[1] // wide)
+        worths.append(worth_RP)
+        paths.append(path_RPD)
+    return torch.cat(worths, 1), torch.cat(paths, 1)
 
 
 def tempered(logits_RLV: Tensor, heat_R1: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from dinfer.core.loading.checkpoint import family_of, load_network, read_config,
 from dinfer.core.loading.files import CheckpointError
 from dinfer.core.recipe.recipe import IncompatibleRecipe, compose
 from dinfer.core.registry import MODELS
+from dinfer.families.decoders.isd import paths_of
 from dinfer.formats.saving import save_network
 
 ISD = {"name": "sliding", "block": 7}, "isd"
@@ -38,6 +39,25 @@ def test_drafts_change_no_token(variant: str, parts: Any, cache: str) -> None:
     """Token by token in a causal model, and by verified drafts: the same, with any cache."""
     one_by_one = answers(tiny_model(variant), {"name": "block_diffusion", "block": 1}, "threshold")
     assert answers(tiny_model(variant), *parts, cache) == one_by_one
+
+
+def test_a_tree_of_drafts_changes_no_token_and_takes_fewer_forwards() -> None:
+    """One request and several, which share the lanes of a step; what they take is drafted behind each path."""
+    model, found = tiny_model("drafts"), []
+    for rejected in ("cold", "branches"):
+        decoder = {"name": "isd", "rejected": rejected}
+        recipe = compose(model, iteration=ISD[0] | {"stop": "off"}, decoder=decoder, cache="block")
+        requests = [Request.behind([3 + i, 7], 30, recipe.resolve({})) for i in range(6)]
+        done = [*completions(engine_for(recipe, rows=1), requests[:3]), *completions(engine_for(recipe), requests[3:])]
+        found.append(([one.output for one in done], sum(one.counts.forwards for one in done)))
+    assert found[1][0] == found[0][0] and found[1][1] < found[0][1]
+
+
+def test_paths_come_from_the_likeliest_drafts_of_each_place() -> None:
+    worth_RDK = torch.tensor([[-0.1, -3, -4, -5], [-0.5, -1, -9, -9]]).log_softmax(-1)[None]
+    worth_RP, path_RPD = paths_of(worth_RDK, torch.arange(8).view(1, 2, 4))
+    paths = [tuple(path) for path in path_RPD[0, worth_RP[0].topk(4).indices].tolist()]
+    assert paths == [(0, -1), (0, 4), (0, 5), (1, -1)]  # none without those that begin it
 
 
 def test_sampled_drafts_have_the_distribution_of_decoding_one_by_one() -> None:

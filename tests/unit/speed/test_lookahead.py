@@ -110,6 +110,21 @@ def test_guesses_are_made_where_rows_stay_and_change_nothing(rows: int, monkeypa
     assert watch.rounds == max(completion.counts.forwards for completion in want)  # none was wrong
 
 
+@pytest.mark.parametrize("rejected", ["cold", "branches"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_rows_whose_window_slides_take_the_same_step_again(
+    rows: int, rejected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever a window slides, it is as wide, so that nothing waits for the host but the ends of requests."""
+    iteration, decoder = {"name": "sliding", "block": 7}, {"name": "isd", "rejected": rejected}
+    recipe = compose(tiny_model("drafts"), iteration=iteration, decoder=decoder, cache="block")
+    requests = [Request.behind([5, 6, 7 + i], 48, recipe.resolve({})) for i in range(rows)]
+    want = [done.output for done in completions(engine_for(recipe, rows=rows), requests)]
+    engine, watch = launched_ahead(engine_for(recipe, rows=rows)), Watch(monkeypatch)
+    assert [done.output for done in completions(engine, requests)] == want
+    assert watch.guesses > watch.rounds / 2 and watch.open <= 1  # the step behind the last one found nobody
+
+
 def test_wrong_guesses_change_nothing_and_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every row is taken to stay where it is, and none ever does for two steps."""
     recipe = recipe_of(name="fixed", steps=4)
