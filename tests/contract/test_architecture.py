@@ -311,6 +311,20 @@ def test_no_error_is_swallowed(syntax: dict[Path, list[ast.AST]]) -> None:
         assert not idle, f"{path}, line {node.lineno}"
 
 
+def test_admitting_a_request_waits_for_no_device(syntax: dict[Path, list[ast.AST]]) -> None:
+    """What takes slots of new requests copies by `uploaded`: other copies wait for all steps under way."""
+    waits = [
+        f"{path}:{call.lineno}: {ast.unparse(call)}"
+        for path, nodes in syntax.items()
+        for node in nodes
+        if isinstance(node, ast.FunctionDef) and any(one.arg == "slot_A" for one in node.args.args)
+        for call in ast.walk(node)
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)
+        if call.func.attr in ("tolist", "item", "cpu") or (call.func.attr == "to" and "device)" in ast.unparse(call))
+    ]
+    assert not waits
+
+
 def test_importing_dinfer_is_light() -> None:
     """Nor does it cost anything to learn the name and the options of a component, or where a checkpoint is."""
     heavy = [

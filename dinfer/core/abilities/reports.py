@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dinfer.core.abilities.registry import ABILITIES
-from dinfer.core.kernels.canvas import rows_of
+from dinfer.core.kernels.canvas import rows_of, uploaded
 from dinfer.core.step.ability import ByExtra, Canvas, Decision, Entry, Extra, Parts, Request, Step, StepShape
 from dinfer.core.step.record import Raw
 from dinfer.core.step.told import FORCED, LEVELS, NONE, SURE, TOP, Forced, Level, Report, Reports
@@ -74,7 +74,7 @@ class Reporting(ByExtra[Reported]):
             kept.draft_NS.index_fill_(0, slot_A, NONE)  # of earlier requests
         if level >= Level.LOGPROBS:
             named = [[*report.tokens, *[NONE] * (TOP - len(report.tokens))] for report in reports]
-            kept.want_logprobs()[2].index_copy_(0, slot_A, torch.tensor(named).to(slot_A.device))
+            kept.want_logprobs()[2].index_copy_(0, slot_A, uploaded(torch.tensor(named), slot_A.device))
 
     def written(self, step: Step, made: Decision) -> None:
         """Keeps what is written, and drafts where a position stays open: a branch may write them without a step."""

@@ -14,7 +14,7 @@ from dinfer.core.engine.pages import PageAllocator, common, prompt_keys
 from dinfer.core.engine.row import Row
 from dinfer.core.engine.runtime import BatchSize, block_of, pages_of
 from dinfer.core.engine.worker import Worker
-from dinfer.core.kernels.canvas import active_rows
+from dinfer.core.kernels.canvas import active_rows, uploaded
 from dinfer.core.step.canvas import Canvas
 from dinfer.core.step.cursors import CURSORS, Status
 from dinfer.core.step.mixins import Feeds
@@ -93,7 +93,7 @@ class CanvasReader:
 
     def canvases(self, slots: list[int]) -> Tensor:
         """The tokens of some slots, ~token where it is open, on the host. Waits for the device. int64 [B, S]"""
-        slot_B = torch.tensor(slots, dtype=torch.int64).to(self._canvas.tokens_NS.device)
+        slot_B = uploaded(torch.tensor(slots, dtype=torch.int64), self._canvas.tokens_NS.device)
         tokens_BS = self._canvas.tokens_NS.index_select(0, slot_B)
         open_BS = self._canvas.status_NS.index_select(0, slot_B) == int(Status.OPEN)
         return torch.where(open_BS, ~tokens_BS, tokens_BS).cpu()

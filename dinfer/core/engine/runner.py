@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from dinfer.core.engine.runtime import Runtime
+from dinfer.core.kernels.canvas import uploaded
 from dinfer.core.recipe.recipe import Recipe
 from dinfer.core.step.shape import StepShape
 from dinfer.core.step.state import BatchState
@@ -65,4 +66,4 @@ class Runner:
     def run(self, shape: StepShape, lanes: list[int]) -> None:
         """Starts a step on these slots, as many as the shape has lanes."""
         device = self.state.canvas.tokens_NS.device
-        denoise_step(self.recipe, self.state, shape, torch.tensor(lanes).to(device))
+        denoise_step(self.recipe, self.state, shape, uploaded(torch.tensor(lanes), device))

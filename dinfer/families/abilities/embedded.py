@@ -119,17 +119,17 @@ class Tables:
         self.seen_3NS = torch.zeros(3, slots, length, dtype=torch.int32, device=self.like_D.device)
         self.piece_NS = torch.full_like(self.row_NS, length)
 
-    def write(self, slot_A: Tensor, asked: Sequence[Embedded | None]) -> None:
-        """Host side."""
+    def write(self, slot_A: Tensor, asked: Sequence[tuple[int, Embedded | None]]) -> None:
+        """`asked`: slots, and what their requests bring. Host side."""
         device, length = slot_A.device, self.canvas.tokens_NS.shape[1]
         if self.x_XD is None:
-            if not any(asked):
+            if not any(ask for _, ask in asked):
                 return
             self.take()
         assert self.x_XD is not None
         row_AS, piece_AS = (torch.full((len(asked), length), fill, dtype=torch.int32) for fill in (-1, length))
         seen_3AS = torch.tensor([length, 0, 0], dtype=torch.int32)[:, None, None].repeat(1, len(asked), length)
-        for at, (slot, ask) in enumerate(zip(slot_A.tolist(), asked, strict=True)):
+        for at, (slot, ask) in enumerate(asked):
             next_row = slot * self.most
             for one in () if ask is None else ask.stretches:
                 here, rows_XD = slice(one.first, one.end), one.embeddings.rows_XD
@@ -209,7 +209,7 @@ class Embeds(ByExtra[Given]):
 
     @classmethod
     def admit(cls, kept: Tables, slot_A: Tensor, entries: Sequence[Entry]) -> None:
-        kept.write(slot_A, [entry.request.ask(Embedded) for entry in entries])
+        kept.write(slot_A, [(entry.slot, entry.request.ask(Embedded)) for entry in entries])
 
     def window(self, step: Step, window: Window) -> Window:
         """A prefill that would end within a stretch ends before it. It goes on there in the next step."""

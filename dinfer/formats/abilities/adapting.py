@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dinfer.core.abilities.registry import ABILITIES
 from dinfer.core.engine.errors import RequestAborted
+from dinfer.core.kernels.canvas import uploaded
 from dinfer.core.step.ability import ByExtra, Canvas, Entry, Extra, Forward, Parts, Request, Step
 from dinfer.formats.adapters import NONE, AdaptedPass, AdapterAsk, Adapters, adapters_of
 
@@ -54,7 +55,7 @@ class Adapting(ByExtra[WithAdapters]):
             if ask is not None and (why := kept.adapters.gone(ask)) is not None:
                 raise RequestAborted(why)
         numbers = [NONE if ask is None else ask.number for ask in asks]
-        kept.number_N.index_copy_(0, slot_A, torch.tensor(numbers).to(slot_A.device))
+        kept.number_N.index_copy_(0, slot_A, uploaded(torch.tensor(numbers), slot_A.device))
 
     def feed(self, step: Step, run: Forward) -> None:
         kept: Numbers = step.kept(Adapting)

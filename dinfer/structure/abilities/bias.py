@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dinfer.core.abilities.registry import ABILITIES
-from dinfer.core.kernels.canvas import rows_of
+from dinfer.core.kernels.canvas import rows_of, uploaded
 from dinfer.core.step.ability import Ask, BlockView, ByExtra, Canvas, Entry, Extra, Parts, Request, Step
 from dinfer.core.step.contracts import ModelSpec
 from dinfer.core.step.scores import needed_vocabulary
@@ -57,7 +57,7 @@ class BiasTable:
                 row_V[[*bias.only, *(() if self.spec.mask_id is None else (self.spec.mask_id,))]] = 0
             for token, value in () if bias is None else bias.add:
                 row_V[token] += value
-        self.bias_NV.index_copy_(0, slot_A, row_AV.to(slot_A.device))
+        self.bias_NV.index_copy_(0, slot_A, uploaded(row_AV, slot_A.device))
 
 
 @ABILITIES.register("bias", after=("offering",))
