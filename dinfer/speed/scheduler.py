@@ -167,8 +167,8 @@ class FastScheduler(Scheduler):
         return found
 
     def _open(self, group: Group, rows: Sequence[Row], expected: Mapping[int, float]) -> int:
-        some = (opens(row, self._window) for row in rows)
-        return ceil(sum(expected.get(slot, own) for slot, own in zip(group.slots, some, strict=True)))
+        unknown = (opens(row, self._window) for row in rows if row.slot not in expected)
+        return ceil(sum(unknown) + sum(expected[slot] for slot in group.slots if slot in expected))
 
     def _holds(self, phases: dict[Phase, list[Row]]) -> bool:
         """Whether prefills wait for more. Not while a request waits for their keys."""

@@ -7,12 +7,12 @@ step with lanes to spare, if rows may take several. Host side; no token depends 
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import sqrt
 from typing import NamedTuple
 
-from dinfer.core.engine.row import Row
+from dinfer.core.engine.row import PHASES, Row
 from dinfer.core.recipe.recipe import Recipe
 from dinfer.core.step.cursors import ACTIVE, Phase
 from dinfer.core.step.shape import KeysOnly, StepShape
@@ -39,18 +39,21 @@ class BlockEnds:
 
     def record(self, rows: Collection[Row]) -> None:
         """Learns where a round has left its rows."""
+        steps, ends, gain = self.steps, self.ends, self.gain
         for row in rows:
             before, now = row.before, row.cursors
             if row.missed or now.steps == before.steps:
                 continue
-            left = row.open_before[before.end] - before.committed
-            self.gain += (now.committed - before.committed - self.gain) / MEMORY
-            self.steps[left] += 1
-            self.ends[left] += now.block > before.block
-            if now.block > before.block and before.end < before.length:
-                self.stops += ((now.phase not in ACTIVE) - self.stops) / RECENT
-            if self.steps[left] == MEMORY:
-                self.steps[left], self.ends[left] = MEMORY // 2, self.ends[left] // 2
+            left = row.open_before[before.end] - (committed := before.committed)
+            gain += (now.committed - committed - gain) / MEMORY
+            steps[left] = count = steps.get(left, 0) + 1
+            if now.block > before.block:
+                ends[left] = ends.get(left, 0) + 1
+                if before.end < before.length:
+                    self.stops += ((now.phase not in ACTIVE) - self.stops) / RECENT
+            if count == MEMORY:
+                steps[left], ends[left] = MEMORY // 2, ends.get(left, 0) // 2
+        self.gain = gain
 
     @property
     def share(self) -> float:
@@ -84,15 +87,17 @@ class Prediction(NamedTuple):
 
 def phases_after(rows: Collection[Row], steps: Sequence[tuple[StepShape, list[int]]]) -> dict[Phase, list[Row]] | None:
     """The rows by the phase of their next step, if `steps`, which are under way, fit them; None if they may not."""
+    prefilled = {slot: shape.width for shape, slots in steps if shape.phase == Phase.PREFILL for slot in slots}
     phases = dict[Phase, list[Row]]()
-    prefilled: dict[int | None, int] = {
-        slot: shape.width for shape, slots in steps if shape.phase == Phase.PREFILL for slot in slots
-    }
     for row in rows:
-        if row.need.width > prefilled.get(row.slot, row.need.width):
-            return None  # its prompt goes on in the next round
-        phase = Phase(row.cursors.phase)
-        phases.setdefault(Phase.WINDOW if row.slot in prefilled else phase, []).append(row)
+        phase = PHASES[row.cursors.phase]
+        if prefilled and (width := prefilled.get(row.slot)) is not None:  # type: ignore[arg-type]
+            if row.need.width > width:
+                return None  # its prompt goes on in the next round
+            phase = Phase.WINDOW
+        if (found := phases.get(phase)) is None:
+            found = phases[phase] = []
+        found.append(row)
     return phases if {*phases} <= {Phase.PREFILL, Phase.WINDOW} else None
 
 
@@ -202,22 +207,32 @@ class Slicing(Ahead):
         phases, front = phases_after(rows, steps), self._plan.front
         if phases is None:
             return None
-        by_slot, stepping, left_out = {row.slot: row for row in rows}, dict[int | None, StepShape](), set[int | None]()
+        stepping, left_out = dict[int | None, StepShape](), set[int | None]()
+        wide = {row.slot: lanes - 1 for row in rows if (lanes := self._lanes(row.need.width)) > 1}
         for shape, slots in steps:
-            spare = shape.lanes - len(slots)
-            for slot in slots:
-                stepping[slot] = shape
-                spare -= (more := self._lanes(by_slot[slot].need.width) - 1 if slot in by_slot else 0)
-                if more and spare < 0 and shape.phase == Phase.WINDOW and shape.width == front:
-                    left_out.add(slot)
-        decoding = sorted(phases.get(Phase.WINDOW, []), key=lambda row: row.slot not in left_out)
+            stepping.update(dict.fromkeys(slots, shape))
+            spare, narrow = shape.lanes - len(slots), shape.phase == Phase.WINDOW and shape.width == front
+            for slot in slots if wide and narrow else ():
+                if slot in wide:
+                    spare -= wide[slot]
+                    if spare < 0:
+                        left_out.add(slot)
+        decoding = phases.get(Phase.WINDOW, [])
+        if left_out:
+            decoding = sorted(decoding, key=lambda row: row.slot not in left_out)
         lanes, expected, chances = dict[int, float](), dict[int, float](), list[float]()
+        known = dict[Hashable, tuple[float, tuple[float, float] | None]]()  # many rows stand alike
         for row in decoding:
-            step = None if row.slot in left_out else stepping.get(row.slot)
-            chances.append(0.0 if step is None else self.ends.chance(row))
-            guess = self._guess(row, step, chances[-1], block)
-            if guess is not None and row.slot is not None:
-                lanes[row.slot], expected[row.slot] = guess
+            step, now = None if row.slot in left_out else stepping.get(row.slot), row.cursors
+            alike: Hashable = row.index
+            if step is not None and now.phase == Phase.WINDOW:
+                alike = row.left, row.need.width, now.end - now.start, now.end == now.length, row.missed
+            if (found := known.get(alike)) is None:
+                chance = 0.0 if step is None else self.ends.chance(row)
+                found = known[alike] = chance, self._guess(row, step, chance, block)
+            chances.append(found[0])
+            if found[1] is not None and row.slot is not None:
+                lanes[row.slot], expected[row.slot] = found[1]
         wrong = sqrt(sum(chance * (1 - chance) for chance in chances)) + self.ends.stops * sum(chances)
         if len(lanes) * (2 * block - front) <= self._free or (
             LATE * wrong * 2 * block > self._free + sum(lanes.values()) * front
