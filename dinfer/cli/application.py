@@ -8,6 +8,7 @@ standard input.
 A sweep is the product of all values, but an option goes only to components that have it. In
 `decoder=threshold,factor decoder.threshold=0.7,0.9 decoder.factor=0.5,1` each decoder is swept over its own option:
 four points in all. A point that fails does not end the sweep. The end of the sweep names the points without a result.
+Hydra's own sweeper would refuse that command whole ("Key 'factor' is not in struct"), and end at the first failure.
 """
 
 import argparse

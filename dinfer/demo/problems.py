@@ -1,5 +1,7 @@
 """Seeded word problems for the model in the box: eight families, two splits that cannot overlap.
 
+They are made, not read from a file, since a trainer wants new ones for as long as it runs (`stream`).
+
 from dinfer.demo.problems import generate, is_correct
 problems = generate("heldout", count=500, seed=0)
 """

@@ -25,10 +25,10 @@ from dinfer.core.step.ability import Step
 from dinfer.core.step.contracts import Phase
 from dinfer.core.step.cursors import Status
 from dinfer.core.step.mixins import Feeds, scores_of
+from dinfer.core.step.model import Attend
 from dinfer.core.step.shape import StepShape
 from dinfer.core.step.step import seen
 from dinfer.core.step.window import exact
-from dinfer.lab.trace.record import Watched
 
 EQUAL = 1e-9  # nats; a plot shows less as this much, since it is rounding
 
@@ -83,6 +83,30 @@ class Audit:
             "samples": [asdict(sample) for sample in self.samples],
         }
         path.write_text(json.dumps(found, indent=1) + "\n")
+
+
+class Watched:
+    """A model that keeps the positions its last forward computed, and the logits that it gave if it was asked."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.spec = model, model.spec
+        self.pos_W = torch.empty(0, dtype=torch.int64)
+        self.logits_XLV: Tensor | None = None
+        self.before: Callable[[], None] | None = None  # called when a forward begins
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def forward(self, x_BWD: Tensor, attend: Attend) -> Tensor:
+        if self.before is not None:
+            self.before()
+        self.pos_W, self.logits_XLV = attend.pos_BW[0], None
+        return self.model.forward(x_BWD, attend)
+
+    def logits(self, h_BLD: Tensor) -> Tensor:
+        logits_XLV = self.model.logits(h_BLD)
+        self.logits_XLV = logits_XLV.clone()  # the step takes tokens out of its own in place
+        return logits_XLV
 
 
 def check_ranks(count: int) -> None:

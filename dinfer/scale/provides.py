@@ -8,12 +8,12 @@ from dinfer.core.engine.worker import Worker
 from dinfer.core.recipe.recipe import Recipe
 
 
-def leading_worker(recipe: Recipe, runtime: Runtime, plain: Recipe) -> Worker | None:
-    """The worker of rank 0; None: this process leads no others. `plain`: the recipe of the other ranks."""
+def leading_worker(recipe: Recipe, runtime: Runtime) -> Worker | None:
+    """The worker of rank 0; None: this process leads no others."""
     from dinfer.scale.parallel.leader import leader
     from dinfer.scale.parallel.leader_worker import LeadingWorker
 
-    return None if (ranks := leader()) is None else LeadingWorker(recipe, runtime, ranks, plain)
+    return None if (ranks := leader()) is None else LeadingWorker(recipe, runtime, ranks)
 
 
 def on_each_rank(recipe: Recipe, work: Callable[..., Any], *given: Any) -> list[Any]:

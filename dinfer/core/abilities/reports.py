@@ -77,7 +77,10 @@ class Reporting(ByExtra[Reported]):
             kept.want_logprobs()[2].index_copy_(0, slot_A, uploaded(torch.tensor(named), slot_A.device))
 
     def written(self, step: Step, made: Decision) -> None:
-        """Keeps what is written, and drafts where a position stays open: a branch may write them without a step."""
+        """Keeps what is written, and drafts where a position stays open: a branch may write them without a step.
+
+        A record of the write has neither these drafts nor what the decoder saw of a token, so it is not read here.
+        """
         reports, view, stats, commits = step.kept(Reporting), made.view, made.stats, made.commits
         live_R1 = rows_of(step.lanes.live_B, step.shape.blocks)[:, None]
         vocab, slot_B = step.recipe.model.spec.vocab, step.lanes.slot_B

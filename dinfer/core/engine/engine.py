@@ -28,10 +28,10 @@ from dinfer.core.step.blame import blaming
 ENGINES: WeakSet["Engine"] = WeakSet()  # of this process: several may run one network
 
 
-def worker_of(recipe: Recipe, runtime: Runtime, plain: Recipe) -> Worker:
-    """`plain`: the recipe of other ranks, if there are any."""
+def worker_of(recipe: Recipe, runtime: Runtime) -> Worker:
+    """What runs the steps of a recipe."""
     leading = provided("leading_worker") if runtime.tensor_parallel > 1 else None
-    found: Worker = (leading and leading(recipe, runtime, plain)) or Worker(recipe, runtime)
+    found: Worker = (leading and leading(recipe, runtime)) or Worker(recipe, runtime)
     if runtime.memory is not None:
         with on_device(recipe.model.device), found.working():
             found.runtime = needed("within_memory", f"runtime.memory={runtime.memory}", "speed")(found)
@@ -51,8 +51,7 @@ class Engine:
     than all before it waits until then.
     """
 
-    def __init__(self, recipe: Recipe, runtime: Runtime, *, plain: Recipe | None = None) -> None:
-        """`plain`: the recipe for other ranks if `recipe` has components that only watch; None: the same."""
+    def __init__(self, recipe: Recipe, runtime: Runtime) -> None:
         self.device = device = recipe.model.device
         if runtime.graphs and device.type != "cuda":
             raise ValueError(f"runtime.graphs=True needs a CUDA device, not {device}")
@@ -70,7 +69,7 @@ class Engine:
             raise IncompatibleRecipe(reason)
         with blaming(recipe.by_kind):
             found = needed("loop", "runtime.deterministic=true", "speed") if runtime.deterministic else provided("loop")
-            self.loop: Loop = (found or Loop)(worker_of(recipe, runtime, plain or recipe))
+            self.loop: Loop = (found or Loop)(worker_of(recipe, runtime))
         self.recipe, self.runtime = self.loop.worker.recipe, self.loop.worker.runtime
         self._checked: WeakValueDictionary[int, Request] = WeakValueDictionary()  # by identity
         self._turn = threading.Condition()

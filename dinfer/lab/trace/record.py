@@ -1,7 +1,7 @@
 """Records a request, for each forward what was computed, proposed and committed, and plays the record on an HTML page.
 
-The recipe runs as it always does, one request at a time and eagerly; its decoder and its model are watched from
-outside, so a run that is not recorded does nothing more. docs/trace.md documents the JSON.
+The recipe runs as it always does, one request at a time and eagerly. The ability `tracing` reads the step's own
+records, and takes part in no step of a request that asks for no trace. docs/trace.md documents the JSON.
 
 The page loads no file, font or script. Text of the prompt and of the model reaches it as data only: as JSON that no
 text can break out of, and, for readers without JavaScript, escaped. A content policy names its style and script by
@@ -13,25 +13,20 @@ import hashlib
 import html
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import resources
 from threading import Event
-from typing import Any, NamedTuple
-
-import torch
-from torch import Tensor
+from typing import Any
 
 from dinfer import __version__
 from dinfer.core.engine.engine import Engine
-from dinfer.core.engine.request import Request, Update, Wants
+from dinfer.core.engine.request import Request
 from dinfer.core.engine.runtime import Runtime
 from dinfer.core.pipeline import Pipeline
 from dinfer.core.recipe.recipe import Recipe
 from dinfer.core.registry import CACHES, DECODERS, ITERATIONS, SAMPLINGS, values_of
-from dinfer.core.step.contracts import BlockView, Decoder, Phase, Proposal, State, TokenStats
-from dinfer.core.step.mixins import KeepsNothing
-from dinfer.core.step.model import Attend
+from dinfer.lab.abilities.tracing import Offer, Passes, TraceAsk
 
 
 def page(document: dict[str, Any]) -> str:
@@ -86,14 +81,6 @@ class Pieces:
 
 SCHEMA = "dinfer.analysis.trace/1"
 Span = tuple[int, int]  # positions [start, end) of the canvas; the prompt begins at 0
-
-
-class Offer(NamedTuple):
-    """What the decoder was shown at a position that was still masked, before it chose."""
-
-    position: int
-    token: int
-    confidence: float  # the token's probability, as the decoder saw it
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,26 +169,20 @@ def record_request(
 
     `unwanted`: ends the recording after the next step, with InterruptedError, once another thread has set it.
     """
-    recipe, request = pipe.recipe, replace(request, padding=0)
-    offers: list[Offer] = []  # of the step under way
-    watch = Watched(recipe.model)
-    watched = replace(recipe, model=watch, decoder=_shown(recipe.decoder, offers))
+    recipe, request = pipe.recipe, replace(request, padding=0, asks=(*request.asks, TraceAsk()))
     kv, rank = pipe.engine.runtime.kv, recipe.ranks.rank
     runtime = Runtime(rows=1, kv=kv, tensor_parallel=rank.ranks, expert_parallel=rank.expert_parallel)
-    engine = Engine(watched, runtime, plain=recipe)
-    steps: list[TracedStep] = []
-    tokens, masked = request.tokens, request.open
     completion = None
-    for update in engine.run([request], Wants(snapshots=True)):
+    for update in Engine(recipe, runtime).run([request]):
         if unwanted is not None and unwanted.is_set():
             raise InterruptedError("nobody wants the trace any more")
-        computed = spans(position for position in watch.pos_W.tolist() if position >= 0)
-        steps.append(_step(update, tokens, masked, computed, list(offers), recipe, steps))
-        offers.clear()
-        tokens, masked = update.tokens or tokens, update.masked or masked
+        if update.error is not None:
+            raise update.error
         completion = update.completion
-    if completion is None:
+    passes = None if completion is None else completion.counts.tells(Passes)
+    if completion is None or passes is None:
         raise RuntimeError("the engine ended without a completion")
+    steps = _steps(passes)
     counts = completion.counts
     described, piece = describe(recipe), str if pipe.tokenizer is None else Pieces(pipe).of
     offered = {offer.token for step in steps for offer in step.offers}
@@ -242,44 +223,6 @@ def _short(part: dict[str, Any]) -> str:
     return f"{part['name']} {first}" if isinstance(first, (int, float)) and first else str(part["name"])
 
 
-class Watched:
-    """A model that keeps the positions its last forward computed, and the logits that it gave if it was asked."""
-
-    def __init__(self, model: Any) -> None:
-        self.model, self.spec = model, model.spec
-        self.pos_W = torch.empty(0, dtype=torch.int64)
-        self.logits_XLV: Tensor | None = None
-        self.before: Callable[[], None] | None = None  # called when a forward begins
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.model, name)
-
-    def forward(self, x_BWD: Tensor, attend: Attend) -> Tensor:
-        if self.before is not None:
-            self.before()
-        self.pos_W, self.logits_XLV = attend.pos_BW[0], None
-        return self.model.forward(x_BWD, attend)
-
-    def logits(self, h_BLD: Tensor) -> Tensor:
-        logits_XLV = self.model.logits(h_BLD)
-        self.logits_XLV = logits_XLV.clone()  # the step takes tokens out of its own in place
-        return logits_XLV
-
-
-def _shown(decoder: Decoder, offers: list[Offer]) -> Decoder:
-    """The same decoder, which puts what it is shown into `offers`."""
-
-    class Shown(type(decoder)):  # type: ignore[misc]
-        def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
-            columns = (view.pos_RL, stats.token_RL, stats.confidence_RL)
-            wanted_RL = view.masked_RL & stats.finite_RL
-            rows = zip(*(column[wanted_RL].tolist() for column in columns), strict=True)
-            offers[:] = [Offer(position, token, round(confidence, 5)) for position, token, confidence in rows]
-            return super().select(stats, view, state)
-
-    return Shown(**values_of(decoder))
-
-
 def spans(positions: Iterable[int]) -> list[Span]:
     """Positions as the fewest spans `[start, end)`, in order."""
     found: list[Span] = []
@@ -291,25 +234,18 @@ def spans(positions: Iterable[int]) -> list[Span]:
     return found
 
 
-def _step(
-    update: Update, tokens: list[int], masked: list[bool], computed: list[Span], offers: list[Offer], recipe: Recipe,
-    before: list[TracedStep],
-) -> TracedStep:  # fmt: skip
-    now, left = update.tokens or [], update.masked or []
-    places = range(len(now))
-    last = before[-1] if before else None
-    entered = last is not None and update.region != last.region
-    return TracedStep(
-        forward=update.forwards,
-        phase=update.phase.name.lower(),
-        refresh=update.phase == Phase.FULL and not isinstance(recipe.cache, KeepsNothing),
-        block=(last.block + entered) if last else 0,
-        region=update.region,
-        computed=computed,
-        offers=offers,
-        commits=[(p, now[p]) for p in places if not left[p] and (masked[p] or now[p] != tokens[p])],
-        remasked=[p for p in places if left[p] and not masked[p]],
-    )
+def _steps(passes: Passes) -> list[TracedStep]:
+    found, block, before = [], 0, None
+    for forward, own in passes.passes.items():
+        block += before is not None and own.region != before
+        before = own.region
+        found.append(
+            TracedStep(
+                forward, own.phase.name.lower(), own.refresh, block, own.region, spans(own.computed), own.offers,
+                sorted(own.commits), sorted(own.remasked),
+            )
+        )  # fmt: skip
+    return found
 
 
 def _blocks(steps: Sequence[TracedStep]) -> list[TracedBlock]:

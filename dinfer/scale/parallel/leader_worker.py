@@ -33,12 +33,12 @@ class LeadingWorker(Worker):
     knows how far the others have come.
     """
 
-    def __init__(self, recipe: Recipe, runtime: Runtime, leader: Leader, plain: Recipe) -> None:
-        """`plain`: the recipe of other ranks, without components that only watch. Raises ValueError, RankFailed."""
+    def __init__(self, recipe: Recipe, runtime: Runtime, leader: Leader) -> None:
+        """Raises ValueError, RankFailed."""
         super().__init__(recipe, runtime)
         self._leader, self._number = leader, leader.number()
-        parts = {kind: spelled(part) for kind, part in values_of(plain).items() if kind != "model"}
-        leader.together("engine", self._number, model_number(leader, plain), parts, values_of(runtime), work=int)
+        parts = {kind: spelled(part) for kind, part in values_of(recipe).items() if kind != "model"}
+        leader.together("engine", self._number, model_number(leader, recipe), parts, values_of(runtime), work=int)
         weakref.finalize(self, leader.forgotten.append, ("drop", self._number)).atexit = False
 
     @property

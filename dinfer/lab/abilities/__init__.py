@@ -1,0 +1,1 @@
+"""Abilities that look at steps."""
