@@ -85,11 +85,11 @@ class BlockCache(CachePolicy, RecomputesEveryKey, RefreshesWithin):
     """Recomputes the active block. The step that enters a block also recomputes the block before it.
 
     In a block-causal model, keys and values of finished blocks never change. They are kept, and no token changes. One
-    pass without the LM head computes the complete blocks of a prompt. In the last step of a block some of its tokens
-    are still masked. So the first step of the next block rewrites the keys of the finished block. It sees the new keys
-    already, because each layer writes its keys before it attends. The references spend a further forward on them. So
-    does runtime.favour=throughput in large batches, where wide steps cost more. In a model with an encoder, the step
-    that enters a block encodes the block before it.
+    pass without the LM head computes the complete blocks of a prompt. When the last step of a block begins, some of its
+    tokens are still masks. So its keys are final only after the first step of the next block, which rewrites them. That
+    step sees the new keys already, because each layer writes its keys before it attends. Published implementations
+    spend a forward of its own on this, as runtime.favour=throughput does in large batches, where wide steps cost more.
+    In a model with an encoder, the step that enters a block encodes the block before it.
     """
 
     paper = "Block Diffusion, arXiv:2503.09573"

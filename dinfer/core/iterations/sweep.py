@@ -6,18 +6,16 @@
 """
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, Self, TypeVar
+from typing import ClassVar, Literal, Self
 
 import torch
-from torch import Tensor
 
 from dinfer.core.kernels.dispatch import triton, use_triton
 from dinfer.core.refusals import Refusal, Trait
 from dinfer.core.registry import ITERATIONS, option
 from dinfer.core.step.contracts import BlockAfter, Iteration, ModelSpec, Moved, RowCursors, State
 from dinfer.core.step.mixins import Aligned, Edits
-
-Position = TypeVar("Position", int, Tensor)
+from dinfer.core.terms.plan import Position
 
 
 @dataclass(frozen=True, slots=True)

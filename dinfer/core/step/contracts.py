@@ -39,8 +39,9 @@ class Large(NamedTuple):
 class Edit:
     """What a decoder asks for beside commits, if it derives from `Edits`."""
 
-    remask_RL: Tensor | None = None  # bool, decoded positions to mask again; not in a row that would gain no token
-    retry_R: Tensor | None = None  # bool, rows that may gain none. The decoder limits how often this happens
+    # bool, decoded positions to mask again. Only rows that end the step with fewer masks do so, and those of `retry_R`.
+    remask_RL: Tensor | None = None
+    retry_R: Tensor | None = None  # bool, rows that may end with as many masks. The decoder limits how often
     # int64. For each position, the position in the block from which its token moves here (-1: a new mask). All other
     # fields of a proposal use positions after the move.
     source_RL: Tensor | None = None
@@ -80,9 +81,9 @@ class BlockAfter:
 class Moved:
     """Where an iteration moves its rows: cursors as `RowCursors` has them.
 
-    With K > 1, block k begins at `start + k * L`. Blocks from `end` on are not open yet. The first blocks leave, which
-    `block_B` counts, and new ones enter behind the others. As a row enters a block, caches refresh its keys and its
-    decoder begins anew. So `start_B` moves only as blocks leave, unless the iteration derives from `Slides`.
+    With K > 1, block k begins at `start + k * L`. Blocks from `end` on are not open yet. Blocks leave from the first
+    on, which `block_B` counts, and new ones enter behind the others. When a row enters a block, caches refresh its keys
+    and its decoder begins anew. So `start_B` moves only as blocks leave, unless the iteration derives from `Slides`.
     """
 
     start_B: Tensor

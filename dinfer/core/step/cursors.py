@@ -77,7 +77,7 @@ class RowCursors:
     end_B: Tensor
     block_B: Tensor  # blocks finished
     kept_B: Tensor  # before this position all keys and values are final: the cache never recomputes them
-    seen_B: Tensor  # the end of the last active region of which every key has been computed
+    seen_B: Tensor  # the end of the last active region whose keys have all been computed
     forwards_B: Tensor  # NFE since admission
     steps_B: Tensor  # denoise steps. Schedules and random streams count these, so they go with every cache
     refreshes_B: Tensor  # full passes whose keys and values are kept

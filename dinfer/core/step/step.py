@@ -27,10 +27,10 @@ from dinfer.core.step.work import Decision, Forward, Known, Step, first
 
 
 def denoise_step(recipe: Parts, state: BatchState, shape: StepShape, slot_B: Tensor) -> None:
-    """Runs one step of `shape` on the slots named by `slot_B` (int64 [B]; the scratch slot fills a bucket up).
+    """Runs one step of `shape` on the slots named by `slot_B` (int64 [B]). Lanes without a row name the scratch slot.
 
-    Slots that are not in `shape.phase`, or need a wider window, stay exactly as they are. Each slot but the scratch one
-    may be named once.
+    Slots that are not in `shape.phase`, or need a wider window, stay exactly as they are. Any other slot is named once
+    at most.
     """
     step = Step.of(recipe, state, shape, slot_B)
     for ability in step.abilities:
@@ -44,8 +44,8 @@ def denoise_step(recipe: Parts, state: BatchState, shape: StepShape, slot_B: Ten
 def decisions(step: Step) -> Iterator[Known]:
     """What the step decides by: one forward, unless an ability says otherwise.
 
-    An ability may have the step decide several times. Its iterator goes on once a decision is written, and finds the
-    rows in `step.lanes` where that decision has moved them.
+    An ability may have the step decide several times. After each decision its iterator goes on, and finds in
+    `step.lanes` where that decision has moved the rows.
     """
     if (own := first(ability.decisions(step) for ability in step.abilities)) is not None:
         return own
