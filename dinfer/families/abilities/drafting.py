@@ -105,6 +105,8 @@ class Drafting(ByPart[Confirms]):
         return Versioned(lanes - 1) if shape.versions else None
 
     def prepare(self, step: Step, run: Forward) -> PagedAttend | None:
+        if step.shape.phase == Phase.PREFILL:
+            return None
         lanes, state, count = step.lanes, step.state, step.shape.versions
         row_B = state.block_rows(lanes.slot_B, lanes.block_B, 1)
         drafts = state.decoder.rows["draft"]

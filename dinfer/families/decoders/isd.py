@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dinfer.core.kernels.dispatch import triton, use_triton
 from dinfer.core.kernels.random import uniform
 from dinfer.core.refusals import Refusal
 from dinfer.core.registry import DECODERS, option
@@ -167,22 +168,31 @@ class ISD(Decoder, Confirms):
         return Proposal(view.masked_RL & (place_L <= count_R1), shown_RL)
 
     def redraft(self, logits_RLV: Tensor, first_R: Tensor, state: State) -> None:
-        depth, (rows, block) = self.stride - 1, logits_RLV.shape[:2]
-        place_RD = first_R[:, None] + torch.arange(depth, device=first_R.device)
-        there_RD = (place_RD < block) & (state["draft"][:, :1] >= 0)
-        row_R1 = torch.arange(rows, device=first_R.device)[:, None]
-        own_RDV = logits_RLV[row_R1, place_RD.clamp_max(block - 1)]
-        worth_RDK, token_RDK = own_RDV.float().log_softmax(-1).topk(min(WIDEST, own_RDV.shape[-1]))
-        worth_RDK = worth_RDK.masked_fill(~there_RD[..., None], -torch.inf)
-        worth_RP, path_RPD = paths_of(worth_RDK, token_RDK)
-        count = min(self.versions, worth_RP.shape[1])
-        worth_RC, best_RC = worth_RP.topk(count)
-        paths_RCD = path_RPD.gather(1, best_RC[..., None].expand(-1, -1, depth))
-        paths_RCD = paths_RCD.masked_fill(worth_RC[..., None] == -torch.inf, -1)
-        state["paths"].copy_(F.pad(paths_RCD, (0, 0, 0, self.versions - count), value=-1))
+        paths = triton("drafts").paths if use_triton(logits_RLV, "token_stats") else likeliest
+        few = min(WIDEST, logits_RLV.shape[-1])
+        state["paths"].copy_(paths(logits_RLV, first_R, state["draft"], self.versions, self.stride - 1, few))
 
 
 WIDEST = 8  # tokens at the first position of a tree; half of them at each further one
+
+
+def likeliest(logits_RLV: Tensor, first_R: Tensor, draft_RL: Tensor, versions: int, depth: int, few: int) -> Tensor:
+    """The likeliest paths of a tree of drafts. int64 [R, versions, depth]; -1: none
+
+    `first_R`: where its drafts begin. `few`: tokens at the first position. None where a row has no drafts at all.
+    """
+    rows, block, _ = logits_RLV.shape
+    place_RD = first_R[:, None] + torch.arange(depth, device=first_R.device)
+    there_RD = (place_RD < block) & (draft_RL[:, :1] >= 0)
+    row_R1 = torch.arange(rows, device=first_R.device)[:, None]
+    own_RDV = logits_RLV[row_R1, place_RD.clamp_max(block - 1)]
+    worth_RDK, token_RDK = own_RDV.float().log_softmax(-1).topk(few)
+    worth_RP, path_RPD = paths_of(worth_RDK.masked_fill(~there_RD[..., None], -torch.inf), token_RDK)
+    count = min(versions, worth_RP.shape[1])
+    worth_RC, best_RC = worth_RP.topk(count)
+    paths_RCD = path_RPD.gather(1, best_RC[..., None].expand(-1, -1, depth))
+    paths_RCD = paths_RCD.masked_fill(worth_RC[..., None] == -torch.inf, -1)
+    return F.pad(paths_RCD, (0, 0, 0, versions - count), value=-1)
 
 
 def paths_of(worth_RDK: Tensor, token_RDK: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,9 +11,10 @@ from torch import nn
 from dinfer.core.kernels.deferred import close
 from dinfer.core.layers.linear import Linear
 from dinfer.core.models.family import Placement
+from dinfer.families.decoders.isd import likeliest
 from dinfer.families.gated import Gate, GatedLinear, GatedTransformer, LowRank
 
-gated = pytest.importorskip("dinfer.kernels.triton.gated")
+gated, drafts = (pytest.importorskip(f"dinfer.kernels.triton.{name}") for name in ("gated", "drafts"))
 CUDA = torch.cuda.is_available()
 DEVICE, SHORT = ("cuda", torch.bfloat16) if CUDA else ("cpu", torch.float16)  # the interpreter has no bfloat16
 
@@ -69,8 +70,23 @@ def test_the_kernel_is_used_where_rows_are_few_and_compiles(monkeypatch: pytest.
             for rows in (7, 28, 448, 1000):
                 with gate.on(torch.empty(1, rows, dtype=torch.bool)):
                     layer.deferred(torch.empty(1, rows, width, dtype=torch.bfloat16))
-    assert len(launches) == 6 and all("_gated_linear" in launch for launch in launches)
+        like = torch.empty(1, 7, dtype=torch.int64)
+        drafts.paths(torch.empty(1, 7, 49152, dtype=torch.bfloat16), like[0, :1], like, 15, 3, 8)
+    assert len(launches) == 9 and sum("_gated_linear" in launch for launch in launches) == 6
     assert failures(launches) == []
+
+
+@pytest.mark.gpu if CUDA else pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize(
+    ("shape", "versions", "depth"), [((3, 7, 5000), 15, 3), ((2, 11, 300), 31, 5), ((2, 3, 40), 3, 1)]
+)
+def test_the_likeliest_paths_are_those_of_torch(shape: tuple[int, int, int], versions: int, depth: int) -> None:
+    """Also where the region has no room for the last drafts, and in a row without drafts."""
+    torch.manual_seed(0)
+    logits_RLV, first_R = torch.randn(shape, device=DEVICE), torch.tensor([1, shape[1] - 2, 3], device=DEVICE)
+    draft_RL = torch.tensor([[5], [5], [-1]], device=DEVICE).expand(3, shape[1])
+    given = logits_RLV, first_R[: shape[0]], draft_RL[: shape[0]], versions, depth, 8
+    assert torch.equal(drafts.paths(*given), likeliest(*given))
 
 
 def test_ranks_that_divide_a_layer_refuse_low_rank_parts() -> None:
