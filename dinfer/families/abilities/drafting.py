@@ -100,6 +100,8 @@ class Drafting(ByPart[Confirms]):
 
     @classmethod
     def adds(cls, recipe: Parts, shape: StepShape, planned: Planned) -> Extra | None:
+        if not isinstance(recipe.decoder, Confirms):
+            return None
         # Powers of two, so that not each number of rows has a graph of its own.
         lanes = 1 << (max(min(LANES // max(planned.rows, 1), shape.versions + 1), 1).bit_length() - 1)
         return Versioned(lanes - 1) if shape.versions else None

@@ -60,18 +60,22 @@ class Added:
 
     def keep(self, step: Step, made: Decision, value_RL: Tensor) -> None:
         """Takes the surest tokens that a step has left open in live rows."""
-        lanes, view, stats = step.lanes, made.view, made.stats
-        by_lane = (lanes.slot_B.shape[0], -1)
+        view, by_lane = made.view, (len(step.lanes.slot_B), -1)
         value_BX = value_RL.double().masked_fill(~made.commits.open_RL, float("-inf")).view(by_lane)
         value_BJ, place_BJ = value_BX.sort(dim=-1, descending=True, stable=True)
         count = self.pos_NJ.shape[1]
         value_BJ, place_BJ = (fitted(x_BX, count) for x_BX in (value_BJ, place_BJ))
         pos_BJ = torch.where(value_BJ > float("-inf"), view.pos_RL.view(by_lane).gather(1, place_BJ), -1)
-        new = pos_BJ, stats.token_RL.view(by_lane).gather(1, place_BJ), value_BJ, made.lanes.end_B
+        self.store(step, made, pos_BJ, place_BJ, value_BJ)
+
+    def store(self, step: Step, made: Decision, pos_BJ: Tensor, place_BJ: Tensor, value_BJ: Tensor) -> None:
+        """Takes the proposed tokens at these places of the active blocks. `pos_BJ`: -1 where there is to be none."""
+        lanes, token_RL, by_lane = step.lanes, made.stats.token_RL, (len(place_BJ), -1)
+        new = pos_BJ, token_RL.view(by_lane).gather(1, place_BJ), value_BJ, made.lanes.end_B
         for held, of_lanes in zip((self.pos_NJ, self.token_NJ, self.value_NJ, self.end_N), new, strict=True):
             store_rows(held, lanes.slot_B, lanes.live_B, of_lanes)
         if Raw in step.notes:
-            said, kept = said_of(step, stats.token_RL), self.said_NJ
+            said, kept = said_of(step, token_RL), self.said_NJ
             for held, told_RL in ((kept.logit, said.logit), (kept.log_sum, said.log_sum), (kept.drawn, said.drawn)):
                 store_rows(held, lanes.slot_B, lanes.live_B, told_RL.view(by_lane).gather(1, place_BJ))
 
@@ -279,7 +283,6 @@ class Branched(Ability):
     def _best(self, step: Step) -> Iterator[Known]:
         run, versions = forward(step), step.notes[Branched]
         logits_CRLV = logits_of_versions(step, run, self.count + 1)
-        row_R = torch.arange(logits_CRLV.shape[1], device=logits_CRLV.device)
         lanes, state = step.lanes, step.state
         by_lane, worth = (lanes.slot_B.shape[0], -1), list[Tensor]()
         for branch, logits_RLV in enumerate(logits_CRLV):
@@ -289,15 +292,21 @@ class Branched(Ability):
             stats, *_ = proposed_tokens(step, own, view, logits_RLV.clone(), decoder_state)
             value_BX, masked_BX = stats.surest(self.iteration.by).view(by_lane), view.masked_RL.view(by_lane)
             worth.append(self.iteration.worth(value_BX, masked_BX, versions.value_BC[:, branch]))
-        choice_B = versions.best(torch.stack(worth, 1))
+        yield self.best(step, run, torch.stack(worth, 1), logits_CRLV)
+
+    def best(self, step: Step, run: Forward, worth_BC: Tensor, logits_CRLV: Tensor) -> Known:
+        """Goes on with the branch that is most worth, and decides by its logits."""
+        versions: Versions = step.notes[Branched]
+        choice_B = versions.best(worth_BC)
         record = versions.adopted(step, step.kept(Branched), choice_B) if records(step) else None
         step.lanes, gained_B, opened_BK = versions.follow(
             choice_B, step.state.canvas, step.lanes, step.state.kv, run.place_BW, step.shape.block
         )
         if record is not None:
             tell(step, record)
+        row_R = torch.arange(logits_CRLV.shape[1], device=choice_B.device)
         logits_RLV = logits_CRLV[rows_of(choice_B, step.shape.blocks), row_R]
-        yield Known(logits_RLV=logits_RLV, gained_B=gained_B, opened_BK=opened_BK)
+        return Known(logits_RLV=logits_RLV, gained_B=gained_B, opened_BK=opened_BK)
 
     def moved(self, step: Step, made: Decision) -> None:
         value_RL = made.stats.surest(self.iteration.by)

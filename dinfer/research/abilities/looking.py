@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from dinfer.core.abilities.registry import ABILITIES
-from dinfer.core.kernels.canvas import rows_of, store_rows, take
+from dinfer.core.kernels.canvas import rows_of, take
 from dinfer.core.refusals import Refusal
 from dinfer.core.step.ability import Decision, Extra, Forward, Known, Parts, Step, StepShape
 from dinfer.core.step.canvas import Canvas
 from dinfer.core.step.cursors import Status
-from dinfer.core.step.record import Raw, records, said_of, tell
 from dinfer.core.step.shape import HostFacts
 from dinfer.core.step.step import forward
 from dinfer.research.abilities.branches import Added, Branched, LooksAhead, Versions
@@ -47,23 +46,14 @@ class Looking(Branched):
             run.needed_BX = None  # all masks of the window are read
 
     def _best(self, step: Step) -> Iterator[Known]:
-        run, versions, lanes = forward(step), step.notes[Branched], step.lanes
+        run, versions = forward(step), step.notes[Branched]
         h_CBWD = run.h_BWD.unflatten(0, (self.count + 1, -1))
         logits, worth = list[Tensor](), list[Tensor]()
         for branch, h_BWD in enumerate(h_CBWD):
             logits_BWV = run.model.logits(h_BWD)
             worth.append(self.worth(logits_BWV, run, versions, branch))
             logits.append(take(logits_BWV, run.logit_place_RL))
-        choice_B = versions.best(torch.stack(worth, 1))
-        record = versions.adopted(step, step.kept(Branched), choice_B) if records(step) else None
-        step.lanes, gained_B, opened_BK = versions.follow(
-            choice_B, step.state.canvas, lanes, step.state.kv, run.place_BW, step.shape.block
-        )
-        if record is not None:
-            tell(step, record)
-        row_R = torch.arange(len(run.logit_place_RL), device=choice_B.device)
-        logits_RLV = torch.stack(logits)[rows_of(choice_B, step.shape.blocks), row_R]
-        yield Known(logits_RLV=logits_RLV, gained_B=gained_B, opened_BK=opened_BK)
+        yield self.best(step, run, torch.stack(worth, 1), torch.stack(logits))
 
     def worth(self, logits_BWV: Tensor, run: Forward, versions: Versions, branch: int) -> Tensor:
         """Less the mean entropy of the masks that a branch leaves, and that of its own token before. float64 [B]"""
@@ -95,12 +85,4 @@ class Looking(Branched):
         at_RJ = place_RJ.clamp_min(0)
         there_RJ = (place_RJ >= 0) & waits_R[:, None] & offered_RL.gather(1, at_RJ)
         pos_RJ = torch.where(there_RJ, view.pos_RL.gather(1, at_RJ), -1)
-        value_RJ = -stats.stat("entropy").gather(1, at_RJ).double()
-        lanes = step.lanes
-        new = pos_RJ, stats.token_RL.gather(1, at_RJ), value_RJ, made.lanes.end_B
-        for held, of_lanes in zip((added.pos_NJ, added.token_NJ, added.value_NJ, added.end_N), new, strict=True):
-            store_rows(held, lanes.slot_B, lanes.live_B, of_lanes)
-        if Raw in step.notes:
-            said, kept = said_of(step, stats.token_RL), added.said_NJ
-            for held, told_RL in ((kept.logit, said.logit), (kept.log_sum, said.log_sum), (kept.drawn, said.drawn)):
-                store_rows(held, lanes.slot_B, lanes.live_B, told_RL.gather(1, at_RJ))
+        added.store(step, made, pos_RJ, at_RJ, -stats.stat("entropy").gather(1, at_RJ).double())
