@@ -19,13 +19,13 @@ from torch import Tensor
 
 from dinfer.core.abilities.registry import ABILITIES
 from dinfer.core.abilities.traits import GUIDED, HELD, TEXT_BEHIND
-from dinfer.core.kernels.canvas import span
+from dinfer.core.kernels.dispatch import triton, use_triton
 from dinfer.core.kernels.linear import FLOAT8
 from dinfer.core.memory import KVPool, PagedAttend
 from dinfer.core.refusals import Refusal, Trait
 from dinfer.core.step.ability import ByPart, Decision, Extra, Forward, Known, Parts, Step, StepShape
 from dinfer.core.step.contracts import State
-from dinfer.core.step.cursors import BlockView, Phase, Status
+from dinfer.core.step.cursors import BlockView, Phase, RowCursors, Status
 from dinfer.core.step.mixins import MIXINS, Drafts, KeepsNothing, LeavesMasks, Slides
 from dinfer.core.step.scores import needed_vocabulary, statistics, token_counts
 from dinfer.core.step.shape import HostFacts, Planned, Sampled, Versioned
@@ -110,16 +110,17 @@ class Drafting(ByPart[Confirms]):
         if step.shape.phase == Phase.PREFILL:
             return None
         lanes, state, count = step.lanes, step.state, step.shape.versions
-        row_B = state.block_rows(lanes.slot_B, lanes.block_B, 1)
-        drafts = state.decoder.rows["draft"]
-        drafts_CBX = self.paths(step, row_B) if count else drafts.index_select(0, row_B)[None]
-        pos_BX = span(lanes.start_B, lanes.end_B, drafts_CBX.shape[2])
-        tokens_BX, status_BX = state.canvas.gather(lanes.slot_B, pos_BX)
-        fed_CBX = torch.where((status_BX == int(Status.OPEN)) & (drafts_CBX >= 0), drafts_CBX, tokens_BX)
-        states = States(lanes.slot_B, lanes.live_B, lanes.start_B, lanes.end_B, lanes.length_B, pos_BX, fed_CBX)
-        run.tokens_BW = states.windows(run.pos_BW, run.tokens_BW)
+        row_B, mask = state.block_rows(lanes.slot_B, lanes.block_B, 1), step.recipe.model.spec.mask
+        drafts_NCX = state.decoder.rows["paths"] if count else state.decoder.rows["draft"][:, None]
+        feeds = triton("drafts").feed if use_triton(run.pos_BW, "canvas") else fed
+        made = feeds(run, lanes, row_B, drafts_NCX, count, mask, int(Status.OPEN))
+        tokens_BW, (run.tokens_BW, step.notes[Confirms]) = run.tokens_BW, made
         if not count:
             return None
+        states = States(
+            lanes.slot_B, lanes.live_B, lanes.start_B, lanes.end_B, lanes.length_B, run.pos_BW,
+            run.tokens_BW.view(count + 1, *tokens_BW.shape),
+        )  # fmt: skip
         return states.attend(state.kv, run.pos_BW, run.place_BW, [run.seen[0]] * (count + 1), step.shape.pages)
 
     def paths(self, step: Step, row_B: Tensor) -> Tensor:
@@ -129,10 +130,7 @@ class Drafting(ByPart[Confirms]):
 
     def feed(self, step: Step, run: Forward) -> None:
         if step.shape.phase != Phase.PREFILL:
-            open_BW = (run.status_BW == int(Status.OPEN)) & (run.pos_BW >= 0)
-            open_GW = open_BW.repeat(step.shape.versions + 1, 1)
-            masks_GW = open_GW & (run.tokens_BW == step.recipe.model.spec.mask)
-            run.model = passing(step.recipe.model, masks_GW) or run.model
+            run.model = passing(step.recipe.model, step.notes[Confirms]) or run.model
 
     def decisions(self, step: Step) -> Iterator[Known] | None:
         return self._confirmed(step) if step.shape.versions else None
@@ -174,6 +172,25 @@ class Drafting(ByPart[Confirms]):
         lanes, shift = step.lanes, step.recipe.model.spec.shift
         kept_B = torch.minimum(lanes.start_B - shift, step.notes[Drafting])
         step.lanes = replace(lanes, kept_B=torch.where(made.moved.done_B, lanes.kept_B, kept_B))
+
+
+def fed(
+    run: Forward, lanes: RowCursors, row_B: Tensor, drafts_NCX: Tensor, versions: int, mask: int, open_status: int
+) -> tuple[Tensor, Tensor]:
+    """The tokens of the window with drafts in open positions, and which of them are masks there. [G, W] each
+
+    `drafts_NCX`: the drafts of each version or, with no versions, of the row's own lane, which has none beside others.
+    """
+    drafts_BCX, start_B1 = drafts_NCX.index_select(0, row_B), lanes.start_B[:, None]
+    if versions:
+        drafts_BCX = F.pad(drafts_BCX[:, :versions], (0, 0, 1, 0), value=-1)
+    open_BW = (run.status_BW == open_status) & (run.pos_BW >= 0)
+    place_BW, last = run.pos_BW - start_B1, drafts_NCX.shape[2] - 1
+    takes_BW = open_BW & (place_BW >= 0) & (place_BW <= last) & (run.pos_BW < lanes.end_B[:, None])
+    place_CBW = place_BW.clamp(0, last).expand(versions + 1, -1, -1)
+    drafts_CBW = drafts_BCX.transpose(0, 1).gather(2, place_CBW)
+    fed_GW = torch.where(takes_BW & (drafts_CBW >= 0), drafts_CBW, run.tokens_BW).flatten(0, 1)
+    return fed_GW, open_BW.repeat(versions + 1, 1) & (fed_GW == mask)
 
 
 def offered(step: Step, logits_CRLV: Tensor) -> Tensor:

@@ -149,6 +149,11 @@ class ISD(Decoder, Confirms):
 
     def select(self, stats: TokenStats, view: BlockView, state: State) -> Proposal:
         draft_RL, token_RL, best_RL = state["draft"], stats.token_RL, stats.stat("best")
+        if (self.accept, self.verified, self.correct) == ("drawn", 0, False) and use_triton(draft_RL, "commit"):
+            made_R = None if self.versions else view.forward_R
+            given = draft_RL, token_RL, best_RL, view.masked_RL, made_R, self.stride - 1
+            commit_RL, shown_RL, state["draft"] = triton("drafts").decide(*given)
+            return Proposal(commit_RL, shown_RL)
         there_RL, place_L = draft_RL >= 0, torch.arange(draft_RL.shape[1], device=draft_RL.device)
         count_R1 = self.confirmed(stats, state)
         whole_R1 = count_R1 == there_RL.sum(-1, keepdim=True)
@@ -164,13 +169,13 @@ class ISD(Decoder, Confirms):
             instead_RL = torch.where(there_RL, best_RL, token_RL)
         shown_RL = best_RL if self.correct else draft_RL
         shown_RL = torch.where(place_L < count_R1, shown_RL, instead_RL)
-        state["draft"].copy_(torch.where(drafts_RL, next_RL, -1))
+        state["draft"] = torch.where(drafts_RL, next_RL, -1)
         return Proposal(view.masked_RL & (place_L <= count_R1), shown_RL)
 
     def redraft(self, logits_RLV: Tensor, first_R: Tensor, state: State) -> None:
         paths = triton("drafts").paths if use_triton(logits_RLV, "token_stats") else likeliest
         few = min(WIDEST, logits_RLV.shape[-1])
-        state["paths"].copy_(paths(logits_RLV, first_R, state["draft"], self.versions, self.stride - 1, few))
+        state["paths"] = paths(logits_RLV, first_R, state["draft"], self.versions, self.stride - 1, few)
 
 
 WIDEST = 8  # tokens at the first position of a tree; half of them at each further one

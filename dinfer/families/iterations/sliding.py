@@ -6,6 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from dinfer.core.kernels.dispatch import triton, use_triton
 from dinfer.core.registry import ITERATIONS, option
 from dinfer.core.step.contracts import BlockAfter, Iteration, ModelSpec, Moved, RowCursors, State
 from dinfer.core.step.mixins import Pads, Slides
@@ -45,13 +46,22 @@ class Sliding(Iteration, Slides, Pads):
         return last_length(spec)
 
     def advance(self, lanes: RowCursors, after: BlockAfter, state: State) -> Moved:
-        open_BX = after.open_BKL.flatten(1)
-        first_B = lanes.start_B + open_BX.to(torch.int64).argmax(-1)
-        start_B = torch.where(open_BX.any(-1), first_B, after.next_B)
-        done_B = start_B >= asked(lanes, self.padding(0), state)
-        if self.stop == "cut":
-            ends_BX = after.stop_BKL.flatten(1) & ~after.given_BKL.flatten(1)
-            done_B = done_B | (ends_BX & (open_BX.cumsum(-1) == 0)).any(-1)
-        start_B = torch.where(done_B, lanes.start_B, start_B)
-        end_B = torch.where(done_B, lanes.end_B, torch.minimum(start_B + self.block, lanes.length_B))
+        given = lanes, after, state["most"], self.block, self.padding(0), self.stop == "cut"
+        start_B, end_B, done_B = (triton("drafts").slide if use_triton(lanes.start_B, "advance") else slide)(*given)
         return Moved(start_B, end_B, lanes.block_B, torch.zeros_like(done_B)[:, None], done_B)
+
+
+def slide(
+    lanes: RowCursors, after: BlockAfter, most_B: Tensor, block: int, padding: int, cut: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Where the windows begin and end now, and which rows have nothing more to decode. [B] each"""
+    open_BX = after.open_BKL.flatten(1)
+    first_B = lanes.start_B + open_BX.to(torch.int64).argmax(-1)
+    start_B = torch.where(open_BX.any(-1), first_B, after.next_B)
+    done_B = start_B >= asked(lanes, padding, {"most": most_B})
+    if cut:
+        ends_BX = after.stop_BKL.flatten(1) & ~after.given_BKL.flatten(1)
+        done_B = done_B | (ends_BX & (open_BX.cumsum(-1) == 0)).any(-1)
+    start_B = torch.where(done_B, lanes.start_B, start_B)
+    end_B = torch.where(done_B, lanes.end_B, torch.minimum(start_B + block, lanes.length_B))
+    return start_B, end_B, done_B

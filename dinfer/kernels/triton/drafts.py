@@ -1,10 +1,16 @@
-"""The paths of a tree of drafts, in three kernels: a step of one request waits for nothing but launches."""
+"""Drafts that stand at open positions: what is fed, what is confirmed, how the window slides, and the next drafts.
+
+A kernel for each, since a step of one request waits for nothing but launches.
+"""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from dinfer.core.step.contracts import BlockAfter
+from dinfer.core.step.cursors import RowCursors
+from dinfer.core.step.work import Forward
 from dinfer.kernels.triton.launch import early, follow
 
 PIECE = 2048  # tokens of which one program finds the most likely ones
@@ -130,3 +136,119 @@ def paths(logits_RLV: Tensor, first_R: Tensor, draft_RL: Tensor, versions: int, 
         MANY=triton.next_power_of_2(many + 1), **options,
     )  # fmt: skip
     return out_RCD
+
+
+@triton.jit
+def _decide(
+    draft_ptr, token_ptr, best_ptr, masked_ptr, made_ptr, commit_ptr, shown_ptr, next_ptr, block, most,
+    FIRST: tl.constexpr, X: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    follow(EARLY)
+    row, at = tl.program_id(0).to(tl.int64), tl.arange(0, X)
+    inside, line = at < block, row * block + at
+    draft = tl.load(draft_ptr + line, mask=inside, other=-1)
+    token = tl.load(token_ptr + line, mask=inside, other=-2)
+    there = draft >= 0
+    wrong = tl.where(there & (draft == token), X, at)
+    count = tl.min(wrong, 0)
+    most = tl.where(count == tl.sum(there.to(tl.int32), 0), most, 0)
+    if FIRST:
+        most = tl.where(tl.load(made_ptr + row) > 0, most, 0)
+    behind = at + count + 1
+    drafts = (at < most) & (behind < block)
+    following = tl.load(best_ptr + row * block + behind, mask=inside & drafts, other=-1)
+    masked = tl.load(masked_ptr + line, mask=inside, other=0) != 0
+    tl.store(commit_ptr + line, masked & (at <= count), mask=inside)
+    tl.store(shown_ptr + line, tl.where(at < count, draft, token), mask=inside)
+    tl.store(next_ptr + line, tl.where(drafts, following, -1), mask=inside)
+
+
+def decide(
+    draft_RL: Tensor, token_RL: Tensor, best_RL: Tensor, masked_RL: Tensor, made_R: Tensor | None, most: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `dinfer.families.decoders.isd.ISD.select`: what it commits, with which tokens, and the next drafts. [R, L]"""
+    given = [x_RL.contiguous() for x_RL in (draft_RL, token_RL, best_RL, masked_RL)]
+    commit_RL, shown_RL, next_RL = torch.empty_like(given[3]), torch.empty_like(given[1]), torch.empty_like(given[0])
+    rows, block = draft_RL.shape
+    _decide[(rows,)](
+        *given, given[0] if made_R is None else made_R, commit_RL, shown_RL, next_RL, block, most,
+        FIRST=made_R is not None, X=triton.next_power_of_2(block), num_warps=1, **early(draft_RL),
+    )  # fmt: skip
+    return commit_RL, shown_RL, next_RL
+
+
+@triton.jit
+def _slide(
+    start_ptr, end_ptr, length_ptr, next_ptr, most_ptr, open_ptr, stop_ptr, given_ptr, out_start_ptr, out_end_ptr,
+    done_ptr, active, block, padding, CUT: tl.constexpr, X: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    follow(EARLY)
+    lane, at = tl.program_id(0).to(tl.int64), tl.arange(0, X)
+    inside, line = at < active, lane * active + at
+    start, end, length = tl.load(start_ptr + lane), tl.load(end_ptr + lane), tl.load(length_ptr + lane)
+    opened = tl.load(open_ptr + line, mask=inside, other=0) != 0
+    first = tl.min(tl.where(opened, at, X), 0)
+    new = tl.where(first < X, start + first, tl.load(next_ptr + lane))
+    done = new >= length - tl.where(length < tl.load(most_ptr + lane), padding, 0)
+    if CUT:
+        ends = tl.load(stop_ptr + line, mask=inside, other=0) != 0
+        ends = ends & (tl.load(given_ptr + line, mask=inside, other=1) == 0) & (at < first)
+        done = done | (tl.max(ends.to(tl.int32), 0) > 0)
+    new = tl.where(done, start, new)
+    tl.store(out_start_ptr + lane, new)
+    tl.store(out_end_ptr + lane, tl.where(done, end, tl.minimum(new + block, length)))
+    tl.store(done_ptr + lane, done)
+
+
+def slide(
+    lanes: RowCursors, after: BlockAfter, most_B: Tensor, block: int, padding: int, cut: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `dinfer.families.iterations.sliding.slide`."""
+    open_BX, stop_BX, given_BX = (x.flatten(1).contiguous() for x in (after.open_BKL, after.stop_BKL, after.given_BKL))
+    start_B, end_B = torch.empty_like(lanes.start_B), torch.empty_like(lanes.end_B)
+    done_B, active = torch.empty_like(lanes.live_B), open_BX.shape[1]
+    _slide[(len(start_B),)](
+        lanes.start_B, lanes.end_B, lanes.length_B, after.next_B, most_B, open_BX, stop_BX, given_BX, start_B, end_B,
+        done_B, active, block, padding, CUT=cut, X=triton.next_power_of_2(active), num_warps=1, **early(start_B),
+    )  # fmt: skip
+    return start_B, end_B, done_B
+
+
+@triton.jit
+def _feed(
+    pos_ptr, tokens_ptr, status_ptr, start_ptr, end_ptr, row_ptr, drafts_ptr, fed_ptr, masks_ptr, width, block, lanes,
+    many, mask, OPEN: tl.constexpr, OWN: tl.constexpr, X: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    follow(EARLY)
+    lane, version, at = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.arange(0, X)
+    inside, line = at < width, lane * width + at
+    pos = tl.load(pos_ptr + line, mask=inside, other=-1)
+    opened = (tl.load(status_ptr + line, mask=inside, other=-1) == OPEN) & (pos >= 0)
+    token = tl.load(tokens_ptr + line, mask=inside, other=0)
+    start = tl.load(start_ptr + lane)
+    place = pos - start
+    room = tl.where(version > 0, block, 0) if OWN else block  # beside others the row's own lane has no drafts
+    takes = opened & (place >= 0) & (place < room) & (pos < tl.load(end_ptr + lane))
+    row = tl.load(row_ptr + lane)
+    which = version - 1 if OWN else version
+    draft = tl.load(drafts_ptr + (row * many + which) * block + place, mask=takes, other=-1)
+    token = tl.where(takes & (draft >= 0), draft, token)
+    out = (version * lanes + lane) * width + at
+    tl.store(fed_ptr + out, token, mask=inside)
+    tl.store(masks_ptr + out, opened & (token == mask), mask=inside)
+
+
+def feed(
+    run: Forward, lanes: RowCursors, row_B: Tensor, drafts_NCX: Tensor, versions: int, mask: int, open_status: int
+) -> tuple[Tensor, Tensor]:
+    """See `dinfer.families.abilities.drafting.fed`."""
+    pos_BW, tokens_BW, status_BW = (x_BW.contiguous() for x_BW in (run.pos_BW, run.tokens_BW, run.status_BW))
+    (count, width), (_, many, block) = pos_BW.shape, drafts_NCX.shape
+    fed_GW = tokens_BW.new_empty(count * (versions + 1), width)
+    masks_GW = torch.empty_like(fed_GW, dtype=torch.bool)
+    _feed[(count, versions + 1)](
+        pos_BW, tokens_BW, status_BW, lanes.start_B, lanes.end_B, row_B, drafts_NCX, fed_GW, masks_GW, width, block,
+        count, many, mask, OPEN=open_status, OWN=versions > 0, X=triton.next_power_of_2(width), num_warps=1,
+        **early(pos_BW),
+    )  # fmt: skip
+    return fed_GW, masks_GW

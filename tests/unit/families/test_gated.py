@@ -1,9 +1,12 @@
 """Low-rank parts that single rows of a forward take."""
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from support.capture import meta_steps
 from support.launches import failures, recorded_launches
 from support.models import tiny_model
 from torch import nn
@@ -11,8 +14,11 @@ from torch import nn
 from dinfer.core.kernels.deferred import close
 from dinfer.core.layers.linear import Linear
 from dinfer.core.models.family import Placement
-from dinfer.families.decoders.isd import likeliest
+from dinfer.core.recipe.recipe import compose
+from dinfer.families.abilities.drafting import fed
+from dinfer.families.decoders.isd import ISD, likeliest
 from dinfer.families.gated import Gate, GatedLinear, GatedTransformer, LowRank
+from dinfer.families.iterations.sliding import slide
 
 gated, drafts = (pytest.importorskip(f"dinfer.kernels.triton.{name}") for name in ("gated", "drafts"))
 CUDA = torch.cuda.is_available()
@@ -63,7 +69,12 @@ def test_one_kernel_is_as_good_as_four(
 @torch.inference_mode()
 def test_the_kernel_is_used_where_rows_are_few_and_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """With shapes of SmolLM2-135M. What a consumer adds up comes in parts, as without low-rank parts."""
-    gate = Gate()
+    window = {"name": "sliding", "block": 7}
+    gate, model = Gate(), tiny_model("drafts", dtype=torch.bfloat16, head_dim=16).to("meta")
+    recipes = [
+        compose(model, iteration=window, decoder={"name": "isd", "rejected": rejected}, cache="block")
+        for rejected in ("cold", "branches")
+    ]
     with recorded_launches(monkeypatch) as launches, torch.device("meta"):
         for outputs, width, parts in ((960, 576, [(0, 576), (576, 192), (768, 192)]), (576, 1536, [(0, 576)])):
             layer = GatedLinear(Linear(width, outputs), gate, low_rank(outputs, width, parts, 40)).bfloat16()
@@ -72,7 +83,11 @@ def test_the_kernel_is_used_where_rows_are_few_and_compiles(monkeypatch: pytest.
                     layer.deferred(torch.empty(1, rows, width, dtype=torch.bfloat16))
         like = torch.empty(1, 7, dtype=torch.int64)
         drafts.paths(torch.empty(1, 7, 49152, dtype=torch.bfloat16), like[0, :1], like, 15, 3, 8)
-    assert len(launches) == 9 and sum("_gated_linear" in launch for launch in launches) == 6
+    with recorded_launches(monkeypatch) as steps:
+        for recipe in recipes:
+            meta_steps(recipe)
+    launches = {launch for launch in launches | steps if "triton.gated" in launch or "triton.drafts" in launch}
+    assert len(launches) == 15 and sum("_gated_linear" in launch for launch in launches) == 6
     assert failures(launches) == []
 
 
@@ -87,6 +102,46 @@ def test_the_likeliest_paths_are_those_of_torch(shape: tuple[int, int, int], ver
     draft_RL = torch.tensor([[5], [5], [-1]], device=DEVICE).expand(3, shape[1])
     given = logits_RLV, first_R[: shape[0]], draft_RL[: shape[0]], versions, depth, 8
     assert torch.equal(drafts.paths(*given), likeliest(*given))
+
+
+@pytest.mark.gpu if CUDA else pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("seed", range(3))
+def test_kernels_of_drafts_do_what_torch_does(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """What is fed, what is confirmed and where the window slides, of rows of any state."""
+    monkeypatch.setenv("DINFER_KERNELS", "torch")
+    torch.manual_seed(seed)
+    rows, width, block = 24, 8, 7
+
+    def draw(low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(low, high, shape).to(DEVICE)
+
+    start_B, made_R = draw(1, 20, rows), draw(0, 2, rows)
+    end_B, most_B = start_B + draw(1, 8, rows), draw(9, 40, rows)
+    pos_BW = (start_B - 1)[:, None] + torch.arange(width, device=DEVICE)
+    run: Any = SimpleNamespace(pos_BW=pos_BW, tokens_BW=draw(0, 9, rows, width), status_BW=draw(0, 3, rows, width))
+    run.pos_BW[0, 5:] = -1
+    lanes: Any = SimpleNamespace(start_B=start_B, end_B=end_B, length_B=end_B + draw(0, 9, rows), live_B=made_R > 0)
+    for drafts_NCX, versions in ((draw(-1, 9, 30, 1, block), 0), (draw(-1, 9, 30, 4, 3), 2)):
+        given = run, lanes, draw(0, 30, rows), drafts_NCX, versions, 5, 1
+        assert all(map(torch.equal, drafts.feed(*given), fed(*given)))
+    bits = (draw(0, 3, rows, 1, block) == 0 for _ in range(3))
+    after: Any = SimpleNamespace(
+        **dict(zip(("open_BKL", "stop_BKL", "given_BKL"), bits, strict=True)), next_B=end_B + 1
+    )
+    for cut in (True, False):
+        assert all(
+            map(torch.equal, drafts.slide(lanes, after, most_B, 7, 2, cut), slide(lanes, after, most_B, 7, 2, cut))
+        )
+    place_L = torch.arange(block, device=DEVICE)
+    draft_RL = torch.where(place_L < draw(0, 5, rows, 1), draw(0, 3, rows, block), -1)
+    token_RL, best_RL, masked_RL = draw(0, 2, rows, block), draw(0, 9, rows, block), draw(0, 9, rows, block) > 0
+    for rejected, first_R in (("cold", made_R), ("branches", None)):
+        stats: Any = SimpleNamespace(token_RL=token_RL, stat=lambda name: best_RL)
+        state = {"draft": draft_RL}
+        view: Any = SimpleNamespace(masked_RL=masked_RL, forward_R=made_R)
+        wanted = ISD(rejected=rejected).select(stats, view, state)
+        found = drafts.decide(draft_RL, token_RL, best_RL, masked_RL, first_R, 3)
+        assert all(map(torch.equal, found, (wanted.commit_RL, wanted.token_RL, state["draft"])))
 
 
 def test_ranks_that_divide_a_layer_refuse_low_rank_parts() -> None:
