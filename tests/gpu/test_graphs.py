@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -176,6 +177,27 @@ def test_a_step_that_cannot_be_captured_runs_eagerly_and_says_why(caplog: pytest
     assert engine.runner.captured == 0 and len(engine.runner.refused) == len(caplog.messages) > 0
     assert all("runs eagerly" in text and "synchroniz" in text for text in caplog.messages)
     torch.rand(3, device="cuda")  # no capture was left open
+
+
+def test_requests_enter_while_the_device_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy that waits would have the device idle until the host has planned the next round."""
+    model = tiny_model("block_causal", dtype=torch.float32, device="cuda", head_dim=16)
+    recipe = compose(model, iteration={"name": "block_diffusion", "block": 8}, decoder="threshold", cache="block")
+    requests, engine, admitted = requests_for(recipe), engine_for(recipe, graphs=True), list[int]()
+    completions(engine, requests)
+    admit = engine.loop.worker.admit
+
+    def watched(entries: Any) -> Any:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return admit(entries)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+            admitted.append(len(entries))
+
+    monkeypatch.setattr(engine.loop.worker, "admit", watched)
+    completions(engine, requests)
+    assert sum(admitted) == len(requests)
 
 
 def test_other_threads_may_wait_for_the_device_while_graphs_are_captured() -> None:

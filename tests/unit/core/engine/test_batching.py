@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import inf
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -22,8 +23,10 @@ from support.matrix import (
     requests_for,
 )
 from support.models import tiny_model, tiny_spec
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dinfer.core.abilities.reports import Reported
+from dinfer.core.engine.batch import CanvasReader, CursorCopy
 from dinfer.core.engine.engine import Engine
 from dinfer.core.engine.errors import NonFiniteLogits
 from dinfer.core.engine.request import Completion, Request, Update, Wants
@@ -488,3 +491,29 @@ def test_a_completion_tells_decoded_tokens_from_what_fills_up() -> None:
     (done,) = completions(engine_for(recipe), [Request.behind([1, 2], 12)])
     assert done.canvas == [1, 2] + [0] * 12 and done.stopped
     assert done.decoded == [False] * 2 + [True] * 4 + [False] * 8 and sum(done.decoded) == done.counts.committed
+
+
+class Operators(TorchDispatchMode):
+    """The operators of torch that run within."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names = list[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_reading_cursors_wakes_no_threads_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its index of a few thousand numbers waits for all of them, which takes milliseconds where a host is busy."""
+    recipe = over_shared_model(SAMPLE[0])
+    operators, read = Operators(), CanvasReader.read
+
+    def seen(reader: CanvasReader, asked: CursorCopy) -> Any:
+        with operators:
+            return read(reader, asked)
+
+    monkeypatch.setattr(CanvasReader, "read", seen)
+    completions(engine_for(recipe), requests_for(recipe)[:2])
+    assert operators.names and not [name for name in operators.names if name.startswith("aten.index")]
