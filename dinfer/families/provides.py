@@ -40,6 +40,8 @@ def tower_bytes(family: Any, folder: Any, dtype: Any) -> int:
 
 def asks_of(prompt: Any) -> tuple[Any, ...]:
     """What a prompt asks beside its tokens: the embeddings of its images."""
+    if type(prompt) is list:  # before an import that would delay the first text
+        return ()
     from dinfer.families.images.prompts import PromptIds  # needs torch
 
     return (prompt.embedded,) if isinstance(prompt, PromptIds) and prompt.embedded is not None else ()

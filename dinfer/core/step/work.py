@@ -31,7 +31,7 @@ class Step:
     shape: StepShape
     abilities: tuple[Any, ...]  # `dinfer.core.step.ability.Ability`: those that take part in it
     lanes: RowCursors  # replaced as rows leave the step or move on
-    region: RowCursors  # the rows whose window is computed: `lanes`, if no ability computes that of another region
+    region: RowCursors  # the rows as the window is planned for them: `lanes`, unless an ability has another region
     iteration_state: State
     cache_state: State
     notes: dict[Any, Any] = field(default_factory=dict)  # what an ability hands from one of its hooks to the next
