@@ -33,9 +33,10 @@ def test_rounded_weights_need_no_kernels(told: dict[str, Any]) -> None:
     assert len(told["kernels"]["rounded"]) == 2 and all(told["kernels"]["rounded"])
 
 
-def test_loading_a_model_imports_no_computer_algebra(told: dict[str, Any]) -> None:
-    """Torch does so when it is asked for a tensor like one without memory, and then every command starts later."""
-    assert not told["none"]["algebra"]
+def test_an_answer_imports_nothing_that_it_does_not_need(told: dict[str, Any]) -> None:
+    """Torch imports computer algebra when it is asked for a tensor like one without memory, and a text needs nothing
+    that reads images. Then every command, and the first text, would come later."""
+    assert told["none"]["idle"] == []
 
 
 @pytest.mark.rest
