@@ -61,16 +61,16 @@ def sweep_on(lanes: RowCursors, after: BlockAfter, grid: Grid, stop: str) -> Mov
     flags = after.finished_BK, after.stop_BKL, after.given_BKL, after.open_BKL
     read = *flags, next_B, lanes.length_B, lanes.start_B, lanes.end_B, lanes.block_B
     enters_B, done_B = (torch.empty_like(next_B, dtype=torch.bool) for _ in range(2))
-    out = tuple(torch.empty_like(next_B) for _ in range(3))
+    start_B, end_B, block_B = (torch.empty_like(next_B) for _ in range(3))
     active = after.open_BKL[0].numel()
     padded = triton.next_power_of_2(active)
     _leave_blocks[(count,)](
-        *(t.contiguous() for t in read), enters_B, done_B, *out, blocks, active,
+        *(t.contiguous() for t in read), enters_B, done_B, start_B, end_B, block_B, blocks, active,
         BLOCK=grid.block, ALIGN=grid.align, LEAD=grid.lead, STOP=stop != "off", CUT=stop == "cut",
         K=triton.next_power_of_2(blocks), X=padded,
         num_warps=min(max(padded // 256, 1), 8), **early(next_B),
     )  # fmt: skip
-    return Moved(*out, enters_B[:, None], done_B)
+    return Moved(start_B, end_B, block_B, enters_B[:, None], done_B)
 
 
 @triton.jit(do_not_specialize=["lanes", "refreshed", "hit"])  # one kernel for all batches
@@ -217,14 +217,14 @@ def slide_blocks(
         next_B if hold_B is None else hold_B, next_B, lanes.length_B, lanes.start_B, lanes.end_B, lanes.block_B,
     )  # fmt: skip
     entered_BK, done_B = torch.empty_like(after.finished_BK), after.finished_BK.new_empty(count)
-    left_B, *out = (torch.empty_like(next_B) for _ in range(4))
+    left_B, start_B, end_B, block_B = (torch.empty_like(next_B) for _ in range(4))
     _slide_blocks[(count,)](
-        *(t.contiguous() for t in read), entered_BK, left_B, done_B, *out, blocks, length, BLOCK=grid.block,
-        ALIGN=grid.align, ADD=float(add_at), STABLE=stable_BK is not None, STABLE_AT=float(stable_at),
+        *(t.contiguous() for t in read), entered_BK, left_B, done_B, start_B, end_B, block_B, blocks, length,
+        BLOCK=grid.block, ALIGN=grid.align, ADD=float(add_at), STABLE=stable_BK is not None, STABLE_AT=float(stable_at),
         HOLD=hold_B is not None, STOP=stop != "off", CUT=stop == "cut",
         K=triton.next_power_of_2(blocks), L=triton.next_power_of_2(length), num_warps=4, **early(next_B),
     )  # fmt: skip
-    return Moved(*out, entered_BK, done_B, left_B)
+    return Moved(start_B, end_B, block_B, entered_BK, done_B, left_B)
 
 
 @triton.jit
