@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dinfer.core.kernels.canvas import take
+from dinfer.core.kernels.dispatch import triton, use_triton
 from dinfer.core.kernels.linear import FLOAT8
 from dinfer.core.memory import NOWHERE, KVPool, PagedAttend, Seen
 from dinfer.core.step.canvas import Canvas
@@ -76,6 +77,8 @@ def forked(kv: KVPool, slot_B: Tensor, pos_BW: Tensor, count: int) -> Tensor:
     A candidate shares the pages without such a position and has its own instead of the others. Of these, the
     first and the last may hold keys beside the window, so they are copied.
     """
+    if use_triton(slot_B, "canvas"):
+        return triton("versions").forked(kv, slot_B, pos_BW, count)
     table_BP, (first_B, last_B) = kv.table_NP.index_select(0, slot_B), columns_of(kv, pos_BW)
     column_P, which_K = (torch.arange(n, device=slot_B.device) for n in (table_BP.shape[1], count))
     own_KB = kv.first_beside + (slot_B * kv.candidates + which_K[:, None]) * kv.fork - first_B

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from dinfer.core.abilities.registry import ABILITIES
 from dinfer.core.abilities.traits import GUIDED, HELD, TEXT_BEHIND
+from dinfer.core.kernels.canvas import store_rows
 from dinfer.core.kernels.dispatch import triton, use_triton
 from dinfer.core.kernels.linear import FLOAT8
 from dinfer.core.memory import KVPool, PagedAttend
@@ -123,11 +124,6 @@ class Drafting(ByPart[Confirms]):
         )  # fmt: skip
         return states.attend(state.kv, run.pos_BW, run.place_BW, [run.seen[0]] * (count + 1), step.shape.pages)
 
-    def paths(self, step: Step, row_B: Tensor) -> Tensor:
-        """The drafts of each version; the row's own lane has none. int64 [C, B, X]"""
-        paths_BCD = step.state.decoder.rows["paths"].index_select(0, row_B)[:, : step.shape.versions]
-        return F.pad(paths_BCD.mT, (1, 0, 0, step.shape.block - paths_BCD.shape[2]), value=-1).permute(2, 0, 1)
-
     def feed(self, step: Step, run: Forward) -> None:
         if step.shape.phase != Phase.PREFILL:
             run.model = passing(step.recipe.model, step.notes[Confirms]) or run.model
@@ -139,18 +135,14 @@ class Drafting(ByPart[Confirms]):
         """The logits of the version with the longest path that is confirmed to its end."""
         run, lanes, state, count = forward(step), step.lanes, step.state, step.shape.versions + 1
         row_R = state.block_rows(lanes.slot_B, lanes.block_B, step.shape.blocks)
-        paths_CRL = self.paths(step, row_R)
         logits_CRLV = logits_of_versions(step, run, count)
-        there_CRL = paths_CRL >= 0
-        right_CR = ((offered(step, logits_CRLV) == paths_CRL) | ~there_CRL).all(-1)
-        choice_R = torch.where(right_CR, there_CRL.sum(-1), -1).argmax(0)
-        place_R = torch.arange(len(choice_R), device=choice_R.device)
-        decoder_state = state.decoder.lanes(row_R)
-        decoder_state["draft"] = paths_CRL[choice_R, place_R]  # also for who looks at what was fed
-        state.decoder.store(row_R, decoder_state, lanes.live_B)
+        token_CRL, rows = offered(step, logits_CRLV), state.decoder.rows
+        chooses = triton("drafts").choose if use_triton(row_R, "commit") else chosen
+        choice_R, draft_RL = chooses(token_CRL, rows["paths"], row_R)
+        store_rows(rows["draft"], row_R, lanes.live_B, draft_RL)  # also for who looks at what was fed
         assert run.attend is not None
         adopt(state.kv, run.attend.write_X.view(count, len(choice_R), -1), choice_R)
-        yield Known(logits_RLV=logits_CRLV[choice_R, place_R])
+        yield Known(logits_RLV=logits_CRLV[choice_R, torch.arange(len(choice_R), device=choice_R.device)])
 
     def adjust(self, step: Step, view: BlockView, logits_RLV: Tensor, state: State) -> Tensor:
         options = step.state.options(step.recipe, step.lanes.slot_B, "sampling", step.shape.blocks)
@@ -215,6 +207,20 @@ def versions_of(view: BlockView, count: int) -> BlockView:
     rows_RL = view.pos_RL, view.tokens_RL, view.masked_RL, view.given_RL
     each_R = view.step_R, view.quota_R, view.forward_R, view.seed_R, view.prompt_R, view.length_R
     return BlockView(*(x_RL.repeat(count, 1) for x_RL in rows_RL), *(x_R.repeat(count) for x_R in each_R), view.options)
+
+
+def chosen(token_CRL: Tensor, paths_NCD: Tensor, row_R: Tensor) -> tuple[Tensor, Tensor]:
+    """The version with the longest path that is confirmed to its end, int64 [R], and its drafts; -1: none. [R, L]
+
+    `paths_NCD`: of all slots; version 0 has none.
+    """
+    count, _, block = token_CRL.shape
+    paths_RCD = F.pad(paths_NCD.index_select(0, row_R)[:, : count - 1], (0, 0, 1, 0), value=-1)
+    there_RCD, depth = paths_RCD >= 0, paths_RCD.shape[2]
+    right_RC = ((token_CRL.transpose(0, 1)[..., :depth] == paths_RCD) | ~there_RCD).all(-1)
+    choice_R = torch.where(right_RC, there_RCD.sum(-1), -1).argmax(-1)
+    draft_RD = paths_RCD[torch.arange(len(choice_R), device=choice_R.device), choice_R]
+    return choice_R, F.pad(draft_RD, (0, block - depth), value=-1)
 
 
 def adopt(kv: KVPool, write_CBW: Tensor, choice_B: Tensor) -> None:

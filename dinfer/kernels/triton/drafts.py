@@ -252,3 +252,37 @@ def feed(
         **early(pos_BW),
     )  # fmt: skip
     return fed_GW, masks_GW
+
+
+@triton.jit
+def _choose(
+    token_ptr, paths_ptr, row_ptr, choice_ptr, draft_ptr, rows, versions, most, block, depth,
+    C: tl.constexpr, D: tl.constexpr, X: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    follow(EARLY)
+    row, version, place, at = tl.program_id(0).to(tl.int64), tl.arange(0, C), tl.arange(0, D), tl.arange(0, X)
+    own = tl.load(row_ptr + row)
+    inside = (version[:, None] > 0) & (version[:, None] <= versions) & (place[None, :] < depth)
+    paths = paths_ptr + (own * most + version[:, None] - 1) * depth + place[None, :]
+    draft = tl.load(paths, mask=inside, other=-1)
+    token = tl.load(token_ptr + (version[:, None] * rows + row) * block + place[None, :], mask=inside, other=-2)
+    wrong = tl.sum(((draft >= 0) & (draft != token)).to(tl.int32), 1)
+    length = tl.where(wrong == 0, tl.sum((draft >= 0).to(tl.int32), 1), -1)
+    length = tl.where(version <= versions, length, -1)
+    choice = tl.min(tl.where(length == tl.max(length, 0), version, C), 0)
+    tl.store(choice_ptr + row, choice.to(tl.int64))
+    theirs = paths_ptr + (own * most + choice - 1) * depth + at
+    chosen = tl.load(theirs, mask=at < tl.where(choice > 0, depth, 0), other=-1)
+    tl.store(draft_ptr + row * block + at, chosen, mask=at < block)
+
+
+def choose(token_CRL: Tensor, paths_NCD: Tensor, row_R: Tensor) -> tuple[Tensor, Tensor]:
+    """See `dinfer.families.abilities.drafting.chosen`."""
+    (count, rows, block), (_, most, depth) = token_CRL.shape, paths_NCD.shape
+    choice_R, draft_RL = torch.empty_like(row_R), paths_NCD.new_empty(rows, block)
+    _choose[(rows,)](
+        token_CRL.contiguous(), paths_NCD, row_R, choice_R, draft_RL, rows, count - 1, most, block, depth,
+        C=triton.next_power_of_2(count), D=triton.next_power_of_2(depth), X=triton.next_power_of_2(block), num_warps=1,
+        **early(row_R),
+    )  # fmt: skip
+    return choice_R, draft_RL

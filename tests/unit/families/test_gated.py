@@ -1,5 +1,6 @@
 """Low-rank parts that single rows of a forward take."""
 
+import json
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +14,14 @@ from torch import nn
 
 from dinfer.core.kernels.deferred import close
 from dinfer.core.layers.linear import Linear
+from dinfer.core.memory import PoolSize
 from dinfer.core.models.family import Placement
 from dinfer.core.recipe.recipe import compose
-from dinfer.families.abilities.drafting import fed
+from dinfer.core.step.cursors import Phase
+from dinfer.core.step.shape import StepShape, Versioned
+from dinfer.core.step.state import BatchState
+from dinfer.core.step.step import denoise_step
+from dinfer.families.abilities.drafting import chosen, fed
 from dinfer.families.decoders.isd import ISD, likeliest
 from dinfer.families.gated import Gate, GatedLinear, GatedTransformer, LowRank
 from dinfer.families.iterations.sliding import slide
@@ -86,8 +92,16 @@ def test_the_kernel_is_used_where_rows_are_few_and_compiles(monkeypatch: pytest.
     with recorded_launches(monkeypatch) as steps:
         for recipe in recipes:
             meta_steps(recipe)
-    launches = {launch for launch in launches | steps if "triton.gated" in launch or "triton.drafts" in launch}
-    assert len(launches) == 15 and sum("_gated_linear" in launch for launch in launches) == 6
+        size, meta = PoolSize(1, 64, 8, 16), torch.device("meta")
+        state = BatchState.alloc(recipes[1], size, dtype=torch.bfloat16, device=meta)
+        shape = StepShape(Phase.WINDOW, 1, 7, 1, state.block, 4, (Versioned(15),))
+        denoise_step(recipes[1], state, shape, torch.empty(1, dtype=torch.int64, device=meta))
+    named = [f"triton.{name}" for name in ("gated", "drafts", "versions")]
+    launches = {launch for launch in launches | steps if any(name in launch for name in named)}
+    assert {"_decide", "_slide", "_feed", "_choose", "_forked", "_copy"} < {
+        json.loads(launch)[1] for launch in launches
+    }
+    assert sum("_gated_linear" in launch for launch in launches) == 6
     assert failures(launches) == []
 
 
@@ -132,6 +146,9 @@ def test_kernels_of_drafts_do_what_torch_does(monkeypatch: pytest.MonkeyPatch, s
         assert all(
             map(torch.equal, drafts.slide(lanes, after, most_B, 7, 2, cut), slide(lanes, after, most_B, 7, 2, cut))
         )
+    lanes_of = draw(0, 2, 4, rows, block), draw(-1, 2, 30, 5, 3), draw(0, 30, rows)
+    on_cpu = chosen(*(x.cpu() for x in lanes_of))  # which takes the first of several
+    assert all(torch.equal(mine.cpu(), theirs) for mine, theirs in zip(drafts.choose(*lanes_of), on_cpu, strict=True))
     place_L = torch.arange(block, device=DEVICE)
     draft_RL = torch.where(place_L < draw(0, 5, rows, 1), draw(0, 3, rows, block), -1)
     token_RL, best_RL, masked_RL = draw(0, 2, rows, block), draw(0, 9, rows, block), draw(0, 9, rows, block) > 0
