@@ -94,40 +94,29 @@ class BatchState:
     ) -> BatchState:  # fmt: skip
         """Room for requests, their keys and values in `dtype`.
 
-        `block` is L; None: what the iteration says, or `size.length`. It is never longer:
-        a block ends where the canvas does. `extras`: the largest that steps have, as far as they need memory.
+        `block` is L; None: what the iteration says, or `size.length`. It is never longer: a block ends where the canvas
+        does. `extras`: the largest that steps have, as far as they need memory.
         """
         spec, iteration, (slots, length, *_) = recipe.model.spec, recipe.iteration, size
-        n = slots + 1
+        n, block = slots + 1, min(block or iteration.block or length, length)
         # Empty slots and the scratch slot hold the defaults: 0 may be no value of an option at all.
         defaults_O = torch.tensor([*recipe.values().values()], dtype=torch.float64)
-        block = min(block or iteration.block or length, length)
-        block_state = recipe.decoder.fresh_state(spec, block)
         canvas = Canvas.alloc(slots, length, iteration.blocks, spec.stop_ids, device)
-        beside = [recipe.facts.page_sets, recipe.facts.versions]
-        beside += [extra.count for extra in extras if isinstance(extra, Versioned)]
+        beside = [extra.count for extra in extras if isinstance(extra, Versioned)]
+        found = ((kind, kind.alloc(recipe, canvas, block, extras)) for kind in recipe.abilities)
         return cls(
             block=block,
             canvas=canvas,
             kv=KVPool.alloc(
-                spec,
-                size,
-                dtype=dtype,
-                device=device,
-                candidates=max(beside),
-                window=widest(recipe, block, length),
-                ranks=recipe.ranks,
+                spec, size, dtype=dtype, device=device, window=widest(recipe, block, length), ranks=recipe.ranks,
+                candidates=max(recipe.facts.page_sets, recipe.facts.versions, *beside),
             ),
             options_NO=defaults_O.to(device).repeat(n, 1),
             iteration=StatePool.alloc(iteration.fresh_state(spec, length), n, device),
-            decoder=StatePool.alloc(block_state, n * iteration.blocks, device),
+            decoder=StatePool.alloc(recipe.decoder.fresh_state(spec, block), n * iteration.blocks, device),
             cache=StatePool.alloc(recipe.cache.fresh_state(spec, length), n, device),
-            kept={
-                kind: kept
-                for kind in recipe.abilities
-                if (kept := kind.alloc(recipe, canvas, block, extras)) is not None
-            },
-        )
+            kept={kind: kept for kind, kept in found if kept is not None},
+        )  # fmt: skip
 
     def held(self, kind: type[T]) -> T:
         """What an ability keeps, by its type."""

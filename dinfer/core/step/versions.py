@@ -1,7 +1,7 @@
 """Tokens that stand at open positions: one forward over several versions of the active blocks, with drafts filled in.
 
 The host says how many (`Versioned`). An ability makes their `States`, and decides by `logits_of_versions`: candidates
-by the one that the commits led to, branches by the best one, drafts by how many of them are confirmed.
+by the one that the commits led to, branches by the best one, drafts by the longest path that is confirmed.
 
 Shape suffixes beside those of `dinfer.core.step.contracts`: X = K * L positions of the active blocks, C versions, the
 present state among them, G = C * B lanes of the forward.
@@ -86,7 +86,7 @@ def forked(kv: KVPool, slot_B: Tensor, pos_BW: Tensor, count: int) -> Tensor:
     table_KBP = torch.where(inside_BP, own_KB[..., None] + column_P, table_BP)
     ends_B2 = torch.stack((first_B, last_B), -1).clamp(0, table_BP.shape[1] - 1)
     from_KB2 = table_BP.gather(1, ends_B2).expand(count, -1, -1)
-    copy_pages(kv, from_KB2.flatten(), table_KBP.gather(2, ends_B2.expand(count, -1, -1)).flatten())
+    copy_keys(kv, from_KB2.flatten(), table_KBP.gather(2, ends_B2.expand(count, -1, -1)).flatten(), pages=True)
     return torch.cat((table_BP, table_KBP.flatten(0, 1)))
 
 
@@ -96,10 +96,18 @@ def columns_of(kv: KVPool, pos_BW: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(pos_BW < 0, pos_BW.new_full((), NOWHERE), pos_BW).amin(-1) // kv.page, last_B
 
 
-def copy_pages(kv: KVPool, from_X: Tensor, to_X: Tensor) -> None:
-    """Copies keys and values of pages to others, in all layers."""
+def copy_keys(kv: KVPool, from_X: Tensor, to_X: Tensor, *, pages: bool = False) -> None:
+    """Copies keys and values to other places of the pool, or those of whole pages to others, in all layers."""
     for pool in (kv.k_JPTGE, kv.v_JPTGE):
         pool = pool.view(torch.uint8) if pool.dtype == FLOAT8 else pool
+        pool = pool if pages else pool.flatten(1, 2)
         pool.index_copy_(1, to_X, pool.index_select(1, from_X))
     if kv.local is not None:
-        copy_pages(kv.local, from_X, to_X)
+        copy_keys(kv.local, from_X, to_X, pages=pages)
+
+
+def adopt(kv: KVPool, run: Forward, choice_B: Tensor) -> None:
+    """Makes the keys that the chosen version of each lane has computed those of its row. `choice_B`: 0 is the row's"""
+    write_CBW = run.attend.write_X.view(-1, *run.place_BW.shape)
+    lane_B = torch.arange(len(choice_B), device=choice_B.device)
+    copy_keys(kv, write_CBW[choice_B, lane_B].flatten(), write_CBW[0].flatten())

@@ -21,8 +21,7 @@ from dinfer.core.abilities.registry import ABILITIES
 from dinfer.core.abilities.traits import GUIDED, HELD, TEXT_BEHIND
 from dinfer.core.kernels.canvas import store_rows
 from dinfer.core.kernels.dispatch import triton, use_triton
-from dinfer.core.kernels.linear import FLOAT8
-from dinfer.core.memory import KVPool, PagedAttend
+from dinfer.core.memory import PagedAttend
 from dinfer.core.refusals import Refusal, Trait
 from dinfer.core.step.ability import ByPart, Decision, Extra, Forward, Known, Parts, Step, StepShape
 from dinfer.core.step.contracts import State
@@ -31,7 +30,7 @@ from dinfer.core.step.mixins import MIXINS, Drafts, KeepsNothing, LeavesMasks, S
 from dinfer.core.step.scores import needed_vocabulary, statistics, token_counts
 from dinfer.core.step.shape import HostFacts, Planned, Sampled, Versioned
 from dinfer.core.step.step import block_view, forward
-from dinfer.core.step.versions import States, logits_of_versions
+from dinfer.core.step.versions import States, adopt, logits_of_versions
 from dinfer.families.gated import passing
 
 INEXACT = Trait(
@@ -140,8 +139,7 @@ class Drafting(ByPart[Confirms]):
         chooses = triton("drafts").choose if use_triton(row_R, "commit") else chosen
         choice_R, draft_RL = chooses(token_CRL, rows["paths"], row_R)
         store_rows(rows["draft"], row_R, lanes.live_B, draft_RL)  # also for who looks at what was fed
-        assert run.attend is not None
-        adopt(state.kv, run.attend.write_X.view(count, len(choice_R), -1), choice_R)
+        adopt(state.kv, run, choice_R)
         yield Known(logits_RLV=logits_CRLV[choice_R, torch.arange(len(choice_R), device=choice_R.device)])
 
     def adjust(self, step: Step, view: BlockView, logits_RLV: Tensor, state: State) -> Tensor:
@@ -221,13 +219,3 @@ def chosen(token_CRL: Tensor, paths_NCD: Tensor, row_R: Tensor) -> tuple[Tensor,
     choice_R = torch.where(right_RC, there_RCD.sum(-1), -1).argmax(-1)
     draft_RD = paths_RCD[torch.arange(len(choice_R), device=choice_R.device), choice_R]
     return choice_R, F.pad(draft_RD, (0, block - depth), value=-1)
-
-
-def adopt(kv: KVPool, write_CBW: Tensor, choice_B: Tensor) -> None:
-    """Makes the keys of the chosen version those of the row. `write_CBW`: where in the pool each version's keys are."""
-    from_X = write_CBW[choice_B, torch.arange(len(choice_B), device=choice_B.device)].flatten()
-    for pool in (kv.k_JPTGE, kv.v_JPTGE):
-        pool = (pool.view(torch.uint8) if pool.dtype == FLOAT8 else pool).flatten(1, 2)
-        pool.index_copy_(1, write_CBW[0].flatten(), pool.index_select(1, from_X))
-    if kv.local is not None:
-        adopt(kv.local, write_CBW, choice_B)

@@ -21,7 +21,7 @@ from dinfer.core.abilities.registry import ABILITIES
 from dinfer.core.abilities.traits import GUIDED
 from dinfer.core.kernels.canvas import rows_of, span, store_rows
 from dinfer.core.kernels.selection import descending_rank
-from dinfer.core.memory import SCRATCH, KVPool, PagedAttend
+from dinfer.core.memory import KVPool, PagedAttend
 from dinfer.core.refusals import Refusal, Trait
 from dinfer.core.step.ability import Ability, Decision, Entry, Extra, Forward, Known, Parts, Step, StepShape, Window
 from dinfer.core.step.canvas import Canvas
@@ -32,7 +32,7 @@ from dinfer.core.step.record import Raw, Said, Written, records, said_of, tell
 from dinfer.core.step.scores import proposed_tokens
 from dinfer.core.step.shape import HostFacts
 from dinfer.core.step.step import block_view, forward, seen
-from dinfer.core.step.versions import States, columns_of, copy_pages, logits_of_versions
+from dinfer.core.step.versions import States, adopt, columns_of, logits_of_versions
 from dinfer.core.step.window import deciding
 from dinfer.research.abilities.following import Watches
 
@@ -168,7 +168,7 @@ class Versions:
         return Written(lanes.slot_B, lanes.steps_B, pos_B1, old_B1, new_B1, adds_B1, torch.zeros_like(adds_B1), said)
 
     def follow(
-        self, choice_B: Tensor, canvas: Canvas, lanes: RowCursors, kv: KVPool, place_BW: Tensor, block: int
+        self, choice_B: Tensor, canvas: Canvas, lanes: RowCursors, kv: KVPool, run: Forward, block: int
     ) -> tuple[RowCursors, Tensor, Tensor]:
         """Makes the chosen branch of each live lane the present state: token, region and keys.
 
@@ -179,7 +179,7 @@ class Versions:
         )
         adds_B1 = (pos_B1 >= 0) & lanes.live_B[:, None]
         canvas.write(lanes.slot_B, pos_B1, token_B1, adds_B1, torch.zeros_like(adds_B1))
-        adopt(kv, lanes.slot_B, place_BW, choice_B.masked_fill(~lanes.live_B, 0))
+        adopt(kv, run, choice_B.masked_fill(~lanes.live_B, 0))
         first_BK = lanes.start_B[:, None] + block * torch.arange(lanes.step_BK.shape[1], device=pos_B1.device)
         opened_BK = (first_BK >= lanes.end_B[:, None]) & (first_BK < end_B1)
         lanes = replace(lanes, end_B=end_B1[:, 0], step_BK=lanes.step_BK.masked_fill(opened_BK, 0))
@@ -300,7 +300,7 @@ class Branched(Ability):
         choice_B = versions.best(worth_BC)
         record = versions.adopted(step, step.kept(Branched), choice_B) if records(step) else None
         step.lanes, gained_B, opened_BK = versions.follow(
-            choice_B, step.state.canvas, step.lanes, step.state.kv, run.place_BW, step.shape.block
+            choice_B, step.state.canvas, step.lanes, step.state.kv, run, step.shape.block
         )
         if record is not None:
             tell(step, record)
@@ -320,16 +320,3 @@ def forks(kv: KVPool, pos_BW: Tensor) -> Tensor:
     """Where the positions lie in as few pages as a candidate has. bool [B]"""
     first_B, last_B = columns_of(kv, pos_BW)
     return last_B - first_B < kv.fork
-
-
-def adopt(kv: KVPool, slot_B: Tensor, pos_BW: Tensor, choice_B: Tensor) -> None:
-    """Makes the keys of a candidate those of the slot, at the positions that `forked` was given; 0: none does."""
-    first_B, last_B = columns_of(kv, pos_BW)
-    page_F = torch.arange(kv.fork, device=slot_B.device)
-    column_BF = first_B[:, None] + page_F
-    own_BF = (kv.first_beside + (slot_B * kv.candidates + choice_B - 1) * kv.fork)[:, None] + page_F
-    takes_BF = (choice_B > 0)[:, None] & (column_BF <= last_B[:, None])
-    table_BP = kv.table_NP.index_select(0, slot_B)
-    to_BF = table_BP.gather(1, column_BF.clamp_max(table_BP.shape[1] - 1))
-    nowhere = torch.full_like(own_BF, SCRATCH)
-    copy_pages(kv, *(torch.where(takes_BF, page_BF, nowhere).flatten() for page_BF in (own_BF, to_BF)))
