@@ -25,7 +25,8 @@ from dinfer.core.decoders.editing import Decoded, fill_and_edit  # noqa: E402
 from dinfer.core.decoders.threshold import confident  # noqa: E402
 from dinfer.core.iterations import sweep  # noqa: E402
 from dinfer.core.kernels import attention, canvas, rotary, selection, token_stats  # noqa: E402
-from dinfer.core.step import commits  # noqa: E402
+from dinfer.core.memory import KVPool, PoolSize  # noqa: E402
+from dinfer.core.step import commits, versions  # noqa: E402
 from dinfer.core.step.canvas import Canvas  # noqa: E402
 from dinfer.core.step.contracts import Edit, Moved, Proposal, TokenStats  # noqa: E402
 from dinfer.core.step.cursors import CURSORS, BlockView, Phase, RowCursors, Status  # noqa: E402
@@ -48,7 +49,7 @@ def both(monkeypatch: pytest.MonkeyPatch, work: Callable[[], Any]) -> tuple[Any,
     """What the kernels give, and what torch gives."""
     made = []
     for use in (True, False):
-        for module in (attention, canvas, commits, rotary, selection, sweep, sliding):
+        for module in (attention, canvas, commits, rotary, selection, sweep, sliding, versions):
             monkeypatch.setattr(module, "use_triton", lambda *given, use=use: use)
         made.append(work())
     return made[0], made[1]
@@ -372,3 +373,21 @@ def test_pipelines_fit_the_card(monkeypatch: pytest.MonkeyPatch, card: int, dept
     monkeypatch.setattr(launch, "max_shared_mem", lambda index: card)
     device = torch.device("cuda", card >> 11)  # another index for each: what is found of a device is kept
     assert launch.stages(device, 3 << 14, 4) == depth
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn], ids=str)
+def test_versions_get_pages_of_their_own(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """Windows within a page, over two and of padding alone; keys beside them are copied."""
+    pool = KVPool.alloc(scripted_spec(), PoolSize(4, 64, 20, 8), dtype=dtype, device=DEVICE, candidates=5, window=9)
+    pool.table_NP.random_(1, 20)
+    held = [torch.randn(side.shape, device=DEVICE).to(dtype) for side in (pool.k_JPTGE, pool.v_JPTGE)]
+    pos_BW = torch.tensor([[16], [5], [27]], device=DEVICE) + torch.arange(8, device=DEVICE)
+    pos_BW[0, 6:], pos_BW[1] = -1, -1
+    slot_B = torch.tensor([2, 0, 3], device=DEVICE)
+
+    def made() -> tuple[Tensor, ...]:
+        own = replace(pool, k_JPTGE=held[0].clone(), v_JPTGE=held[1].clone())
+        return versions.forked(own, slot_B, pos_BW, 4), own.k_JPTGE.float(), own.v_JPTGE.float()
+
+    mine, theirs = both(monkeypatch, made)
+    assert all(map(torch.equal, mine, theirs))
