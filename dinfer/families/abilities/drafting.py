@@ -151,9 +151,8 @@ class Drafting(ByPart[Confirms]):
     def proposed(self, step: Step, made: Decision) -> None:
         # Accepted drafts had keys of their own. The last new token was a prediction, and has none yet, like all that a
         # form writes behind it.
-        commit_BL = (made.proposal.commit_RL & made.view.masked_RL).view(step.shape.lanes, -1)
-        place_L = torch.arange(1, commit_BL.shape[1] + 1, device=commit_BL.device)
-        first_B = (commit_BL * place_L).amax(-1)
+        counts = triton("drafts").committed if use_triton(made.lanes.start_B, "commit") else committed
+        first_B = counts(made.proposal.commit_RL, made.view.masked_RL, step.shape.lanes)
         step.notes[Drafting] = made.lanes.start_B + first_B - step.recipe.model.spec.shift
         if self.part.versions:
             self.part.redraft(made.adjusted_RLV, first_B, made.decoder_state)
@@ -162,6 +161,12 @@ class Drafting(ByPart[Confirms]):
         lanes, shift = step.lanes, step.recipe.model.spec.shift
         kept_B = torch.minimum(lanes.start_B - shift, step.notes[Drafting])
         step.lanes = replace(lanes, kept_B=torch.where(made.moved.done_B, lanes.kept_B, kept_B))
+
+
+def committed(commit_RL: Tensor, masked_RL: Tensor, lanes: int) -> Tensor:
+    """Where in the active region of each lane the last new token ends; 0: none is new. int64 [B]"""
+    commit_BX = (commit_RL & masked_RL).view(lanes, -1)
+    return (commit_BX * torch.arange(1, commit_BX.shape[1] + 1, device=commit_BX.device)).amax(-1)
 
 
 def fed(

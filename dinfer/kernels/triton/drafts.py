@@ -286,3 +286,23 @@ def choose(token_CRL: Tensor, paths_NCD: Tensor, row_R: Tensor) -> tuple[Tensor,
         **early(row_R),
     )  # fmt: skip
     return choice_R, draft_RL
+
+
+@triton.jit
+def _committed(commit_ptr, masked_ptr, out_ptr, active, X: tl.constexpr, EARLY: tl.constexpr):
+    follow(EARLY)
+    lane, at = tl.program_id(0).to(tl.int64), tl.arange(0, X)
+    inside, line = at < active, lane * active + at
+    commit = tl.load(commit_ptr + line, mask=inside, other=0) != 0
+    commit = commit & (tl.load(masked_ptr + line, mask=inside, other=0) != 0)
+    tl.store(out_ptr + lane, tl.max(tl.where(commit, at + 1, 0), 0).to(tl.int64))
+
+
+def committed(commit_RL: Tensor, masked_RL: Tensor, lanes: int) -> Tensor:
+    """See `dinfer.families.abilities.drafting.committed`."""
+    out_B, active = torch.empty(lanes, dtype=torch.int64, device=commit_RL.device), commit_RL.numel() // lanes
+    _committed[(lanes,)](
+        commit_RL.contiguous(), masked_RL.contiguous(), out_B, active, X=triton.next_power_of_2(active), num_warps=1,
+        **early(commit_RL),
+    )  # fmt: skip
+    return out_B

@@ -21,7 +21,7 @@ from dinfer.core.step.cursors import Phase
 from dinfer.core.step.shape import StepShape, Versioned
 from dinfer.core.step.state import BatchState
 from dinfer.core.step.step import denoise_step
-from dinfer.families.abilities.drafting import chosen, fed
+from dinfer.families.abilities.drafting import chosen, committed, fed
 from dinfer.families.decoders.isd import ISD, likeliest
 from dinfer.families.gated import Gate, GatedLinear, GatedTransformer, LowRank
 from dinfer.families.iterations.sliding import slide
@@ -98,7 +98,7 @@ def test_the_kernel_is_used_where_rows_are_few_and_compiles(monkeypatch: pytest.
         denoise_step(recipes[1], state, shape, torch.empty(1, dtype=torch.int64, device=meta))
     named = [f"triton.{name}" for name in ("gated", "drafts", "versions")]
     launches = {launch for launch in launches | steps if any(name in launch for name in named)}
-    assert {"_decide", "_slide", "_feed", "_choose", "_forked", "_copy"} < {
+    assert {"_decide", "_slide", "_feed", "_choose", "_committed", "_forked", "_copy"} < {
         json.loads(launch)[1] for launch in launches
     }
     assert sum("_gated_linear" in launch for launch in launches) == 6
@@ -146,6 +146,8 @@ def test_kernels_of_drafts_do_what_torch_does(monkeypatch: pytest.MonkeyPatch, s
         assert all(
             map(torch.equal, drafts.slide(lanes, after, most_B, 7, 2, cut), slide(lanes, after, most_B, 7, 2, cut))
         )
+    bits_of = draw(0, 2, rows, block) > 0, draw(0, 2, rows, block) > 0, rows // 2
+    assert torch.equal(drafts.committed(*bits_of), committed(*bits_of))
     lanes_of = draw(0, 2, 4, rows, block), draw(-1, 2, 30, 5, 3), draw(0, 30, rows)
     on_cpu = chosen(*(x.cpu() for x in lanes_of))  # which takes the first of several
     assert all(torch.equal(mine.cpu(), theirs) for mine, theirs in zip(drafts.choose(*lanes_of), on_cpu, strict=True))
