@@ -1,5 +1,6 @@
 """What is written to the canvas, as one record for each decision, and for each branch that a row adopts.
 
+Rollouts and traces read it. Forms and reads change proposals before they are written, and reports keep proposals, too.
 Nothing is computed unless an ability `records`. Shape suffixes: B lanes, X = K * L positions of the active blocks; a
 branch adds one position.
 """

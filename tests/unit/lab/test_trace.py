@@ -28,12 +28,13 @@ HOSTILE = "</script><script>document.title='owned'</script><!-- \u2028 & @@style
 DOCS = (Path(__file__).parents[3] / "docs" / "trace.md").read_text()
 
 
+SWEEP = {"name": "blockwise", "block": 8, "stop": "off", "align": True}
+
+
 def pipeline(variant: str = "bidirectional", *, cache: Any = "dual", decoder: Any = None, **more: Any) -> Pipeline:
     decoder = decoder or {"name": "threshold", "threshold": 0.2}
-    sweep = {"name": "blockwise", "block": 8, "stop": "off", "align": True}
-    return Pipeline(
-        compose(tiny_model(variant), iteration=sweep, decoder=decoder, cache=cache, **more), None, Runtime()
-    )
+    parts = {"iteration": SWEEP, "decoder": decoder, "cache": cache, **more}
+    return Pipeline(compose(tiny_model(variant), **parts), None, Runtime())
 
 
 def recorded(pipe: Pipeline, new_tokens: int = 24, options: Any = None) -> Trace:
@@ -44,6 +45,7 @@ RECIPES: list[dict[str, Any]] = [
     {"cache": "none"}, {"cache": "dual"}, {"cache": "prefix"}, {"cache": "delayed"}, {"cache": "vicinity"},
     {"cache": "block", "variant": "block_causal"},
     {"cache": "dual", "decoder": "remasking"}, {"cache": "prefix", "decoder": "wino"},
+    {"cache": "none", "decoder": {"name": "threshold", "threshold": 0.9}, "iteration": SWEEP | {"name": "lopa"}},
     {"cache": "dual", "sampling": {"name": "standard", "temperature": 0.9, "guidance": 0.5, "seed": 1}},
 ]  # fmt: skip
 
@@ -71,7 +73,8 @@ def test_a_trace_replays_to_the_canvas_that_generate_returns(recipe: dict[str, A
     assert trace.counts["tokens"] == result.counts.tokens
     assert trace.counts["refreshes"] == result.counts.refreshes == sum(step.refresh for step in trace.steps)
     assert sum(block.forwards for block in trace.blocks) == len(trace.steps)
-    assert [block.region for block in trace.blocks] == [(8, 16), (16, 24), (24, 32)]
+    if pipe.recipe.iteration.blocks == 1:
+        assert [block.region for block in trace.blocks] == [(8, 16), (16, 24), (24, 32)]
 
 
 def test_what_is_computed_is_the_caches_window() -> None:
