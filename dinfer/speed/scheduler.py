@@ -115,10 +115,9 @@ class FastScheduler(Scheduler):
         self._repeatable = repeats(self._steps, rows)
         return self._steps if self._repeatable and self.lookahead.pays else self._predicted(rows)
 
-    def update(self, row: Row) -> None:
-        if row.cursors.phase != Phase.IDLE and (self.counts_forwards or not row.steady):
-            self._arrived += not row.need_at and row.cursors.phase == Phase.PREFILL
-        super().update(row)
+    def _plan(self, row: Row, now: Cursors) -> None:
+        self._arrived += not row.need_at and now.phase == Phase.PREFILL
+        super()._plan(row, now)
 
     def goes_on(self, rows: Collection[Row], busy: Collection[Row]) -> bool:
         """Whether the next round leaves out the rows that are busy, since it then begins before their steps end.

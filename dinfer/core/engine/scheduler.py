@@ -71,7 +71,7 @@ class Scheduler:
 
     def update(self, row: Row) -> None:
         """Works out what a row needs now. It has just moved, and may have ended."""
-        if row.cursors.phase != Phase.IDLE and (self.counts_forwards or not row.steady):
+        if (self.counts_forwards or not row.steady) and row.cursors.phase != Phase.IDLE:
             self._plan(row, row.cursors)
 
     def prepare(self, row: Row) -> None:
