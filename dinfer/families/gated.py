@@ -91,13 +91,13 @@ class GatedLinear(nn.Module):
         """As called, for a consumer that may add up parts."""
         base, part, open_N = self.base, self.part, self.gate.open_N
         x = close(x)
-        own = isinstance(base, Linear) and fused(base)
+        own = base if isinstance(base, Linear) and fused(base) else None
         if open_N is None:
-            return base.deferred(x, parts=parts) if own else apply(base, x)
-        if own and base.formats["weight"] is PLAIN and use_triton(x, "linear"):
+            return apply(base, x) if own is None else own.deferred(x, parts=parts)
+        if own is not None and own.formats["weight"] is PLAIN and use_triton(x, "linear"):
             kernels = triton("gated")
-            if kernels.faster(x, base.weight, part):
-                return kernels.gated_linear(x, base.weight, base.bias, part, open_N, split=parts)
+            if kernels.faster(x, own.weight, part):
+                return kernels.gated_linear(x, own.weight, own.bias, part, open_N, split=parts)
         y = close(apply(base, x))
         low_NS = x.reshape(len(open_N), -1) @ part.a_SK.T
         low_NS = low_NS.masked_fill(~open_N[:, None], 0)  # no product: 0 times what overflows is no 0

@@ -207,9 +207,14 @@ def offered(step: Step, logits_CRLV: Tensor) -> Tensor:
 
 def versions_of(view: BlockView, count: int) -> BlockView:
     """The same for each version."""
-    rows_RL = view.pos_RL, view.tokens_RL, view.masked_RL, view.given_RL
+    pos_GL, tokens_GL, masked_GL, given_GL = (
+        x_RL.repeat(count, 1) for x_RL in (view.pos_RL, view.tokens_RL, view.masked_RL, view.given_RL)
+    )
     each_R = view.step_R, view.quota_R, view.forward_R, view.seed_R, view.prompt_R, view.length_R
-    return BlockView(*(x_RL.repeat(count, 1) for x_RL in rows_RL), *(x_R.repeat(count) for x_R in each_R), view.options)
+    step_G, quota_G, forward_G, seed_G, prompt_G, length_G = (x_R.repeat(count) for x_R in each_R)
+    return BlockView(
+        pos_GL, tokens_GL, masked_GL, given_GL, step_G, quota_G, forward_G, seed_G, prompt_G, length_G, view.options
+    )
 
 
 def chosen(token_CRL: Tensor, paths_NCD: Tensor, row_R: Tensor) -> tuple[Tensor, Tensor]:
