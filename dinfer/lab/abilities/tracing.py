@@ -19,7 +19,7 @@ from dinfer.core.step.record import Written
 
 @dataclass(frozen=True, slots=True)
 class TraceAsk(Ask):
-    """Asks for a trace."""
+    """Asks for a trace, of an engine without CUDA graphs and candidates."""
 
 
 @dataclass(frozen=True, slots=True)
