@@ -208,7 +208,7 @@ class Slicing(Ahead):
         if phases is None:
             return None
         stepping, left_out = dict[int | None, StepShape](), set[int | None]()
-        wide = {row.slot: lanes - 1 for row in rows if (lanes := self._lanes(row.need.width)) > 1}
+        wide = {row.slot: own - 1 for row in rows if (own := self._lanes(row.need.width)) > 1}
         for shape, slots in steps:
             stepping.update(dict.fromkeys(slots, shape))
             spare, narrow = shape.lanes - len(slots), shape.phase == Phase.WINDOW and shape.width == front
