@@ -3,6 +3,7 @@
     python -m benchmarks.serving.load endure --seconds 600 --out benchmarks/results/serving-endure.json
     python -m benchmarks.serving.load measure --in-flight 1,16,64,256 --shape llada2-mini --out FILE.json
     python -m benchmarks.serving.load measure --in-flight 1,8 --url http://127.0.0.1:8000/ --name tiny
+    python -m benchmarks.serving.load picture --model FOLDER --out benchmarks/results/serving-picture-cpu.json
 
 `endure` starts a server of the model in the box. 30% of its clients leave, 5% read slowly, and whole processes of
 clients are killed. All complete answers must be those of the library. Afterwards every slot and page must be free, and
@@ -18,24 +19,30 @@ know go to `benchmarks.serving.full_size`, which runs the same requests in the e
 steps. So each load comes until the server captures none, at most `--passes` times before the one that counts, and
 `captured_while_timed` says how many it captured then. `rounds` and `round_ms` are of its engine, so that a figure can
 be set beside the steps that it should take.
+
+`picture` keeps 30 text requests in flight, in turns without and with a request that has a picture of 4,000 x 3,000, of
+which the next one begins when it has ended, or one alone. FOLDER is a DiffusionGemma with its vision tower.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import itertools
 import json
 import math
 import os
 import random
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 import urllib.request
+from base64 import b64encode
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -273,6 +280,50 @@ def timed(url: str, streams: int, bodies: list[dict[str, Any]]) -> dict[str, Any
     return taken([Outcome(**found) for found in outcomes])
 
 
+def picture(args: argparse.Namespace) -> dict[str, Any]:
+    """How much longer 30 requests take beside one with a large picture, and what memory that takes."""
+    from PIL import Image
+
+    noise = Image.effect_noise((250, 188), 90).resize((4000, 3000))  # a file of some 3 MB
+    noise.convert("RGB").save(file := io.BytesIO(), "JPEG", quality=args.quality)
+    parts = [
+        {"type": "image_url", "image_url": {"url": f"data:image/jpeg;base64,{b64encode(file.getvalue()).decode()}"}}
+    ]
+    usage = {"stream": True, "stream_options": {"include_usage": True}, "max_tokens": args.new}
+    texts = [usage | {"messages": [{"role": "user", "content": "w1 w2"}], "seed": i} for i in range(30 * args.rounds)]
+    seen = [usage | {"messages": [{"role": "user", "content": parts}], "seed": i} for i in range(1000)]
+    own = (
+        f"model={args.model}",
+        "device=cpu",
+        "max_requests=64",
+        "runtime.rows=32",
+        "runtime.max_length=512",
+        "decoder.steps=8",
+    )
+    runs = []
+    with tempfile.TemporaryDirectory() as folder, serving(*own, log=f"{folder}/server.log") as server:
+        url = f"{server.url}v1/chat/completions"
+        timed(url, 30, texts)
+        for kind in ("none", "one", "one", "none", "always", "none") * args.repeats:
+            pictures: list[dict[str, Any]] = []
+            before, bodies = memory(server.pid), seen[: {"none": 0, "one": 1, "always": 1000}[kind]]
+            beside = [Clients(pictures, url=url, streams=1, bodies=bodies)] if bodies else []
+            run = timed(url, 30, texts)
+            for client in beside:
+                client.kill() if kind == "always" else client.wait()
+            if not all(found["done"] for found in pictures) or (bodies and not pictures):
+                raise RuntimeError(f"a picture failed: {pictures[-1:]}")
+            growth = (memory(server.pid) - before) / MEGABYTE
+            runs.append({"pictures": kind, "answered": len(pictures), **run, "memory_growth_mb": round(growth, 1)})
+            print(runs[-1], flush=True)
+    median = {
+        kind: statistics.median(run["latency_s"]["median"] for run in runs if run["pictures"] == kind)
+        for kind in ("none", "one", "always")
+    }
+    ratio = {kind: round(median[kind] / median["none"], 3) for kind in ("one", "always")}
+    return {"server": list(own), "file_bytes": len(file.getvalue()), "median_s": median, "ratio": ratio, "runs": runs}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -287,16 +338,24 @@ def main() -> None:
     second.add_argument("--no-drafts", action="store_true", help="without the runs that show drafts")
     second.add_argument("--url", help="of a server that runs; ends in a slash")
     second.add_argument("--name", default="shape", help="the model at that URL")
-    for each in (first, second):
+    third = commands.add_parser("picture")
+    third.add_argument("--model", required=True, help="a folder")
+    third.add_argument("--rounds", type=int, default=4, help="requests of each of the thirty")
+    third.add_argument("--repeats", type=int, default=3, help="of the six turns")
+    third.add_argument("--new", type=int, default=32, help="tokens of an answer")
+    third.add_argument("--quality", type=int, default=90, help="of the JPEG")
+    for each in (first, second, third):
         each.add_argument("--out", type=Path, help="a JSON file")
     args, rest = parser.parse_known_args()
-    if args.command == "endure" and rest:
-        parser.error(f"{rest[0]} is not an argument of endure")
+    if args.command != "measure" and rest:
+        parser.error(f"{rest[0]} is not an argument of {args.command}")
     if args.command == "endure" and args.seconds < 3 * WINDOW:
         parser.error(
             f"--seconds {args.seconds:g} is too short to tell a leak from warming up: give {3 * WINDOW:g} or more"
         )
-    found = endure(args) if args.command == "endure" else measure(args, rest)
+    found = (
+        measure(args, rest) if args.command == "measure" else {"endure": endure, "picture": picture}[args.command](args)
+    )
     report = {**provenance(DEVICE), **found}
     show(report, args.out)
     if failed := [name for name, value in found.items() if value is False]:
