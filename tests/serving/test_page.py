@@ -140,8 +140,8 @@ def test_a_dropped_picture_goes_with_the_question_and_is_kept(page: Browser) -> 
     assert page.js("return document.querySelectorAll('.bubble img').length") == 2
 
 
-def test_pictures_fit_a_phone(page: Browser) -> None:
-    """Wide ones and many of them, before they are sent and in the conversation."""
+def drop_wide(page: Browser) -> None:
+    """Drops six wide pictures."""
     page.js("""
         const board = Object.assign(document.createElement("canvas"), { width: 3000, height: 40 });
         board.toBlob((blob) => {
@@ -152,6 +152,11 @@ def test_pictures_fit_a_phone(page: Browser) -> None:
         });
     """)
     page.until("document.querySelectorAll('#pictures img').length === 6")
+
+
+def test_pictures_fit_a_phone(page: Browser) -> None:
+    """Wide ones and many of them, before they are sent and in the conversation."""
+    drop_wide(page)
     page.size(390, 844)
     outside = """
         const width = document.documentElement.clientWidth;
@@ -434,7 +439,7 @@ def axe() -> str:
 
 @pytest.mark.rest  # seven seconds each
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_axe_finds_nothing_serious(page: Browser, axe: str, theme: str) -> None:
+def test_axe_finds_nothing_serious(page: Browser, address: str, axe: str, theme: str) -> None:
     if page.name == "firefox":
         pytest.skip("the same page, and Chromium has said it")
     page.js("localStorage.setItem('dinfer.settings', JSON.stringify({ theme: arguments[0] }))", theme)
@@ -491,4 +496,14 @@ def test_axe_finds_nothing_serious(page: Browser, axe: str, theme: str) -> None:
     found += serious("phone, gaps")
     page.click("#chats-button")
     found += serious("phone, conversations")
+    begin(page, address)
+    page.js("localStorage.setItem('dinfer.settings', JSON.stringify({ theme: arguments[0] }))", theme)
+    reload(page)
+    page.js(axe)
+    drop_wide(page)
+    found += serious("phone, pictures")
+    page.js("window.fetch = () => Promise.reject(new TypeError('gone'))")
+    ask(page, SHORT)
+    page.until("document.querySelectorAll('.bubble img').length === 6")
+    found += serious("phone, pictures of a question")
     assert found == []
