@@ -209,7 +209,7 @@ class Served:
             raise ApiError(400, f"suffix {why}", "suffix", "unsupported_value")
         options, languages = self.options(asked), await self.languages(asked)
         each, asks, most = samples(self.recipe, options, asked.n), self._asks(asked), asked.length[1] or GAP
-        self.check_size([{"content": before}, {"content": behind}], "prompt")
+        self.check_size(before + behind, "prompt")
 
         def made(positions: int, number: int = 0, held: Sequence[Language] = ()) -> Request:
             text = f"{escaped(before)}[MASK:{positions}]{escaped(behind)}"

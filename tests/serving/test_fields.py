@@ -179,6 +179,9 @@ def test_a_gap_before_a_suffix_is_filled(client: Client) -> None:
         ({"suffix": "", "dinfer": {"gap": 3}}, "dinfer.gap"), ({"random_seed": 1, "seed": 2}, "random_seed"),
     ):  # fmt: skip
         assert client.ask(TEXT, ask | fields).json()["error"]["param"] == name
+    for field in ("prompt", "suffix"):  # more bytes than its tokens can have
+        error = client.ask(TEXT, ask | {field: "a" * 10_000}).json()["error"]
+        assert error["param"] == "prompt" and error["code"] == "context_length_exceeded"
     with served(pipe=dinfer.load("tiny-llada2", device="cpu", runtime=dinfer.Runtime(rows=2))) as causal:
         refused = causal.ask(TEXT, ask).json()["error"]
         assert refused["param"] == "suffix" and "without having seen" in refused["message"]

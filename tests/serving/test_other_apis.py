@@ -187,7 +187,8 @@ def test_a_region_of_a_file_is_a_gap_between_fences(client: Client) -> None:
     told = pieces(client.ask("/v1/edit/completions", ask | {"stream": True}))
     assert "".join(one["choices"][0]["delta"].get("content") or "" for one in told) == message
     assert told[-1]["choices"][0]["finish_reason"] == whole.json()["choices"][0]["finish_reason"]
-    for wrong in ("no parts", EDIT.replace("<|/code_to_edit|>", ""), EDIT.replace("c = 3", "c = 3\n" * 200)):
+    long = [EDIT.replace("c = 3", "c = 3\n" * many) for many in (200, 5000)]
+    for wrong in ("no parts", EDIT.replace("<|/code_to_edit|>", ""), *long):
         error = client.ask("/v1/edit/completions", ask | {"messages": [{"role": "user", "content": wrong}]})
         assert error.status_code == 400 and error.json()["error"]["param"] == "messages.0.content", error.text
 

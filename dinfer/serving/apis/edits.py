@@ -105,7 +105,7 @@ def add(app: FastAPI, server: Server) -> None:
         served = server.catalogue.find(body.model, body.dinfer.decoder)
         with spelled({"(prompt|suffix|text)": "messages.0.content"}):
             before, text, behind = body.divided_file
-            served.check_size([{"content": before + text + behind}], "prompt")
+            served.check_size(before + text + behind, "prompt")
             size = len(served.pipe.encode(text, chat=False, add_special_tokens=False))
             gap = max(size + size // 4, LEAST_GAP)
             gap = body.dinfer.gap or min(gap, body.max_tokens or gap)
