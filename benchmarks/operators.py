@@ -1,7 +1,7 @@
 """The operators that steps dispatch on the CPU: how many, in which order, and which tokens they decode.
 
-    python -m benchmarks.operators --out benchmarks/results/operators-32faf0bd.json
-    python -m benchmarks.operators --compare benchmarks/results/operators-32faf0bd.json
+    python -m benchmarks.operators --out benchmarks/results/operators-1da347a2.json
+    python -m benchmarks.operators --compare benchmarks/results/operators-1da347a2.json
 
 A graph holds what a step dispatches. So where these lists are the same before and after a change, the change costs no
 time on a device, and no card is needed to say so. The recipes are ten settings of `benchmarks.step` in small, 40 that
