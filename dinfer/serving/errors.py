@@ -11,7 +11,10 @@ from starlette.responses import JSONResponse
 
 from dinfer.structure import ConstraintError
 
-PROMPTS = {"prompt", "messages", "content", "text", "suffix", "prediction", "input", "body", "arguments", "cache_salt"}
+PROMPTS = {
+    "prompt", "messages", "content", "text", "suffix", "prediction", "input", "body", "arguments", "instructions",
+    "state", "system", "description", "thinking", "reasoning", "reasoning_content", "cache_salt",
+}  # fmt: skip
 SHOWN = 80  # characters of a client's names and values in an answer
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 ANTHROPIC = TYPES | {

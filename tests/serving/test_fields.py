@@ -290,6 +290,9 @@ def test_only_requests_of_one_salt_share_keys() -> None:
         assert not cached() and cached()
         assert not cached(cache_salt="one") and not cached(cache_salt="two")
         assert cached(cache_salt="one") and cached(cache_salt="two") and cached()
+        ask = {"input": f"{QUESTION} {QUESTION}", "max_output_tokens": 4}
+        told = [client.ask("/v1/responses", ask | {"cache_salt": salt}).json()["usage"] for salt in "aab"]
+        assert [one["input_tokens_details"]["cached_tokens"] > 0 for one in told] == [False, True, False]
         error = client.ask(TEXT, {"prompt": "a", "cache_salt": SECRET * 99}).json()["error"]
         assert error["param"] == "cache_salt" and SECRET not in error["message"]
 
@@ -411,6 +414,23 @@ def test_what_a_client_asks_of_the_server_itself(client: Client) -> None:
     assert told["max_model_len"] == 256 and told["count"] == len(told["tokens"])
     assert told["token_strs"] == client.pipe.tokenizer.convert_ids_to_tokens(told["tokens"])
     assert {"400", "404"} <= client.ask("/openapi.json").json()["paths"][CHAT]["post"]["responses"].keys()
+
+
+def test_no_message_holds_a_prompt_with_half_of_a_surrogate_pair(client: Client) -> None:
+    bad, fine = f"{SECRET} \ud800", [{"role": "user", "content": "a"}]
+    for path, body, field in (
+        (CHAT, {"messages": [{"role": "user", "content": bad}]}, "messages.0.content"),
+        (TEXT, {"prompt": bad}, "prompt"), ("/v1/responses", {"input": bad}, "input"),
+        (CHAT, {"messages": [fine[0] | {"reasoning_content": bad}]}, "messages.0.reasoning_content"),
+        (CHAT, {"messages": fine, "chat_template_kwargs": {"a": bad}}, "messages"),
+        ("/v1/messages", {"messages": fine, "max_tokens": 1, "system": bad}, None),
+        ("/v1/systemone", {"state": "a", "questions": {"q": {"type": "noul", "instructions": bad}}}, None),
+        ("/v1/infill", {"text": f"{bad}[MASK:1]"}, "text"), ("/tokenize", {"prompt": bad}, "prompt"),
+    ):  # fmt: skip
+        sent = client.http.post(path, content=json.dumps(body), headers={"Content-Type": "application/json"})
+        answer = client.loop.run(sent)
+        assert answer.status_code in (400, 422) and SECRET not in answer.text, answer.text
+        assert "half of a surrogate pair" in answer.text and field in (None, answer.json()["error"].get("param"))
 
 
 def test_no_message_holds_a_prompt_or_more_than_80_characters_of_a_name(client: Client) -> None:

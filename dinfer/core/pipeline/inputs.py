@@ -26,7 +26,8 @@ def encodable(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{text!r:.80} must be text, and holds half of a surrogate pair: take it out") from error
+        what = f"{text[error.start]!r}, half of a surrogate pair: take it out"  # not the text, which may be a prompt
+        raise ValueError(f"must be text, and holds {what}") from error
     return text
 
 

@@ -152,7 +152,7 @@ class StreamOptions(Strict):
     include_obfuscation: bool | None = None  # no event has the field, either way
 
 
-SAMPLING = {"top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "min_tokens"}
+SAMPLING = {"top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "min_tokens", "cache_salt"}
 
 
 class ResponsesRequest(Strict):
@@ -182,6 +182,7 @@ class ResponsesRequest(Strict):
     frequency_penalty: Any = None
     presence_penalty: Any = None
     min_tokens: Any = None
+    cache_salt: Any = None
     dinfer: Own = Own()
 
     @model_validator(mode="before")
