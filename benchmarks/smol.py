@@ -4,8 +4,10 @@
 
 For each recipe and number of requests in flight: tokens a second from the first request to the last, the base's NLL of
 these answers in nats a token, the share of 4-grams that occurred before, tokens a forward, and with `--parent` the
-share of answers that are the base's own. The base is decoded token by token (`model.block=1`), with `--drafts` by
-verified drafts. Passes over the prompts compile and capture, until one captures no graph. The next one is timed.
+share of answers that are the base's own. The base is decoded token by token (`model.block=1`), with `--strides` by
+verified drafts; `--rules` says which drafts are accepted, beside what the base itself would write. Passes over the
+prompts compile and capture, until one captures no graph. The next one is timed. `--forms 500` asks as many requests for
+JSON and calls of functions.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import torch
 
 from benchmarks.provenance import command_line, provenance, save
 from dinfer import Pipeline, Runtime
+from dinfer.structure.tools import calls_in, tools
 from tools.convert_ar.base import Base, load
 from tools.convert_ar.measure import drafting, judged, loaded
 
@@ -51,6 +54,76 @@ def timed(
         own += answers
     speed = {"tokens_per_s": scores["tokens"] / seconds, "seconds": seconds, "new_graphs": runner.captured - captured}
     return speed | scores | {"sample": found[0].text}
+
+
+SUBJECTS = [
+    "bread", "bees", "rain", "museums", "dancing", "bicycles", "lighthouses", "rivers", "gardens", "paper",
+    "trains", "neighbours", "markets", "cooking", "glass", "wolves", "schools", "birthdays", "leaves",
+    "villages", "diaries", "deserts", "music", "windows", "bridges", "summer", "winter", "silver", "tables",
+    "friends", "apples", "coffee", "candles", "soap", "rice", "horses", "clocks", "maps", "islands", "boats",
+    "letters", "chess", "football", "painting", "stars", "mountains", "forests", "castles", "bakers", "doctors",
+]  # fmt: skip
+TEXT, SMALL = {"type": "string", "minLength": 1, "maxLength": 40}, {"type": "integer", "minimum": 0, "maximum": 999}
+KINDS = {"enum": ["good", "bad", "neither"]}
+
+
+def _object(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+
+
+SCHEMAS = {
+    "Write a title, a number of words and up to three tags for a text about {}.": _object(
+        title=TEXT, words=SMALL, tags={"type": "array", "items": TEXT, "minItems": 1, "maxItems": 3}
+    ),
+    "What do people think of {}? Give an opinion and a reason.": _object(opinion=KINDS, reason=TEXT),
+    "Name two books about {}, with their years.": {
+        "type": "array", "minItems": 2, "maxItems": 2,
+        "items": _object(title=TEXT, year={"type": "integer", "minimum": 1900, "maximum": 2026}),
+    },
+    "Ask a question about {} with its answer, and say whether it is easy.": _object(
+        question=TEXT, answer=TEXT, easy={"type": "boolean"}
+    ),
+    "Plan a day about {}: a place, and what it costs.": _object(plan=_object(place=TEXT, cost=SMALL), note=TEXT),
+}  # fmt: skip
+FUNCTIONS = {
+    "search": ("Look for {} on the web.", _object(query=TEXT)),
+    "set_timer": ("Remind me of {} in ten minutes.", _object(about=TEXT, minutes=SMALL)),
+    "add_to_list": ("Put {} on my list.", _object(item=TEXT)),
+    "play_music": ("Play a song about {}.", _object(song=TEXT, loud={"type": "boolean"})),
+    "rate": ("I like {}, note that.", _object(what=TEXT, stars={"type": "integer", "minimum": 1, "maximum": 5})),
+}
+
+
+def formed(pipe: Pipeline, count: int) -> dict[str, Any]:
+    """Requests for JSON and for calls of one of five functions: how many are valid, and forwards beside tokens."""
+    from jsonschema import ValidationError, validate
+
+    told: dict[str, Any] = {}
+    listed = ", ".join(f"{name}({', '.join(one['properties'])})" for name, (_, one) in FUNCTIONS.items())
+    groups: dict[str, Any] = {text: ({"schema": one}, text) for text, one in SCHEMAS.items()}
+    calls = tools({name: one for name, (_, one) in FUNCTIONS.items()}, "required", parallel=False)
+    for name, (text, _) in FUNCTIONS.items():
+        groups[name] = ({"constraint": calls}, f"Call one of the functions {listed}. {text}")
+    for kind, (form, text) in groups.items():
+        asked = [text.format(subject) for subject in SUBJECTS[: -(-count // len(groups))]]
+        found = pipe.generate(asked, max_new_tokens=128, **form)
+        valid = right = 0
+        for one in found:
+            try:
+                if "schema" in form:
+                    validate(json.loads(one.text), form["schema"])
+                else:
+                    _, [call] = calls_in(one.text)
+                    validate(json.loads(call.arguments), FUNCTIONS[call.name][1])
+                    right += call.name == kind
+                valid += 1
+            except (ValueError, ValidationError):
+                print(f"not valid: {one.text!r}", flush=True)
+        sums = {"requests": len(found), "valid": valid, "right": right if "constraint" in form else None}
+        told[kind] = sums | {"tokens": sum(len(one.ids) for one in found)}
+        told[kind] |= {"forwards": sum(one.counts.forwards for one in found), "sample": found[0].text}
+    whole = {name: sum(one[name] for one in told.values()) for name in ("requests", "valid", "tokens", "forwards")}
+    return whole | {"tokens_per_forward": whole["tokens"] / whole["forwards"], "kinds": told}
 
 
 def evaluated(pipe: Any, tasks: list[str], limit: int | None) -> dict[str, Any]:
@@ -83,9 +156,10 @@ def recipes(given: Namespace, base: Base) -> Iterator[tuple[dict[str, Any], Any,
     where = {"device": given.device, "dtype": given.dtype} | json.loads(given.recipe)
     if given.parent:
         yield {"model": "parent"}, loaded(given.base, None, 1, mask=base.chat.mask, **where), [{}]
-    for stride, rejected in product(given.strides, given.rejected):
-        pipe = drafting(given.base, given.drafts, stride, rejected=rejected, **where)
-        yield {"model": "drafts", "stride": stride, "rejected": rejected}, pipe, [{}]
+    for stride, text in product(given.strides, given.rules):
+        rule = json.loads(text)
+        pipe = drafting(given.base, given.drafts, stride, rule, **where)
+        yield {"model": "drafts", "stride": stride} | rule, pipe, [{}]
     for adapter in given.adapter:
         for block in given.blocks:
             pipe = loaded(given.base, adapter, block, quantize=given.quantize, **where)
@@ -109,7 +183,7 @@ def main() -> None:
     parser.add_argument("--parent", action="store_true", help="the base, token by token")
     parser.add_argument("--drafts", default="smol-drafts", help="adapter that drafts for the base")
     parser.add_argument("--strides", type=int, nargs="*", default=[], help="of drafts: most tokens of a step")
-    parser.add_argument("--rejected", nargs="+", default=["cold"], help="of drafts: what follows a rejected one")
+    parser.add_argument("--rules", nargs="+", default=["{}"], help="of drafts: other options of decoder=isd, as JSON")
     parser.add_argument("--blocks", type=int, nargs="+", default=[16, 32])
     parser.add_argument("--thresholds", type=float, nargs="+", default=[1.0, 0.9, 0.7, 0.5])
     parser.add_argument("--seconds", type=float, default=math.inf, help="no row begins later")
@@ -119,6 +193,7 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--recipe", default="{}", help="other parts of the recipe, as JSON")
     parser.add_argument("--tasks", nargs="*", default=[], help="of lm-eval, with the most requests in flight")
+    parser.add_argument("--forms", type=int, default=0, help="requests with forms, with the most in flight")
     parser.add_argument("--limit", type=int, help="documents of each task")
     parser.add_argument("--dtype")
     parser.add_argument("--quantize", help="of the converted model, whose merged weights are floats")
@@ -142,10 +217,12 @@ def main() -> None:
                     continue
                 row = named | one | {"in_flight": flight}
                 row |= timed(base, side, asked, args.new, own, temperature=args.temperature, **one)
+                if args.forms and flight == args.flights[-1]:
+                    row["forms"] = formed(of_options(side, runtime, one), args.forms)
                 if args.tasks and flight == args.flights[-1]:
                     row |= evaluated(of_options(side, runtime, one), args.tasks, args.limit)
                 table["recipes"].append(row)
-                print({name: value for name, value in row.items() if "sample" not in name}, flush=True)
+                print({name: value for name, value in row.items() if name not in ("sample", "forms")}, flush=True)
                 save(table, args.out)
 
 

@@ -41,7 +41,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("base", type=Path, help="folder or GGUF file")
     parser.add_argument("out", type=Path, help="a folder: text, state, adapter and results")
     parser.add_argument("--text", type=Path, nargs="+", help="JSONL files; default: what `draw` wrote to OUT")
-    parser.add_argument("--weights", type=Path, help="OUT of a run whose weights this one begins with")
+    parser.add_argument("--weights", type=Path, help="OUT of a run, or an adapter, whose weights to begin with")
     parser.add_argument("--mask", help="token that stands for what is open; default: one that texts do not have")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rows", type=int, default=1536, help="conversations drawn side by side")

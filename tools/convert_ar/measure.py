@@ -73,15 +73,15 @@ def loaded(
     return dinfer.load(model, **parts | changes)
 
 
-def drafting(base: Path, drafts: Path | str, stride: int, rejected: str = "cold", **changes: Any) -> Any:
+def drafting(base: Path, drafts: Path | str, stride: int, rule: dict[str, Any] | None = None, **changes: Any) -> Any:
     """The base in the engine, which verifies what masks with the adapter draft: so many tokens a forward at most.
 
-    `rejected`: see `decoder=isd`.
+    `rule`: other options of `decoder=isd`, such as which drafts it accepts.
     """
     model = {"name": "a2d", "checkpoint": str(base), "draft_adapter": str(drafts)}
     parts: dict[str, Any] = {
         "iteration": {"name": "sliding", "block": 2 * stride - 1}, "cache": "block",
-        "decoder": {"name": "isd", "stride": stride, "rejected": rejected},
+        "decoder": {"name": "isd", "stride": stride} | (rule or {}),
     }  # fmt: skip
     return dinfer.load(model, **parts | changes)
 

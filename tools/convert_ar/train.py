@@ -334,8 +334,16 @@ class Trainer:
         (self.out / PROGRESS).write_text(json.dumps({"step": self.step, "spent": self.spent}))
 
     def resume(self, state: Path, *, weights_only: bool = False) -> None:
-        """Goes on from a run's state, or begins a new run with its weights."""
-        tensors = load_file(state / STATE, device=str(self.base.device))
+        """Goes on from a run's state, or begins a new run with its weights, or with those of an adapter.
+
+        Raises ConversionError for a folder that has neither, and for weights of other shapes.
+        """
+        path = state / STATE
+        stored = weights_only and not path.is_file()
+        tensors = stored_weights(state) if stored else load_file(path, device=str(self.base.device))
+        wrong = [name for name, one in self.parameters.items() if _shape(tensors, name) != one.shape]
+        if wrong or (stored and len(tensors) != len(self.parameters)):
+            raise ConversionError(f"--weights {state} does not fit this base and --rank {self.settings.rank}")
         with torch.no_grad():
             for name, one in self.parameters.items():
                 one.copy_(tensors[f"weight.{name}"])
@@ -346,6 +354,22 @@ class Trainer:
         for name, one in self.parameters.items():
             kinds = {kind: tensors[f"{kind}.{name}"] for kind in ("exp_avg", "exp_avg_sq")}
             self.optimizer.state[one] = {"step": torch.tensor(float(self.step), device=one.device), **kinds}
+
+
+def _shape(tensors: dict[str, Tensor], name: str) -> Any:
+    found = tensors.get(f"weight.{name}")
+    return None if found is None else found.shape
+
+
+def stored_weights(folder: Path) -> dict[str, Tensor]:
+    """An adapter in PEFT's format as a run's state has it, in float32. Raises ConversionError without one."""
+    config, file = folder / "adapter_config.json", folder / "adapter_model.safetensors"
+    if not (config.is_file() and file.is_file()):
+        raise ConversionError(f"--weights {folder} has neither {STATE} of a run nor an adapter")
+    said = json.loads(config.read_text())
+    factor = math.sqrt(2 * said["r"] / said["lora_alpha"])  # what values in float8 were multiplied with
+    tensors = load_file(file).items()
+    return {f"weight.{name.removesuffix('.weight')}.default.weight": one.float() / factor for name, one in tensors}
 
 
 def adapt(base: Base, rank: int) -> None:

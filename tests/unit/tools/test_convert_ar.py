@@ -18,7 +18,7 @@ from tools.convert_ar import base as bases  # noqa: E402
 from tools.convert_ar import draw, measure  # noqa: E402
 from tools.convert_ar.__main__ import main  # noqa: E402
 from tools.convert_ar.drafts import Drafter, packed_drafts, tokens_per_forward  # noqa: E402
-from tools.convert_ar.train import Batch, Settings, Texts, adapt, masks, packed  # noqa: E402
+from tools.convert_ar.train import Batch, Settings, Texts, adapt, masks, packed, stored_weights  # noqa: E402
 
 TEMPLATE = "{% for m in messages %}[{{ m.content }}{% endfor %}]"
 SIZES = {
@@ -151,6 +151,10 @@ def test_an_adapter_that_changes_nothing_answers_as_its_base(folder: Path, base:
     assert main([*args, *sizes, "--steps", "1", "--float8"]) == 0
     tensors = load_file(tmp_path / "adapter_model.safetensors")
     assert {one.dtype for one in tensors.values()} == {torch.float8_e4m3fn}
+    (tmp_path / "state.safetensors").rename(tmp_path / "state")
+    trained, stored = load_file(tmp_path / "state"), stored_weights(tmp_path)  # what --weights begins with
+    wrong = [name for name, one in stored.items() if not torch.allclose(one, trained[name], rtol=0.07, atol=2e-3)]
+    assert not wrong and len(stored) == len(tensors)
     pipe = measure.loaded(folder, tmp_path, 4, 0.9)
     assert pipe.recipe.iteration.lead == 4
     assert pipe.generate_ids(prompts, max_new_tokens=9)[0].counts.forwards < 12
@@ -168,6 +172,7 @@ def test_an_adapter_that_changes_nothing_answers_as_its_base(folder: Path, base:
         ({"base": "nowhere"}, "neither a GGUF file nor a folder"),
         ({"text": '{"prompt": "a"}'}, "has no answer"),
         ({"text": '{"prompt": "a", "answer": "' + "b" * 99 + '"}'}, "no line has an answer that fits"),
+        ({"more": "--weights nowhere"}, "--weights nowhere has neither state.safetensors of a run nor an adapter"),
         ({"width": "150"}, "must be a multiple"),
         ({"width": "64"}, "must be at least 108"),
         ({"more": "--drafts 3"}, "--blocks is of block diffusion"),
