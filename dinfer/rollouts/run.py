@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 from warnings import warn
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -99,13 +100,13 @@ class Round:
         )
         told = [end.counts.tells(RecordRead) for end in ends]
         last_NA, first_NA, *chances = self._recorded(told, starts, widths)
+        events = self._events(told)
         decoded_NA = decoded_NA > 0 if last_NA is None else (decoded_NA > 0) | (last_NA >= 0)
         before_N, unit = start_N if self.origin == "position" else 0, unit_of(self.recipe)
         length_N = (decoded_NA * torch.arange(1, most + 1)).amax(1)
         length_N = torch.minimum(-(-(length_N + before_N) // unit) * unit - before_N, width_N)
         stop_NA = torch.isin(answer_NA, torch.tensor(spec.stop_ids)) & decoded_NA
         stopped_N = stop_NA.any(1) & torch.tensor([one.stops for one in asked])
-        events = [one.events_E5 for one in told if one is not None and one.events_E5 is not None]
         return Rollouts(
             prompt_ids=host_rows([one.prompt for one in asked], max(starts), spec.eos_id), prompt_lengths=start_N,
             answer_ids=answer_NA, lengths=length_N, widths=width_N,
@@ -128,15 +129,23 @@ class Round:
         """The steps that wrote each position last and first, and two log-probabilities, as far as they are recorded."""
         if not self.level:
             return None, None
-        rows_FNA = torch.full((2 if self.level < Record.LOGPS else 4, len(told), max(widths)), -1, dtype=torch.int32)
+        fields = 2 if self.level < Record.LOGPS else 4
+        rows_FNA = numpy.full(
+            (fields, len(told), max(widths)), -1, dtype=numpy.int32
+        )  # torch takes longer for so little
         for n, (one, start, width) in enumerate(zip(told, starts, widths, strict=True)):
-            if one is None:
-                continue
-            if one.lost:
-                raise ValueError(f"a sample has {one.lost} events more than there is room for: record='logps' has room")
-            rows_FNA[:, n, :width] = one.rows_FS[:, start : start + width]
-        last_NA, first_NA, *bits = rows_FNA
+            if one is not None:
+                one.wait()
+                rows_FNA[:, n, :width] = one.rows_4S.numpy()[:fields, start : start + width]
+        last_NA, first_NA, *bits = torch.from_numpy(rows_FNA)
         return last_NA, first_NA, *(one.view(torch.float32).masked_fill_(last_NA < 0, 0) for one in bits)
+
+    def _events(self, told: Sequence[RecordRead | None]) -> list[Tensor]:
+        """int32 [E, 5] each. Raises ValueError for a sample with more than there is room for."""
+        found = [one.events() for one in told if one is not None]
+        if most := max((lost for _, lost in found), default=0):
+            raise ValueError(f"a sample has {most} events more than there is room for: record='logps' has room")
+        return [event_E5 for event_E5, _ in found if event_E5 is not None]
 
 
 def versions_of(made: Sequence[MadeWith | None], steps_NA: Tensor | None, widths: Sequence[int]) -> Tensor:

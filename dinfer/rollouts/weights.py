@@ -96,6 +96,9 @@ class Weights:
                 try:
                     writing_everywhere(self.recipe, writing.begin, writing.named(family))
                     yield sink
+                    sink.launch()
+                    for engine in self.engines:  # while a card copies
+                        engine.loop.worker.renewed()
                     sink.finish()
                 except BaseException as error:
                     self._failed(sink, error)
@@ -187,6 +190,8 @@ class Weights:
     def forget_keys(self) -> None:
         """No later request shares keys that were computed until now."""
         with self._stopped("keep"):
+            for engine in self.engines:
+                engine.loop.worker.renewed()
             self._renew(recompute=False)
         self._go_on()
 
@@ -241,7 +246,6 @@ class Weights:
         """Forgets what was computed with the old weights."""
         self.state.told = True
         for loop in (engine.loop for engine in self.engines):
-            loop.worker.renewed()
             if (batch := loop.batch) is None:
                 continue
             batch.pages.epoch += 1
@@ -447,9 +451,12 @@ class WeightSink:
             self.load(name, found.merged(name, base, self._weights.pipe.model.device, part))
         self.adapted = {*found.pairs}
 
-    def finish(self) -> None:
-        """Writes what waits. Raises ValueError for what was not finite."""
+    def launch(self) -> None:
+        """Writes what waits. A card may still be at it."""
         self._flush()
+
+    def finish(self) -> None:
+        """Waits for the end. Raises ValueError for what was not finite."""
         self._everywhere(writing.end)
 
     def _going(self) -> None:

@@ -8,9 +8,9 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,14 @@ DTYPES = frozenset(FLOATS.values())
 WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # what values of these are added up in
 
 
+class Span(NamedTuple):
+    """Where a tensor goes as one piece of memory."""
+
+    parameter: str
+    first: int  # number of the value in the parameter
+    shape: tuple[int, ...]  # of the tensor
+
+
 class Names:
     """The tensors that a checkpoint of a network may have, and the smallest pieces that they consist of."""
 
@@ -46,6 +54,8 @@ class Names:
         self.copies, self._unused = family.copies(spec), tuple(family.unused)
         forms = {one: module.formats[own] for one, (module, own) in formatted(network, embeddings=True).items()}
         self.fixed = {one: str(getattr(form, "fixed", "")) for one, form in forms.items()}  # what floats do not become
+        self.rounded = {name for name, form in forms.items() if not isinstance(form, Plain)}
+        self.spans: dict[str, Span | None] = {}  # found as they are asked for
         self._of: dict[str, list[str]] = {}
         for name, place in self.pieces.items():
             self._of.setdefault(place.parameter, []).append(name)
@@ -64,15 +74,16 @@ class Names:
 
     def check(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> None:
         """Raises ValueError for a tensor that cannot be written."""
-        if self.spare(name):
+        place = self.placements.get(name)
+        if place is None and self.spare(name):
             return
-        wanted = self.place(name).shape
-        if (*shape,) != wanted:
-            raise ValueError(f"{name} has the shape {(*shape,)}, and must have {wanted}")
+        place = place or self.place(name)
+        if (*shape,) != place.shape:
+            raise ValueError(f"{name} has the shape {(*shape,)}, and must have {place.shape}")
         if dtype not in DTYPES:
             known = ", ".join(str(one).removeprefix("torch.") for one in FLOATS.values())
             raise ValueError(f"{name} is of {dtype}, and must be one of {known}: dinfer rounds it as it was loaded")
-        if fixed := self.fixed.get(self.place(name).parameter):
+        if fixed := self.fixed.get(place.parameter):
             raise ValueError(f"{name} is held in {fixed}, to which floats are not rounded: update from a checkpoint "
                              "that is rounded alike (from_folder), or load floats with quantize=int4")  # fmt: skip
 
@@ -108,13 +119,18 @@ class Writer:
         """`adapter`: merged into what it changes, as when a checkpoint is loaded."""
         self.network, self.names, self.adapter = network, names_of(network, family), adapter
         self.rank: Rank = network.ranks.rank
-        self._weights, self._parameters = formatted(network, embeddings=True), dict(network.named_parameters())
+        self._parameters = dict(network.named_parameters())
         self._whose: dict[str, str] = {}  # by the tied tensor, under which of its names it came
-        self._copies: list[tuple[str, Tensor, Tensor]] = []  # on a card, what one launch will copy: to where, and what
+        self._copies: list[tuple[str, Any]] = []  # on a card, what one launch will copy
         self._checks: list[tuple[list[str], Tensor]] = []  # on a card: whether values were finite, unread as yet
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Writes this rank's pieces of a whole tensor. Raises ValueError, also for one that is not finite."""
+        if (span := self._span(name)) is not None:
+            part = self._parameters[span.parameter], span.first, tensor
+            if tensor.is_cuda and self._kernel is not None and self._kernel.takes(*part):
+                self._copies.append((name, part))
+                return
         if self.names.spare(name):
             return
         place = self.names.place(name)
@@ -138,13 +154,13 @@ class Writer:
 
     def flush(self) -> None:
         """Launches the copies that wait. The caller may then write over what it gave."""
-        by_types: dict[Any, list[tuple[str, Tensor, Tensor]]] = {}
+        by_types: dict[Any, list[tuple[str, Any]]] = {}
         for one in self._copies:
-            by_types.setdefault((one[1].dtype, one[2].dtype), []).append(one)
+            by_types.setdefault((one[1][0].dtype, one[1][2].dtype), []).append(one)
         self._copies = []
         for some in by_types.values():
-            broken_X = triton("copies").copy([(held, values) for _, held, values in some])
-            self._checks.append(([name for name, *_ in some], broken_X == 0))
+            assert self._kernel is not None
+            self._checks.append(([name for name, _ in some], self._kernel.copy([part for _, part in some]) == 0))
 
     def finish(self) -> None:
         """Raises ValueError if a tensor was not finite. The one place that waits for a card."""
@@ -164,6 +180,41 @@ class Writer:
                 sha.update(held.contiguous().view(torch.uint8).cpu().numpy().tobytes())
         return sha.hexdigest()
 
+    @cached_property
+    def _weights(self) -> Any:
+        return formatted(self.network, embeddings=True)
+
+    @cached_property
+    def _kernel(self) -> Any | None:
+        """What copies many tensors at once; None: nothing does. Asked for where no gradient is kept."""
+        return triton("copies") if use_triton(next(iter(self._parameters.values())), "linear") else None
+
+    def _span(self, name: str) -> Span | None:
+        """Where a tensor goes as it is, and as one piece; None: it takes more than that."""
+        if self.adapter is not None:
+            return None
+        spans = self.names.spans
+        if name not in spans:
+            spans[name] = self._found(name)
+        span = spans[name]
+        return span if span is not None and span.parameter in self._parameters else None
+
+    def _found(self, name: str) -> Span | None:
+        names = self.names
+        place, tied = names.placements.get(name), {*names.copies, *names.copies.values()}
+        if place is None or name in tied or place.parameter in names.rounded or place.parameter not in self._parameters:
+            return None
+        shape, pieces = self._parameters[place.parameter].shape, place.pieces(self.rank)
+        if len(pieces) != 1 or any(
+            part.stop - part.start != size for part, size in zip(pieces[0][0], place.shape, strict=True)
+        ):
+            return None
+        first, sizes = 0, [part.stop - part.start for part in pieces[0][1]]
+        for part, size in zip(pieces[0][1], shape, strict=True):
+            first = first * size + part.start
+        cut = next((dim for dim, size in enumerate(sizes) if size > 1), len(sizes))  # behind it, all is whole
+        return Span(place.parameter, first, place.shape) if sizes[cut + 1 :] == [*shape[cut + 1 :]] else None
+
     def _held(self, name: str) -> Tensor:
         return self._parameters[self.names.placements[name].parameter].detach()
 
@@ -173,11 +224,7 @@ class Writer:
         module, own = self._weights.get(parameter, (None, ""))
         if module is None or isinstance(module.formats[own], Plain):
             held = self._parameters[parameter].detach()[target]
-            values = values.reshape(held.shape)
-            if values.device == held.device and use_triton(values, "linear") and triton("copies").takes(held, values):
-                self._copies.append((name, held, values))
-            else:
-                copy(held, values, partial(self._look, name))
+            copy(held, values.reshape(held.shape), partial(self._look, name))
             return
         self._look(name, values)
         values = values.to(self.network.device, self.network.dtype)

@@ -9,20 +9,34 @@ from torch import Tensor
 
 from dinfer.core.kernels.canvas import uploaded
 
-SIZE, WARPS = 8192, 8  # values of a program
+P, TURNS, WARPS = 4096, 4, 8  # values of a program at a time, and how often
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 ALIGNED = 16  # bytes
 
+Part = tuple[Tensor, int, Tensor]
+"""A tensor, the number of its first value that is written, and the values."""
 
-def takes(held: Tensor, values: Tensor) -> bool:
-    """Whether the kernel copies `values` into `held`, on the same card: whole pieces of memory, of known types."""
-    plain = held.dtype in TYPES and values.dtype in TYPES and held.is_contiguous() and values.is_contiguous()
-    return plain and held.data_ptr() % ALIGNED == values.data_ptr() % ALIGNED == 0 < held.numel() < 2**31 * SIZE
+
+def takes(held: Tensor, first: int, values: Tensor) -> bool:
+    """Whether the kernel copies such a part: whole pieces of memory of one card, of known types."""
+    if not (held.dtype in TYPES and values.dtype in TYPES and held.device == values.device):
+        return False
+    plain = held.is_contiguous() and values.is_contiguous() and values.numel() > 0
+    places = held.data_ptr() + first * held.itemsize, values.data_ptr()
+    return plain and all(place % ALIGNED == 0 for place in places)
+
+
+@triton.jit
+def _is_broken(x):
+    """Whether a value is NaN or infinite."""
+    wide = x.to(tl.float32)
+    return tl.max(((wide != wide) | (tl.abs(wide) == float("inf"))).to(tl.int32), 0)
 
 
 @triton.jit
 def _copy(
     place_ptr, first_ptr, broken_ptr, count, SOURCE: tl.constexpr, TARGET: tl.constexpr, P: tl.constexpr,
+    TURNS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     low, high = 0, count
@@ -35,30 +49,40 @@ def _copy(
     source = tl.multiple_of(tl.load(place_ptr + low * 3).to(tl.pointer_type(SOURCE)), 16)
     target = tl.multiple_of(tl.load(place_ptr + low * 3 + 1).to(tl.pointer_type(TARGET)), 16)
     size = tl.load(place_ptr + low * 3 + 2)
-    at = (program - tl.load(first_ptr + low)).to(tl.int64) * P + tl.arange(0, P)
-    x = tl.load(source + at, mask=at < size, other=0.0)
-    tl.store(target + at, x.to(TARGET), mask=at < size)
-    wide = x.to(tl.float32)
-    if tl.max(((wide != wide) | (tl.abs(wide) == float("inf"))).to(tl.int32), 0) > 0:
+    start = (program - tl.load(first_ptr + low)).to(tl.int64) * (P * TURNS)
+    column, broken = tl.arange(0, P), 0
+    if start + P * TURNS <= size:  # without a mask, which would have each thread move one value at a time
+        for turn in tl.static_range(TURNS):
+            at = start + turn * P + column
+            x = tl.load(source + at)
+            tl.store(target + at, x.to(TARGET))
+            broken = tl.maximum(broken, _is_broken(x))
+    else:
+        for turn in range(0, tl.cdiv(size - start, P)):
+            at = start + turn * P + column
+            x = tl.load(source + at, mask=at < size, other=0.0)
+            tl.store(target + at, x.to(TARGET), mask=at < size)
+            broken = tl.maximum(broken, _is_broken(x))
+    if broken > 0:
         tl.store(broken_ptr + low, 1)
 
 
-def copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """Copies the second of each pair into the first, all of the same two types, as `takes` them.
+def copy(parts: Sequence[Part]) -> Tensor:
+    """Copies parts that `takes` takes, all from one type to one type.
 
-    Returns int32 [len(pairs)], not 0 where a value is NaN or infinite. Nobody waits for the device.
+    Returns int32 [len(parts)], not 0 where a value is NaN or infinite. Nobody waits for the device.
     """
-    target, source = (TYPES[one.dtype] for one in pairs[0])
-    sources = [values for _, values in pairs]
-    sizes = torch.tensor([values.numel() for values in sources])
-    programs = (sizes + SIZE - 1) // SIZE
-    first = torch.zeros_like(sizes)
-    torch.cumsum(programs[:-1], 0, out=first[1:])
-    places = torch.tensor([[values.data_ptr(), held.data_ptr(), values.numel()] for held, values in pairs])
-    device = sources[0].device
-    told_X = uploaded(torch.cat((places.flatten(), first)), device)
-    broken_X = torch.zeros(len(pairs), dtype=torch.int32, device=device)
-    _copy[(int(programs.sum()),)](
-        told_X, told_X[places.numel() :], broken_X, len(pairs), SOURCE=source, TARGET=target, P=SIZE, num_warps=WARPS
-    )
+    places, first, programs = list[int](), list[int](), 0
+    for held, begin, values in parts:
+        size = values.numel()
+        places += (values.data_ptr(), held.data_ptr() + begin * held.itemsize, size)
+        first.append(programs)
+        programs += -(-size // (P * TURNS))
+    held, _, values = parts[0]
+    told_X = uploaded(torch.tensor(places + first), values.device)
+    broken_X = torch.zeros(len(parts), dtype=torch.int32, device=values.device)
+    _copy[(programs,)](
+        told_X, told_X[len(places) :], broken_X, len(parts), SOURCE=TYPES[values.dtype], TARGET=TYPES[held.dtype],
+        P=P, TURNS=TURNS, num_warps=WARPS,
+    )  # fmt: skip
     return broken_X

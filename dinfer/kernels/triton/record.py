@@ -103,36 +103,39 @@ def said(
 
 @triton.jit
 def _keep(
-    steps_ptr, chances_ptr, slot_ptr, step_ptr, pos_ptr, open_ptr, logit_ptr, sum_ptr, drawn_ptr, each, capacity, count,
+    rows_ptr, slot_ptr, step_ptr, pos_ptr, open_ptr, logit_ptr, sum_ptr, drawn_ptr, each, capacity, count,
     CHANCES: tl.constexpr, P: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     follow(EARLY)
     at = tl.program_id(0) * P + tl.arange(0, P)
     pos = tl.load(pos_ptr + at, mask=at < count, other=-1)
     there = pos >= 0
-    to = tl.load(slot_ptr + at // each, mask=there, other=0) * (2 * capacity) + pos
+    to = tl.load(slot_ptr + at // each, mask=there, other=0) * (4 * capacity) + pos
     now = tl.load(step_ptr + at // each, mask=there, other=0).to(tl.int32)
     now = tl.where(tl.load(open_ptr + at, mask=there, other=0) != 0, -1, now)
-    first = tl.load(steps_ptr + to + capacity, mask=there, other=0)
-    tl.store(steps_ptr + to, now, mask=there)
-    tl.store(steps_ptr + to + capacity, tl.where(first < 0, now, first), mask=there)
+    first = tl.load(rows_ptr + to + capacity, mask=there, other=0)
+    tl.store(rows_ptr + to, now, mask=there)
+    tl.store(rows_ptr + to + capacity, tl.where(first < 0, now, first), mask=there)
     if CHANCES:
         chance = tl.load(logit_ptr + at, mask=there, other=0.0) - tl.load(sum_ptr + at, mask=there, other=0.0)
-        tl.store(chances_ptr + to, chance, mask=there)
-        tl.store(chances_ptr + to + capacity, tl.load(drawn_ptr + at, mask=there, other=0.0), mask=there)
+        drawn = tl.load(drawn_ptr + at, mask=there, other=0.0)
+        tl.store(rows_ptr + to + 2 * capacity, chance.to(tl.int32, bitcast=True), mask=there)
+        tl.store(rows_ptr + to + 3 * capacity, drawn.to(tl.int32, bitcast=True), mask=there)
 
 
 def keep(
-    steps_N2S: Tensor, chances_N2S: Tensor | None, slot_B: Tensor, step_B: Tensor, pos_BX: Tensor, open_BX: Tensor,
+    rows_N4S: Tensor, slot_B: Tensor, step_B: Tensor, pos_BX: Tensor, open_BX: Tensor,
     said: tuple[Tensor, Tensor, Tensor] | None,
 ) -> None:  # fmt: skip
-    """Notes the step that wrote each position last and first, int32, and with `said`, the fields of `Said` of what is
-    written, its log-probability among the model's own logits and in the draw, float32."""
+    """Notes the step that wrote each position last and first. int32
+
+    With `said`, the fields of `Said`, also the bits of its log-probability by the model's own logits, and as drawn.
+    """
     told = (pos_BX,) * 3 if said is None else tuple(x_BX.contiguous() for x_BX in said)
     given, count = (x.contiguous() for x in (slot_B, step_B, pos_BX, open_BX)), pos_BX.numel()
     _keep[(triton.cdiv(count, PIECE),)](
-        steps_N2S, steps_N2S if chances_N2S is None else chances_N2S, *given, *told, pos_BX.shape[1],
-        steps_N2S.shape[2], count, CHANCES=said is not None, P=PIECE, num_warps=WARPS, **early(pos_BX),
+        rows_N4S, *given, *told, pos_BX.shape[1], rows_N4S.shape[2], count, CHANCES=said is not None, P=PIECE,
+        num_warps=WARPS, **early(pos_BX),
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ E events of a slot, B lanes, X positions of their active blocks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
@@ -41,11 +41,25 @@ class RecordAsk(Ask):
 
 @dataclass(frozen=True, slots=True)
 class RecordRead:
-    """Tells what was recorded of a request. CPU tensors, int32; floats by their bits."""
+    """Tells what was recorded of a request. CPU tensors, int32; floats by their bits. A card may still write them."""
 
-    rows_FS: Tensor  # the steps that wrote each position last and first; with `LOGPS` two log-probabilities
-    events_E5: Tensor | None = None  # see `Trail`
-    lost: int = 0  # events for which there was no room
+    rows_4S: Tensor  # the steps that wrote each position last and first; with `LOGPS` two log-probabilities
+    event_E5: Tensor | None  # see `Trail`
+    count: Tensor | None  # int64, also of events for which there was no room
+    written: torch.cuda.Event | None
+
+    def wait(self) -> None:
+        """Waits until all is there."""
+        if self.written is not None:
+            self.written.synchronize()
+
+    def events(self) -> tuple[Tensor | None, int]:
+        """The events, and how many had no room. Waits."""
+        self.wait()
+        if self.event_E5 is None or self.count is None:
+            return None, 0
+        count, room = int(self.count), len(self.event_E5)
+        return self.event_E5[: min(count, room)].clone(), max(count - room, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,40 +82,39 @@ class Trail:
 
     canvas: Canvas
     levels: dict[int, int] = field(default_factory=dict)  # of the slots that ask. Host side
-    steps_N2S: Tensor | None = None  # int32, the step that wrote a position last, and first; -1: none did
-    chances_N2S: Tensor | None = None  # float32, log-probability of its token as said, and as drawn
+    # int32: the step that wrote a position last, and first, -1: none did; bits of its token's log-probability as said,
+    # and as drawn
+    row_N4S: Tensor | None = None
     event_NE5: Tensor | None = None  # int32: step, position, token before (~token: open), after, bits of `chance`
     count_N: Tensor | None = None  # int64, also of events for which there was no room
+    read: torch.cuda.Event | None = None  # the last read of slots that are free since
 
     def want(self, level: int) -> None:
         """Makes room for a level. Host side, before the first step that records so much."""
         slots, capacity = (tokens_NS := self.canvas.tokens_NS).shape
-        if self.steps_N2S is None:
-            self.steps_N2S = tokens_NS.new_full((slots, 2, capacity), -1, dtype=torch.int32)
-        if level >= Record.LOGPS and self.chances_N2S is None:
-            self.chances_N2S = torch.zeros_like(self.steps_N2S, dtype=torch.float32)
+        if self.row_N4S is None:
+            self.row_N4S = tokens_NS.new_full((slots, 4, capacity), -1, dtype=torch.int32)
         if level >= Record.EVENTS and self.count_N is None:
             self.event_NE5 = tokens_NS.new_zeros(slots, EVENTS * capacity + 1, 5, dtype=torch.int32)
             self.count_N = tokens_NS.new_zeros(slots)
 
     def keep(self, record: Written, said_BX: Said | None) -> None:
         """Notes the steps that write, and what the model said of what they write."""
-        steps_N2S, chances_N2S = self.steps_N2S, self.chances_N2S
-        assert steps_N2S is not None
-        if use_triton(steps_N2S, "commit"):
+        row_N4S = self.row_N4S
+        assert row_N4S is not None
+        if use_triton(row_N4S, "commit"):
             said = None if said_BX is None else (said_BX.logit, said_BX.log_sum, said_BX.drawn)
-            where = record.slot_B, record.step_B, record.pos_BX, record.open_BX
-            triton("record").keep(steps_N2S, chances_N2S, *where, said)
+            triton("record").keep(row_N4S, record.slot_B, record.step_B, record.pos_BX, record.open_BX, said)
             return
-        index = record.slot_B[:, None], padded(record.pos_BX, steps_N2S.shape[2] - 1)
-        last_NS, first_NS = steps_N2S.unbind(1)
+        index = record.slot_B[:, None], padded(record.pos_BX, row_N4S.shape[2] - 1)
+        last_NS, first_NS, logp_NS, drawn_NS = row_N4S.unbind(1)
         now_BX = record.step_B.to(torch.int32)[:, None].masked_fill(record.open_BX, -1)
         before_BX = first_NS[index]
         first_NS.index_put_(index, torch.where(before_BX < 0, now_BX, before_BX))
         last_NS.index_put_(index, now_BX)
-        if said_BX is not None and chances_N2S is not None:
-            chances_N2S[:, 0].index_put_(index, said_BX.logprob)
-            chances_N2S[:, 1].index_put_(index, said_BX.drawn)
+        if said_BX is not None:
+            logp_NS.view(torch.float32).index_put_(index, said_BX.logprob)
+            drawn_NS.view(torch.float32).index_put_(index, said_BX.drawn)
 
     def log(self, record: Written, said_BX: Said) -> None:
         """Appends what changes to the events of each slot, in the order of its lanes and of their positions."""
@@ -154,32 +167,34 @@ class Recording(ByExtra[Recorded]):
             if (ask := entry.request.ask(RecordAsk)) is not None:
                 kept.levels[entry.slot] = ask.level
                 kept.want(ask.level)
-        if kept.steps_N2S is not None:
-            kept.steps_N2S.index_fill_(0, slot_A, -1)
+        if kept.read is not None:
+            torch.cuda.current_stream(slot_A.device).wait_event(kept.read)
+        if kept.row_N4S is not None:
+            kept.row_N4S.index_fill_(0, slot_A, -1)
         if kept.count_N is not None:
             kept.count_N.index_fill_(0, slot_A, 0)
 
     @classmethod
     def told(cls, kept: Trail, slots: Sequence[int]) -> dict[int, RecordRead]:
-        """One read, and with events two, of all that end."""
+        """One read of all that end, with events three. Nobody waits for it here."""
         own = [slot for slot in slots if slot in kept.levels]
-        if not own or kept.steps_N2S is None:
+        if not own or kept.row_N4S is None:
             return {}
-        most = max(kept.levels[slot] for slot in own)
-        slot_B = uploaded(torch.tensor(own), kept.steps_N2S.device)
-        row_BFS = kept.steps_N2S.index_select(0, slot_B)
-        if most >= Record.LOGPS and kept.chances_N2S is not None:
-            chances_B2S = kept.chances_N2S.index_select(0, slot_B)
-            row_BFS = torch.cat((row_BFS, chances_B2S.view(torch.int32)), 1)
-        rows = [2 if kept.levels[slot] < Record.LOGPS else 4 for slot in own]
-        found = {slot: RecordRead(row_FS[:count]) for slot, count, row_FS in zip(own, rows, row_BFS.cpu(), strict=True)}
-        if most >= Record.EVENTS and kept.event_NE5 is not None and kept.count_N is not None:
-            counts, room = kept.count_N.index_select(0, slot_B).tolist(), kept.event_NE5.shape[1] - 1
-            event_BE5 = kept.event_NE5[:, : min(max(counts), room)].index_select(0, slot_B).cpu()
-            for slot, count, events_E5 in zip(own, counts, event_BE5, strict=True):
-                if kept.levels[slot] >= Record.EVENTS:
-                    found[slot] = replace(found[slot], events_E5=events_E5[:count], lost=max(count - room, 0))
-        return found
+        slot_B = uploaded(torch.tensor(own), kept.row_N4S.device)
+        row_B4S, events = host_copy(kept.row_N4S, slot_B), [(None, None)] * len(own)
+        if kept.event_NE5 is not None and kept.count_N is not None:
+            count_B, event_BE5 = host_copy(kept.count_N, slot_B), host_copy(kept.event_NE5[:, :-1], slot_B)
+            events = [
+                pair if kept.levels[slot] >= Record.EVENTS else (None, None)
+                for slot, *pair in zip(own, event_BE5, count_B, strict=True)
+            ]
+        kept.read = torch.cuda.Event() if slot_B.is_cuda else None
+        if kept.read is not None:
+            kept.read.record()
+        return {
+            slot: RecordRead(rows_4S, *pair, kept.read)
+            for slot, rows_4S, pair in zip(own, row_B4S, events, strict=True)
+        }
 
     def recorded(self, step: Step, record: Written) -> None:
         trail: Trail = step.kept(Recording)
@@ -187,3 +202,9 @@ class Recording(ByExtra[Recorded]):
         trail.keep(record, said_BX)
         if said_BX is not None and self.extra.level >= Record.EVENTS:
             trail.log(record, said_BX)
+
+
+def host_copy(rows_NX: Tensor, slot_B: Tensor) -> Tensor:
+    """Some rows on the host. From a card they are there when its stream has come so far."""
+    row_BX = rows_NX.index_select(0, slot_B)
+    return torch.empty_like(row_BX, device="cpu", pin_memory=row_BX.is_cuda).copy_(row_BX, non_blocking=True)

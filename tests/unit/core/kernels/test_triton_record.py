@@ -74,7 +74,7 @@ def test_steps_and_events_are_kept() -> None:
     plain, own = Trail(canvas), Trail(canvas)
     for trail in (plain, own):
         trail.want(Record.EVENTS)
-    assert own.steps_N2S is not None and own.event_NE5 is not None and own.count_N is not None
+    assert own.row_N4S is not None and own.event_NE5 is not None and own.count_N is not None
     own.event_NE5 = own.event_NE5[:, :15].contiguous()
     plain.event_NE5 = own.event_NE5.clone()
     for turn in range(3):
@@ -84,13 +84,13 @@ def test_steps_and_events_are_kept() -> None:
         plain.keep(record, said)
         plain.log(record, said)
         where = record.slot_B, record.step_B, record.pos_BX, record.open_BX
-        kernels.keep(own.steps_N2S, own.chances_N2S, *where, (said.logit, said.log_sum, said.drawn))
+        kernels.keep(own.row_N4S, *where, (said.logit, said.log_sum, said.drawn))
         lanes = record.pos_BX, record.old_BX, record.new_BX, record.masked_BX, record.open_BX
         count_B, logits = (record.pos_BX >= 0).sum(-1), (said.logit, said.log_sum)
         kernels.log(own.event_NE5, own.count_N, count_B, record.slot_B, record.step_B, lanes, logits)
         own.count_N.index_add_(0, record.slot_B, count_B)
     assert int(own.count_N.max()) > 14
-    for name in ("steps_N2S", "chances_N2S", "event_NE5"):  # but for the scratch columns
+    for name in ("row_N4S", "event_NE5"):  # but for the scratch columns
         got, want = getattr(own, name), getattr(plain, name)
         cut = (slice(None), slice(0, 14)) if name == "event_NE5" else (..., slice(0, CAPACITY - 1))
         assert torch.equal(got[cut], want[cut]), name
