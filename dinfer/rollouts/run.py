@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 from warnings import warn
 
-import numpy
 import torch
 from torch import Tensor
 
@@ -136,8 +135,8 @@ class Round:
         for n, (one, start, width) in enumerate(zip(told, starts, widths, strict=True)):
             if one is not None:
                 one.wait()
-                rows_FNA[:, n, :width] = one.rows_4S.numpy()[:fields, start : start + width]
-        last_NA, first_NA, *bits = torch.from_numpy(rows_FNA)
+                rows_FNA[:, n, :width] = one.rows_4S[:fields, start : start + width]
+        last_NA, first_NA, *bits = rows_FNA
         return last_NA, first_NA, *(one.view(torch.float32).masked_fill_(last_NA < 0, 0) for one in bits)
 
     def _events(self, told: Sequence[RecordRead | None]) -> list[Tensor]:

@@ -34,7 +34,7 @@ DTYPES = frozenset(FLOATS.values())
 WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # what values of these are added up in
 
 
-class Span(NamedTuple):
+class OnePiece(NamedTuple):
     """Where a tensor goes as one piece of memory."""
 
     parameter: str
@@ -55,7 +55,7 @@ class Names:
         forms = {one: module.formats[own] for one, (module, own) in formatted(network, embeddings=True).items()}
         self.fixed = {one: str(getattr(form, "fixed", "")) for one, form in forms.items()}  # what floats do not become
         self.rounded = {name for name, form in forms.items() if not isinstance(form, Plain)}
-        self.spans: dict[str, Span | None] = {}  # found as they are asked for
+        self.spans: dict[str, OnePiece | None] = {}  # found as they are asked for
         self._of: dict[str, list[str]] = {}
         for name, place in self.pieces.items():
             self._of.setdefault(place.parameter, []).append(name)
@@ -189,7 +189,7 @@ class Writer:
         """What copies many tensors at once; None: nothing does. Asked for where no gradient is kept."""
         return triton("copies") if use_triton(next(iter(self._parameters.values())), "linear") else None
 
-    def _span(self, name: str) -> Span | None:
+    def _span(self, name: str) -> OnePiece | None:
         """Where a tensor goes as it is, and as one piece; None: it takes more than that."""
         if self.adapter is not None:
             return None
@@ -199,7 +199,7 @@ class Writer:
         span = spans[name]
         return span if span is not None and span.parameter in self._parameters else None
 
-    def _found(self, name: str) -> Span | None:
+    def _found(self, name: str) -> OnePiece | None:
         names = self.names
         place, tied = names.placements.get(name), {*names.copies, *names.copies.values()}
         if place is None or name in tied or place.parameter in names.rounded or place.parameter not in self._parameters:
@@ -213,7 +213,7 @@ class Writer:
         for part, size in zip(pieces[0][1], shape, strict=True):
             first = first * size + part.start
         cut = next((dim for dim, size in enumerate(sizes) if size > 1), len(sizes))  # behind it, all is whole
-        return Span(place.parameter, first, place.shape) if sizes[cut + 1 :] == [*shape[cut + 1 :]] else None
+        return OnePiece(place.parameter, first, place.shape) if sizes[cut + 1 :] == [*shape[cut + 1 :]] else None
 
     def _held(self, name: str) -> Tensor:
         return self._parameters[self.names.placements[name].parameter].detach()

@@ -13,7 +13,7 @@ P, TURNS, WARPS = 4096, 4, 8  # values of a program at a time, and how often
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 ALIGNED = 16  # bytes
 
-Part = tuple[Tensor, int, Tensor]
+CopyPart = tuple[Tensor, int, Tensor]
 """A tensor, the number of its first value that is written, and the values."""
 
 
@@ -67,7 +67,7 @@ def _copy(
         tl.store(broken_ptr + low, 1)
 
 
-def copy(parts: Sequence[Part]) -> Tensor:
+def copy(parts: Sequence[CopyPart]) -> Tensor:
     """Copies parts that `takes` takes, all from one type to one type.
 
     Returns int32 [len(parts)], not 0 where a value is NaN or infinite. Nobody waits for the device.
