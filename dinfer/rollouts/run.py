@@ -129,9 +129,7 @@ class Round:
         if not self.level:
             return None, None
         fields = 2 if self.level < Record.LOGPS else 4
-        rows_FNA = numpy.full(
-            (fields, len(told), max(widths)), -1, dtype=numpy.int32
-        )  # torch takes longer for so little
+        rows_FNA = torch.full((fields, len(told), max(widths)), -1, dtype=torch.int32)
         for n, (one, start, width) in enumerate(zip(told, starts, widths, strict=True)):
             if one is not None:
                 one.wait()
