@@ -97,20 +97,20 @@ class Scheduler:
         row.need, row.need_at = self.need(now), at
 
     def _apart(self, phase: Phase, rows: list[Row]) -> list[list[Row]]:
-        """The rows, apart from those that compute more than a version has pages for. They have no versions yet."""
+        """The rows, apart from those that have no versions."""
         if not self.recipe.facts.versions or phase != deciding(self.recipe):
             return [rows]
-        return [[row for row in rows if (row.need.width > self.widest) == wide] for wide in (False, True)]
+        return [[row for row in rows if self._forks(row) == forks] for forks in (True, False)]
+
+    def _forks(self, row: Row) -> bool:
+        """Whether a row may have versions in its next step, and computes no more than a version has pages for."""
+        return row.need.width <= self.widest and (row.offered or row.missed or not self.recipe.facts.offered)
 
     def versions(self, phase: Phase, rows: Sequence[Row], width: int) -> int:
-        """How many versions of its row each lane of such a step evaluates: as many as are asked for, or none.
-
-        None if its windows are wider than a version of a row has pages for. Rows without drafts have nothing to try.
-        """
-        forks = phase == deciding(self.recipe) and width <= self.widest
-        if self.recipe.facts.versions:
-            return self.recipe.facts.versions * forks
-        return self.runtime.speculate * (forks and any(row.drafted for row in rows))
+        """How many versions each lane of such a step evaluates: as many as are asked for, or 0 where rows have none."""
+        decides, own = phase == deciding(self.recipe) and width <= self.widest, self.recipe.facts.versions
+        tries = all(map(self._forks, rows)) if own else any(row.drafted for row in rows)
+        return (own or self.runtime.speculate) * (decides and tries)
 
     def step(
         self, phase: Phase, rows: Sequence[Row], width: int, planned: Planned, *more: Extra, lanes: int = 0

@@ -242,7 +242,8 @@ class Branched(Ability):
     @classmethod
     def facts(cls, recipe: Parts) -> HostFacts:
         count = branches_of(recipe.iteration)
-        return HostFacts(versions=count, opens=count > 0)
+        looks = isinstance(recipe.iteration, LooksAhead)
+        return HostFacts(versions=count, offered=looks, opens=count > 0 and not looks)
 
     def needs(self, step: Step) -> tuple[str, ...]:
         return (self.iteration.by,)
