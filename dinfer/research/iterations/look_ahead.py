@@ -18,8 +18,8 @@ class LookAhead(BlockSweep, LooksAhead):
     """blockwise; where the decoder commits nothing, the next forward tries up to `branches` tokens.
 
     One is the surest, at the others positions are drawn by c / `heat` + Gumbel noise. The one is committed that leaves
-    the least mean entropy at all other masks, its own entropy counted too. Use it with decoder=when_sure. It costs as
-    many rows as candidates, and saves forwards where few tokens are sure.
+    the least mean entropy at all other masks, its own entropy counted too. Use it with decoder=when_sure. Such a step
+    computes `branches` + 1 rows. The published program may leave masks.
     """
 
     paper = "Info-Gain, github.com/yks23/Information-Gain-Sampler"
