@@ -93,9 +93,13 @@ class Round:
         asked, ends = [self.requests[n] for n in numbers], [done[n] for n in numbers]
         starts, widths = [len(one.prompt) for one in asked], [one.new_tokens for one in asked]
         start_N, width_N, most = torch.tensor(starts), torch.tensor(widths), max(widths)
+        of_canvas: list[tuple[list[Any], int]] = [
+            ([e.canvas for e in ends], spec.eos_id),
+            ([e.decoded for e in ends], 0),
+        ]
         answer_NA, decoded_NA = (
             host_rows([row[start:] for row, start in zip(rows, starts, strict=True)], most, fill)
-            for rows, fill in (([end.canvas for end in ends], spec.eos_id), ([end.decoded for end in ends], 0))
+            for rows, fill in of_canvas
         )
         told = [end.counts.tells(RecordRead) for end in ends]
         last_NA, first_NA, *chances = self._recorded(told, starts, widths)
@@ -150,9 +154,9 @@ def versions_of(made: Sequence[MadeWith | None], steps_NA: Tensor | None, widths
     spans = [((0, 0),) if one is None else one.versions for one in made]
     first_N = torch.tensor([own[0 if steps_NA is not None else -1][0] for own in spans])
     found_NA = first_N[:, None].where(torch.arange(max(widths)) < torch.tensor(widths)[:, None], 0)
-    for n, own in enumerate(spans if steps_NA is not None else ()):
-        for version, step in own[1:]:
-            found_NA[n, steps_NA[n] >= step] = version
+    for n, own in enumerate(spans):
+        for version, step in own[1:] if steps_NA is not None else ():
+            found_NA[n, steps_NA[n] >= step] = version  # type: ignore[index]
     return found_NA
 
 

@@ -181,7 +181,8 @@ class Recording(ByExtra[Recorded]):
         if not own or kept.row_N4S is None:
             return {}
         slot_B = uploaded(torch.tensor(own), kept.row_N4S.device)
-        row_B4S, events = host_copy(kept.row_N4S, slot_B), [(None, None)] * len(own)
+        row_B4S = host_copy(kept.row_N4S, slot_B)
+        events: list[Any] = [(None, None)] * len(own)
         if kept.event_NE5 is not None and kept.count_N is not None:
             count_B, event_BE5 = host_copy(kept.count_N, slot_B), host_copy(kept.event_NE5[:, :-1], slot_B)
             events = [
