@@ -193,7 +193,7 @@ class Recording(ByExtra[Recorded]):
         if kept.read is not None:
             kept.read.record()
         return {
-            slot: RecordRead(rows_4S, *pair, kept.read)
+            slot: RecordRead(rows_4S, pair[0], pair[1], kept.read)
             for slot, rows_4S, pair in zip(own, row_B4S, events, strict=True)
         }
 
