@@ -18,7 +18,34 @@ ROOM = 8 << 20  # bytes of a GPU's buffer
 ONE_SHOT = 384 << 10  # up to so many bytes to read from the others each GPU adds up all; for more, each adds up a part
 EMPTY = -(1 << 15)  # -0.0 in 16 bits
 ROWS, WIDEST = 128, 8192  # of `Exchange`; 128 programs run at once on every GPU that has symmetric memory
+MOST_ROWS, WIDEST_OF_MANY, GROUP = 2048, 4096, 4  # of `ManyRows`
 WIDTH = 16  # bytes that a thread reads at a time
+
+
+class ManyRows(NamedTuple):
+    """As `Exchange`, for more rows. One rank adds up each row and sends the total, so half as much travels.
+
+    Program P takes the rows P, P + ROWS, P + 2 * ROWS, ... in groups of GROUP. Rank (P + G) % N adds up group G.
+    """
+
+    addends: Tensor  # int16 [2, N, S, width], what the other ranks add to rows that this one adds up
+    totals: Tensor  # int16 [2, R, width], of rows that others add up
+    address_2N: Tensor  # int64, of the addends of this rank in each rank's memory, then of each rank's totals
+    count_R: Tensor  # int32
+
+    @staticmethod
+    def sizes(ranks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The shapes of `addends` and `totals`."""
+        groups = MOST_ROWS // ROWS // GROUP
+        return (2, ranks, -(-groups // ranks) * GROUP * ROWS, WIDEST_OF_MANY), (2, MOST_ROWS, WIDEST_OF_MANY)
+
+    @classmethod
+    def over(cls, addends: Sequence[Tensor], totals: Sequence[Tensor], rank: int) -> Self:
+        """Empties the memory of a rank. `addends`, `totals`: of all ranks, in order."""
+        own, total = addends[rank].fill_(EMPTY), totals[rank].fill_(EMPTY)
+        places = [each[:, rank].data_ptr() for each in addends] + [each.data_ptr() for each in totals]
+        address_2N = torch.tensor(places, dtype=torch.int64).to(own.device)
+        return cls(own, total, address_2N, torch.zeros(total.shape[1], dtype=torch.int32, device=own.device))
 
 
 class Exchange(NamedTuple):
@@ -33,6 +60,7 @@ class Exchange(NamedTuple):
     address_N: Tensor  # int64, where in the memory of each rank's inbox this rank's rows begin
     count_R: Tensor  # int32
     rank: int
+    many: ManyRows | None = None
 
     @classmethod
     def over(cls, inboxes: Sequence[Tensor], rank: int) -> Self:
@@ -44,8 +72,17 @@ class Exchange(NamedTuple):
 
     def takes(self, x: Tensor) -> bool:
         """Whether the rows of `x` fit. All programs of a kernel must run at once, or they wait for ever."""
-        fits = x.numel() // x.shape[-1] <= self.inbox.shape[2] and x.shape[-1] <= self.inbox.shape[3]
-        return fits and x.dtype in (torch.bfloat16, torch.float16)
+        return x.dtype in (torch.bfloat16, torch.float16) and (
+            _fit(x, *self.inbox.shape[2:]) or (self.many is not None and _fit(x, *self.many.totals.shape[1:]))
+        )
+
+    def in_two(self, x: Tensor) -> bool:
+        """Whether so many rows are added up by one rank each (`ManyRows`)."""
+        return not _fit(x, *self.inbox.shape[2:])
+
+
+def _fit(x: Tensor, rows: int, width: int) -> bool:
+    return x.numel() // x.shape[-1] <= rows and x.shape[-1] <= width
 
 
 class SymmetricSum:
@@ -58,14 +95,20 @@ class SymmetricSum:
 
         self.group, self.size = group, group.size()
         self.buffer = _symmetric_memory.empty(ROOM, dtype=torch.uint8, device=device)
-        _symmetric_memory.rendezvous(self.buffer, group)
-        inbox = _symmetric_memory.empty(2, self.size, ROWS, WIDEST, dtype=torch.int16, device=device)
-        memory = _symmetric_memory.rendezvous(inbox, group)
-        inboxes = [memory.get_buffer(rank, inbox.shape, inbox.dtype) for rank in range(self.size)]
-        inboxes[group.rank()] = inbox
-        self.exchange = Exchange.over(inboxes, group.rank())
-        self._nothing = torch.zeros(ROWS * WIDEST, dtype=torch.int16, device=device)
-        memory.barrier()  # a rank writes only after the others have emptied their inboxes
+        barrier = _symmetric_memory.rendezvous(self.buffer, group)
+
+        def everyones(*shape: int) -> list[Tensor]:
+            own = _symmetric_memory.empty(*shape, dtype=torch.int16, device=device)
+            memory = _symmetric_memory.rendezvous(own, group)
+            return [
+                own if rank == group.rank() else memory.get_buffer(rank, shape, own.dtype) for rank in range(self.size)
+            ]
+
+        addends, totals = (everyones(*shape) for shape in ManyRows.sizes(self.size))
+        exchange = Exchange.over(everyones(2, self.size, ROWS, WIDEST), group.rank())
+        self.exchange = exchange._replace(many=ManyRows.over(addends, totals, group.rank()))
+        torch.cuda.synchronize(device)
+        barrier.barrier()  # a rank writes only after the others have emptied their inboxes
         torch.cuda.synchronize(device)
 
     @classmethod
@@ -86,7 +129,7 @@ class SymmetricSum:
     def __call__(self, x: Tensor) -> Tensor:
         """The sum over all ranks of a tensor that it `takes`, in the shape of `x`."""
         if self.exchange.takes(x):
-            return triton("norm").add(self._nothing[: x.numel()].view(x.dtype).view_as(x), x, self.exchange)
+            return triton("norm").add(torch.zeros_like(x), x, self.exchange)
         own, name = self.buffer[: x.nbytes].view(x.dtype), self.group.group_name
         if x.nbytes * (self.size - 1) <= ONE_SHOT:
             return torch.ops.symm_mem.one_shot_all_reduce_copy(own, x.contiguous().flatten(), "sum", name).view_as(x)

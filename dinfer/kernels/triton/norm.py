@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dinfer.core.kernels.types import FLOAT8, LARGEST, Grouped, InputFormat, PartialSums, Rounded, Squares
 from dinfer.kernels.symmetric import EMPTY as SENT_NOTHING
-from dinfer.kernels.symmetric import Exchange
+from dinfer.kernels.symmetric import GROUP, ROWS, Exchange
 from dinfer.kernels.triton.launch import added, addends, early, follow, let_next, wait
 from dinfer.kernels.triton.linear import FEW, empty_groups, empty_rounded, in_groups, round_rows, scaled, store_groups
 
@@ -135,6 +135,126 @@ def _add_rms_norm(
     tl.store(out_ptr + row + column, normed.to(out_ptr.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _own(
+    delta_ptr, mix_ptr, plus_ptr, row, column, inside, width, apart, stride, dtype: tl.constexpr,
+    PARTS: tl.constexpr, MIXED: tl.constexpr, PLUS: tl.constexpr,
+):  # fmt: skip
+    """The bits that this rank adds to rows. -0.0 stands for nothing, so it adds 0 instead."""
+    delta = added(delta_ptr + row * stride + column, mix_ptr + row * MIXED, inside, apart, 0.0, PARTS, MIXED)
+    if PLUS:
+        delta += tl.load(plus_ptr + row * width + column, mask=inside, other=0.0).to(tl.float32)
+    bits = delta.to(dtype).to(tl.int16, bitcast=True)
+    return tl.where(bits == EMPTY, 0, bits).to(tl.int16)
+
+
+@triton.jit
+def _add_many(
+    x_ptr, delta_ptr, mix_ptr, plus_ptr, sum_ptr, addends_ptr, totals_ptr, address_ptr, count_ptr, rows, width, apart,
+    stride, PARTS: tl.constexpr, MIXED: tl.constexpr, PLUS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    GROUP: tl.constexpr, PROGRAMS: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr,
+    SLOTS: tl.constexpr, WIDEST: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """x + the sum of all ranks' addends (`ManyRows`). A program sends before it waits, so nobody waits for ever.
+
+    Memory is emptied and taken again as in `_swapped`.
+    """
+    follow(EARLY)
+    program = tl.program_id(0)
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    each, column = tl.arange(0, TILE)[:, None], tl.arange(0, BLOCK)[None, :]
+    lines = tl.cdiv(rows - program, PROGRAMS)
+    theirs = ()
+    for rank in tl.static_range(RANKS):
+        theirs = theirs + (tl.load(address_ptr + RANKS + rank),)  # noqa: RUF005  Triton knows no star
+    for first in range(0, lines, TILE):
+        owner = (program + first // GROUP) % RANKS
+        if owner != RANK:
+            row = (program + PROGRAMS * tl.minimum(first + each, lines - 1)).to(tl.int64)
+            inside = (first + each < lines) & (column < width)
+            turn = tl.load(count_ptr + row) & 1
+            there_ptr = tl.load(address_ptr + owner).to(tl.pointer_type(tl.int16))
+            bits = _own(
+                delta_ptr, mix_ptr, plus_ptr, row, column, inside, width, apart, stride, dtype, PARTS, MIXED, PLUS
+            )
+            slot = program + PROGRAMS * (first // (GROUP * RANKS) * GROUP + first % GROUP + each)
+            place = turn.to(tl.int64) * (RANKS * SLOTS * WIDEST) + slot * WIDEST + column
+            tl.store(tl.multiple_of(there_ptr, 16) + place, bits, mask=inside)
+    for first in range(0, lines, TILE):
+        owner = (program + first // GROUP) % RANKS
+        if owner == RANK:
+            row = (program + PROGRAMS * tl.minimum(first + each, lines - 1)).to(tl.int64)
+            inside = (first + each < lines) & (column < width)
+            turn = tl.load(count_ptr + row) & 1
+            x = tl.load(x_ptr + row * width + column, mask=inside, other=0.0)
+            own = _own(
+                delta_ptr, mix_ptr, plus_ptr, row, column, inside, width, apart, stride, dtype, PARTS, MIXED, PLUS
+            )
+            slot = program + PROGRAMS * (first // (GROUP * RANKS) * GROUP + first % GROUP + each)
+            place = turn.to(tl.int64) * (RANKS * SLOTS * WIDEST) + slot * WIDEST + column
+            total, missing = tl.zeros((TILE, BLOCK), tl.float32), 1
+            while missing > 0:
+                total, empty = tl.zeros((TILE, BLOCK), tl.float32), tl.zeros((TILE, BLOCK), tl.int32)
+                for rank in tl.static_range(RANKS):
+                    sent = own
+                    if rank != RANK:
+                        sent = tl.load(
+                            addends_ptr + rank * (SLOTS * WIDEST) + place, mask=inside, other=0, volatile=True
+                        )
+                    empty |= (sent == EMPTY).to(tl.int32)
+                    total += sent.to(dtype, bitcast=True).to(tl.float32)
+                missing = tl.max(tl.max(empty, 1), 0)
+            bits = total.to(dtype).to(tl.int16, bitcast=True)
+            bits = tl.where(bits == EMPTY, 0, bits).to(tl.int16)
+            there = turn.to(tl.int64) * (ROWS * WIDEST) + row * WIDEST + column
+            for rank in tl.static_range(RANKS):
+                if rank != RANK:
+                    there_ptr = theirs[rank].to(tl.pointer_type(tl.int16))
+                    tl.store(tl.multiple_of(there_ptr, 16) + there, bits, mask=inside)
+            for rank in tl.static_range(RANKS):
+                if rank != RANK:
+                    nothing = tl.full((TILE, BLOCK), EMPTY, tl.int16)
+                    tl.store(addends_ptr + rank * (SLOTS * WIDEST) + place, nothing, mask=inside)
+            total = bits.to(dtype, bitcast=True).to(tl.float32)
+            tl.store(sum_ptr + row * width + column, (x.to(tl.float32) + total).to(dtype), mask=inside)
+    for first in range(0, lines, TILE):
+        owner = (program + first // GROUP) % RANKS
+        if owner != RANK:
+            row = (program + PROGRAMS * tl.minimum(first + each, lines - 1)).to(tl.int64)
+            inside = (first + each < lines) & (column < width)
+            turn = tl.load(count_ptr + row) & 1
+            x = tl.load(x_ptr + row * width + column, mask=inside, other=0.0)
+            place = turn.to(tl.int64) * (ROWS * WIDEST) + row * WIDEST + column
+            sent, missing = tl.zeros((TILE, BLOCK), tl.int16), 1
+            while missing > 0:
+                sent = tl.load(totals_ptr + place, mask=inside, other=0, volatile=True)
+                missing = tl.max(tl.max((sent == EMPTY).to(tl.int32), 1), 0)
+            tl.store(totals_ptr + place, tl.full((TILE, BLOCK), EMPTY, tl.int16), mask=inside)
+            total = sent.to(dtype, bitcast=True).to(tl.float32)
+            tl.store(sum_ptr + row * width + column, (x.to(tl.float32) + total).to(dtype), mask=inside)
+    tl.debug_barrier()
+    for first in range(0, lines, TILE):
+        row = program + PROGRAMS * (first + tl.arange(0, TILE))
+        count = tl.load(count_ptr + row, mask=first + tl.arange(0, TILE) < lines, other=0)
+        tl.store(count_ptr + row, count + 1, mask=first + tl.arange(0, TILE) < lines)
+
+
+def _sum_of_many(x_BWD: Tensor, delta_BWD: Tensor | PartialSums, exchange: Exchange) -> Tensor:
+    """`add` where ranks share the work of adding up."""
+    many, width, lines = exchange.many, x_BWD.shape[-1], x_BWD.shape[:-1].numel()
+    assert many is not None
+    delta, sum_BWD = Addends.of(delta_BWD, x_BWD, None), torch.empty_like(x_BWD)
+    block = triton.next_power_of_2(width)
+    _, ranks, slots, widest = many.addends.shape
+    _add_many[(min(lines, ROWS),)](
+        x_BWD, *delta.parts, sum_BWD, many.addends, many.totals, many.address_2N, many.count_R, lines, width,
+        *delta.strides, PARTS=delta.fixed["PARTS"], MIXED=delta.fixed["MIXED"], PLUS=delta.fixed["PLUS"], BLOCK=block,
+        TILE=max(min(8192 // block, GROUP), 1), GROUP=GROUP, PROGRAMS=ROWS, RANK=exchange.rank, RANKS=ranks,
+        ROWS=many.totals.shape[1], SLOTS=slots, WIDEST=widest, num_warps=16, **early(x_BWD),
+    )  # fmt: skip
+    return sum_BWD
+
+
 PIECE = 256  # inputs of a row that a program takes where many programs share a row; a larger group stays whole
 
 
@@ -173,6 +293,8 @@ class Addends(NamedTuple):
 def add(x_BWD: Tensor, delta_BWD: Tensor | PartialSums, exchange: Exchange | None = None) -> Tensor:
     """See `dinfer.core.kernels.norm.add`. With an `exchange`, `delta_BWD` is this rank's addend."""
     x_BWD = x_BWD.contiguous()
+    if exchange is not None and exchange.in_two(x_BWD):
+        return _sum_of_many(x_BWD, delta_BWD, exchange)
     sum_BWD, width = torch.empty_like(x_BWD), x_BWD.shape[-1]
     delta, lines = Addends.of(delta_BWD, x_BWD, exchange), x_BWD.shape[:-1].numel()
     _add[(lines,)](
@@ -188,6 +310,8 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor | Rounded | Grouped]:  # fmt: skip
     """See `dinfer.core.kernels.norm.add_rms_norm`. With an `exchange`, `delta_BWD` is this rank's addend."""
     x_BWD = x_BWD.contiguous()
+    if exchange is not None and exchange.in_two(x_BWD) and delta_BWD is not None:
+        x_BWD, delta_BWD, exchange = _sum_of_many(x_BWD, delta_BWD, exchange), None, None
     width, groups = x_BWD.shape[-1], in_groups(inputs, x_BWD.shape[:-1].numel())
     both = inputs == "both" or (groups is not None and groups.both)
     narrow = groups is not None or inputs in ("rounded", "both")

@@ -16,7 +16,7 @@ from dinfer.core.kernels.deferred import close  # noqa: E402
 from dinfer.core.kernels.types import HeadNorm, InputFormat, PartialSums, Projections  # noqa: E402
 from dinfer.core.terms.spec import ExpertSpec  # noqa: E402
 from dinfer.formats.kernels.scaled import scaled_linear  # noqa: E402
-from dinfer.kernels.symmetric import EMPTY, Exchange  # noqa: E402
+from dinfer.kernels.symmetric import EMPTY, GROUP, Exchange, ManyRows  # noqa: E402
 from dinfer.kernels.triton import linear as triton_linear  # noqa: E402
 from dinfer.kernels.triton import moe as triton_moe  # noqa: E402
 from dinfer.kernels.triton import moe as triton_route  # noqa: E402
@@ -218,3 +218,45 @@ def test_a_norm_adds_up_the_rows_of_all_cards(ranks: int, own: int, parts: int, 
             assert torch.equal(sent.view(SHORT), rows_N5D[own]) and not (sent == EMPTY).any()
         assert (inboxes[own] == EMPTY).all()
         assert torch.equal(got[0], want[0]) and torch.equal(close(got[1]), close(want[1]))
+
+
+@pytest.mark.rest(but=1)
+@pytest.mark.parametrize(("ranks", "own"), [(4, 2), (2, 0), (4, 0), (3, 1)])
+@pytest.mark.parametrize("rows", [19, 30])
+def test_ranks_share_the_sums_of_many_rows(ranks: int, own: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other cards' addends and totals have arrived, three times, and this one's are sent to who needs them."""
+    programs, slots = 4, -(-2 // ranks) * GROUP * 4
+    monkeypatch.setattr(triton_norm, "ROWS", programs)
+    x, weight_D = draw(1, rows, 64, dtype=SHORT), draw(64).to(SHORT)
+    inboxes = [torch.zeros(2, ranks, 4, 96, dtype=torch.int16, device=DEVICE) for _ in range(ranks)]
+    addends = [torch.zeros(2, ranks, slots, 96, dtype=torch.int16, device=DEVICE) for _ in range(ranks)]
+    totals = [torch.zeros(2, 32, 96, dtype=torch.int16, device=DEVICE) for _ in range(ranks)]
+    exchange = Exchange.over(inboxes, own)._replace(many=ManyRows.over(addends, totals, own))
+    assert exchange.takes(x) and exchange.in_two(x) and not exchange.takes(draw(33, 64, dtype=SHORT))
+    row_R, line_R = torch.arange(rows), torch.arange(rows) // programs
+    owner_R = (row_R % programs + line_R // GROUP) % ranks
+    slot_R = row_R % programs + programs * (line_R // (GROUP * ranks) * GROUP + line_R % GROUP)
+    for count in range(3):
+        values, rows_NRD = draw(2, 1, rows, 64), draw(ranks, rows, 64, dtype=SHORT)
+        values[..., :2] = -0.0  # what an empty place holds
+        rows_NRD[:, :, 1] = 0
+        rows_NRD[own] = values.sum(0)[0].to(SHORT)
+        total = torch.zeros(rows, 64, device=DEVICE)
+        for addend in rows_NRD:
+            total += addend.float()
+        mine_R, turn = owner_R == own, count % 2
+        for rank in range(ranks):
+            if rank != own:
+                addends[own][turn, rank, slot_R[mine_R], :64] = rows_NRD[rank, mine_R].view(torch.int16)
+        totals[own][turn, row_R[~mine_R], :64] = total.to(SHORT)[~mine_R].view(torch.int16)
+        want = triton_norm.add_rms_norm(x, total.to(SHORT)[None], weight_D, 1e-5)
+        got = triton_norm.add_rms_norm(x, PartialSums(values, SHORT), weight_D, 1e-5, exchange=exchange)
+        assert torch.equal(got[0], want[0]) and torch.equal(close(got[1]), close(want[1]))
+        for rank in range(ranks):
+            theirs_R = owner_R == rank
+            if rank != own:
+                sent = addends[rank][turn, own, slot_R[theirs_R], :64]
+                assert torch.equal(sent.view(SHORT), rows_NRD[own, theirs_R]) and not (sent == EMPTY).any()
+                told = totals[rank][turn, row_R[mine_R], :64]
+                assert torch.equal(told.view(SHORT), total.to(SHORT)[mine_R]) and not (told == EMPTY).any()
+        assert (addends[own] == EMPTY).all() and (totals[own] == EMPTY).all()
