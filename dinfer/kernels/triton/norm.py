@@ -67,7 +67,7 @@ def _plus(
     if RANKS:  # asked for now: the first store would make a load of the next address wait
         count = tl.load(count_ptr + row)
         for rank in tl.static_range(RANKS):
-            there = there + (tl.load(address_ptr + rank),)  # noqa: RUF005  Triton knows no star
+            there = there + (tl.load(address_ptr + rank),)  # type: ignore[assignment]  # noqa: RUF005  no star in Triton
     delta_ptr += row.to(tl.int64) * stride + column
     delta = added(delta_ptr, mix_ptr + row * MIXED, inside, apart, 0.0, PARTS, MIXED)
     if PLUS:
@@ -166,7 +166,7 @@ def _add_many(
     lines = tl.cdiv(rows - program, PROGRAMS)
     theirs = ()
     for rank in tl.static_range(RANKS):
-        theirs = theirs + (tl.load(address_ptr + RANKS + rank),)  # noqa: RUF005  Triton knows no star
+        theirs = theirs + (tl.load(address_ptr + RANKS + rank),)  # type: ignore[assignment]  # noqa: RUF005  no star in Triton
     for first in range(0, lines, TILE):
         owner = (program + first // GROUP) % RANKS
         if owner != RANK:
