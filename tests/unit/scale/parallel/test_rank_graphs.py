@@ -64,7 +64,7 @@ def test_a_graph_stands_in_on_all_ranks_alike(short: int | None, monkeypatch: py
     recipe = compose(model, iteration={"name": "blockwise", "block": BLOCK}, decoder="threshold", cache="dual")
     runtime = Runtime(graphs=True, tensor_parallel=2)
     ranks: Any = Ranks(recipe, runtime, device)
-    worker = LeadingWorker(recipe, runtime, ranks, recipe)
+    worker = LeadingWorker(recipe, runtime, ranks)
     worker.open(BatchSize(slots=4, length=64, block=BLOCK, pages=16))
     drafts = StepShape(Phase.WINDOW, 3, BLOCK, 1, BLOCK, 4, (Reported(Level.DRAFTS),))
     text = replace(drafts, extras=())
