@@ -121,6 +121,24 @@ def test_an_embedding_in_8_bits_is_widened(tmp_path: Path) -> None:
     torch.testing.assert_close(got, meant.embed(IDS), rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("name", [*CASES])
+def test_a_checkpoint_of_the_same_kind_can_take_its_place(tmp_path: Path, name: str) -> None:
+    """In place, with the bits of a fresh load."""
+    for folder, turn in (("a", 1.0), ("b", 1.7)):
+        written(tmp_path / folder, lambda weight, turn=turn: CASES[name][0](weight * turn), CASES[name][1])
+    pipe, fresh = (dinfer.load({"name": "llada", "checkpoint": str(tmp_path / one)}, device="cpu") for one in "ab")
+    held = {name: tensor.data_ptr() for name, tensor in pipe.model.named_parameters()}
+    with pipe.updating() as into:
+        into.from_folder(tmp_path / "b")
+    assert {name: tensor.data_ptr() for name, tensor in pipe.model.named_parameters()} == held
+    wanted = {**dict(fresh.model.named_parameters()), **dict(fresh.model.named_buffers())}
+    found = {**dict(pipe.model.named_parameters()), **dict(pipe.model.named_buffers())}
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in found.items())
+    prompts = [[5, 6]]
+    got, want = (one.generate_ids(prompts, max_new_tokens=4)[0].canvas for one in (pipe, fresh))
+    assert got == want
+
+
 @pytest.mark.parametrize("config", [BLOCKS, ALSO_BLOCKS], ids=["fp8", "compressed-tensors"])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_blocks_are_widened(
