@@ -149,6 +149,13 @@ def _own(
 
 
 @triton.jit
+def _tile(count_ptr, program, first, each, lines, column, width, PROGRAMS: tl.constexpr):
+    """The rows of a program from its line `first` on, which of their values there are, and the places to use."""
+    row = (program + PROGRAMS * tl.minimum(first + each, lines - 1)).to(tl.int64)
+    return row, (first + each < lines) & (column < width), tl.load(count_ptr + row) & 1
+
+
+@triton.jit
 def _add_many(
     x_ptr, delta_ptr, mix_ptr, plus_ptr, sum_ptr, addends_ptr, totals_ptr, address_ptr, count_ptr, rows, width, apart,
     stride, PARTS: tl.constexpr, MIXED: tl.constexpr, PLUS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
@@ -170,9 +177,7 @@ def _add_many(
     for first in range(0, lines, TILE):
         owner = (program + first // GROUP) % RANKS
         if owner != RANK:
-            row = (program + PROGRAMS * tl.minimum(first + each, lines - 1)).to(tl.int64)
-            inside = (first + each < lines) & (column < width)
-            turn = tl.load(count_ptr + row) & 1
+            row, inside, turn = _tile(count_ptr, program, first, each, lines, column, width, PROGRAMS)
             there_ptr = tl.load(address_ptr + owner).to(tl.pointer_type(tl.int16))
             bits = _own(
                 delta_ptr, mix_ptr, plus_ptr, row, column, inside, width, apart, stride, dtype, PARTS, MIXED, PLUS
@@ -183,9 +188,7 @@ def _add_many(
     for first in range(0, lines, TILE):
         owner = (program + first // GROUP) % RANKS
         if owner == RANK:
-            row = (program + PROGRAMS * tl.minimum(first + each, lines - 1)).to(tl.int64)
-            inside = (first + each < lines) & (column < width)
-            turn = tl.load(count_ptr + row) & 1
+            row, inside, turn = _tile(count_ptr, program, first, each, lines, column, width, PROGRAMS)
             x = tl.load(x_ptr + row * width + column, mask=inside, other=0.0)
             own = _own(
                 delta_ptr, mix_ptr, plus_ptr, row, column, inside, width, apart, stride, dtype, PARTS, MIXED, PLUS
@@ -220,9 +223,7 @@ def _add_many(
     for first in range(0, lines, TILE):
         owner = (program + first // GROUP) % RANKS
         if owner != RANK:
-            row = (program + PROGRAMS * tl.minimum(first + each, lines - 1)).to(tl.int64)
-            inside = (first + each < lines) & (column < width)
-            turn = tl.load(count_ptr + row) & 1
+            row, inside, turn = _tile(count_ptr, program, first, each, lines, column, width, PROGRAMS)
             x = tl.load(x_ptr + row * width + column, mask=inside, other=0.0)
             place = turn.to(tl.int64) * (ROWS * WIDEST) + row * WIDEST + column
             sent, missing = tl.zeros((TILE, BLOCK), tl.int16), 1
