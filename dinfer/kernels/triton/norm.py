@@ -19,6 +19,29 @@ MANY = 256  # rows that busy the card with a program each
 
 
 @triton.jit
+def _arrived(own, inbox_ptr, apart, place, inside, dtype: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr):
+    """The sum of all ranks' bits in float32, in their order, once those of the others are in the inbox."""
+    total, missing = tl.zeros(place.shape, tl.float32), 1
+    while missing > 0:  # it reads all ranks' rows at once: one after the other would take as many times as long
+        total, empty = tl.zeros(place.shape, tl.float32), tl.zeros(place.shape, tl.int32)
+        for rank in tl.static_range(RANKS):
+            sent = own
+            if rank != RANK:
+                sent = tl.load(inbox_ptr + rank * apart + place, mask=inside, other=0, volatile=True)
+            empty |= (sent == EMPTY).to(tl.int32)
+            total += sent.to(dtype, bitcast=True).to(tl.float32)
+        missing = tl.max(empty, 0) if len(empty.shape) == 1 else tl.max(tl.max(empty, 1), 0)
+    return total
+
+
+@triton.jit
+def _emptied(inbox_ptr, apart, place, inside, RANK: tl.constexpr, RANKS: tl.constexpr):
+    for rank in tl.static_range(RANKS):
+        if rank != RANK:
+            tl.store(inbox_ptr + rank * apart + place, tl.full(place.shape, EMPTY, tl.int16), mask=inside)
+
+
+@triton.jit
 def _swapped(
     own, inbox_ptr, there, count_ptr, count, column, inside,
     RANK: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr, WIDEST: tl.constexpr,
@@ -37,20 +60,8 @@ def _swapped(
         if rank != RANK:
             there_ptr = there[rank].to(tl.pointer_type(tl.int16))
             tl.store(tl.multiple_of(there_ptr, 16) + place, bits, mask=inside)
-    total, missing = tl.zeros(place.shape, tl.float32), 1
-    while missing > 0:  # it reads all ranks' rows at once: one after the other would take as many times as long
-        total, empty = tl.zeros(place.shape, tl.float32), tl.zeros(place.shape, tl.int32)
-        for rank in tl.static_range(RANKS):
-            sent = bits
-            if rank != RANK:
-                sent = tl.load(inbox_ptr + rank * (ROWS * WIDEST) + place, mask=inside, other=0, volatile=True)
-            empty |= (sent == EMPTY).to(tl.int32)
-            total += sent.to(own.dtype, bitcast=True).to(tl.float32)
-        missing = tl.max(empty, 0)
-    for rank in tl.static_range(RANKS):
-        if rank != RANK:
-            nothing = tl.full(place.shape, EMPTY, tl.int16)
-            tl.store(inbox_ptr + rank * (ROWS * WIDEST) + place, nothing, mask=inside)
+    total = _arrived(bits, inbox_ptr, ROWS * WIDEST, place, inside, own.dtype, RANK, RANKS)
+    _emptied(inbox_ptr, ROWS * WIDEST, place, inside, RANK, RANKS)
     tl.store(count_ptr + row, count + 1)
     return total.to(own.dtype)
 
@@ -195,18 +206,7 @@ def _add_many(
             )
             slot = program + PROGRAMS * (first // (GROUP * RANKS) * GROUP + first % GROUP + each)
             place = turn.to(tl.int64) * (RANKS * SLOTS * WIDEST) + slot * WIDEST + column
-            total, missing = tl.zeros((TILE, BLOCK), tl.float32), 1
-            while missing > 0:
-                total, empty = tl.zeros((TILE, BLOCK), tl.float32), tl.zeros((TILE, BLOCK), tl.int32)
-                for rank in tl.static_range(RANKS):
-                    sent = own
-                    if rank != RANK:
-                        sent = tl.load(
-                            addends_ptr + rank * (SLOTS * WIDEST) + place, mask=inside, other=0, volatile=True
-                        )
-                    empty |= (sent == EMPTY).to(tl.int32)
-                    total += sent.to(dtype, bitcast=True).to(tl.float32)
-                missing = tl.max(tl.max(empty, 1), 0)
+            total = _arrived(own, addends_ptr, SLOTS * WIDEST, place, inside, dtype, RANK, RANKS)
             bits = total.to(dtype).to(tl.int16, bitcast=True)
             bits = tl.where(bits == EMPTY, 0, bits).to(tl.int16)
             there = turn.to(tl.int64) * (ROWS * WIDEST) + row * WIDEST + column
@@ -214,10 +214,7 @@ def _add_many(
                 if rank != RANK:
                     there_ptr = theirs[rank].to(tl.pointer_type(tl.int16))
                     tl.store(tl.multiple_of(there_ptr, 16) + there, bits, mask=inside)
-            for rank in tl.static_range(RANKS):
-                if rank != RANK:
-                    nothing = tl.full((TILE, BLOCK), EMPTY, tl.int16)
-                    tl.store(addends_ptr + rank * (SLOTS * WIDEST) + place, nothing, mask=inside)
+            _emptied(addends_ptr, SLOTS * WIDEST, place, inside, RANK, RANKS)
             total = bits.to(dtype, bitcast=True).to(tl.float32)
             tl.store(sum_ptr + row * width + column, (x.to(tl.float32) + total).to(dtype), mask=inside)
     for first in range(0, lines, TILE):
@@ -244,14 +241,13 @@ def _sum_of_many(x_BWD: Tensor, delta_BWD: Tensor | PartialSums, exchange: Excha
     """`add` where ranks share the work of adding up."""
     many, width, lines = exchange.many, x_BWD.shape[-1], x_BWD.shape[:-1].numel()
     assert many is not None
-    delta, sum_BWD = Addends.of(delta_BWD, x_BWD, None), torch.empty_like(x_BWD)
-    block = triton.next_power_of_2(width)
-    _, ranks, slots, widest = many.addends.shape
+    delta, sum_BWD = Addends.of(delta_BWD, x_BWD, exchange), torch.empty_like(x_BWD)
+    block, (slots, widest) = triton.next_power_of_2(width), many.addends.shape[2:]
+    fixed = delta.fixed | {"ROWS": many.totals.shape[1], "SLOTS": slots, "WIDEST": widest}
     _add_many[(min(lines, ROWS),)](
         x_BWD, *delta.parts, sum_BWD, many.addends, many.totals, many.address_2N, many.count_R, lines, width,
-        *delta.strides, PARTS=delta.fixed["PARTS"], MIXED=delta.fixed["MIXED"], PLUS=delta.fixed["PLUS"], BLOCK=block,
-        TILE=max(min(8192 // block, GROUP), 1), GROUP=GROUP, PROGRAMS=ROWS, RANK=exchange.rank, RANKS=ranks,
-        ROWS=many.totals.shape[1], SLOTS=slots, WIDEST=widest, num_warps=16, **early(x_BWD),
+        *delta.strides, BLOCK=block, TILE=max(min(8192 // block, GROUP), 1), GROUP=GROUP, PROGRAMS=ROWS, num_warps=16,
+        **fixed, **early(x_BWD),
     )  # fmt: skip
     return sum_BWD
 

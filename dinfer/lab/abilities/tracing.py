@@ -86,7 +86,7 @@ class Tracing(ByExtra[Traced]):
     def begin(self, step: Step) -> None:
         lanes, kept, now = step.lanes, step.kept(Tracing), dict[int, Pass]()
         columns = lanes.slot_B, lanes.live_B, lanes.start_B, lanes.end_B, lanes.forwards_B
-        for lane, (slot, live, start, end, forwards) in enumerate(rows_of(*columns)):
+        for lane, (slot, live, start, end, forwards) in enumerate(side_by_side(*columns)):
             if live and slot in kept:  # a row that sits the step out begins the same forward again
                 now[lane] = Pass(step.shape.phase, step.refreshes, (start, end), [*range(start, end)])
                 kept[slot].passes[forwards + 1] = now[lane]
@@ -102,18 +102,18 @@ class Tracing(ByExtra[Traced]):
         for lane, own in step.notes[Tracing].items():
             rows = slice(lane * blocks, (lane + 1) * blocks)
             shown = (x_RL[rows][wanted_RL[rows]] for x_RL in (view.pos_RL, stats.token_RL, stats.confidence_RL))
-            own.offers = [Offer(position, token, round(sure, 5)) for position, token, sure in rows_of(*shown)]
+            own.offers = [Offer(position, token, round(sure, 5)) for position, token, sure in side_by_side(*shown)]
 
     def recorded(self, step: Step, record: Written) -> None:
         for lane, own in step.notes[Tracing].items():
             columns = record.pos_BX, record.new_BX, record.masked_BX, record.open_BX
-            for position, token, masked, left in rows_of(*(column_BX[lane] for column_BX in columns)):
+            for position, token, masked, left in side_by_side(*(column_BX[lane] for column_BX in columns)):
                 if position >= 0 and not left:
                     own.commits.append((position, token))
                 elif position >= 0 and not masked:
                     own.remasked.append(position)
 
 
-def rows_of(*columns: Tensor) -> Iterator[tuple[Any, ...]]:
-    """The values of several tensors [X], side by side, on the host."""
+def side_by_side(*columns: Tensor) -> Iterator[tuple[Any, ...]]:
+    """The values of several tensors [X] on the host, those of one index together."""
     return zip(*(column_X.tolist() for column_X in columns), strict=True)
