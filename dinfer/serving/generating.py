@@ -119,7 +119,7 @@ async def generated(
     shown = rendering(answer, asked, Shown(logprobs, scores, asked.return_token_ids or top is not None))
     wanted = Wanted(
         asked.stops, frozenset(asked.stop_token_ids), keep_stop=asked.include_stop_str_in_output,
-        endings=endings, named=(*asked.logprob_token_ids,),
+        endings=endings, least=asked.min_tokens or 0, named=(*asked.logprob_token_ids,),
         drafts=asked.dinfer.drafts, logprobs=top is not None,
         ids=asked.return_token_ids or top is not None or answer.choices[0].thoughts is not None,
         usage=(asked.stream_options is not None and asked.stream_options.continuous_usage_stats),

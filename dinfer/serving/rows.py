@@ -61,10 +61,14 @@ class StoppableText:
     """
 
     def __init__(
-        self, decode: Decode, stops: Sequence[str] = (), *, keep: bool = False, endings: Sequence[Ending] = ()
-    ) -> None:
-        """`keep`: the text ends behind the stop string, not before it. With the match of an ending it ends always."""
-        self._decode, self._stops, self._keep = decode, tuple(stops), keep
+        self, decode: Decode, stops: Sequence[str] = (), *, keep: bool = False, endings: Sequence[Ending] = (),
+        least: int = 0,
+    ) -> None:  # fmt: skip
+        """`keep`: the text ends behind the stop string, not before it. With the match of an ending it ends always.
+
+        `least`: tokens behind whose text stop strings and endings are looked for.
+        """
+        self._decode, self._stops, self._keep, self._least = decode, tuple(stops), keep, least
         self._endings = [Match(ending) for ending in endings]
         self._grown, self._held = GrowingText(decode), ""
         self.ids: list[int] = []  # the tokens so far
@@ -79,6 +83,12 @@ class StoppableText:
         """Takes the next tokens and returns the text that is now final. `last`: no others come."""
         if self.stopped:
             return ""
+        if early := ids[: max(self._least - len(self.ids), 0)]:
+            rest = ids[len(early) :]
+            self.ids += early
+            piece = self._grown.push(early, last=last and not rest)
+            self._length += len(piece)
+            return piece + self.push(rest, last=last) if rest else piece
         self.ids += ids
         piece = self._held + self._grown.push(ids, last=last)
         if self._stops:
@@ -203,6 +213,7 @@ class Wanted:
     stop_ids: Collection[int] = ()  # tokens that end the answer, beside the model's own
     endings: Sequence[Ending] = ()  # with whose match it ends
     keep_stop: bool = False  # the answer holds what ended it
+    least: int = 0  # tokens before which nothing of these ends it
     drafts: bool = False
     logprobs: bool = False
     named: tuple[int, ...] = ()  # of which log-probabilities are told first
@@ -214,7 +225,8 @@ async def row_events(
     served: Served, index: int, request: Request, wanted: Wanted, deadline: float
 ) -> AsyncGenerator[Event]:
     """Runs a row until the deadline, by the event loop's clock. It ends when its caller stops. Raises ApiError."""
-    text = StoppableText(served.pipe.decode, wanted.stops, keep=wanted.keep_stop, endings=wanted.endings)
+    least = wanted.least
+    text = StoppableText(served.pipe.decode, wanted.stops, keep=wanted.keep_stop, endings=wanted.endings, least=least)
     canvas = Drafts(served.pieces, request, edits=isinstance(served.recipe.decoder, Edits)) if wanted.drafts else None
     logprobs = list[TokenLogprob]()  # of all tokens; the text of the last may not be sent yet
     sent = 0
@@ -225,7 +237,8 @@ async def row_events(
             async for update in updates:
                 new, done = update.new or [], update.completion
                 matched: str | int | None = None
-                if (at := next((i for i, token in enumerate(new) if token in wanted.stop_ids), None)) is not None:
+                ends = (i for i in range(max(least - len(text.ids), 0), len(new)) if new[i] in wanted.stop_ids)
+                if (at := next(ends, None)) is not None:
                     new, matched = new[: at + wanted.keep_stop], new[at]
                 ended = done is not None or matched is not None
                 piece = text.push(new, last=ended) if new or ended else ""

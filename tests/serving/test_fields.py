@@ -136,6 +136,10 @@ def test_an_answer_has_at_least_min_tokens(client: Client) -> None:
     usual = chat(client, max_tokens=64).json()["usage"]["completion_tokens"]
     longer = chat(client, max_tokens=64, min_tokens=usual + 5).json()["usage"]["completion_tokens"]
     assert usual + 5 <= longer <= 64
+    ids = chat(client, return_token_ids=True).json()["choices"][0]["token_ids"]
+    for fields in ({"stop": " "}, {"stop_regex": "."}, {"stop_token_ids": ids[:1]}):
+        found = chat(client, min_tokens=len(ids) - 1, return_token_ids=True, **fields).json()["choices"][0]["token_ids"]
+        assert found[: len(ids) - 1] == ids[:-1]
 
 
 def test_tokens_are_ruled_out_or_preferred(client: Client) -> None:
