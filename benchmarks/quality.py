@@ -17,9 +17,13 @@ import csv
 import json
 import re
 import time
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from functools import cache, partial
 from itertools import product
+from multiprocessing.pool import Pool
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +173,7 @@ def samples_of(problems: Sequence[Problem], results: Sequence[Any]) -> list[Samp
     return [Sample.of(r.counts, r.stopped, float(is_correct(problem, r.text))) for problem, r in pairs]
 
 
+@cache
 def load(name: str, adapter: str | None, block: int, device: str, rows: int) -> dinfer.Pipeline:
     """A model in the box, or a folder with one, as a pipeline; with an adapter."""
     given: dict[str, Any] = {"name": family_of(read_config(locate(name))), "checkpoint": name}
@@ -177,19 +182,41 @@ def load(name: str, adapter: str | None, block: int, device: str, rows: int) -> 
     return dinfer.load(given, cache="none", device=device, dtype="float32", runtime=dinfer.Runtime(rows=rows))
 
 
-def measure(base: dinfer.Pipeline, problems: list[Problem], new_tokens: int, recipe: Recipe) -> dict[str, Any]:
-    """Solves all problems with one recipe: the line of the table."""
+def answered(base: dinfer.Pipeline, problems: list[Problem], new_tokens: int, recipe: Recipe) -> list[Sample]:
+    """Solves problems with one recipe."""
     iteration, decoder, cache = recipe
     composed = dinfer.compose(base.model, iteration=iteration, decoder=decoder, cache=cache)
     pipe = dinfer.Pipeline(composed, base.tokenizer, base.engine.runtime)
-    began = time.perf_counter()
-    results = pipe.generate([problem.question for problem in problems], max_new_tokens=new_tokens)
-    seconds = time.perf_counter() - began
-    return {
-        "iteration": iteration["name"], "iteration_options": options_of(iteration), "decoder": decoder["name"],
-        "options": options_of(decoder), "cache": words(cache),
-        **metrics_of(samples_of(problems, results), seconds).row(),
-    }  # fmt: skip
+    return samples_of(problems, pipe.generate([problem.question for problem in problems], max_new_tokens=new_tokens))
+
+
+def own_part(given: Namespace, problems: list[Problem], recipe: Recipe) -> tuple[list[Sample], float]:
+    """What a process of several does: the answers to its problems, and the CPU seconds they took."""
+    torch.set_num_threads(1)
+    base = load(given.model, given.adapter, given.block, given.device, given.rows)
+    began = time.process_time()
+    return answered(base, problems, given.new, recipe), time.process_time() - began
+
+
+def measured(
+    base: dinfer.Pipeline, problems: list[Problem], given: Namespace, recipe: Recipe, pool: Pool | None = None
+) -> Iterator[dict[str, Any]]:
+    """The line of the table: of all problems, or, from several processes, of the first ones, then of more of them."""
+    iteration, decoder, cache = recipe
+    began, cpu, samples, used = time.perf_counter(), time.process_time(), list[Sample](), 0.0
+    parts: Iterable[tuple[list[Sample], float]]
+    if pool is None:
+        parts = [(answered(base, problems, given.new, recipe), time.process_time() - cpu)]
+    else:
+        split = (problems[at : at + given.rows] for at in range(0, len(problems), given.rows))
+        parts = pool.imap(partial(own_part, given, recipe=recipe), split)
+    for more, seconds in parts:
+        samples, used = samples + more, used + seconds
+        yield {
+            "iteration": iteration["name"], "iteration_options": options_of(iteration), "decoder": decoder["name"],
+            "options": options_of(decoder), "cache": words(cache),
+            **metrics_of(samples, time.perf_counter() - began).row(), "cpu_seconds": round(used, 1),
+        }  # fmt: skip
 
 
 def main() -> None:
@@ -206,7 +233,8 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=500, help="held-out problems")
     parser.add_argument("--seed", type=int, default=0, help="of the problem generator")
     parser.add_argument("--new", type=int, default=96, help="max_new_tokens")
-    parser.add_argument("--rows", type=int, default=500, help="requests in flight")
+    parser.add_argument("--rows", type=int, default=500, help="requests in flight, of each process")
+    parser.add_argument("--processes", type=int, default=1, help="of one CPU thread each, that share the problems")
     given = parser.parse_args()
 
     device = torch.device(given.device)
@@ -220,15 +248,18 @@ def main() -> None:
     if device.type == "cuda":
         for parts in {json.dumps((recipe[0], recipe[2])) for recipe in legal}:
             iteration, cache = json.loads(parts)
-            measure(base, problems, given.new, (iteration, {"name": "threshold", "threshold": 0.5}, cache))
+            answered(base, problems, given.new, (iteration, {"name": "threshold", "threshold": 0.5}, cache))
     rows = []
-    for recipe in legal:
-        rows.append(row := measure(base, problems, given.new, recipe))
-        figures = "{accuracy:5.1f}%  NFE {nfe:6.2f}  TPF {tpf:6.3f}  {seconds:6.2f} s".format_map(row)
-        print(f"{label(recipe):60} {figures}", flush=True)
-        if given.out:
-            setting = {"setting": vars(given) | {"out": str(given.out)}, "refused": refused}
-            write(given.out, rows, setting | provenance(device))
+    with Pool(given.processes) if given.processes > 1 else nullcontext() as pool:
+        for recipe in legal:
+            row: dict[str, Any] = {}
+            for row in measured(base, problems, given, recipe, pool):
+                if given.out:
+                    setting = {"setting": vars(given) | {"out": str(given.out)}, "refused": refused}
+                    write(given.out, [*rows, row], setting | provenance(device))
+            rows.append(row)
+            figures = "{accuracy:5.1f}%  NFE {nfe:6.2f}  TPF {tpf:6.3f}  {seconds:6.2f} s".format_map(row)
+            print(f"{label(recipe):60} {figures}", flush=True)
 
 
 def write(out: Path, table: list[dict[str, Any]], about: dict[str, Any]) -> None:

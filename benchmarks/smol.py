@@ -153,7 +153,16 @@ def evaluated(pipe: Any, tasks: list[str], limit: int | None) -> dict[str, Any]:
 
 def recipes(given: Namespace, base: Base) -> Iterator[tuple[dict[str, Any], Any, list[dict[str, Any]]]]:
     """What is measured, its pipeline, and the options of its requests."""
-    where = {"device": given.device, "dtype": given.dtype} | json.loads(given.recipe)
+    for text in given.recipe:
+        where = {"device": given.device, "dtype": given.dtype} | (parts := json.loads(text))
+        for named, pipe, options in models(given, base, where):
+            yield named | ({"recipe": parts} if parts else {}), pipe, options
+
+
+def models(
+    given: Namespace, base: Base, where: dict[str, Any]
+) -> Iterator[tuple[dict[str, Any], Any, list[dict[str, Any]]]]:
+    """The same for one set of other parts."""
     if given.parent:
         yield {"model": "parent"}, loaded(given.base, None, 1, mask=base.chat.mask, **where), [{}]
     for stride, text in product(given.strides, given.rules):
@@ -191,7 +200,7 @@ def main() -> None:
     parser.add_argument("--flights", type=int, nargs="+", default=[16], help="requests in flight")
     parser.add_argument("--most", type=int, default=200, help="prompts; fewer with few in flight")
     parser.add_argument("--new", type=int, default=128)
-    parser.add_argument("--recipe", default="{}", help="other parts of the recipe, as JSON")
+    parser.add_argument("--recipe", nargs="+", default=["{}"], help="other parts of recipes, as JSON")
     parser.add_argument("--tasks", nargs="*", default=[], help="of lm-eval, with the most requests in flight")
     parser.add_argument("--forms", type=int, default=0, help="requests with forms, with the most in flight")
     parser.add_argument("--limit", type=int, help="documents of each task")
