@@ -385,7 +385,7 @@ class WeightSink:
         for name, tensor in (known := [*map(_pair, pairs)]):
             self._check(name, tensor)
         for name, tensor in known:
-            self._take(name, tensor)
+            self._keep(name, tensor)
         if not self._staged:
             self._flush()
 
@@ -474,6 +474,12 @@ class WeightSink:
         self._names.check(name, tensor.shape, tensor.dtype)
 
     def _take(self, name: str, tensor: Tensor) -> None:
+        """Keeps a tensor to be written, and not too much of them."""
+        self._keep(name, tensor)
+        if self._bytes >= BUCKET and not self._staged:
+            self._flush()
+
+    def _keep(self, name: str, tensor: Tensor) -> None:
         """Keeps a tensor to be written, with others in one launch."""
         if self._staged:
             if not bool(tensor.isfinite().all()):
@@ -481,17 +487,18 @@ class WeightSink:
             tensor = tensor.clone()
         self._held.append((name, tensor.detach()))
         self._bytes += tensor.nbytes
-        if self._bytes >= BUCKET and not self._staged:
-            self._flush()
 
     def _flush(self) -> None:
+        """Writes what is kept. One card soon has something to do while the host looks at the rest."""
+        most, alone = BUCKET, self._recipe.ranks.size == 1
         while self._held:
             some: list[tuple[str, Tensor]] = []
             size = 0
-            while self._held and (not some or size + self._held[0][1].nbytes <= BUCKET):
+            while self._held and (not some or size + self._held[0][1].nbytes <= most):
                 some.append(self._held.popleft())
                 size += some[-1][1].nbytes
             self._write(some)
+            most *= 4 if alone else 1
         self._bytes = 0
 
     def _write(self, tensors: Sequence[tuple[str, Tensor]]) -> None:

@@ -112,6 +112,16 @@ def names_of(network: Any, family: ModelFamily) -> Names:
     return state.names
 
 
+def parameters_of(network: Any) -> dict[str, Any]:
+    """What `named_parameters` gives, which takes ten times as long: each name passes through all modules above it."""
+    found, left = dict[str, Any](), [("", network)]
+    while left:
+        prefix, module = left.pop()
+        found |= {prefix + name: one for name, one in module._parameters.items() if one is not None}
+        left += [(f"{prefix}{name}.", one) for name, one in module._modules.items() if one is not None]
+    return found
+
+
 class Writer:
     """Writes to the share of one rank."""
 
@@ -119,10 +129,11 @@ class Writer:
         """`adapter`: merged into what it changes, as when a checkpoint is loaded."""
         self.network, self.names, self.adapter = network, names_of(network, family), adapter
         self.rank: Rank = network.ranks.rank
-        self._parameters = dict(network.named_parameters())
+        self._parameters = parameters_of(network)
         self._whose: dict[str, str] = {}  # by the tied tensor, under which of its names it came
         self._copies: list[tuple[str, Any]] = []  # on a card, what one launch will copy
-        self._checks: list[tuple[list[str], Tensor]] = []  # on a card: whether values were finite, unread as yet
+        self._checks: list[tuple[list[str], Tensor]] = []  # on a card: not 0 if not finite, unread as yet
+        self._spare: Tensor | None = None  # zeros for more of them
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Writes this rank's pieces of a whole tensor. Raises ValueError, also for one that is not finite."""
@@ -160,14 +171,23 @@ class Writer:
         self._copies = []
         for some in by_types.values():
             assert self._kernel is not None
-            self._checks.append(([name for name, _ in some], self._kernel.copy([part for _, part in some]) == 0))
+            broken_X = self._zeros(len(some), some[0][1][2].device)
+            self._kernel.copy([part for _, part in some], broken_X)
+            self._checks.append(([name for name, _ in some], broken_X))
 
     def finish(self) -> None:
         """Raises ValueError if a tensor was not finite. The one place that waits for a card."""
         names = [name for some, _ in self._checks for name in some]
-        fine = torch.cat([good_X for _, good_X in self._checks]).tolist() if names else []
-        if wrong := [name for name, good in zip(names, fine, strict=True) if not good]:
+        broken = torch.cat([broken_X for _, broken_X in self._checks]).tolist() if names else []
+        if wrong := [name for name, one in zip(names, broken, strict=True) if one]:
             raise ValueError(f"{wrong[0]} has values that are not finite (NaN or infinite)")
+
+    def _zeros(self, count: int, device: torch.device) -> Tensor:
+        """Made for many at once. int32 [count]"""
+        if self._spare is None or len(self._spare) < count or self._spare.device != device:
+            self._spare = torch.zeros(max(count, 1024), dtype=torch.int32, device=device)
+        found, self._spare = self._spare[:count], self._spare[count:]
+        return found
 
     def digest(self, name: str) -> str:
         """SHA-256 of what this rank holds of a tensor."""
@@ -236,7 +256,7 @@ class Writer:
     def _look(self, name: str, values: Tensor) -> None:
         """Raises ValueError for values that are not finite. On a GPU nobody waits for the answer before `finish`."""
         if values.is_cuda:
-            self._checks.append(([name], largest(values).isfinite().view(1)))
+            self._checks.append(([name], (~largest(values).isfinite()).view(1).int()))
             return
         if values.dim() == 1 and values.dtype not in WIDE:
             total = torch.dot(values, values)  # the fastest way to read all: BLAS

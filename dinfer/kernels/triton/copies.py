@@ -9,9 +9,10 @@ from torch import Tensor
 
 from dinfer.core.kernels.canvas import uploaded
 
-P, TURNS, WARPS = 4096, 4, 8  # values of a program at a time, and how often
+P, TURNS, WARPS = 4096, 4, 8  # values, or words, of a program at a time, and how often
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-ALIGNED = 16  # bytes
+EXPONENT = {torch.bfloat16: (0x7F80, 16), torch.float16: (0x7C00, 16), torch.float32: (0x7F800000, 32)}  # and the bits
+ALIGNED, WORD = 16, 4  # bytes
 
 CopyPart = tuple[Tensor, int, Tensor]
 """A tensor, the number of its first value that is written, and the values."""
@@ -27,16 +28,9 @@ def takes(held: Tensor, first: int, values: Tensor) -> bool:
 
 
 @triton.jit
-def _is_broken(x):
-    """Whether a value is NaN or infinite."""
-    wide = x.to(tl.float32)
-    return tl.max(((wide != wide) | (tl.abs(wide) == float("inf"))).to(tl.int32), 0)
-
-
-@triton.jit
 def _copy(
-    place_ptr, first_ptr, broken_ptr, count, SOURCE: tl.constexpr, TARGET: tl.constexpr, P: tl.constexpr,
-    TURNS: tl.constexpr,
+    place_ptr, first_ptr, broken_ptr, count, SOURCE: tl.constexpr, TARGET: tl.constexpr, BITS: tl.constexpr,
+    EXPONENT: tl.constexpr, LOWEST: tl.constexpr, ABOVE: tl.constexpr, P: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     low, high = 0, count
@@ -50,39 +44,46 @@ def _copy(
     target = tl.multiple_of(tl.load(place_ptr + low * 3 + 1).to(tl.pointer_type(TARGET)), 16)
     size = tl.load(place_ptr + low * 3 + 2)
     start = (program - tl.load(first_ptr + low)).to(tl.int64) * (P * TURNS)
-    column, broken = tl.arange(0, P), 0
+    # An exponent of ones is that of NaN and of infinity: one more carries into the bit above, which is the sign's.
+    column, seen = tl.arange(0, P), tl.zeros((P,), tl.int32)
     if start + P * TURNS <= size:  # without a mask, which would have each thread move one value at a time
         for turn in tl.static_range(TURNS):
             at = start + turn * P + column
             x = tl.load(source + at)
             tl.store(target + at, x.to(TARGET))
-            broken = tl.maximum(broken, _is_broken(x))
+            seen |= (x.to(BITS, bitcast=True).to(tl.int32) & EXPONENT) + LOWEST
     else:
         for turn in range(0, tl.cdiv(size - start, P)):
             at = start + turn * P + column
-            x = tl.load(source + at, mask=at < size, other=0.0)
+            x = tl.load(source + at, mask=at < size, other=0)
             tl.store(target + at, x.to(TARGET), mask=at < size)
-            broken = tl.maximum(broken, _is_broken(x))
-    if broken > 0:
+            seen |= (x.to(BITS, bitcast=True).to(tl.int32) & EXPONENT) + LOWEST
+    if tl.max((seen & ABOVE != 0).to(tl.int32), 0) > 0:
         tl.store(broken_ptr + low, 1)
 
 
-def copy(parts: Sequence[CopyPart]) -> Tensor:
-    """Copies parts that `takes` takes, all from one type to one type.
+def copy(parts: Sequence[CopyPart], broken_X: Tensor) -> None:
+    """Copies parts that `takes` takes, all from one type to one type. Nobody waits for the device.
 
-    Returns int32 [len(parts)], not 0 where a value is NaN or infinite. Nobody waits for the device.
+    `broken_X`: int32 [len(parts)], of zeros, gets 1 where a value is NaN or infinite.
     """
+    held, _, values = parts[0]
+    source, target, (exponent, bits) = TYPES[values.dtype], TYPES[held.dtype], EXPONENT[values.dtype]
+    each, read = 1, tl.int32 if bits == 32 else tl.int16
+    if held.dtype == values.dtype and all(one.nbytes % WORD == 0 for _, _, one in parts):
+        source = target = read = tl.int32  # words of one value or of two
+        each = 32 // bits
     places, first, programs = list[int](), list[int](), 0
     for held, begin, values in parts:
-        size = values.numel()
+        size = values.numel() // each
         places += (values.data_ptr(), held.data_ptr() + begin * held.itemsize, size)
         first.append(programs)
         programs += -(-size // (P * TURNS))
-    held, _, values = parts[0]
     told_X = uploaded(torch.tensor(places + first), values.device)
-    broken_X = torch.zeros(len(parts), dtype=torch.int32, device=values.device)
+    both = sum(1 << at for at in range(0, each * bits, bits))
+    above = both << (bits - 1)
     _copy[(programs,)](
-        told_X, told_X[len(places) :], broken_X, len(parts), SOURCE=TYPES[values.dtype], TARGET=TYPES[held.dtype],
+        told_X, told_X[len(places) :], broken_X, len(parts), SOURCE=source, TARGET=target, BITS=read,
+        EXPONENT=exponent * both, LOWEST=(exponent & -exponent) * both, ABOVE=above - (1 << 32) * (above >> 31),
         P=P, TURNS=TURNS, num_warps=WARPS,
     )  # fmt: skip
-    return broken_X

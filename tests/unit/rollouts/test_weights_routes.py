@@ -93,9 +93,14 @@ def test_what_a_pause_aborts_says_so(client: Client) -> None:
     }
 
     async def ended() -> list[Any]:
+        loop = client.pipe.engine.loop
+        await client.http.post("/pause?mode=keep")  # or the first could end before the last enters
         posts = [client.http.post(path, json={"model": "tiny"} | body) for path, body in asked.items()]
         tasks = [asyncio.create_task(post) for post in posts]
-        while len(client.pipe.engine.loop.running) < len(tasks):
+        while len(loop.waiting) < len(tasks):
+            await asyncio.sleep(0.001)
+        await client.http.post("/resume")
+        while len(loop.running) < len(tasks) and not any(task.done() for task in tasks):
             await asyncio.sleep(0.001)
         assert (await client.http.post("/pause?mode=abort")).status_code == 200
         found = [(await task).json() for task in tasks]
