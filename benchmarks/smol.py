@@ -6,7 +6,8 @@ For each recipe and number of requests in flight: tokens a second from the first
 these answers in nats a token, the share of 4-grams that occurred before, tokens a forward, and with `--parent` the
 share of answers that are the base's own. The base is decoded token by token (`model.block=1`), with `--strides` by
 verified drafts; `--rules` says which drafts are accepted, beside what the base itself would write. Passes over the
-prompts compile and capture, until one captures no graph. The next one is timed. `--forms 500` asks as many requests for
+prompts compile and capture, until one captures no graph or `--warm` seconds are over. The next one is timed, and says
+how many graphs it captured itself. `--forms 500` asks as many requests for
 JSON and calls of functions.
 """
 
@@ -26,6 +27,7 @@ import torch
 
 from benchmarks.provenance import command_line, provenance, save
 from dinfer import Pipeline, Runtime
+from dinfer.structure.form import form_of
 from dinfer.structure.tools import calls_in, tools
 from tools.convert_ar.base import Base, load
 from tools.convert_ar.measure import drafting, judged, loaded
@@ -33,16 +35,22 @@ from tools.convert_ar.measure import drafting, judged, loaded
 PASSES = 4  # at most, before the one that is timed
 
 
+def warmed(pipe: Pipeline, prompts: list[list[int]], given: Namespace, **options: Any) -> float:
+    """Seconds until all is compiled and captured, or there is no time left for it."""
+    captured, runner, begun = -1, pipe.engine.runner, time.perf_counter()
+    for _ in range(PASSES):
+        if captured == runner.captured or time.perf_counter() - begun > given.warm:
+            break
+        captured = runner.captured
+        pipe.generate_ids(prompts, max_new_tokens=given.new, **options)
+    return time.perf_counter() - begun
+
+
 def timed(
     base: Base, pipe: Pipeline, prompts: list[list[int]], new: int, own: list[list[int]] | None, **options: Any
 ) -> dict[str, Any]:
     """Scores and speed of one recipe. `own`: the base's answers, empty before its own run; None: it has none."""
-    captured, runner = -1, pipe.engine.runner
-    for _ in range(PASSES):
-        if captured == runner.captured:
-            break
-        captured = runner.captured
-        pipe.generate_ids(prompts, max_new_tokens=new, **options)
+    runner = pipe.engine.runner
     captured, begun = runner.captured, time.perf_counter()
     found = pipe.generate_ids(prompts, max_new_tokens=new, **options)
     seconds = time.perf_counter() - begun
@@ -96,34 +104,46 @@ FUNCTIONS = {
 
 def formed(pipe: Pipeline, count: int) -> dict[str, Any]:
     """Requests for JSON and for calls of one of five functions: how many are valid, and forwards beside tokens."""
-    from jsonschema import ValidationError, validate
-
-    told: dict[str, Any] = {}
     listed = ", ".join(f"{name}({', '.join(one['properties'])})" for name, (_, one) in FUNCTIONS.items())
     groups: dict[str, Any] = {text: ({"schema": one}, text) for text, one in SCHEMAS.items()}
     calls = tools({name: one for name, (_, one) in FUNCTIONS.items()}, "required", parallel=False)
     for name, (text, _) in FUNCTIONS.items():
         groups[name] = ({"constraint": calls}, f"Call one of the functions {listed}. {text}")
-    for kind, (form, text) in groups.items():
-        asked = [text.format(subject) for subject in SUBJECTS[: -(-count // len(groups))]]
-        found = pipe.generate(asked, max_new_tokens=128, **form)
-        valid = right = 0
-        for one in found:
-            try:
-                if "schema" in form:
-                    validate(json.loads(one.text), form["schema"])
-                else:
-                    _, [call] = calls_in(one.text)
-                    validate(json.loads(call.arguments), FUNCTIONS[call.name][1])
-                    right += call.name == kind
-                valid += 1
-            except (ValueError, ValidationError):
-                print(f"not valid: {one.text!r}", flush=True)
-        sums = {"requests": len(found), "valid": valid, "right": right if "constraint" in form else None}
-        told[kind] = sums | {"tokens": sum(len(one.ids) for one in found)}
-        told[kind] |= {"forwards": sum(one.counts.forwards for one in found), "sample": found[0].text}
+    asked = list[tuple[str, Any]]()
+    for kind, (held, text) in groups.items():
+        form = form_of(held)
+        assert form is not None
+        ids = [pipe.encode(text.format(subject)) for subject in SUBJECTS[: -(-count // len(groups))]]
+        asked += [(kind, one) for one in pipe.requests(ids, 128, None, form.language(pipe.compiler))]
+    asked.sort(key=lambda one: one[1].prompt[-12:])  # kinds come mixed
+    began = time.perf_counter()
+    found = [done for done, _, _ in pipe.completed([one for _, one in asked], False)]
+    seconds, told = time.perf_counter() - began, dict[str, Any]()
+    for (kind, _), one in zip(asked, found, strict=True):
+        sums = told.setdefault(kind, dict.fromkeys(("requests", "valid", "right", "tokens", "forwards"), 0))
+        text = pipe.decode(one.output)
+        valid, right = as_asked(kind, text)
+        new = 1, valid, right, len(one.output), one.counts.forwards
+        told[kind] = {name: sums[name] + more for name, more in zip(sums, new, strict=False)} | {"sample": text}
     whole = {name: sum(one[name] for one in told.values()) for name in ("requests", "valid", "tokens", "forwards")}
-    return whole | {"tokens_per_forward": whole["tokens"] / whole["forwards"], "kinds": told}
+    whole |= {"tokens_per_forward": whole["tokens"] / whole["forwards"], "seconds": seconds}
+    return whole | {"kinds": dict(sorted(told.items()))}
+
+
+def as_asked(kind: str, text: str) -> tuple[bool, bool]:
+    """Whether an answer is valid, and whether it calls the function that fits the question."""
+    from jsonschema import ValidationError, validate
+
+    try:
+        if kind in SCHEMAS:
+            validate(json.loads(text), SCHEMAS[kind])
+            return True, False
+        _, [call] = calls_in(text)
+        validate(json.loads(call.arguments), FUNCTIONS[call.name][1])
+        return True, call.name == kind
+    except (ValueError, ValidationError):
+        print(f"not valid: {text!r}", flush=True)
+        return False, False
 
 
 def evaluated(pipe: Any, tasks: list[str], limit: int | None) -> dict[str, Any]:
@@ -166,9 +186,9 @@ def models(
     if given.parent:
         yield {"model": "parent"}, loaded(given.base, None, 1, mask=base.chat.mask, **where), [{}]
     for stride, text in product(given.strides, given.rules):
-        rule = json.loads(text)
-        pipe = drafting(given.base, given.drafts, stride, rule, **where)
-        yield {"model": "drafts", "stride": stride} | rule, pipe, [{}]
+        rule = {"stride": stride} | json.loads(text)
+        pipe = drafting(given.base, given.drafts, rule.pop("stride"), rule, **where)
+        yield {"model": "drafts", "stride": pipe.recipe.decoder.stride} | rule, pipe, [{}]
     for adapter in given.adapter:
         for block in given.blocks:
             pipe = loaded(given.base, adapter, block, quantize=given.quantize, **where)
@@ -192,10 +212,11 @@ def main() -> None:
     parser.add_argument("--parent", action="store_true", help="the base, token by token")
     parser.add_argument("--drafts", default="smol-drafts", help="adapter that drafts for the base")
     parser.add_argument("--strides", type=int, nargs="*", default=[], help="of drafts: most tokens of a step")
-    parser.add_argument("--rules", nargs="+", default=["{}"], help="of drafts: other options of decoder=isd, as JSON")
+    parser.add_argument("--rules", nargs="+", default=["{}"], help="of drafts: options of decoder=isd, as JSON")
     parser.add_argument("--blocks", type=int, nargs="+", default=[16, 32])
     parser.add_argument("--thresholds", type=float, nargs="+", default=[1.0, 0.9, 0.7, 0.5])
     parser.add_argument("--seconds", type=float, default=math.inf, help="no row begins later")
+    parser.add_argument("--warm", type=float, default=math.inf, help="a row warms up no longer, in seconds")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--flights", type=int, nargs="+", default=[16], help="requests in flight")
     parser.add_argument("--most", type=int, default=200, help="prompts; fewer with few in flight")
@@ -219,13 +240,14 @@ def main() -> None:
         own: list[list[int]] | None = [] if args.parent else None
         asked = (prompts * -(-count // len(prompts)))[:count]
         runtime = Runtime(rows=flight, graphs=device.type == "cuda")
-        for named, pipe, options in every:
+        for named, pipe, choices in every:
             side = Pipeline(pipe.recipe, pipe.tokenizer, runtime)
-            for one in options:
+            for one in choices:
                 if time.perf_counter() - begun > args.seconds:
                     continue
-                row = named | one | {"in_flight": flight}
-                row |= timed(base, side, asked, args.new, own, temperature=args.temperature, **one)
+                options = one | {"temperature": args.temperature}
+                row = named | one | {"in_flight": flight, "warm_up_s": warmed(side, asked, args, **options)}
+                row |= timed(base, side, asked, args.new, own, **options)
                 if args.forms and flight == args.flights[-1]:
                     row["forms"] = formed(of_options(side, runtime, one), args.forms)
                 if args.tasks and flight == args.flights[-1]:
