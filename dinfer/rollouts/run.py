@@ -28,7 +28,7 @@ from dinfer.core.step.ability import Ask
 from dinfer.core.step.mixins import Branches, Edits, Feeds, Verifies
 from dinfer.core.step.window import exact
 from dinfer.rollouts.abilities.beginnings import OneOfSeveral
-from dinfer.rollouts.abilities.recording import Record, RecordAsk, RecordRead
+from dinfer.rollouts.abilities.recording import Record, RecordAsk, RecordRead, rows_of_all
 from dinfer.rollouts.abilities.versions import Aborted, MadeWith
 from dinfer.rollouts.rollouts import Rollouts
 
@@ -102,8 +102,8 @@ class Round:
             for rows, fill in of_canvas
         )
         told = [end.counts.tells(RecordRead) for end in ends]
-        last_NA, first_NA, *chances = self._recorded(told, starts, widths)
-        events = self._events(told)
+        last_NA, first_NA, *chances = self._recorded(told, start_N, width_N)
+        event_E5, counts = self._events(told)
         decoded_NA = decoded_NA > 0 if last_NA is None else (decoded_NA > 0) | (last_NA >= 0)
         before_N, unit = start_N if self.origin == "position" else 0, unit_of(self.recipe)
         length_N = (decoded_NA * torch.arange(1, most + 1)).amax(1)
@@ -120,33 +120,43 @@ class Round:
             versions=versions_of([end.counts.tells(MadeWith) for end in ends], last_NA, widths),
             steps=last_NA, first_steps=first_NA, logps=chances[0] if chances else None,
             sampled_logps=chances[1] if chances else None,
-            events=[*map(_events, events, starts)] if events else None,
-            event_logps=[one[:, 4].contiguous().view(torch.float32) for one in events] or None,
+            events=None if event_E5 is None else _events(event_E5, start_N, counts),
+            event_logps=None if event_E5 is None else [*event_E5[:, 4].contiguous().view(torch.float32).split(counts)],
             block=self.recipe.iteration.block or None, origin=self.origin, eos_id=spec.eos_id,
             attention=spec.causal_block, inexact=next(filter(None, (self.inexact[n] for n in numbers)), ""),
         )  # fmt: skip
 
     def _recorded(
-        self, told: Sequence[RecordRead | None], starts: Sequence[int], widths: Sequence[int]
+        self, told: Sequence[RecordRead | None], start_N: Tensor, width_N: Tensor
     ) -> tuple[Tensor | None, ...]:
         """The steps that wrote each position last and first, and two log-probabilities, as far as they are recorded."""
         if not self.level:
             return None, None
-        fields = 2 if self.level < Record.LOGPS else 4
-        rows_FNA = torch.full((fields, len(told), max(widths)), -1, dtype=torch.int32)
-        for n, (one, start, width) in enumerate(zip(told, starts, widths, strict=True)):
-            if one is not None:
-                one.wait()
-                rows_FNA[:, n, :width] = one.rows_4S[:fields, start : start + width]
-        last_NA, first_NA, *bits = rows_FNA
+        fields, row_N4S = 2 if self.level < Record.LOGPS else 4, rows_of_all(told)
+        column_A = torch.arange(int(width_N.max()))
+        place_N1A = (start_N[:, None] + column_A).clamp_max(row_N4S.shape[2] - 1)[:, None]
+        row_NFA = row_N4S[:, :fields].gather(2, place_N1A.expand(-1, fields, -1))
+        row_NFA.masked_fill_((column_A >= width_N[:, None])[:, None], -1)
+        last_NA, first_NA, *bits = row_NFA.transpose(0, 1).contiguous()
         return last_NA, first_NA, *(one.view(torch.float32).masked_fill_(last_NA < 0, 0) for one in bits)
 
-    def _events(self, told: Sequence[RecordRead | None]) -> list[Tensor]:
-        """int32 [E, 5] each. Raises ValueError for a sample with more than there is room for."""
-        found = [one.events() for one in told if one is not None]
-        if most := max((lost for _, lost in found), default=0):
-            raise ValueError(f"a sample has {most} events more than there is room for: record='logps' has room")
-        return [event_E5 for event_E5, _ in found if event_E5 is not None]
+    def _events(self, told: Sequence[RecordRead | None]) -> tuple[Tensor | None, list[int]]:
+        """All events, and how many of each sample. Raises ValueError for a sample with more than there is room for."""
+        if self.level < Record.EVENTS:
+            return None, []
+        rows, counts = list[Tensor](), list[int]()
+        counted = {id(one.count_B): one.count_B.tolist() for one in told if one is not None and one.count_B is not None}
+        for one in told:
+            count = 0
+            if one is not None and one.event_BE5 is not None:
+                count = counted[id(one.count_B)][one.at]
+                if (room := one.event_BE5.shape[1]) < count:
+                    raise ValueError(
+                        f"a sample has {count - room} events more than there is room for: record='logps' has room"
+                    )
+                rows.append(one.event_BE5[one.at, :count])
+            counts.append(count)
+        return torch.cat(rows) if rows else torch.empty(0, 5, dtype=torch.int32), counts
 
 
 def versions_of(made: Sequence[MadeWith | None], steps_NA: Tensor | None, widths: Sequence[int]) -> Tensor:
@@ -303,7 +313,9 @@ def _length(recipe: Recipe, origin: str, index: int, prompt: int, asked: Any, wh
     return full
 
 
-def _events(events: Tensor, start: int) -> Tensor:
-    """Events with positions in the answer, and -1 for masks. int32 [E, 4]"""
-    step_E, pos_E, old_E, new_E, _ = events.unbind(1)
-    return torch.stack((step_E, pos_E - start, old_E.clamp_min(-1), new_E.clamp_min(-1)), 1)
+def _events(event_E5: Tensor, start_N: Tensor, counts: Sequence[int]) -> list[Tensor]:
+    """Events of each sample, with positions in the answer, and -1 for masks. int32 [E, 4] each"""
+    step_E, pos_E, old_E, new_E, _ = event_E5.unbind(1)
+    start_E = start_N.to(torch.int32).repeat_interleave(torch.tensor(counts))
+    event_E4 = torch.stack((step_E, pos_E - start_E, old_E.clamp_min(-1), new_E.clamp_min(-1)), 1)
+    return [*event_E4.split([*counts])]

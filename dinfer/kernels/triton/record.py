@@ -141,42 +141,50 @@ def keep(
 
 @triton.jit
 def _log(
-    event_ptr, count_ptr, changes_ptr, slot_ptr, step_ptr, pos_ptr, old_ptr, new_ptr, masked_ptr, open_ptr,
-    logit_ptr, sum_ptr, lanes, each, room, B: tl.constexpr, X: tl.constexpr, EARLY: tl.constexpr,
+    event_ptr, count_ptr, slot_ptr, step_ptr, pos_ptr, old_ptr, new_ptr, masked_ptr, open_ptr, logit_ptr, sum_ptr,
+    lanes, each, room, B: tl.constexpr, X: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     follow(EARLY)
     lane, other, column = tl.program_id(0), tl.arange(0, B), tl.arange(0, X)
     slot = tl.load(slot_ptr + lane)
-    before = (other < lane) & (tl.load(slot_ptr + other, mask=other < lanes, other=-1) == slot)
-    first = tl.load(count_ptr + slot) + tl.sum(tl.load(changes_ptr + other, mask=before, other=0), 0)
-    at = lane * each + column
-    pos = tl.load(pos_ptr + at, mask=column < each, other=-1)
-    place = first + tl.cumsum((pos >= 0).to(tl.int64), 0) - 1
-    there = (pos >= 0) & (place < room)
-    old, new = tl.load(old_ptr + at, mask=there, other=0), tl.load(new_ptr + at, mask=there, other=0)
-    old = tl.where(tl.load(masked_ptr + at, mask=there, other=0) != 0, -1 - old, old)
-    new = tl.where(tl.load(open_ptr + at, mask=there, other=0) != 0, -1 - new, new)
-    chance = tl.load(logit_ptr + at, mask=there, other=0.0) - tl.load(sum_ptr + at, mask=there, other=0.0)
-    to = event_ptr + (slot * (room + 1) + place) * 5
-    tl.store(to, tl.load(step_ptr + lane + column * 0).to(tl.int32), mask=there)
-    tl.store(to + 1, pos.to(tl.int32), mask=there)
-    tl.store(to + 2, old.to(tl.int32), mask=there)
-    tl.store(to + 3, new.to(tl.int32), mask=there)
-    tl.store(to + 4, chance.to(tl.int32, bitcast=True), mask=there)
+    own = tl.load(slot_ptr + other, mask=other < lanes, other=-1) == slot
+    if tl.sum((own & (other < lane)).to(tl.int32), 0) > 0:
+        return  # the first lane of a slot writes for all
+    last = tl.max(tl.where(own, other, 0), 0)
+    count = tl.load(count_ptr + slot)
+    for now in range(lane, last + 1):
+        if tl.load(slot_ptr + now) == slot:
+            at = now * each + column
+            pos = tl.load(pos_ptr + at, mask=column < each, other=-1)
+            changes = (pos >= 0).to(tl.int64)
+            place = count + tl.cumsum(changes, 0) - 1
+            there = (pos >= 0) & (place < room)
+            old, new = tl.load(old_ptr + at, mask=there, other=0), tl.load(new_ptr + at, mask=there, other=0)
+            old = tl.where(tl.load(masked_ptr + at, mask=there, other=0) != 0, -1 - old, old)
+            new = tl.where(tl.load(open_ptr + at, mask=there, other=0) != 0, -1 - new, new)
+            chance = tl.load(logit_ptr + at, mask=there, other=0.0) - tl.load(sum_ptr + at, mask=there, other=0.0)
+            to = event_ptr + (slot * (room + 1) + place) * 5
+            tl.store(to, tl.load(step_ptr + now + column * 0).to(tl.int32), mask=there)
+            tl.store(to + 1, pos.to(tl.int32), mask=there)
+            tl.store(to + 2, old.to(tl.int32), mask=there)
+            tl.store(to + 3, new.to(tl.int32), mask=there)
+            tl.store(to + 4, chance.to(tl.int32, bitcast=True), mask=there)
+            count += tl.sum(changes, 0)
+    tl.store(count_ptr + slot, count)
 
 
 def log(
-    event_NE5: Tensor, count_N: Tensor, changes_B: Tensor, slot_B: Tensor, step_B: Tensor, lanes: tuple[Tensor, ...],
+    event_NE5: Tensor, count_N: Tensor, slot_B: Tensor, step_B: Tensor, lanes: tuple[Tensor, ...],
     said: tuple[Tensor, Tensor],
 ) -> None:  # fmt: skip
-    """Appends the changes of each lane to the events of its slot; the last event of a slot is scratch.
+    """Appends the changes of each lane to the events of its slot, and counts them; the last event of a slot is scratch.
 
-    `changes_B`: how many. `lanes`: positions, tokens before and after, and which were open, and are. [B, X] each.
-    `said`: logits and log-sums of the new tokens.
+    `lanes`: positions, tokens before and after, and which were open, and are. [B, X] each. `said`: logits and log-sums
+    of the new tokens.
     """
-    given = (x.contiguous() for x in (count_N, changes_B, slot_B, step_B, *lanes, *said))
+    given = (x.contiguous() for x in (slot_B, step_B, *lanes, *said))
     count, each = lanes[0].shape
     _log[(count,)](
-        event_NE5, *given, count, each, event_NE5.shape[1] - 1, B=triton.next_power_of_2(count),
+        event_NE5, count_N, *given, count, each, event_NE5.shape[1] - 1, B=triton.next_power_of_2(count),
         X=triton.next_power_of_2(each), num_warps=min(max(each // 64, 1), 8), **early(slot_B),
     )  # fmt: skip

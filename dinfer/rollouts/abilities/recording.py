@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from dinfer.core.abilities.registry import ABILITIES
 from dinfer.core.kernels.canvas import padded, uploaded
@@ -21,6 +22,7 @@ from dinfer.core.step.ability import Ask, ByExtra, Canvas, Entry, Extra, Parts, 
 from dinfer.core.step.record import Said, Written
 
 EVENTS = 16  # of each position of a canvas, on average, that there is room for
+FEW = 1 << 18  # bytes of a record that are copied whole, which takes fewer launches than a copy of some rows
 
 
 class Record(IntEnum):
@@ -41,11 +43,15 @@ class RecordAsk(Ask):
 
 @dataclass(frozen=True, slots=True)
 class RecordRead:
-    """Tells what was recorded of a request. CPU tensors, int32; floats by their bits. A card may still write them."""
+    """Tells what was recorded of a request, and of others that ended with it. CPU tensors, int32; floats by their bits.
 
-    rows_4S: Tensor  # the steps that wrote each position last and first; with `LOGPS` two log-probabilities
-    event_E5: Tensor | None  # see `Trail`
-    count: Tensor | None  # int64, also of events for which there was no room
+    A card may still write them.
+    """
+
+    at: int  # the place of the request among them
+    row_B4S: Tensor  # the steps that wrote each position last and first; with `LOGPS` two log-probabilities
+    event_BE5: Tensor | None  # see `Trail`
+    count_B: Tensor | None  # int64, also of events for which there was no room
     written: torch.cuda.Event | None
 
     def wait(self) -> None:
@@ -53,13 +59,20 @@ class RecordRead:
         if self.written is not None:
             self.written.synchronize()
 
-    def events(self) -> tuple[Tensor | None, int]:
-        """The events, and how many had no room. Waits."""
-        self.wait()
-        if self.event_E5 is None or self.count is None:
-            return None, 0
-        count, room = int(self.count), len(self.event_E5)
-        return self.event_E5[: min(count, room)].clone(), max(count - room, 0)
+
+def rows_of_all(told: Sequence[RecordRead | None]) -> Tensor:
+    """What was recorded of each request, -1 where nothing was. Waits. int32 [N, 4, S]"""
+    reads = [*{id(one.row_B4S): one for one in told if one is not None}.values()]
+    first, tables, total = dict[int, int](), list[Tensor](), 1
+    widest = max((one.row_B4S.shape[2] for one in reads), default=1)
+    for one in reads:
+        one.wait()
+        first[id(one.row_B4S)] = total
+        tables.append(pad(one.row_B4S, (0, widest - one.row_B4S.shape[2]), value=-1))
+        total += len(one.row_B4S)
+    nothing_14S = torch.full((1, 4, widest), -1, dtype=torch.int32)
+    places = [0 if one is None else first[id(one.row_B4S)] + one.at for one in told]
+    return torch.cat([nothing_14S, *tables]).index_select(0, torch.tensor(places))
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,24 +132,25 @@ class Trail:
     def log(self, record: Written, said_BX: Said) -> None:
         """Appends what changes to the events of each slot, in the order of its lanes and of their positions."""
         assert self.event_NE5 is not None and self.count_N is not None
-        changes_BX, slot_B = record.pos_BX >= 0, record.slot_B
-        count_B = changes_BX.sum(-1)
+        slot_B = record.slot_B
         if use_triton(self.event_NE5, "commit"):
             lanes = record.pos_BX, record.old_BX, record.new_BX, record.masked_BX, record.open_BX
             said = said_BX.logit, said_BX.log_sum
-            triton("record").log(self.event_NE5, self.count_N, count_B, slot_B, record.step_B, lanes, said)
-        else:
-            before_BB = (slot_B[:, None] == slot_B).tril(-1)  # a row may have several lanes
-            first_B = self.count_N.index_select(0, slot_B) + (before_BB * count_B).sum(-1)
-            place_BX = first_B[:, None] + changes_BX.cumsum(-1) - 1
-            most = self.event_NE5.shape[1] - 1
-            at = slot_B[:, None], torch.where(changes_BX, place_BX, most).clamp_max(most)
-            old_BX = torch.where(record.masked_BX, ~record.old_BX, record.old_BX)
-            new_BX = torch.where(record.open_BX, ~record.new_BX, record.new_BX)
-            step_BX = record.step_B[:, None].expand_as(old_BX)
-            event_BX4 = torch.stack((step_BX, record.pos_BX, old_BX, new_BX), -1).to(torch.int32)
-            bits_BX1 = said_BX.logprob.view(torch.int32)[..., None]
-            self.event_NE5.index_put_(at, torch.cat((event_BX4, bits_BX1), -1))
+            triton("record").log(self.event_NE5, self.count_N, slot_B, record.step_B, lanes, said)
+            return
+        changes_BX = record.pos_BX >= 0
+        count_B = changes_BX.sum(-1)
+        before_BB = (slot_B[:, None] == slot_B).tril(-1)  # a row may have several lanes
+        first_B = self.count_N.index_select(0, slot_B) + (before_BB * count_B).sum(-1)
+        place_BX = first_B[:, None] + changes_BX.cumsum(-1) - 1
+        most = self.event_NE5.shape[1] - 1
+        at = slot_B[:, None], torch.where(changes_BX, place_BX, most).clamp_max(most)
+        old_BX = torch.where(record.masked_BX, ~record.old_BX, record.old_BX)
+        new_BX = torch.where(record.open_BX, ~record.new_BX, record.new_BX)
+        step_BX = record.step_B[:, None].expand_as(old_BX)
+        event_BX4 = torch.stack((step_BX, record.pos_BX, old_BX, new_BX), -1).to(torch.int32)
+        bits_BX1 = said_BX.logprob.view(torch.int32)[..., None]
+        self.event_NE5.index_put_(at, torch.cat((event_BX4, bits_BX1), -1))
         self.count_N.index_add_(0, slot_B, count_B)
 
 
@@ -180,21 +194,19 @@ class Recording(ByExtra[Recorded]):
         own = [slot for slot in slots if slot in kept.levels]
         if not own or kept.row_N4S is None:
             return {}
-        slot_B = uploaded(torch.tensor(own), kept.row_N4S.device)
-        row_B4S = host_copy(kept.row_N4S, slot_B)
-        events: list[Any] = [(None, None)] * len(own)
-        if kept.event_NE5 is not None and kept.count_N is not None:
+        device, logs = kept.row_N4S.device, any(kept.levels[slot] >= Record.EVENTS for slot in own)
+        few = kept.row_N4S.nbytes <= FEW and not logs
+        slot_B = None if few else uploaded(torch.tensor(own), device)
+        places = own if few else range(len(own))
+        row_B4S, event_BE5, count_B = host_copy(kept.row_N4S, slot_B), None, None
+        if logs and kept.event_NE5 is not None and kept.count_N is not None:
             count_B, event_BE5 = host_copy(kept.count_N, slot_B), host_copy(kept.event_NE5[:, :-1], slot_B)
-            events = [
-                pair if kept.levels[slot] >= Record.EVENTS else (None, None)
-                for slot, *pair in zip(own, event_BE5, count_B, strict=True)
-            ]
-        kept.read = torch.cuda.Event() if slot_B.is_cuda else None
+        kept.read = torch.cuda.Event() if device.type == "cuda" else None
         if kept.read is not None:
             kept.read.record()
         return {
-            slot: RecordRead(rows_4S, pair[0], pair[1], kept.read)
-            for slot, rows_4S, pair in zip(own, row_B4S, events, strict=True)
+            slot: RecordRead(at, row_B4S, event_BE5 if kept.levels[slot] >= Record.EVENTS else None, count_B, kept.read)
+            for slot, at in zip(own, places, strict=True)
         }
 
     def recorded(self, step: Step, record: Written) -> None:
@@ -205,7 +217,7 @@ class Recording(ByExtra[Recorded]):
             trail.log(record, said_BX)
 
 
-def host_copy(rows_NX: Tensor, slot_B: Tensor) -> Tensor:
-    """Some rows on the host. From a card they are there when its stream has come so far."""
-    row_BX = rows_NX.index_select(0, slot_B)
+def host_copy(rows_NX: Tensor, slot_B: Tensor | None) -> Tensor:
+    """Some rows on the host, or all. From a card they are there when its stream has come so far."""
+    row_BX = rows_NX if slot_B is None else rows_NX.index_select(0, slot_B)
     return torch.empty_like(row_BX, device="cpu", pin_memory=row_BX.is_cuda).copy_(row_BX, non_blocking=True)
