@@ -22,7 +22,7 @@ from dinfer.core.engine.request import Completion, Request
 from dinfer.core.kernels.canvas import host_rows
 from dinfer.core.pipeline.inputs import FormKeywords, as_int, each, listed, named, refuse_names
 from dinfer.core.provided import needed
-from dinfer.core.recipe.recipe import Recipe
+from dinfer.core.recipe.recipe import SEEDS, Recipe
 from dinfer.core.registry import unknown
 from dinfer.core.step.ability import Ask
 from dinfer.core.step.mixins import Branches, Edits, Feeds, Verifies
@@ -241,12 +241,12 @@ def planned(pipe: Any, prompts: Sequence[Any], asked: Asked, **more: Any) -> Rou
     language = None if form is None else form.language(pipe.compiler)
     seeded = SEED.partition(".")[2] in names
     many = [one for prompt in ids for one in [prompt] * count]
-    rows = [options[at // count] | ({SEED: one} if seeded else {}) for at, one in enumerate(seeds)]
+    rows = _rows(recipe, options, seeds if seeded else [], count)
     asks: tuple[Ask, ...] = (RecordAsk(int(level)),) if level else ()
     if count > 1 and not pipe.engine.runtime.deterministic:  # which has a row compute the same beside any others
         asks = *asks, OneOfSeveral()
     found = pipe.requests(many, [lengths[at // count] for at in range(len(many))], rows, language, asks=asks)
-    found = [replace(one, padding=0) for one in found]
+    found = [replace(one, padding=0) if one.padding else one for one in found]  # another would be checked again
     drawn = [recipe.sampling_of(one.options) for one in found]
     if count > 1 and not all(one.get("temperature", 0) > 0 for one in drawn):
         warn(ALIKE, stacklevel=2)  # which Python tells once
@@ -271,6 +271,22 @@ def _options(index: int, given: Any, more: Mapping[str, Any]) -> dict[str, Any]:
     if found.keys() & {"seed", SEED}:
         raise ValueError(f"prompt {index}: options hold a seed, which all samples would share: use seed= of rollout")
     return found
+
+
+def _rows(recipe: Recipe, options: Sequence[Mapping[str, Any]], seeds: Sequence[int], n: int) -> list[Any]:
+    """The options of each sample. They are checked once for all that differ in nothing but a seed in its range."""
+    if any(not 0 <= seed < SEEDS for seed in seeds):
+        return [options[at // n] | {SEED: seed} for at, seed in enumerate(seeds)]
+    found = list[Any]()
+    for index, own in enumerate(options):
+        if index and own == options[index - 1]:
+            found.append(found[-1])
+            continue
+        with named(f"prompt {index}"):
+            found.append(recipe.resolve(own))
+    if not seeds:
+        return [one for one in found for _ in range(n)]
+    return [recipe.seeded(found[at // n], seed) for at, seed in enumerate(seeds)]
 
 
 def _seeds(seed: Any, prompts: int, n: int) -> list[int]:
