@@ -63,10 +63,10 @@ async def _seen(
     """As `encoded`, with images: in a thread, which decodes and sees them, and counted as a row meanwhile."""
     own = needed("images", "an image", "families")().eyes_of(served.pipe.model)
     encode = partial(served.pipe.encode, prompt, **how)
-    positions = 0 if isinstance(own, str) else sum(map(own.soft_tokens, pictures))
+    counts = () if isinstance(own, str) else (own.soft_tokens(one, alone=len(pictures) == 1) for one in pictures)
     try:
         served.check_size(prompt, "messages", **how)
-        with server.admission.admit([positions]):
+        with server.admission.admit([sum(counts)]):
             async with asyncio.timeout(server.settings.deadline):
                 return await asyncio.get_running_loop().run_in_executor(server.encoding, encode)
     except ValueError as error:

@@ -71,7 +71,17 @@ WEDLM = {
     "head_dim": 8, "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_scaling": None, "sliding_window": None,
     "tie_word_embeddings": False, "use_sliding_window": False,
 } | NUMBERS  # fmt: skip
-for lacking in (LLADA_MOE, DIFFCODER):
+LLADA_V = {
+    "model_type": "llava_llada", "architectures": ["LlavaLLaDAModelLM"], "attention_bias": False, "hidden_act": "silu",
+    "rms_norm_eps": 1e-5, "rope_scaling": None, "tie_word_embeddings": False, "add_faster_video": False,
+    "image_aspect_ratio": "anyres_max_4", "image_grid_pinpoints": "(1x1),...,(6x6)", "mm_hidden_size": 1152,
+    "mm_newline_position": "grid", "mm_patch_merge_type": "spatial_unpad", "mm_projector_type": "mlp2x_gelu",
+    "mm_resampler_type": None, "mm_tunable_parts": "mm_vision_tower,mm_mlp_adapter,mm_language_model",
+    "mm_use_im_patch_token": False, "mm_use_im_start_end": False, "mm_vision_select_feature": "patch",
+    "mm_vision_select_layer": -2, "mm_vision_tower": "google/siglip2-so400m-patch14-384", "mm_vision_tower_lr": 2e-6,
+    "tokenizer_model_max_length": 8192, "tokenizer_padding_side": "right", "use_mm_proj": True,
+} | NUMBERS  # fmt: skip
+for lacking in (LLADA_MOE, DIFFCODER, LLADA_V):
     del lacking["mask_token_id"]
 CONFIGS: dict[str, dict[str, Any]] = {
     "llada": CONFIG,
@@ -90,6 +100,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "idlm": SDAR | {"use_regular_causal": True},
     "nemotron": NEMOTRON,
     "wedlm": WEDLM,
+    "llada_v": LLADA_V,
 }  # fmt: skip
 EXPERTS = [name for name, config in CONFIGS.items() if "num_experts" in config]
 

@@ -248,7 +248,7 @@ def load_network(
                 plan, network, formats, rank, dtype, wanted
             )
     imported()
-    return family.finished(network, folder)
+    return family.finished(network, folder, rank)
 
 
 def fill(plan: LoadPlan, network: Any, rank: Rank) -> None:

@@ -99,8 +99,8 @@ class ModelFamily(Component):
     def weights(self, spec: ModelSpec, experts: ExpertLayout = "separate") -> dict[str, Placement]:
         """Every tensor the checkpoint must have, and where it goes."""
 
-    def finished(self, network: Any, folder: Any) -> Any:
-        """The network once it holds the weights of the checkpoint in `folder`. A family may add to it."""
+    def finished(self, network: Any, folder: Any, rank: Rank = WHOLE) -> Any:
+        """The network of a rank, once it holds the weights of the checkpoint in `folder`. A family may add to it."""
         return network
 
     @property

@@ -49,8 +49,8 @@ class Llada(PromptBlockFamily):
 
     @classmethod
     def matches(cls, config: dict[str, Any]) -> bool:
-        # LLaDA-MoE has the same model_type, but fields of its own.
-        return config.get("model_type") == "llada" and "num_experts" not in config
+        # LLaDA-MoE and the text of LLaDA-V have the same model_type, but fields of their own.
+        return config.get("model_type") == "llada" and not {"num_experts", "hidden_size"} & config.keys()
 
     def names(self) -> Names:
         return Names(

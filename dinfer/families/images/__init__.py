@@ -6,5 +6,5 @@ from typing import Any
 class Seeing:
     """A network that may see pictures."""
 
-    eyes: Any = ""  # `dinfer.families.images.tower.Eyes`, or why there are none
+    eyes: Any = ""  # `dinfer.families.images.eyes.Eyes`, or why there are none
     placeholder: int | None = None  # the token that stands where an embedding is given

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")  # others are not even probed
 MOST_BYTES, MOST_PIXELS, MOST_IMAGES = 1 << 25, 1 << 24, 8
 DATA = re.compile(r"data:(image/(?:png|jpeg|webp|gif));base64,")
+ORIENTATION = 0x0112  # of EXIF
 INSTALL = "images need Pillow: pip install 'dinfer[images]'"
 
 
@@ -29,6 +30,16 @@ class Picture:
 
     image: Image
     where: str  # errors begin with it
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Width and height, turned as EXIF says, from the header alone: a PNG that has EXIF data behind its pixels is
+        taken as it is. Raises ValueError."""
+        late = self.image.format == "PNG" and not {"exif", "Raw profile type exif"} & self.image.info.keys()
+        with named(self.where), _told():
+            turned = not late and self.image.getexif().get(ORIENTATION) in (5, 6, 7, 8)
+        width, height = self.image.size
+        return (height, width) if turned else (width, height)
 
     def decoded(self) -> Image:
         """The pixels, turned as EXIF says, with white behind what is clear. Raises ValueError for a damaged file."""

@@ -9,8 +9,8 @@ from typing import Any, cast
 
 from dinfer.families.abilities.embedded import Embedded, Stretch
 from dinfer.families.images import Seeing
+from dinfer.families.images.eyes import Eyes
 from dinfer.families.images.pictures import MOST_IMAGES, Picture, opened, sent
-from dinfer.families.images.tower import Eyes
 
 __all__ = ["MOST_IMAGES", "PromptIds", "encode_parts", "eyes_of", "opened", "sent"]
 
@@ -55,8 +55,9 @@ def encode_parts(pipe: Any, chat: Any, messages: Sequence[Mapping[str, Any]], **
     if len(given) > MOST_IMAGES:
         raise ValueError(f"{given[MOST_IMAGES][0]}: a request has {len(given)} images, and {MOST_IMAGES} is the most")
     pictures = [opened(one, where) for where, one in given]
-    counts = [own.soft_tokens(picture) for picture in pictures]
-    ids, firsts = _expanded(chat.encode(plain, **how), own, counts)
+    alone = len(pictures) == 1
+    counts = [own.soft_tokens(picture, alone=alone) for picture in pictures]
+    ids, firsts = _expanded(chat.encode(plain, **how, **own.chat(chat.tokenizer)), own, counts)
     room, many = pipe.engine.max_length, sum(counts) > own.most
     if many or len(ids) >= room:
         most = f"for model.image_tokens={own.most} of images" if many else f"for {room} positions"
@@ -66,7 +67,9 @@ def encode_parts(pipe: Any, chat: Any, messages: Sequence[Mapping[str, Any]], **
         )
     between = pipe.engine.between_rounds if pipe.model.device.type == "cuda" else nullcontext
     pairs = zip(firsts, pictures, strict=True)
-    ids.embedded = Embedded(tuple(Stretch(first, own.see(one, between), own.mutual) for first, one in pairs))
+    ids.embedded = Embedded(
+        tuple(Stretch(first, own.see(one, between, alone=alone), own.mutual) for first, one in pairs)
+    )
     return ids
 
 
@@ -116,7 +119,7 @@ def _part(part: Any, where: str, given: list[tuple[str, Any]], role: str) -> dic
 
 def _expanded(ids: Sequence[int], own: Eyes, counts: Sequence[int]) -> tuple[PromptIds, list[int]]:
     """The ids with as many placeholders as each image has soft tokens, and where the first of each stands."""
-    token, begin, end = own.tokens
+    token, (before, after) = own.token, own.around
     marks = [at for at, one in enumerate(ids) if one == token]
     if len(marks) != len(counts):
         raise ValueError(
@@ -125,8 +128,8 @@ def _expanded(ids: Sequence[int], own: Eyes, counts: Sequence[int]) -> tuple[Pro
         )
     found, firsts = PromptIds(ids[: marks[0]]), []
     for (mark, behind), count in zip(pairwise([*marks, len(ids)]), counts, strict=True):
-        found.append(begin)
+        found.extend(before)
         firsts.append(len(found))
-        found.extend([token] * count + [end])
+        found.extend([token] * count + [*after])
         found.extend(ids[mark + 1 : behind])
     return found, firsts

@@ -6,6 +6,7 @@ from typing import Any
 
 from dinfer.core.layers.transformer import Transformer
 from dinfer.core.models._family import HubFamily
+from dinfer.core.ranks.split import WHOLE, Rank
 from dinfer.core.registry import option
 from dinfer.core.terms.spec import ModelSpec
 from dinfer.families.gated import GatedTransformer, add_adapter
@@ -24,7 +25,7 @@ class GatedFamily(HubFamily):
     def network(self, spec: ModelSpec) -> Transformer:
         return GatedTransformer(spec)
 
-    def finished(self, network: Any, folder: Path) -> Any:
+    def finished(self, network: Any, folder: Path, rank: Rank = WHOLE) -> Any:
         if self.draft_adapter is not None:
             add_adapter(network, self.draft_adapter, self.weights(network.spec))
         return network

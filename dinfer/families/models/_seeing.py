@@ -1,15 +1,15 @@
 """Families whose checkpoints have a vision tower."""
 
-from abc import abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from dinfer.core.models._family import HubCheckpoint
+from dinfer.core.ranks.split import WHOLE, Rank
 from dinfer.core.registry import option
-from dinfer.families.images.tower import Eyes, bytes_of
+from dinfer.families.images.eyes import Eyes, bytes_of, eyes_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,14 +21,12 @@ class SeeingFamily(HubCheckpoint):
         least=0,
     )  # fmt: skip
 
-    @abstractmethod
-    def eyes(self, folder: Path, network: Any) -> Eyes | str:
-        """What sees for the network, or why nothing does. Raises CheckpointError for another tower."""
+    eyes: ClassVar[type[Eyes]]  # what sees for its networks
 
-    def finished(self, network: Any, folder: Path) -> Any:
+    def finished(self, network: Any, folder: Path, rank: Rank = WHOLE) -> Any:
         blind = "model.image_tokens=0 loads no vision tower: raise it, or send text alone"
-        network.eyes = self.eyes(folder, network) if self.image_tokens else blind
-        network.placeholder = network.eyes.tokens[0] if isinstance(network.eyes, Eyes) else None
+        network.eyes = eyes_of(self.eyes, folder, network, self.image_tokens, rank) if self.image_tokens else blind
+        network.placeholder = network.eyes.token if isinstance(network.eyes, Eyes) else None
         return network
 
     def tower_bytes(self, folder: Path, dtype: torch.dtype) -> int:

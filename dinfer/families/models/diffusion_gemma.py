@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 from dinfer.core.models._family import check_kinds, complete, expect, fused_placements, mlp_placements
@@ -11,7 +10,7 @@ from dinfer.core.ranks.split import Section
 from dinfer.core.registry import MODELS, option
 from dinfer.core.terms.spec import ExpertLayout, ExpertSpec, LocalAttention, ModelSpec
 from dinfer.families.gemma import Gemma
-from dinfer.families.images.tower import PROJECTION, TOWER, Eyes, eyes_of
+from dinfer.families.images.gemma import GemmaEyes
 from dinfer.families.models._seeing import SeeingFamily
 
 EXPECTED: dict[str, tuple[Any, ...]] = {
@@ -46,7 +45,8 @@ class DiffusionGemma(SeeingFamily):
         "eoi_token_id", "image_token_id", "tie_word_embeddings", "video_token_id", "vision_config",
         "vision_soft_tokens_per_image",
     })  # fmt: skip
-    unused: ClassVar[tuple[str, ...]] = (TOWER, PROJECTION)  # of the network; its eyes take them
+    eyes = GemmaEyes
+    unused: ClassVar[tuple[str, ...]] = GemmaEyes.prefixes  # of the network; its eyes take them
     published_stops: ClassVar[tuple[int, ...]] = (1, 106, 50)
 
     checkpoint: str = option("google/diffusiongemma-26B-A4B-it", "hub name or folder")
@@ -57,9 +57,6 @@ class DiffusionGemma(SeeingFamily):
 
     def network(self, spec: ModelSpec) -> Gemma:
         return Gemma(spec)
-
-    def eyes(self, folder: Path, network: Any) -> Eyes | str:
-        return eyes_of(folder, network, self.image_tokens)
 
     def spec(self, config: dict[str, Any]) -> ModelSpec:
         if not isinstance(text := config.get("text_config"), Mapping):

@@ -25,10 +25,12 @@ from dinfer.core.engine.request import Request
 from dinfer.core.engine.runtime import Runtime
 from dinfer.core.loading.files import CheckpointError
 from dinfer.core.pipeline import Pipeline
+from dinfer.core.ranks.split import WHOLE
 from dinfer.core.step.cursors import Phase
 from dinfer.families.abilities.embedded import Embedded, Embeddings, Stretch
+from dinfer.families.images.eyes import eyes_of
+from dinfer.families.images.gemma import GemmaEyes
 from dinfer.families.images.pictures import opened
-from dinfer.families.images.tower import eyes_of
 from dinfer.lab.inspect import inspect
 from dinfer.scale.parallel.leader_worker import read, spelled
 from dinfer.speed import memory
@@ -158,7 +160,7 @@ def test_a_tower_of_another_size_is_refused_and_one_that_is_not_there_is_told(fo
     pipe = dinfer.load(blind, device="cpu", iteration={"block": 6})
     with pytest.raises(ValueError, match=r"messages\.0\.content\.1: the checkpoint blind holds no vision tower"):
         pipe.encode(asked(picture(0)))
-    assert "m.gguf, a GGUF file, holds no vision tower" in str(eyes_of(Path("m.gguf"), pipe.model, 1))
+    assert "m.gguf, a GGUF file, holds no vision tower" in str(eyes_of(GemmaEyes, Path("m.gguf"), pipe.model, 1, WHOLE))
     with pytest.raises(ValueError, match=r"models of the family llada take no images: send text alone"):
         dinfer.load("tiny", device="cpu").encode(asked(picture(0)))
 
@@ -257,7 +259,7 @@ def test_tower_and_soft_tokens_are_counted(pipe: Pipeline, folder: Path, monkeyp
     monkeypatch.setattr(memory, "free_and_total", lambda device: (1 << 33, 1 << 33))
     found = dinfer.load(str(folder), device="cpu", runtime=Runtime(memory="9MB", max_length=250, rows=4))
     worker, eyes = found.engine.loop.worker, found.model.eyes
-    tower = sum(one.nbytes for part in (eyes.tower, eyes.projection) for one in part.state_dict().values())
+    tower = sum(one.nbytes for part in eyes.parts.values() for one in part.state_dict().values())
     table = 4 * 250 * found.model.spec.hidden * 4  # rows, positions, float32
     assert found.engine.runtime.pages == (9_000_000 - memory.held(found.model) - tower - table) // memory.page_bytes(
         worker
