@@ -19,8 +19,8 @@ from dinfer.core.kernels.attention import interval_mask
 from dinfer.core.layers.transformer import WholeAttend
 from dinfer.families.abilities.embedded import Embedded, Mutual, Stretch
 from dinfer.families.abilities.encoder import encoder_intervals, local_interval
-from dinfer.families.images.pictures import opened
 from dinfer.families.images.eyes import Eyes
+from dinfer.families.images.pictures import opened
 from tests.parity.compare import same
 from tests.parity.golden import Case, Fields, Golden, GoldenError
 from tests.parity.kinds.uniform import generated
