@@ -24,6 +24,7 @@ import json
 import time
 from argparse import Namespace
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -40,7 +41,7 @@ from dinfer.lab.likelihood import Passes, logps, passes
 from dinfer.rollouts.rollouts import Rollouts
 
 FAMILIES = ("ages", "chains", "sharing", "travel", "turns", "walks")  # whose answers fit into two blocks
-BLOCK, GROUP, ROWS = 32, 8, 32
+BLOCK, ROWS = 32, 32
 SLOW = 24.0  # forwards that earn nothing beside the right answer
 
 
@@ -54,19 +55,57 @@ def loaded(threshold: float) -> Any:
         "tiny", device="cpu", iteration={"name": "blockwise", "block": BLOCK}, cache="dual",
         decoder={"name": "threshold", "threshold": threshold}, runtime=dinfer.Runtime(rows=64),
     )  # fmt: skip
-    pipe.model.requires_grad_(True)
     return pipe
+
+
+def policy_of(pipe: Any, given: Namespace) -> Any:
+    """The network that is trained: the engine's own, or with --peft a copy of it in an adapter of peft."""
+    if not given.peft:
+        return pipe.model.requires_grad_(True)
+    import peft
+
+    torch.manual_seed(given.seed)  # peft draws A
+    config = peft.LoraConfig(r=given.peft, lora_alpha=2 * given.peft, target_modules=["qkv", "out", "gate_up", "down"])
+    return peft.get_peft_model(copy.deepcopy(pipe.model), config)
+
+
+def trained(policy: Any) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in policy.named_parameters() if tensor.requires_grad}
+
+
+def send(pipe: Any, policy: Any) -> None:
+    """The engine takes what an update has written: of an adapter its own tensors alone, which it merges in place."""
+    with pipe.updating() as into:
+        if policy is pipe.model:
+            into.changed()
+        else:
+            import peft
+
+            into.lora(peft.get_peft_model_state_dict(policy), policy.peft_config["default"].to_dict())
+
+
+def reference_of(policy: Any, given: Namespace) -> Any:
+    """What gives the log-probabilities of the first policy: a copy of it, or the policy without its adapter."""
+    if not given.kl:
+        return None
+    first = policy if given.peft else copy.deepcopy(policy).requires_grad_(False)
+
+    def scored(drawn: Passes) -> Tensor:
+        with policy.disable_adapter() if given.peft else nullcontext():
+            return logps(first, drawn, batch_tokens=1 << 14, grad=False)
+
+    return scored
 
 
 def plain(pipe: Any, prompts: list[list[int]], seed: int, given: Namespace) -> Rollouts:
     """The loop that trainers run: a group at a time, the whole canvas in every forward, in eager torch."""
     spec, generator, found = pipe.model.spec, torch.Generator().manual_seed(seed), list[Rollouts]()
     for prompt in prompts:
-        tokens_NT = torch.tensor([prompt + [spec.mask] * given.new] * GROUP)
+        tokens_NT = torch.tensor([prompt + [spec.mask] * given.new] * given.group)
         step_NA, forwards_N, stopped_N = (
-            torch.full((GROUP, given.new), -1),
-            torch.zeros(GROUP).long(),
-            torch.zeros(GROUP) > 0,
+            torch.full((given.group, given.new), -1),
+            torch.zeros(given.group).long(),
+            torch.zeros(given.group) > 0,
         )
         for begin in range(len(prompt), len(prompt) + given.new, BLOCK):
             block = slice(begin, begin + BLOCK)
@@ -108,18 +147,18 @@ def sampled(pipe: Any, problems: list[Problem], seed: int, given: Namespace, sam
     if sampler == "plain":
         return plain(pipe, prompts, seed, given)
     made: Rollouts = pipe.rollout(
-        prompts, n=GROUP, max_new_tokens=given.new, seed=seed, record="steps", temperature=given.temperature,
+        prompts, n=given.group, max_new_tokens=given.new, seed=seed, record="steps", temperature=given.temperature,
         threshold=given.explore,
     )  # fmt: skip
     return made
 
 
 def rewarded(pipe: Any, problems: list[Problem], made: Rollouts, given: Namespace) -> tuple[Tensor, Tensor]:
-    """Rewards, and which answers are right. [prompts, GROUP] each"""
+    """Rewards, and which answers are right. [prompts, group] each"""
     texts = [pipe.decode(ids) for ids in made.to_trl()["completion_ids"]]
-    right = torch.tensor([is_correct(problems[n // GROUP], text) for n, text in enumerate(texts)]).float()
+    right = torch.tensor([is_correct(problems[n // given.group], text) for n, text in enumerate(texts)]).float()
     quick = (1 - made.forwards / SLOW).clamp(0, 1)
-    return (right * (1 + given.quick * quick)).view(-1, GROUP), right.view(-1, GROUP)
+    return (right * (1 + given.quick * quick)).view(-1, given.group), right.view(-1, given.group)
 
 
 def advantages(rewards: Tensor, given: Namespace) -> Tensor:
@@ -132,7 +171,7 @@ def advantages(rewards: Tensor, given: Namespace) -> Tensor:
 
 
 def updated(
-    pipe: Any, made: Rollouts, rewards: Tensor, optimizer: Any, given: Namespace, seed: int, reference: Any = None
+    policy: Any, made: Rollouts, rewards: Tensor, optimizer: Any, given: Namespace, seed: int, reference: Any = None
 ) -> None:
     """Steps of the optimizer by all samples whose groups differ; each counts by the mean of its tokens."""
     advantage_N = advantages(rewards, given)
@@ -143,26 +182,29 @@ def updated(
         optimizer.zero_grad()
         for begin in range(0, len(part), ROWS):
             rows = part[begin : begin + ROWS]
-            drawn = passes(given.estimator, pipe.model.spec, made[rows].samples(), seed=seed, **given.options)
+            drawn = passes(given.estimator, policy.spec, made[rows].samples(), seed=seed, **given.options)
             drawn = some(drawn, given.passes, seed)
-            loss = loss_of(pipe.model, drawn, made[rows].stops, advantage_N[rows], reference, given)
+            loss = loss_of(policy, drawn, made[rows].stops, advantage_N[rows], reference, given)
             (loss / len(part)).backward()
         if part:
-            torch.nn.utils.clip_grad_norm_(pipe.model.parameters(), 1.0)
+            torch.nn.utils.clip_grad_norm_(trained(policy).values(), 1.0)
             optimizer.step()
 
 
 def loss_of(
-    model: Any, drawn: Passes, stops_N: Tensor, advantage_N: Tensor, reference: Any, given: Namespace
+    policy: Any, drawn: Passes, stops_N: Tensor, advantage_N: Tensor, reference: Any, given: Namespace
 ) -> Tensor:
-    """The sum over samples of what their tokens lose on average, and --kl times their distance to the reference."""
-    logp_X, of_X = logps(model, drawn, batch_tokens=1 << 14), drawn.sequence_M[drawn.pass_X]
+    """The sum over samples of what their tokens lose on average, and --kl times their distance to the reference.
+
+    Both policies see the same passes. The distance is k3 (Schulman 2020, as GRPO has it), which is never negative.
+    """
+    logp_X, of_X = logps(policy, drawn, batch_tokens=1 << 14), drawn.sequence_M[drawn.pass_X]
     # Not what stands behind the stop token.
     weight_X = (drawn.place_X - drawn.prompt_N[of_X] < stops_N[of_X]) * drawn.weight_X.float()
     share_X = weight_X / torch.zeros(len(stops_N)).index_add(0, of_X, weight_X).clamp_min(1e-9)[of_X]
     loss = -(logp_X * share_X * advantage_N[of_X]).sum()
     if reference is not None:
-        apart_X = logps(reference, drawn, batch_tokens=1 << 14, grad=False) - logp_X
+        apart_X = reference(drawn) - logp_X
         loss = loss + given.kl * ((apart_X.exp() - apart_X - 1) * share_X).sum()
     return loss
 
@@ -210,15 +252,16 @@ def train(given: Namespace) -> None:
         "setting": setting_of(given), **provenance(torch.device("cpu")), "rounds": [], "curve": [],
     }  # fmt: skip
     rounds, curve = report["rounds"], report["curve"]
-    names = dict(pipe.model.named_parameters())
+    policy = policy_of(pipe, given)
+    names, reference = trained(policy), reference_of(policy, given)
     optimizer = torch.optim.AdamW(names.values(), lr=given.lr, betas=(0.9, 0.99), weight_decay=0.0)
-    reference = copy.deepcopy(pipe.model).requires_grad_(False) if given.kl else None
 
     def note() -> None:
         notes.write_text(json.dumps(report, indent=1))
 
     if rounds:
         restore(folder, names, optimizer)
+        send(pipe, policy)
     elif not curve:
         curve.append({"rounds": 0, **judged(pipe, given, given.answers, given.unseen)})
         note()
@@ -226,7 +269,7 @@ def train(given: Namespace) -> None:
         if len(rounds) >= given.rounds or time.monotonic() - began > given.seconds:
             break
         optimizer.param_groups[0]["lr"] = given.lr * rate_of(len(rounds), given)
-        rounds.append(one_round(pipe, problems, optimizer, given, len(rounds), "engine", reference))
+        rounds.append(one_round(pipe, policy, problems, optimizer, given, len(rounds), reference=reference))
         if len(rounds) % given.every == 0 and len(rounds) < given.rounds:
             curve.append({"rounds": len(rounds), **judged(pipe, given, given.answers, given.unseen)})
         keep(folder, names, optimizer)
@@ -247,20 +290,16 @@ def rate_of(number: int, given: Namespace) -> float:
 
 
 def one_round(
-    pipe: Any,
-    problems: list[Problem],
-    optimizer: Any,
-    given: Namespace,
-    number: int,
-    sampler: str,
-    reference: Any = None,
-) -> dict[str, float]:
-    """Samples, rewards, and updates the weights in place. CPU seconds of both parts."""
+    pipe: Any, policy: Any, problems: list[Problem], optimizer: Any, given: Namespace, number: int, *,
+    sampler: str = "engine", reference: Any = None,
+) -> dict[str, float]:  # fmt: skip
+    """Samples, rewards, an update, and its weights sent to the engine. CPU seconds of both parts."""
     seed, began = 10_000 * given.seed + number, time.process_time()
     made = sampled(pipe, problems, seed, given, sampler)
     between = time.process_time()
     rewards, right = rewarded(pipe, problems, made, given)
-    updated(pipe, made, rewards, optimizer, given, seed, reference)
+    updated(policy, made, rewards, optimizer, given, seed, reference)
+    send(pipe, policy)
     return {
         "right": float(right.mean()), "reward": float(rewards.mean()), "forwards": float(made.forwards.float().mean()),
         "sampling_cpu_s": round(between - began, 2), "update_cpu_s": round(time.process_time() - between, 2),
@@ -295,15 +334,15 @@ def compare(given: Namespace) -> None:
         for sampler in ("engine", "plain"):
             pipe = loaded(given.threshold)
             sampled(pipe, problems[:1], 0, given, sampler)  # what is done once
-            optimizer = torch.optim.AdamW(pipe.model.parameters(), lr=given.lr)
-            report["rounds"].append(
-                {"sampler": sampler, **one_round(pipe, problems, optimizer, given, number, sampler)}
-            )
+            policy = policy_of(pipe, given)
+            optimizer = torch.optim.AdamW(trained(policy).values(), lr=given.lr)
+            one = one_round(pipe, policy, problems, optimizer, given, number, sampler=sampler)
+            report["rounds"].append({"sampler": sampler, **one})
             print(json.dumps(report["rounds"][-1]), flush=True)
     for sampler in ("engine", "plain"):
         own = [one for one in report["rounds"] if one["sampler"] == sampler]
         sampling, whole = sum(one["sampling_cpu_s"] for one in own), sum(one["update_cpu_s"] for one in own)
-        count = len(own) * given.prompts * GROUP
+        count = len(own) * given.prompts * given.group
         report[sampler] = {"rollouts_a_cpu_s": count / sampling, "rounds_a_cpu_h": 3600 * len(own) / (sampling + whole)}
     report["rollouts_ratio"] = report["engine"]["rollouts_a_cpu_s"] / report["plain"]["rollouts_a_cpu_s"]
     report["rounds_ratio"] = report["engine"]["rounds_a_cpu_h"] / report["plain"]["rounds_a_cpu_h"]
@@ -324,7 +363,7 @@ def table(given: Namespace) -> None:
     save(report, given.out)
 
 
-def main() -> None:
+def settings(words: list[str] | None = None) -> Namespace:
     parser = command_line(__doc__)
     parser.add_argument("task", choices=("train", "compare", "table"))
     parser.add_argument("runs", type=Path, nargs="*")
@@ -334,6 +373,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=67)
     parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--group", type=int, default=8, help="samples of a prompt")
     parser.add_argument("--answers", type=int, default=200, help="unseen problems")
     parser.add_argument("--unseen", type=int, default=7, help="which ones: settings were tried on those of 0")
     parser.add_argument("--passes", type=int, default=0, help="forwards of a sample that an update sees; 0: all")
@@ -344,6 +384,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--warm", type=int, default=3, help="rounds in which the rate rises")
     parser.add_argument("--kl", type=float, default=0.0, help="weight of the distance to the first policy")
+    parser.add_argument("--peft", type=int, default=0, help="rank of the adapter that is trained; 0: all weights are")
     parser.add_argument("--negative", type=float, default=0.1, help="weight of samples worse than their group")
     parser.add_argument("--std", action="store_true", help="advantages are divided by their group's deviation")
     parser.add_argument("--splits", type=int, default=1, help="steps of the optimizer a round")
@@ -352,7 +393,11 @@ def main() -> None:
     parser.add_argument("--last", type=int, default=0, help="further unseen problems for the last policy")
     parser.add_argument("--new", type=int, default=64, help="positions of an answer")
     parser.add_argument("--stops", action="store_true", help="the plain loop ends an answer at its stop token, too")
-    given = parser.parse_args()
+    return parser.parse_args(words)
+
+
+def main() -> None:
+    given = settings()
     torch.set_num_threads(1)
     {"train": train, "compare": compare, "table": table}[given.task](given)
 

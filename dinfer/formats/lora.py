@@ -86,13 +86,14 @@ def read_adapter(folder: Path, placements: Mapping[str, Placement]) -> Adapter:
     if not (folder / WEIGHTS).is_file():
         raise CheckpointError(f"{folder} has no {WEIGHTS} (adapters in other formats are not read)")
     tensors = stored_in(folder / WEIGHTS)
-    owners = _owners(config, placements, folder)
+    fused = _of_network(tensors, placements)
+    owners = fused or _owners(config, placements, folder)
     wanted: dict[str, tuple[int, ...]] = {}
     for name, owner in owners.items():
         *experts, out, width = placements[name].shape
-        ranks = rank * math.prod(experts)
-        wanted[f"{PREFIX}{owner}.lora_A.weight"] = (ranks, width)
-        wanted[f"{PREFIX}{owner}.lora_B.weight"] = (out, ranks)
+        ranks, first = rank * math.prod(experts), placements[name].row if fused else 0
+        a, b = (f"{PREFIX}{owner}.lora_{part}.weight" for part in "AB")
+        wanted[a], wanted[b] = (ranks, width), (max(first + out, *wanted.get(b, (0, ranks))[:1]), ranks)
     rounded = [name for name, one in tensors.items() if one.dtype == ROUNDED]
     wrong = [*mismatches(tensors, wanted, rounded)]
     refuse(wrong, f"the adapter in {folder} does not fit its {CONFIG} and the checkpoint")
@@ -102,8 +103,20 @@ def read_adapter(folder: Path, placements: Mapping[str, Placement]) -> Adapter:
         a, b = (values[f"{PREFIX}{owner}.lora_{part}.weight"] for part in "AB")
         if len(shape := placements[name].shape) == 3:  # peft numbers the ranks of A by expert first, those of B last
             a, b = a.unflatten(0, (shape[0], -1)), b.unflatten(1, (-1, shape[0])).permute(2, 0, 1)
-        pairs[name] = a, b
+        pairs[name] = a, b[placements[name].at[-2]] if fused else b
     return Adapter(pairs, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
+
+
+def _of_network(names: Collection[str], placements: Mapping[str, Placement]) -> dict[str, str]:
+    """The tensors and modules of an adapter that was trained on dinfer's own network, whose modules hold several.
+
+    Nothing for one that names the checkpoint's modules.
+    """
+    found = {name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in names}
+    modules = {name: one.parameter.removesuffix(".weight") for name, one in placements.items() if not one.experts}
+    if not found <= {*modules.values()} or found <= {name.removesuffix(".weight") for name in placements}:
+        return {}
+    return {name: module for name, module in modules.items() if module in found}
 
 
 def _owners(config: Mapping[str, Any], placements: Mapping[str, Placement], folder: Path) -> dict[str, str]:

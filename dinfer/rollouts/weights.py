@@ -426,7 +426,8 @@ class WeightSink:
     def lora(self, adapter: str | Path | Mapping[str, Tensor], config: Mapping[str, Any] | None = None) -> None:
         """A LoRA adapter alone: it is merged into the weights of the checkpoint on disk, in place of the last one.
 
-        A folder that PEFT wrote, or its tensors by name with its `config`. Raises ValueError and CheckpointError.
+        A folder that PEFT wrote, or its tensors by name with its `config`: of the checkpoint's modules, or of those of
+        `pipe.model`, where a copy of that was trained. Raises ValueError and CheckpointError.
         """
         family, folder = self._weights.pipe.origin
         if family.adapter:
@@ -435,7 +436,7 @@ class WeightSink:
             with TemporaryDirectory() as place:
                 tensors = {name: one.contiguous() for name, one in adapter.items()}
                 save_file(tensors, Path(place, "adapter_model.safetensors"))
-                Path(place, ADAPTER).write_text(json.dumps(config or {}))
+                Path(place, ADAPTER).write_text(json.dumps(config or {}, default=list))  # peft has sets of names
                 found = needed("read_adapter", "lora", "formats")(Path(place), self._names.pieces)
         else:
             found = needed("read_adapter", "lora", "formats")(Path(adapter), self._names.pieces)

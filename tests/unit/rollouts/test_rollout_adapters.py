@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -57,3 +58,22 @@ def test_an_adapter_alone(quantize: str | None, folders: Any, tmp_path: Path) ->
         into.load_all({name: tensor for name, tensor in old.items() if "q_proj" in name})
     with pytest.raises(ValueError, match="was replaced by an update"), pipe.updating() as into:
         into.lora(folder)
+
+
+@pytest.mark.parametrize("saved", [False, True])
+@pytest.mark.parametrize("model", ["wide", "wide experts"])
+def test_an_adapter_that_peft_trained_on_the_network(model: str, saved: bool, folders: Any, tmp_path: Path) -> None:  # noqa: F811
+    """It names the network's modules, which hold several matrices of a checkpoint. The engine takes it as it is."""
+    peft = pytest.importorskip("peft")
+    pipe = pipeline(folders(model, "A"), model)
+    config = peft.LoraConfig(r=2, lora_alpha=3, target_modules=["qkv", "out"], init_lora_weights=False)
+    trainer = peft.get_peft_model(deepcopy(pipe.model), config)
+    if saved:
+        trainer.save_pretrained(str(tmp_path))
+    with pipe.updating() as into:
+        into.lora(*((tmp_path,) if saved else (peft.get_peft_model_state_dict(trainer), config.to_dict())))
+    merged, held = dict(trainer.merge_and_unload().named_parameters()), dict(pipe.model.named_parameters())
+    assert all(torch.allclose(tensor, merged[name], atol=1e-6) for name, tensor in held.items())
+    first = load_network(folders(model, "A"), pipe.origin[0], dtype=torch.float32, device=torch.device("cpu"))
+    changed = [name for name, tensor in first.named_parameters() if not torch.equal(tensor, held[name])]
+    assert {name.split(".")[-2] for name in changed} == {"qkv", "out"}
