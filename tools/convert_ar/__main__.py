@@ -30,7 +30,7 @@ from safetensors.torch import load_file, save_file
 
 from tools.convert_ar import draw, measure
 from tools.convert_ar.base import Base, ConversionError, load
-from tools.convert_ar.drafts import Drafter, held_matches, tokens_per_forward
+from tools.convert_ar.drafts import Drafter, Filler, held_matches, tokens_per_forward
 from tools.convert_ar.train import COPIES, STATE, Settings, Texts, Trainer, adapt
 
 
@@ -71,6 +71,8 @@ def settings_of(args: argparse.Namespace, **changes: Any) -> Settings:
     if made.drafts:
         check_drafts(made)
         return made
+    if made.gaps:
+        raise ConversionError("--gaps is of drafts, and there are none: give --drafts, or leave it out")
     wrong = [block for block in made.blocks if block < 1 or made.width % block]
     if wrong:
         raise ConversionError(f"--width {made.width} must be a multiple of each of --blocks, of {wrong[0]} too")
@@ -87,7 +89,7 @@ def check_drafts(made: Settings) -> None:
         raise ConversionError("--drafts trains an adapter, which the base verifies: give --rank at least 1")
     if made.width < made.length:
         raise ConversionError(f"--width {made.width} must be at least --length {made.length}")
-    blocks = {"blocks", "shift", "paced", "certainty"}
+    blocks = {"blocks", "shift"} if made.gaps else {"blocks", "shift", "paced", "certainty"}
     given = [one.name for one in fields(Settings) if one.name in blocks and getattr(made, one.name) != one.default]
     if given:
         raise ConversionError(f"--{given[0]} is of block diffusion, which --drafts does not train: leave it out")
@@ -119,13 +121,14 @@ def texts_of(args: argparse.Namespace) -> list[Path]:
 def train(base: Base, args: argparse.Namespace, settings: Settings, out: Path, start: Path | None) -> None:
     """Trains into a folder, going on where a run in it was broken off."""
     out.mkdir(parents=True, exist_ok=True)
-    trainer = (Drafter if settings.drafts else Trainer)(base, settings, out)
+    kind = Filler if settings.gaps else Drafter if settings.drafts else Trainer
+    trainer = kind(base, settings, out)
     if (out / STATE).is_file():
         trainer.resume(out)
     elif start is not None:
         trainer.resume(start, weights_only=True)
     trainer.run(Texts.read(texts_of(args), base, settings.length))
-    if isinstance(trainer, Drafter):
+    if isinstance(trainer, Drafter) and not settings.gaps:
         write_matches(trainer, args, out)
     if trainer.me == 0:
         write(base, out, settings, float8=args.float8)
@@ -151,6 +154,7 @@ def write(base: Base, out: Path, settings: Settings, *, float8: bool) -> None:
     told |= {"eos_token_id": base.chat.stop, "shift": settings.shift}
     if settings.drafts:
         told |= {"block_size": 1, "shift": 1, "drafts": settings.drafts}
+        told |= {"gaps": True} if settings.gaps else {}
     if settings.rank:
         base.model.peft_config["default"].base_model_name_or_path = Path(base.model.config._name_or_path).name
         base.model.save_pretrained(out)

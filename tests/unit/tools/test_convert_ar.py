@@ -17,7 +17,7 @@ transformers = pytest.importorskip("transformers")
 from tools.convert_ar import base as bases  # noqa: E402
 from tools.convert_ar import draw, measure  # noqa: E402
 from tools.convert_ar.__main__ import main  # noqa: E402
-from tools.convert_ar.drafts import Drafter, packed_drafts, tokens_per_forward  # noqa: E402
+from tools.convert_ar.drafts import Drafter, Filler, packed_drafts, tokens_per_forward  # noqa: E402
 from tools.convert_ar.train import Batch, Settings, Texts, adapt, masks, packed, stored_weights  # noqa: E402
 
 TEMPLATE = "{% for m in messages %}[{{ m.content }}{% endfor %}]"
@@ -176,6 +176,7 @@ def test_an_adapter_that_changes_nothing_answers_as_its_base(folder: Path, base:
         ({"width": "150"}, "must be a multiple"),
         ({"width": "64"}, "must be at least 108"),
         ({"more": "--drafts 3"}, "--blocks is of block diffusion"),
+        ({"more": "--gaps"}, "--gaps is of drafts"),
         ({"more": "--drafts 3 --masks 2"}, "--drafts 3 must be from 1 to --masks 2"),
         ({"more": "--drafts 3 --rank 0"}, "give --rank at least 1"),
         ({"more": "--drafts 3", "width": "16"}, "--width 16 must be at least --length 32"),
@@ -237,6 +238,35 @@ def test_a_mask_drafts_what_it_would_behind_its_clean_tokens_alone(folder: Path,
         gated = gated_hidden(base, torch.cat([ids, masked]), len(ids))
         torch.testing.assert_close(drafted[0, own], gated[len(ids) :], atol=1e-5, rtol=1e-4)
         assert place[at] == len(ids) and int(told[at]) == first + 1 and bool(trained[at])
+
+
+def test_a_known_token_behind_known_ones_is_fed_as_the_base_feeds_it(folder: Path, tmp_path: Path) -> None:
+    """Masks behind it see each other; a loss is of masks alone, whose own rows or those before them predict them."""
+    base = bases.load(folder, torch.device("cpu"), torch.float32)
+    texts = Texts([(np.array([0, 5, 6, 1, 7, 8, 9, 3, 4, 8, 6, 1]), 4)], stop=1)
+    adapt(base, 2)
+    for name, one in base.model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(one, std=0.3)
+    settings = Settings(batch=2, width=32, length=16, drafts=4, gaps=True, masks=26, rank=2, compile=False)
+    filler = Filler(base, settings, tmp_path)
+    filler.filled(filler.pack(texts, np.random.default_rng(0), 0), 0)
+    known = torch.tensor([True, False, True, False])
+    filler.mask(~known.expand(12, 4).clone())
+    clean_sight, sight = filler.seen()
+    clean, pairs = filler.known(clean_sight)
+    tokens = torch.where(filler.masked, base.chat.mask, filler.masks[4])
+    gates = {f"{name}.scale": filler.masked[..., None] * 2.0 for name in bases.LINEAR}
+    first = filler.drafted(pairs, sight, tokens, gates)
+    _, anchor, _, _, _, kind = filler.masks[:, 0]
+    inside = [i for i in range(0, 24, 4) if tokens[0, i] != 1]  # padding is no clean position
+    assert inside and kind[:24].eq(1).all() and not filler.masked[:, 24:].any()
+    torch.testing.assert_close(first[0, inside], clean[0, anchor[inside] + 1], atol=1e-5, rtol=1e-4)
+    tokens[0, 2] = 9 if tokens[0, 2] != 9 else 8
+    moved = (filler.drafted(pairs, sight, tokens, gates) - first).abs().amax(-1)[0] > 1e-4
+    assert moved[:5].tolist() == [False, True, True, True, False]
+    rows, masked = filler.wanted(filler.by_group(filler.masks[5]))
+    assert masked[0].tolist() == [False, True, False, True] and rows[0, :4].tolist() == [True, False, True, False]
 
 
 def gated_hidden(base: bases.Base, ids: torch.Tensor, clean: int) -> torch.Tensor:
