@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dinfer.core.kernels.dispatch import triton, use_triton
+from dinfer.core.kernels.dispatch import native, triton, use_triton
 from dinfer.core.layers.format import PLAIN, Plain
 from dinfer.core.layers.linear import formatted
 from dinfer.core.loading.checkpoint import LoadPlan, load_network
@@ -277,6 +277,10 @@ def copy(held: Tensor, values: Tensor, look: Callable[[Tensor], None]) -> None:
     if values.is_cuda or held.is_cuda or not (held.is_contiguous() and values.is_contiguous()):
         look(values)
         held.copy_(values, non_blocking=True)
+        return
+    if (kernels := native("linear")) is not None and (fine := kernels.copy(held, values)) is not None:
+        if not fine:
+            look(values)
         return
     for target, source in zip(held.view(-1).split(PIECE), values.view(-1).split(PIECE), strict=True):
         look(source)

@@ -38,7 +38,7 @@ from dinfer.core.kernels.moe import ExpertWeight, Gate
 from dinfer.core.kernels.types import HeadNorm, WeightPart
 from dinfer.core.terms.stats import Draw
 
-NAMES = "linear.c", "float.c", "draw.c", "languages.c", "blocks.h", "vectors.h"
+NAMES = "linear.c", "float.c", "draw.c", "copies.c", "languages.c", "blocks.h", "vectors.h"
 SOURCES = tuple(Path(__file__).with_name(name) for name in NAMES)
 FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC")
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
@@ -47,6 +47,8 @@ KINDS = (
 )  # fmt: skip
 """Formats that the kernels read: our own, and the block types of GGUF files. In the order of `blocks.h`."""
 SCALES = (torch.float32, torch.float16, torch.bfloat16)
+EXPONENT = {torch.bfloat16: (0x7F80, 16), torch.float16: (0x7C00, 16), torch.float32: (0x7F800000, 32)}  # and the bits
+ALL_AT_ONCE = 1 << 18  # bytes; fewer are faster through the caches
 COMPILING = threading.Lock()
 log = logging.getLogger(__name__)
 
@@ -251,6 +253,19 @@ def log_sums(logits_RLV: Tensor, scale_R1: Tensor, wanted_RL: Tensor | None) -> 
     wanted_RL = torch.ones_like(out_RL, dtype=torch.bool) if wanted_RL is None else wanted_RL
     call("log_sums", logits_RLV, scale_R1, wanted_RL, out_RL, *logits_RLV.shape, torch.get_num_threads())
     return out_RL
+
+
+def copy(held: Tensor, values: Tensor) -> bool | None:
+    """Copies values to a tensor of their type, both contiguous. Whether all are finite; None: it takes no such ones."""
+    if values.dtype not in EXPONENT or held.dtype != values.dtype or values.nbytes % 4 or values.nbytes < ALL_AT_ONCE:
+        return None
+    (exponent, bits), broken = EXPONENT[values.dtype], torch.zeros(1, dtype=torch.int64)
+    both = 1 if bits == 32 else 1 << bits | 1
+    call(
+        "copy", values, held, values.nbytes // 4, exponent * both, (exponent & -exponent) * both, both << (bits - 1),
+        broken, torch.get_num_threads(),
+    )  # fmt: skip
+    return not broken.item()
 
 
 def language_allowed(held: Any, line: Any) -> Tensor:

@@ -345,3 +345,24 @@ def test_16_bits_on_a_cpu_without_avx_512(monkeypatch: pytest.MonkeyPatch) -> No
         got = linear(x, weight)
         assert got.dtype == torch.bfloat16 and torch.equal(got, (x.float() @ weight.float().T).bfloat16())
         assert torch.equal(linear(x, weight, bias), got + bias)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_copy_sees_what_is_not_finite(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before and behind what lies at an address that vectors can be written to, too."""
+    size, wrong = 2 * 67 + 64, [float("nan"), float("inf"), -float("inf")]
+    values, held = torch.randn(size + 16).to(dtype), torch.zeros(size + 32, dtype=dtype)
+    for shift in (0, 2, 6):
+        own, target = values[shift : size + shift], held[16 - shift : size + 16 - shift]
+        assert native.copy(target, own) is None  # so few go through the caches
+        monkeypatch.setattr(native, "ALL_AT_ONCE", 0)
+        own[5], own[6] = torch.finfo(dtype).max, torch.finfo(dtype).min
+        for at in (None, 0, 1, 70, 101, size - 2, size - 1):
+            good, held[:] = own.clone(), 7
+            if at is not None:
+                good[at] = wrong[at % 3]
+            assert native.copy(target, good) is (at is None)
+            assert torch.equal(target.view(torch.uint8), good.view(torch.uint8))
+            assert int((held == 7).sum()) == 32
+        monkeypatch.undo()
+    assert native.copy(held.double(), held) is native.copy(held[:5].half(), held[:5].half()) is None
