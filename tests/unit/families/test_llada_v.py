@@ -26,9 +26,12 @@ from dinfer.families.images.llava import SYSTEM, LlavaEyes
 from dinfer.families.images.pictures import opened
 
 PUBLISHED = {
-    "iteration": "blockwise_128", "decoder": "one_by_one", "cache": "none",
+    "iteration": "blockwise_128", "decoder": {"name": "until_stop", "steps": 4096, "stops": [6]}, "cache": "none",
     "sampling": {"name": "standard", "suppress": [0, 1, 4, 5]},
 }  # fmt: skip
+
+STOP = 28  # a token that the random network writes
+STOPPED = PUBLISHED | {"decoder": {"name": "until_stop", "steps": 4096, "stops": [STOP]}}
 
 
 @pytest.fixture(scope="module")
@@ -82,30 +85,43 @@ def logits(theirs: Any, x_TD: torch.Tensor) -> torch.Tensor:
     return theirs.head(theirs.language_model(inputs_embeds=x_TD[None], attention_mask=mask).last_hidden_state)[0]
 
 
-def published(theirs: Any, prompt_XD: torch.Tensor, new: int, guidance: float = 0) -> list[int]:
-    """`generate_with_embeds` of one block, a token a step: the surest of those that are not forbidden."""
-    embed, ids = theirs.language_model.embed_tokens, torch.full((new,), 2)
-    for _ in range(new):
+def published(
+    theirs: Any, prompt_XD: torch.Tensor, new: int, guidance: float = 0, stop: int = 6
+) -> tuple[list[int], int]:
+    """`generate_with_embeds` of one block: the tokens before the stop token, and how many forwards they took.
+
+    A step decodes one token: the surest of those before the stop token. Four tokens are forbidden.
+    """
+    embed, ids, end = theirs.language_model.embed_tokens, torch.full((new,), 2), new
+    for step in range(new):
+        if not (ids[:end] == 2).any():
+            return ids[:end].tolist(), step
         one = logits(theirs, torch.cat((prompt_XD, embed(ids))))[-new:]
         if guidance:
             bare = logits(theirs, torch.cat((embed(torch.full((len(prompt_XD),), 2)), embed(ids))))[-new:]
             one = bare + (guidance + 1) * (one - bare)
         one[:, [0, 1, 4, 5]] = -torch.inf
         sure = one.double().softmax(-1).max(-1)
-        at = torch.where(ids == 2, sure.values, -1).argmax()
+        at = torch.where(ids == 2, sure.values, -1)[:end].argmax()
         ids[at] = sure.indices[at]
-    return ids.tolist()
+        end = int(at) if ids[at] == stop else end
+    return ids[:end].tolist(), new
 
 
 @torch.no_grad()
-def test_an_answer_is_that_of_the_published_rule_over_transformers_network(theirs: Any, pipe: Pipeline) -> None:
+def test_an_answer_is_that_of_the_published_rule_over_transformers_network(
+    theirs: Any, pipe: Pipeline, folder: Path
+) -> None:
+    stopping = dinfer.load({"name": "llada_v", "checkpoint": str(folder), "stop_ids": [STOP]}, device="cpu", **STOPPED)
     for images, guidance in (((picture(0),), 0.0), ((picture(0),), 1.5), ((picture(1), picture(2)), 0.0)):
         prompt = pipe.encode(asked(*images))
         x_XD = theirs.language_model.embed_tokens(torch.tensor(prompt))
         seen = [pipe.model.eyes.see(opened(one, "it"), alone=len(images) == 1).rows_XD for one in images]
         x_XD[torch.tensor(prompt) == 3] = torch.cat(seen)
         got = pipe.generate(asked(*images), max_new_tokens=10, options={"guidance": guidance})
-        assert got.canvas[len(prompt) :] == published(theirs, x_XD, 10, guidance)
+        assert (got.ids, got.counts.forwards) == published(theirs, x_XD, 10, guidance)
+        early = stopping.generate(asked(*images), max_new_tokens=10, options={"guidance": guidance})
+        assert (early.ids, early.counts.forwards) == published(theirs, x_XD, 10, guidance, STOP)
 
 
 def test_two_pictures_at_once_keep_their_answers_under_every_cache(pipe: Pipeline) -> None:
