@@ -39,6 +39,7 @@ class Plan:
     drop_eos: bool = False  # the reference returns a single row without its EOS tokens
     response: bool = False  # the reference returns what it generated, without the prompt
     answer: int | None = None  # the reference returns so many new tokens at most, up to the first EOS, and no prompt
+    spare: int = 0  # forwards more: the reference needs none for a single candidate, ours one if nothing follows it
     padding: int = 0  # positions behind those that the reference is asked for, see `Pads`
     adapted: bool = False  # drafts take the adapter in the model's folder
     cut: bool = False  # the reference returns the prompt and the answer, up to the first EOS
@@ -367,13 +368,32 @@ def _a2d(prompts: list[list[int]], params: Fields, *, blocks: bool) -> Plan:
     )
 
 
-def _info_gain(prompts: list[list[int]], params: Fields) -> Plan:
+def info_gain(doc: Fields, prompts: list[list[int]], params: Fields) -> Plan:
     """Information-Gain-Sampler. Its blocks have a number of steps each, and what they leave stays masked, a defect."""
-    new_tokens, block, _ = (params.take(name) for name in ("max_new_tokens", "block_size", "steps"))
+    new_tokens, block, steps = (params.take(name) for name in ("max_new_tokens", "block_size", "steps"))
+    last = max(steps // max(new_tokens // block, 1), 1)
     iteration = {"name": "look_ahead", "block": block, "stop": "off", "branches": params.take("candidate_number")}
     iteration |= {"heat": params.take("position_temperature"), "own_entropy": params.take("variant") == "info_gain"}
     decoder = {"name": "when_sure", "threshold": params.take("threshold"), "all": True}
-    return Plan(iteration, decoder, {"name": "none"}, new_tokens, swept=look_ahead.recorded)
+    made = {"swept": partial(look_ahead.recorded, last=last), "drawn": partial(look_ahead.ending, last=last)}
+    left = doc.take("masks_left") > 0
+    return Plan(iteration, decoder, {"name": "none"}, new_tokens, keep_masks=left, spare=int(left), **made)
+
+
+def info_gain_dllm(doc: Fields, prompts: list[list[int]], params: Fields) -> Plan:
+    """Its form for dllm: each step of a block has a share of the masks, and EOS fills what is behind it."""
+    last = -(-params.take("steps") // -(-params.take("max_new_tokens") // params.take("block_size")))
+    eos_id, threshold = doc.take("eos_id"), params.take("threshold")
+    plan = info_gain(doc, prompts, params)
+    plan.iteration["stop"] = "off" if eos_id is None else "fill"
+    return replace(
+        plan,
+        decoder={"name": "when_sure", "threshold": 1.0 if threshold is None else threshold, "steps": last},
+        spec={"shift": int(params.take("right_shift_logits"))},
+        swept=partial(look_ahead.recorded, last=last),
+        drawn=partial(look_ahead.ending, last=last),
+        wraps=look_ahead.fewer_ends(eos_id, doc.take("pad_id")),
+    )
 
 
 # Algorithm of the goldens -> plan, of prompts and parameters. Whoever adds an iteration or a cache adds an entry here.
@@ -398,7 +418,6 @@ ALGORITHMS: dict[str, Callable[[list[list[int]], Fields], Plan]] = {
     "daedal": _daedal,
     "streaming_dllm": _streaming,
     "s2d2": _s2d2,
-    "info_gain": _info_gain,
     "dsb": _dsb,
     "freedave": _freedave,
     "a2d_mdlm": partial(_a2d, blocks=False),

@@ -41,6 +41,7 @@ LATER = {  # of the sets that came later
     "generation/llada/certainty": 3, "generation/llada/pcsampler": 1, "generation/dream/pcsampler": 1,
 }  # fmt: skip
 FAMILIES = {"models/a2d": 18, "generation/a2d": 25}  # of goldens-families
+RULES = {"info_gain": 66, "freedave": 30, "dsb": 9}  # of goldens-rules; of dsb the constant window alone
 RUN = "generation/llada/blockwise_dual_thre_0p6_noalign"
 MODEL, MODEL_CASES = "models/llada", "models/llada/cases.safetensors"
 DINFER, SGLANG = "decoders/dinfer_threshold", "decoders/sglang_low_confidence"
@@ -111,6 +112,17 @@ def test_recorded_runs_of_a2d_are_repeated() -> None:
     report = check(NEXT.with_name("goldens-families"), ["models/a2d*", "generation/a2d*"])
     assert not failures(report)
     assert {prefix: passed(report, prefix) for prefix in FAMILIES} == FAMILIES
+
+
+@pytest.mark.rest  # it takes 15 seconds
+@pytest.mark.skipif(not NEXT.is_dir(), reason="the recorded runs of further rules are not here")
+def test_recorded_runs_of_further_rules_are_repeated(tmp_path: Path) -> None:
+    (tmp_path / "generation").symlink_to(NEXT.with_name("goldens-rules") / "generation")
+    (tmp_path / "models").symlink_to(SHARED / "models")
+    report = check(tmp_path, [f"generation/*/{name}_*" for name in RULES])
+    assert not failures(report)
+    assert {name: sum(f"/{name}" in result.id and result.outcome == "passed" for result in report.results)
+            for name in RULES} == RULES  # fmt: skip
 
 
 @pytest.mark.rest  # it takes 10 seconds

@@ -67,7 +67,7 @@ class Row:
     since: int = 0  # forwards at that time
     tried: int = 0  # candidates of its last step
     drafted: bool = False  # the last step decoded and left the row in its blocks, so there are drafts for the next
-    offered: bool = False  # the same, and it committed nothing beside a version: see `HostFacts.offered`
+    gained: int = 0  # positions that the last step decoded
     steady: bool = False  # the last step changed only counts
     missed: bool = False  # the last step did not fit it
     slid: bool = False  # its active region has moved without entering a block
@@ -97,8 +97,7 @@ class Row:
         if gained or (not self.steady and (now.block, now.kept) != (old.block, old.kept)):
             self.idle, self.since = 0, now.forwards
         self.drafted = now.steps > old.steps and (self.steady or (now.start, now.end) == (old.start, old.end))
-        self.offered = self.drafted and gained <= (self.tried > 0)
-        self.fastest = max(self.fastest, gained)
+        self.gained, self.fastest = gained, max(self.fastest, gained)
         self.before, self.cursors = old, now
         self.left = self.open_before[now.end] - now.committed
         return True

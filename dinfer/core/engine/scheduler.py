@@ -104,7 +104,8 @@ class Scheduler:
 
     def _forks(self, row: Row) -> bool:
         """Whether a row may have versions in its next step, and computes no more than a version has pages for."""
-        return row.need.width <= self.widest and (row.offered or row.missed or not self.recipe.facts.offered)
+        few = not (most := self.recipe.facts.offered) or (row.drafted and row.gained <= most * (row.tried > 0))
+        return row.need.width <= self.widest and (few or row.missed)
 
     def versions(self, phase: Phase, rows: Sequence[Row], width: int) -> int:
         """How many versions each lane of such a step evaluates: as many as are asked for, or 0 where rows have none."""

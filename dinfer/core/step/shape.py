@@ -113,14 +113,14 @@ class HostFacts:
 
     phases: tuple[Phase, ...] = ()  # of its own steps: what a row needs next is known only after its last step
     versions: int = 0  # of each row, which steps that decide evaluate beside its present state
-    offered: bool = False  # only of rows whose last step committed nothing, or a version alone
+    offered: int = 0  # tokens of a version at most, if only rows whose last step committed no others have some
     page_sets: int = 0  # of each slot beside that of its request, if not for versions
     opens: bool = False  # a step may open one more block before it decides
     divides: bool = False  # rows may take several lanes of a step
 
     def __or__(self, other: HostFacts) -> HostFacts:
         return HostFacts(
-            self.phases + other.phases, self.versions + other.versions, self.offered or other.offered,
+            self.phases + other.phases, self.versions + other.versions, max(self.offered, other.offered),
             max(self.page_sets, other.page_sets), self.opens or other.opens, self.divides or other.divides,
         )  # fmt: skip
 
