@@ -125,24 +125,25 @@ def greedy(model: Model, pairs: Sequence[Pair], *, batch: int = 16) -> list[bool
 
 @torch.inference_mode()
 @on_own_device
-def left_to_right(model: Model, ids: Sequence[int], *, top: int, batch: int = 16) -> list[TokenLogprob]:
-    """The log-probability of each token but the first, given those before it and masks in place of the others.
+def left_to_right(model: Model, ids: Sequence[int], *, top: int, batch: int = 16) -> list[tuple[TokenLogprob, int]]:
+    """The log-probability and the rank (1: the likeliest) of each token but the first, given those before it and masks
+    in place of the others.
 
     The bound averages over orders in which tokens are revealed, and this is one of them, the only one whose sums hold
     for every division into prompt and answer. It takes a pass for each token. Raises ValueError.
     """
     drawn = passes("left_to_right", model.spec, Samples.of([(ids[:1], ids[1:])]))
 
-    def alternatives(logits_NV: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def alternatives(logits_NV: Tensor, target_N: Tensor) -> tuple[Tensor, ...]:
         logprob_NV = logits_NV.log_softmax(-1)
-        best = logprob_NV.topk(min(top, logprob_NV.shape[1]))
-        return logprob_NV.gather(1, target_N[:, None])[:, 0], best.indices, best.values
+        best, own_N1 = logprob_NV.topk(min(top, logprob_NV.shape[1])), logprob_NV.gather(1, target_N[:, None])
+        return own_N1[:, 0], (logprob_NV > own_N1).sum(1) + 1, best.indices, best.values
 
-    found: dict[int, TokenLogprob] = {}
-    for index_N, (own_N, token_NK, logprob_NK) in readings(model, drawn, alternatives, batch * len(ids)):
+    found: dict[int, tuple[TokenLogprob, int]] = {}
+    for index_N, read in readings(model, drawn, alternatives, batch * len(ids)):
         places = drawn.place_X[index_N].tolist()
-        for place, own, *tops in zip(places, own_N.tolist(), token_NK.tolist(), logprob_NK.tolist(), strict=True):
-            found[place] = TokenLogprob(own, [*zip(*tops, strict=True)])
+        for place, own, rank, *tops in zip(places, *(one.tolist() for one in read), strict=True):
+            found[place] = TokenLogprob(own, [*zip(*tops, strict=True)]), rank
     return [found[place] for place in sorted(found)]
 
 

@@ -126,7 +126,11 @@ class Rollouts:
         return found_A
 
     def to_sglang(self) -> list[dict[str, Any]]:
-        """Each sample as SGLang's `/generate` returns it, with its replay fields (pull request 27943)."""
+        """Each sample as SGLang's `/generate` returns it, with its replay fields (pull request 27943).
+
+        Log-probabilities are as in `to_trl`: SGLang's own are those of the temperature.
+        """
+        drawn_NA = self._drawn()
         maps, found = None if self.first_steps is None else self.step_map("sglang"), []
         for n in range(len(self)):
             stop, length = int(self.stops[n]), int(self.lengths[n])
@@ -136,8 +140,8 @@ class Rollouts:
                 "completion_tokens": stop,
                 "weight_version": str(int(self.versions[n, : max(stop, 1)].max())) if length else "0",
             }  # fmt: skip
-            if self.logps is not None:
-                pairs = zip(self.logps[n, :stop].tolist(), ids, strict=False)
+            if drawn_NA is not None:
+                pairs = zip(drawn_NA[n, :stop].tolist(), ids, strict=False)
                 meta["output_token_logprobs"] = [(logp, token, None) for logp, token in pairs]
             if maps is not None:
                 meta |= {
@@ -165,10 +169,15 @@ class Rollouts:
             "prompt_ids": _cut(self.prompt_ids, self.prompt_lengths.tolist()),
             "completion_ids": _cut(self.answer_ids, stops), "logprobs": None,
         }  # fmt: skip
-        if self.logps is not None and self.sampled_logps is not None:
-            drawn = torch.where(self.sampled_logps.isnan(), self.logps, self.sampled_logps)
-            found["logprobs"] = _cut(drawn, stops)
+        if (drawn_NA := self._drawn()) is not None:
+            found["logprobs"] = _cut(drawn_NA, stops)
         return found
+
+    def _drawn(self) -> Tensor | None:
+        """Log-probabilities under the distribution that was drawn from, raw where the likeliest token was taken."""
+        if self.logps is None or self.sampled_logps is None:
+            return self.logps
+        return torch.where(self.sampled_logps.isnan(), self.logps, self.sampled_logps)
 
 
 def _dense(steps_A: Tensor) -> Tensor:

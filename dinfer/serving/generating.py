@@ -76,8 +76,10 @@ async def _seen(
         raise failure(error) from error
 
 
-async def scored(server: Server, served: Served, ids: list[int], top: int, field: str) -> list[TokenLogprob | None]:
-    """Log-probabilities of a prompt, computed beside the engine, as a trace."""
+async def scored(
+    server: Server, served: Served, ids: list[int], top: int, field: str
+) -> list[tuple[TokenLogprob, int] | None]:
+    """Log-probabilities and ranks of a prompt's tokens, computed beside the engine, as a trace."""
     score = partial(left_to_right, served.pipe.model, ids, top=max(top, 1))
     try:
         async with asyncio.timeout(server.settings.deadline):

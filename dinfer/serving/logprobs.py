@@ -61,16 +61,17 @@ class Logprobs:
 
 
 def prompt_logprobs(
-    pieces: Pieces, ids: Sequence[int], told: Sequence[TokenLogprob | None], top: int
+    pieces: Pieces, ids: Sequence[int], told: Sequence[tuple[TokenLogprob, int] | None], top: int
 ) -> list[dict[str, Any] | None]:
     """vLLM's objects of a prompt: by token id the `top` best of each position, and the prompt's own token."""
     made: list[dict[str, Any] | None] = []
-    for token, one in zip(ids, told, strict=True):
-        if one is None:
+    for token, pair in zip(ids, told, strict=True):
+        if pair is None:
             made.append(None)
             continue
-        found: dict[int, tuple[float, int | None]] = {token: (one.logprob, None)}  # unless it is among the best
-        found |= {other: (p, rank) for rank, (other, p) in enumerate(one.top, 1) if rank <= top or other == token}
+        one, own = pair
+        found = {other: (p, rank) for rank, (other, p) in enumerate(one.top[:top], 1)}
+        found = {token: (one.logprob, own)} | found
         made.append({
             str(other): {"logprob": max(logprob, LEAST), "rank": rank, "decoded_token": pieces.of(other)}
             for other, (logprob, rank) in found.items()

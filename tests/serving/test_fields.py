@@ -345,8 +345,9 @@ def test_each_token_of_a_prompt_is_scored_as_vllm_writes_it(client: Client) -> N
         first, *others = choice["prompt_logprobs"]
         assert first is None and len(others) == len(prompt) - 1
         for token, told in zip(prompt[1:], others, strict=True):
-            ranks = sorted(one["rank"] or 3 for one in told.values())
-            assert ranks in ([1, 2], [1, 2, 3]) and told[str(token)]["decoded_token"] == client.pipe.decode([token])
+            ranks = sorted(one["rank"] for one in told.values())
+            assert ranks[:2] == [1, 2] and len(ranks) <= 3
+            assert told[str(token)]["decoded_token"] == client.pipe.decode([token])
     told = whole["choices"][0]["prompt_logprobs"]
     own = [one[str(token)]["logprob"] for one, token in zip(told[1:], ids[1:], strict=True)]
     assert own == pytest.approx(echoed[1 : len(ids)], abs=1e-4)

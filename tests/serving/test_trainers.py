@@ -11,6 +11,7 @@ import torch
 
 pytest.importorskip("fastapi")
 
+from support.adapters import save_adapter
 from support.serving import QUESTION, Client, served
 
 import dinfer
@@ -98,6 +99,60 @@ def test_samples_tell_the_weights_that_an_update_brought(client: Client, tmp_pat
     want = other.rollout([client.pipe.encode(QUESTION)], max_new_tokens=40, seed=[5], temperature=0.8)
     assert sample["output_ids"] == want.to_sglang()[0]["output_ids"]
     assert sample["meta_info"]["weight_version"] == "7"
+
+
+def test_areal_s_and_slime_s_requests_are_taken_as_they_send_them(client: Client) -> None:
+    """AReaL 4aef98d8 (`SGLangBackend`), slime 624b824a (`GenerateState`, `abort_server_until_idle`, `external.py`)."""
+    ids = client.pipe.encode(QUESTION)
+    areal = {
+        "top_p": 1.0, "top_k": 100_000_000, "max_new_tokens": 40, "temperature": 0.7, "ignore_eos": False,
+        "stop_token_ids": [client.pipe.model.spec.eos_id], "skip_special_tokens": True, "frequency_penalty": 0.0,
+    }  # fmt: skip
+    slime = {
+        "temperature": 0.7, "top_p": 1.0, "top_k": -1, "max_new_tokens": 40, "stop": None, "stop_token_ids": None,
+        "skip_special_tokens": False, "no_stop_trim": True, "spaces_between_special_tokens": False, "sampling_seed": 5,
+    }  # fmt: skip
+    bodies = [
+        {"input_ids": ids, "image_data": None, "sampling_params": areal, "return_logprob": True, "stream": False},
+        {"input_ids": ids, "sampling_params": slime, "return_logprob": True},
+    ]
+    found = [client.ask("/generate", body).json() for body in bodies]
+    made = client.pipe.rollout([ids], max_new_tokens=40, seed=[5], temperature=0.7)
+    assert [one[1] for one in found[1]["meta_info"]["output_token_logprobs"]] == made.to_trl()["completion_ids"][0]
+    told = [one[0] for one in found[1]["meta_info"]["output_token_logprobs"]]
+    assert told == pytest.approx(made.to_trl()["logprobs"][0], abs=1e-4)  # of what was drawn from, not raw
+    assert told != pytest.approx(made.logps[0, : len(told)].tolist(), abs=1e-2)
+    assert found[0]["meta_info"]["finish_reason"]["type"] in ("stop", "length")
+    for path in ("/abort_request", "/pause_generation", "/continue_generation"):
+        assert client.ask(path, {"abort_all": True} if path == "/abort_request" else {}).status_code == 200
+    loads = client.ask("/v1/loads?include=core").json()["loads"]
+    assert sum(one["num_running_reqs"] + one["num_waiting_reqs"] for one in loads) == 0
+    assert client.ask("/server_info").json() == client.ask("/get_server_info").json()
+    assert client.ask("/server_info").json()["tp_size"] == 1 and client.ask("/reset_prefix_cache", {}).json()["success"]
+    group = {"master_address": "127.0.0.1", "master_port": "x", "rank_offset": 1, "world_size": 2, "backend": "gloo"}
+    wrong = client.ask("/init_weights_update_group", group)
+    assert wrong.status_code == 400 and "master_port" in wrong.text  # a text of digits is taken
+    assert "image_data" in client.ask("/generate", bodies[0] | {"image_data": ["a.png"]}).text
+    penalty = client.ask("/generate", bodies[1] | {"sampling_params": slime | {"repetition_penalty": 1.5}}).json()
+    want = client.pipe.rollout([ids], max_new_tokens=40, seed=[5], temperature=0.7, repetition_penalty=1.5)
+    assert penalty["output_ids"] == want.to_sglang()[0]["output_ids"]
+
+
+def test_an_adapter_is_asked_for_by_its_path(tmp_path: Path) -> None:
+    pipe = dinfer.load("tiny", device="cpu", cache="none")
+    folder = str(save_adapter(tmp_path / "one", pipe.origin[0], pipe.model.spec, 2))
+    with served(Settings(rollouts=True, adapters={}), pipe) as found:
+        before = found.ask("/generate", asked(found)).json()["output_ids"]
+        answer = found.ask("/load_lora_adapter", {"lora_name": "v1", "lora_path": folder})
+        assert (answer.status_code, answer.json()) == (200, {"success": True, "loaded_adapters": ["v1"]})
+        made = found.ask("/generate", asked(found, lora_path="v1")).json()["output_ids"]
+        assert found.ask("/generate", asked(found)).json()["output_ids"] == before != made
+        assert found.ask("/generate", asked(found, lora_path="v2")).status_code == 404
+        assert found.ask("/unload_lora_adapter", {"lora_name": "v1"}).json()["loaded_adapters"] == []
+    family = {"name": "llada", "checkpoint": "tiny", "adapter": folder}
+    merged = dinfer.load(family, preset="tiny", device="cpu", cache="none")
+    want = merged.rollout([pipe.encode(QUESTION)], max_new_tokens=40, seed=[5], temperature=0.8)
+    assert made == want.to_sglang()[0]["output_ids"]
 
 
 def test_only_a_server_for_trainers_has_these_paths() -> None:

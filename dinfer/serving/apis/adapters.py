@@ -1,4 +1,5 @@
-"""LoRA adapters of a server with `adapters=`, asked for as MODEL:ADAPTER, loaded and unloaded at vLLM's paths."""
+"""LoRA adapters of a server with `adapters=`, asked for as MODEL:ADAPTER, loaded and unloaded at vLLM's paths, and at
+SGLang's, which are the same without `/v1` and answer in JSON."""
 
 from __future__ import annotations
 
@@ -75,6 +76,18 @@ def add(app: FastAPI, server: Server) -> None:
         """Loads an adapter, which requests then ask for as MODEL:ADAPTER or by its name alone."""
         await done(load, body.lora_name, body.lora_path)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+    @app.post("/load_lora_adapter")
+    async def load_as_sglang(body: Load) -> dict[str, Any]:
+        """Loads an adapter, which `/generate` then takes as `lora_path`."""
+        await load_adapter(body)
+        return {"success": True, "loaded_adapters": [*server.catalogue.variants]}
+
+    @app.post("/unload_lora_adapter")
+    async def unload_as_sglang(body: Unload) -> dict[str, Any]:
+        """Forgets an adapter that no request uses."""
+        await unload_adapter(body)
+        return {"success": True, "loaded_adapters": [*server.catalogue.variants]}
 
     @app.post("/v1/unload_lora_adapter")
     async def unload_adapter(body: Unload) -> PlainTextResponse:

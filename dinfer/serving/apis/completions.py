@@ -189,7 +189,8 @@ async def echoed(server: Server, served: Served, body: CompletionRequest, prompt
         served.check_length(len(ids), "prompt")
         served.check_tokens("prompt", ids)
         text = given if isinstance(given, str) else served.pipe.decode(given)
-        scores = [] if top is None else await scored(server, served, ids, top, "echo")
+        told = [] if top is None else await scored(server, served, ids, top, "echo")
+        scores = [one and one[0] for one in told]
         counts = Counts(len(scores), 0, 0, 0, 0, 0.0) if alone else None
         for _ in range(body.n):
             made.append(

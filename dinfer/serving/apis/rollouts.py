@@ -27,6 +27,7 @@ from dinfer.serving.rows import failure
 from dinfer.serving.served import Served
 from dinfer.serving.server import Server
 
+PENALTIES = ("min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
 Ids = Annotated[list[int], Field(min_length=1)]
 
 
@@ -37,6 +38,11 @@ class Sampling(Strict):
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=-1)] = -1
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0, le=2)] = 1.0
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    min_new_tokens: Annotated[int, Field(ge=0)] = 0
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
     sampling_seed: Annotated[int, Field(ge=0, lt=SEEDS - MAX_CHOICES)] | None = None
     stop_token_ids: list[int] | None = None
@@ -45,6 +51,15 @@ class Sampling(Strict):
     spaces_between_special_tokens: bool = True
     stop: Annotated[list[str], Field(max_length=0)] | None = None  # a rollout ends at tokens alone
     no_stop_trim: bool = False
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Those of the recipe. What changes nothing is left out: some decoders take no penalties."""
+        found = {"min_tokens": self.min_new_tokens}
+        found |= {name: getattr(self, name) for name in PENALTIES}
+        neutral = {name: one.default for name, one in type(self).model_fields.items()} | {"min_tokens": 0}
+        fixed = {"temperature": self.temperature, "top_p": self.top_p, "top_k": max(self.top_k, 0)}
+        return fixed | {name: value for name, value in found.items() if value != neutral[name]}
 
 
 class GenerateRequest(Strict):
@@ -61,6 +76,9 @@ class GenerateRequest(Strict):
     logprob_start_len: Literal[-1] = -1  # those of the prompt are not computed
     top_logprobs_num: Literal[0] | None = None
     return_text_in_logprobs: Literal[False] = False
+    return_routed_experts: Literal[False] = False
+    image_data: Annotated[list[Any], Field(max_length=0)] | None = None  # AReaL sends it always
+    lora_path: str | None = None  # the name of a loaded adapter
     dinfer: Own = Own()
 
 
@@ -92,7 +110,7 @@ def add(app: FastAPI, server: Server) -> None:
     @app.post("/generate")
     async def generate(body: GenerateRequest) -> Any:
         """Samples with what every step did. A list if there are several prompts, or n > 1."""
-        served, asked = model_of(server, body.model), body.sampling_params
+        served, asked = model_of(server, body.model or body.lora_path), body.sampling_params
         several, prompts = prompts_of(served, body)
         made = rounds(served, body, prompts)
         rid = body.rid or uuid.uuid4().hex
@@ -161,8 +179,7 @@ def rounds(served: Served, body: GenerateRequest, prompts: list[list[int]]) -> R
         raise refused("sampling_params.stop_token_ids", other, f"must be among those of the model: {sorted(stops)}.")
     seed = secrets.randbelow(SEEDS - MAX_CHOICES) if asked.sampling_seed is None else asked.sampling_seed
     seeds = [seed + j for _ in prompts for j in range(asked.n)]
-    options = {"temperature": asked.temperature, "top_p": asked.top_p, "top_k": max(asked.top_k, 0)}
-    options |= body.dinfer.model_extra or {}
+    options = asked.options | (body.dinfer.model_extra or {})
     record = "logps" if body.return_logprob else "steps" if body.return_step_maps else "none"
     with at_field("sampling_params"):
         made = planned(served.pipe, prompts, Asked(asked.n, asked.max_new_tokens, seeds, record), options=options)
@@ -206,7 +223,8 @@ def told(
     version = str(served.pipe.weights.version)
     if done is None:
         reason = {"type": "abort", "message": "the request was aborted"}
-        meta = {"id": rid, "finish_reason": reason, "completion_tokens": 0, "weight_version": version}
+        meta: dict[str, Any] = {"id": rid, "finish_reason": reason, "completion_tokens": 0, "weight_version": version}
+        meta |= {"output_token_logprobs": []} if body.return_logprob else {}
         return {"text": "", "output_ids": [], "meta_info": meta}
     sample = made.read({place: done})
     (answer,) = sample.to_sglang()

@@ -61,11 +61,12 @@ class FromTensor(Changed):
 
 class Joins(Strict):
     master_address: str
-    master_port: Annotated[int, Field(ge=1, le=65535)]
+    master_port: Annotated[int, Field(ge=1, le=65535, strict=False)]  # AReaL sends a text
     rank_offset: int
     world_size: int
     group_name: str = "weight_update_group"
     backend: Literal["nccl", "gloo"] = "nccl"
+    packed: bool = False  # vLLM's: each update says so itself
 
 
 class FromGroup(Changed):
@@ -358,6 +359,7 @@ def add_states(app: FastAPI, updates: Updates) -> None:
         return await updates.told(lambda: weights.wake(tags_of((body or Wakes()).tags)))
 
     @app.api_route("/flush_cache", methods=["GET", "POST"])
+    @app.post("/reset_prefix_cache")
     async def flush() -> JSONResponse:
         """No later request shares keys that were computed until now."""
         return await updates.told(weights.forget_keys)
@@ -410,6 +412,26 @@ def add_pauses(app: FastAPI, updates: Updates) -> None:
     async def info() -> dict[str, Any]:
         """The version of the weights."""
         return {"weight_version": str(weights.version)}
+
+    @app.get("/server_info")
+    @app.get("/get_server_info")
+    async def server_info() -> dict[str, Any]:
+        """What slime asks of SGLang's servers, and TRL of vLLM's. Groups are joined by torch, not by vLLM's engine."""
+        spec, ranks = weights.pipe.model.spec, weights.recipe.ranks.size
+        told = {"logprobs_mode": "raw_logprobs", "max_model_len": spec.max_length}
+        return {
+            "model_path": str(weights.pipe.origin[1]), "tp_size": ranks, "dp_size": 1, "pp_size": 1, "ep_size": 1,
+            "weight_version": str(weights.version),
+            "vllm_config": {"model_config": told, "weight_transfer_config": None},
+        }  # fmt: skip
+
+    @app.get("/v1/loads")
+    async def loads() -> dict[str, Any]:
+        """Requests that run and wait, as SGLang tells them."""
+        found = [engine.occupancy() for engine in weights.engines]
+        return {"loads": [
+            {"num_running_reqs": one["running"], "num_waiting_reqs": one["waiting"]} for one in found
+        ]}  # fmt: skip
 
     @app.get("/get_world_size")
     async def world_size() -> dict[str, int]:
