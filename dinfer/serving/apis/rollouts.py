@@ -27,7 +27,7 @@ from dinfer.serving.rows import failure
 from dinfer.serving.served import Served
 from dinfer.serving.server import Server
 
-PENALTIES = ("min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
+PENALTIES = {"min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"}
 Ids = Annotated[list[int], Field(min_length=1)]
 
 
@@ -55,11 +55,9 @@ class Sampling(Strict):
     @property
     def options(self) -> dict[str, Any]:
         """Those of the recipe. What changes nothing is left out: some decoders take no penalties."""
-        found = {"min_tokens": self.min_new_tokens}
-        found |= {name: getattr(self, name) for name in PENALTIES}
-        neutral = {name: one.default for name, one in type(self).model_fields.items()} | {"min_tokens": 0}
         fixed = {"temperature": self.temperature, "top_p": self.top_p, "top_k": max(self.top_k, 0)}
-        return fixed | {name: value for name, value in found.items() if value != neutral[name]}
+        least = {"min_tokens": self.min_new_tokens} if self.min_new_tokens else {}
+        return fixed | least | self.model_dump(include=PENALTIES, exclude_defaults=True)
 
 
 class GenerateRequest(Strict):

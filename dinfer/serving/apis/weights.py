@@ -269,6 +269,7 @@ def add(app: FastAPI, server: Server) -> None:
     add_groups(app, updates)
     add_states(app, updates)
     add_phases(app, updates)
+    add_infos(app, updates)
     add_pauses(app, updates)
 
 
@@ -404,14 +405,9 @@ def add_phases(app: FastAPI, updates: Updates) -> None:
         return {"message": "Weight update finished"}
 
 
-def add_pauses(app: FastAPI, updates: Updates) -> None:
-    """vLLM's pauses and sleep, and what it tells."""
+def add_infos(app: FastAPI, updates: Updates) -> None:
+    """What trainers ask about a server."""
     weights = updates.weights
-
-    @app.get("/weight_info")
-    async def info() -> dict[str, Any]:
-        """The version of the weights."""
-        return {"weight_version": str(weights.version)}
 
     @app.get("/server_info")
     @app.get("/get_server_info")
@@ -432,6 +428,16 @@ def add_pauses(app: FastAPI, updates: Updates) -> None:
         return {"loads": [
             {"num_running_reqs": one["running"], "num_waiting_reqs": one["waiting"]} for one in found
         ]}  # fmt: skip
+
+
+def add_pauses(app: FastAPI, updates: Updates) -> None:
+    """vLLM's pauses and sleep, and what it tells."""
+    weights = updates.weights
+
+    @app.get("/weight_info")
+    async def info() -> dict[str, Any]:
+        """The version of the weights."""
+        return {"weight_version": str(weights.version)}
 
     @app.get("/get_world_size")
     async def world_size() -> dict[str, int]:
