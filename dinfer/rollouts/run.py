@@ -27,7 +27,7 @@ from dinfer.core.registry import unknown
 from dinfer.core.step.ability import Ask
 from dinfer.core.step.mixins import Branches, Edits, Feeds, Verifies
 from dinfer.core.step.window import exact
-from dinfer.rollouts.abilities.beginnings import OneOfSeveral
+from dinfer.rollouts.abilities.beginnings import Several
 from dinfer.rollouts.abilities.recording import Record, RecordAsk, RecordRead, rows_of_all
 from dinfer.rollouts.abilities.versions import Aborted, MadeWith
 from dinfer.rollouts.rollouts import Rollouts
@@ -244,7 +244,7 @@ def planned(pipe: Any, prompts: Sequence[Any], asked: Asked, **more: Any) -> Rou
     rows = _rows(recipe, options, seeds if seeded else [], count)
     asks: tuple[Ask, ...] = (RecordAsk(int(level)),) if level else ()
     if count > 1 and not pipe.engine.runtime.deterministic:  # which has a row compute the same beside any others
-        asks = *asks, OneOfSeveral()
+        asks = *asks, Several()
     found = pipe.requests(many, [lengths[at // count] for at in range(len(many))], rows, language, asks=asks)
     found = [replace(one, padding=0) if one.padding else one for one in found]  # another would be checked again
     drawn = [recipe.sampling_of(one.options) for one in found]

@@ -18,13 +18,8 @@ from dinfer.core.step.record import Written
 
 
 @dataclass(frozen=True, slots=True)
-class TraceAsk(Ask):
-    """Asks for a trace, of an engine without CUDA graphs and candidates."""
-
-
-@dataclass(frozen=True, slots=True)
-class Traced(Extra):
-    """Some row is traced."""
+class Traced(Ask, Extra):
+    """A request asks for a trace, of an engine without CUDA graphs and candidates; some row of a step is traced."""
 
     prefills: ClassVar[bool] = True
     divides: ClassVar[bool] = False
@@ -63,7 +58,7 @@ class Tracing(ByExtra[Traced]):
     """Steps that tell what they do."""
 
     kind = Traced
-    answers = (TraceAsk,)
+    answers = (Traced,)
     records = True
     keeps_logits = False
     whole_logits = False
@@ -76,7 +71,7 @@ class Tracing(ByExtra[Traced]):
     def admit(cls, kept: dict[int, Passes], slot_A: Any, entries: Sequence[Entry]) -> None:
         for entry in entries:
             kept.pop(entry.slot, None)
-            if entry.request.ask(TraceAsk) is not None:
+            if entry.request.ask(Traced) is not None:
                 kept[entry.slot] = Passes({})
 
     @classmethod

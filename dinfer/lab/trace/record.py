@@ -26,7 +26,7 @@ from dinfer.core.engine.runtime import Runtime
 from dinfer.core.pipeline import Pipeline
 from dinfer.core.recipe.recipe import Recipe
 from dinfer.core.registry import CACHES, DECODERS, ITERATIONS, SAMPLINGS, values_of
-from dinfer.lab.abilities.tracing import Offer, Passes, TraceAsk
+from dinfer.lab.abilities.tracing import Offer, Passes, Traced
 
 
 def page(document: dict[str, Any]) -> str:
@@ -169,7 +169,7 @@ def record_request(
 
     `unwanted`: ends the recording after the next step, with InterruptedError, once another thread has set it.
     """
-    recipe, request = pipe.recipe, replace(request, padding=0, asks=(*request.asks, TraceAsk()))
+    recipe, request = pipe.recipe, replace(request, padding=0, asks=(*request.asks, Traced()))
     kv, rank = pipe.engine.runtime.kv, recipe.ranks.rank
     runtime = Runtime(rows=1, kv=kv, tensor_parallel=rank.ranks, expert_parallel=rank.expert_parallel)
     completion = None

@@ -20,13 +20,8 @@ from dinfer.rollouts.abilities.recording import Recorded
 
 
 @dataclass(frozen=True, slots=True)
-class OneOfSeveral(Ask):
-    """Says that other requests begin as this one does."""
-
-
-@dataclass(frozen=True, slots=True)
-class Several(Extra):
-    """Some rows may begin alike."""
+class Several(Ask, Extra):
+    """A request says that others begin as it does; some rows of a step may begin alike."""
 
     narrows: ClassVar[bool] = True
     prefills: ClassVar[bool] = True
@@ -53,12 +48,11 @@ class Beginnings(ByExtra[Several]):
     """
 
     kind = Several
-    answers = (OneOfSeveral,)
+    answers = (Several,)
 
     @classmethod
     def adds_for(cls, recipe: Parts, request: Request) -> Extra | None:
-        asks = recipe.model.device.type == "cpu" and request.ask(OneOfSeveral) is not None
-        return Several() if asks else None
+        return super().adds_for(recipe, request) if recipe.model.device.type == "cpu" else None
 
     @classmethod
     def of(cls, recipe: Parts, shape: StepShape) -> Self | None:
