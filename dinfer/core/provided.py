@@ -1,12 +1,13 @@
 """What layers give to core, which imports none of them.
 
 A layer is a folder of `dinfer` beside `core`, and may be left out. What it gives stands in its `provides.py`, under the
-names that core asks for. Heavy imports stand within the functions there.
+names that core asks for; what is in `ADDRESSES` there is imported when it is asked for.
 """
 
 import importlib
 from functools import cache
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import dinfer
@@ -27,8 +28,10 @@ def packages(name: str) -> list[str]:
 @cache
 def provided(name: str) -> Any | None:
     """What a layer gives under this name; None if no layer that is there gives it."""
-    modules = (importlib.import_module(f"dinfer.{home}.provides") for home in homes("provides.py"))
-    return next((vars(module)[name] for module in modules if name in vars(module)), None)
+    for given in (vars(importlib.import_module(f"dinfer.{home}.provides")) for home in homes("provides.py")):
+        if name in given or name in given.get("ADDRESSES", ()):
+            return given[name] if name in given else resolve_name(given["ADDRESSES"][name])
+    return None
 
 
 def needed(name: str, what: str, layer: str) -> Any:

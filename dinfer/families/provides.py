@@ -4,31 +4,11 @@ from typing import Any
 
 from dinfer.families.hub import FETCHED, datasets_of, download, fetched, snapshot_of
 
-__all__ = [
-    "FETCHED",
-    "asks_of",
-    "datasets_of",
-    "download",
-    "encode_parts",
-    "fetched",
-    "images",
-    "snapshot_of",
-    "tower_bytes",
-]
-
-
-def encode_parts(*given: Any, **how: Any) -> list[int]:
-    """Token ids of a conversation with parts, see `dinfer.families.images.prompts.encode_parts`."""
-    from dinfer.families.images import prompts  # needs torch
-
-    return prompts.encode_parts(*given, **how)
-
-
-def images() -> Any:
-    """What reads and sees images: the module `dinfer.families.images.prompts`."""
-    from dinfer.families.images import prompts  # needs torch
-
-    return prompts
+__all__ = ["FETCHED", "datasets_of", "download", "fetched", "snapshot_of"]
+ADDRESSES = {
+    "encode_parts": "dinfer.families.images.prompts:encode_parts",
+    "images": "dinfer.families.images.prompts",
+}
 
 
 def tower_bytes(family: Any, folder: Any, dtype: Any) -> int:

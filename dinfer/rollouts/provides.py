@@ -1,27 +1,12 @@
-"""What core gets from this layer, see `dinfer.core.provided`."""
+"""What core and other layers get from this one, see `dinfer.core.provided`."""
 
 from typing import Any
 
-
-def rollout(pipe: Any, prompts: Any, **how: Any) -> Any:
-    """Samples with their trajectories, see `dinfer.rollouts.run.rollout`."""
-    from dinfer.rollouts import run  # needs torch
-
-    return run.rollout(pipe, prompts, **how)
-
-
-def weights_of(pipe: Any) -> Any:
-    """The weights of a pipeline, which may be changed, see `dinfer.rollouts.weights.Weights`."""
-    from dinfer.rollouts.weights import Weights
-
-    return Weights(pipe)
-
-
-def transport() -> Any:
-    """How weights come from another process: the module `dinfer.rollouts.transport`."""
-    from dinfer.rollouts import transport as module
-
-    return module
+ADDRESSES = {
+    "rollout": "dinfer.rollouts.run:rollout",
+    "weights_of": "dinfer.rollouts.weights:Weights",
+    "transport": "dinfer.rollouts.transport",
+}
 
 
 def was_aborted(counts: Any) -> bool:

@@ -1,11 +1,15 @@
 """What core gets from this layer, see `dinfer.core.provided`."""
 
-from collections.abc import Callable
 from typing import Any
 
 from dinfer.core.engine.runtime import Runtime
 from dinfer.core.engine.worker import Worker
 from dinfer.core.recipe.recipe import Recipe
+
+ADDRESSES = {
+    "on_each_rank": "dinfer.scale.parallel.divided_model:on_each_rank",
+    "divided_stats": "dinfer.scale.statistics:divided_stats",
+}
 
 
 def leading_worker(recipe: Recipe, runtime: Runtime) -> Worker | None:
@@ -14,13 +18,6 @@ def leading_worker(recipe: Recipe, runtime: Runtime) -> Worker | None:
     from dinfer.scale.parallel.leader_worker import LeadingWorker
 
     return None if (ranks := leader()) is None else LeadingWorker(recipe, runtime, ranks)
-
-
-def on_each_rank(recipe: Recipe, work: Callable[..., Any], *given: Any) -> list[Any]:
-    """Calls a function of a module with the network of each rank, see `dinfer.scale.parallel.divided_model`."""
-    from dinfer.scale.parallel import divided_model
-
-    return divided_model.on_each_rank(recipe, work, *given)
 
 
 def divided_network(family: Any, folder: Any, dtype: Any, quantize: str | None, runtime: Runtime, device: Any) -> Any:
@@ -34,10 +31,3 @@ def divided_network(family: Any, folder: Any, dtype: Any, quantize: str | None, 
     planned = device.type == "cuda" or runtime.memory is not None
     checks = partial(fits, family, folder, dtype, quantize, runtime, device) if fits and planned else None
     return divided(source, runtime.tensor_parallel, device, runtime.expert_parallel, checks)
-
-
-def divided_stats(*given: Any) -> Any:
-    """The statistics of a divided vocabulary, see `dinfer.scale.statistics.divided_stats`."""
-    from dinfer.scale.statistics import divided_stats as found
-
-    return found(*given)

@@ -61,7 +61,7 @@ async def _seen(
     server: Server, served: Served, prompt: list[dict[str, Any]], pictures: Sequence[Any], **how: Any
 ) -> list[int]:
     """As `encoded`, with images: in a thread, which decodes and sees them, and counted as a row meanwhile."""
-    own = needed("images", "an image", "families")().eyes_of(served.pipe.model)
+    own = needed("images", "an image", "families").eyes_of(served.pipe.model)
     encode = partial(served.pipe.encode, prompt, **how)
     counts = () if isinstance(own, str) else (own.soft_tokens(one, alone=len(pictures) == 1) for one in pictures)
     try:

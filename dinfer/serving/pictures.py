@@ -48,7 +48,7 @@ def opened_in(messages: Any, field: str = "messages") -> Any:
     if not places:
         return messages
     with at_field(places[0][2]):
-        images = needed("images", "an image", "families")()
+        images = needed("images", "an image", "families")
     if len(places) > (most := images.MOST_IMAGES):
         raise invalid(places[most][2], f": a request has {len(places)} images, and {most} is the most")
     found = {n: {**messages[n], "content": [*messages[n]["content"]]} for n, *_ in places}

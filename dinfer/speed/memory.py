@@ -78,7 +78,7 @@ def held(network: Any) -> int:
 def eyes_of(worker: Worker) -> Any | None:
     """What sees pictures for the network, which has weights of its own; None: nothing does."""
     own = provided("images")
-    found = "" if own is None else own().eyes_of(worker.recipe.model)
+    found = "" if own is None else own.eyes_of(worker.recipe.model)
     return None if isinstance(found, str) else found
 
 

@@ -1,14 +1,19 @@
 """What core gets from this layer, see `dinfer.core.provided`."""
 
-from dinfer.structure.abilities.constraints import InLanguage
-from dinfer.structure.form import compiler_of, form_of
-from dinfer.structure.infilling import infill, infill_ids
-from dinfer.structure.language import Language
-from dinfer.structure.questions import layout, read
+from typing import Any
 
-__all__ = ["answer_in", "compiler_of", "form_of", "infill", "infill_ids", "layout", "read"]
+ADDRESSES = {
+    "compiler_of": "dinfer.structure.form:compiler_of",
+    "form_of": "dinfer.structure.form:form_of",
+    "infill": "dinfer.structure.infilling:infill",
+    "infill_ids": "dinfer.structure.infilling:infill_ids",
+    "layout": "dinfer.structure.questions:layout",
+    "read": "dinfer.structure.questions:read",
+}
 
 
-def answer_in(language: Language, prompt: int, new_tokens: int) -> InLanguage:
-    """How an answer of so many tokens behind a prompt is in a language."""
+def answer_in(language: Any, prompt: int, new_tokens: int) -> Any:
+    """How an answer of so many tokens behind a prompt is in a `Language`: an `InLanguage`."""
+    from dinfer.structure.abilities.constraints import InLanguage
+
     return InLanguage(language, prompt, prompt + new_tokens)

@@ -60,7 +60,7 @@ def generate(config: dict[str, Any]) -> None:
 
 def shown(question: str, images: Sequence[Any], chat: bool | None) -> Any:
     """The question as a message with pictures. Raises ValueError for a file that is none."""
-    seen, first = needed("images", f"image={images[0]}", "families")(), f"image={images[0]}"
+    seen, first = needed("images", f"image={images[0]}", "families"), f"image={images[0]}"
     if chat is not False:
         images = [seen.opened(one, f"image={one}") for one in images]
     return seen.beside(question, images, single=True, chat=chat, name=first)

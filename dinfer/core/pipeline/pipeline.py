@@ -307,7 +307,7 @@ class Pipeline:
         """One prompt, or several, with their `images`, which it takes out of the keywords. Raises ValueError."""
         images = more.pop("images", None)
         how: dict[str, Any] = {"single": single, "chat": chat}
-        return prompts if images is None else needed("images", "images", "families")().beside(prompts, images, **how)
+        return prompts if images is None else needed("images", "images", "families").beside(prompts, images, **how)
 
     @user_errors
     def encode(self, prompt: Any, *, chat: bool | None = None, **how: Any) -> list[int]:
@@ -329,9 +329,8 @@ class Pipeline:
         if tokenizer.chat_template is None:
             raise ValueError("the checkpoint's tokenizer has no chat template: give texts, with chat=None or False")
         if any(not isinstance(message["content"], str) for message in prompt):
-            return cast(
-                list[int], needed("encode_parts", "content of parts", "families")(self, self._chat, prompt, **how)
-            )
+            ids: list[int] = needed("encode_parts", "content of parts", "families")(self, self._chat, prompt, **how)
+            return ids
         return self._chat.encode(prompt, **how)
 
     def written(self, messages: Sequence[Mapping[str, Any]], **how: Any) -> str:

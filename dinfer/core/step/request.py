@@ -33,9 +33,7 @@ class Resolved:
 
     values: Mapping[str, float] = field(default_factory=dict)  # all by full name, in order; none: the defaults
     recipe: Any = field(default=None, compare=False, repr=False)  # that has checked them
-    parts: Mapping[str, Any] = field(
-        default_factory=dict, compare=False, repr=False
-    )  # its components with these values
+    parts: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)  # its components with them
 
 
 DEFAULTS = Resolved()

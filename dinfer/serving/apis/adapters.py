@@ -41,7 +41,7 @@ class Variant:
 
     def __call__(self, served: Served) -> Served:
         if served.name not in self._made:
-            pipe = needed("adapters", f"adapters={self.name}", "formats")().AdaptedPipeline(served.pipe, self.name)
+            pipe = needed("adapters", f"adapters={self.name}", "formats").AdaptedPipeline(served.pipe, self.name)
             own = f"{served.name}:{self.name}"
             self._made[served.name] = replace(served, name=own, pipe=pipe, root=self.path, parent=served.name)
         return self._made[served.name]
@@ -53,13 +53,13 @@ def load(catalogue: Catalogue, name: str, path: str) -> None:
     used = {*catalogue, *catalogue.aliases, *(one.rpartition(":")[2] for one in catalogue)}
     if name in used:
         raise ValueError(f"{name!r:.80} is the name of a model or a recipe: choose another")
-    needed("adapters", f"adapters={name}", "formats")().load_adapter(first.pipe, name, path)
+    needed("adapters", f"adapters={name}", "formats").load_adapter(first.pipe, name, path)
     catalogue.variants[name] = Variant(name, path)
 
 
 def unload(catalogue: Catalogue, name: str) -> None:
     """Forgets an adapter. Raises ValueError if requests use it."""
-    needed("adapters", f"adapters={name}", "formats")().unload_adapter(next(iter(catalogue.values())).pipe, name)
+    needed("adapters", f"adapters={name}", "formats").unload_adapter(next(iter(catalogue.values())).pipe, name)
     del catalogue.variants[name]
 
 

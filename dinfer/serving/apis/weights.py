@@ -176,7 +176,7 @@ class Updates:
 
     def join(self, asked: Joins) -> None:
         """Joins a trainer's process group. A group whose trainer has died, and its update, are given up for it."""
-        transport = needed("transport", "rollouts=true", "rollouts")()
+        transport = needed("transport", "rollouts=true", "rollouts")
         if (old := self._groups.get(asked.group_name)) is not None:
             if transport.there(old):
                 raise ValueError(f"group_name={asked.group_name!r:.40} is there already: destroy it first")
@@ -199,7 +199,7 @@ class Updates:
         """Leaves a trainer's process group."""
         found = self.group(name)
         del self._groups[name]
-        needed("transport", "rollouts=true", "rollouts")().leave(found)
+        needed("transport", "rollouts=true", "rollouts").leave(found)
 
     def begin(self) -> None:
         """Begins an update over several requests."""
