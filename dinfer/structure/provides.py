@@ -5,9 +5,11 @@ from typing import Any
 ADDRESSES = {
     "compiler_of": "dinfer.structure.form:compiler_of",
     "form_of": "dinfer.structure.form:form_of",
+    "hold": "dinfer.structure.paths:hold",
     "infill": "dinfer.structure.infilling:infill",
     "infill_ids": "dinfer.structure.infilling:infill_ids",
     "layout": "dinfer.structure.questions:layout",
+    "paths_in_languages": "dinfer.structure.paths:paths_in_languages",
     "read": "dinfer.structure.questions:read",
 }
 

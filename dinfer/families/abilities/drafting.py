@@ -10,8 +10,10 @@ lane first, D drafts of a path, G = C * B lanes of the forward.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +24,7 @@ from dinfer.core.abilities.traits import GUIDED, HELD, TEXT_BEHIND
 from dinfer.core.kernels.canvas import store_rows
 from dinfer.core.kernels.dispatch import triton, use_triton
 from dinfer.core.memory import PagedAttend
+from dinfer.core.provided import provided
 from dinfer.core.refusals import Refusal, Trait
 from dinfer.core.step.ability import ByPart, Decision, Extra, Forward, Known, Parts, Step, StepShape
 from dinfer.core.step.contracts import State
@@ -61,6 +64,10 @@ class Confirms(Drafts, ABC):
     def redraft(self, logits_RLV: Tensor, first_R: Tensor, state: State) -> None:
         """Changes its paths, if it asks for versions. `first_R`: where in this region the next one begins."""
         raise NotImplementedError
+
+    def within(self, find: Callable[[int, int], Any], state: State) -> None:
+        """Changes the drafts of rows in languages. `find`: of paths so many and so long, those that answers may go on
+        with, see `dinfer.structure.paths.Paths`; None: no row is in a language."""
 
     @abstractmethod
     def confirm(self, logits_RLV: Tensor, view: BlockView, state: State, heat_R1: Tensor) -> None:
@@ -135,7 +142,9 @@ class Drafting(ByPart[Confirms]):
         run, lanes, state, count = forward(step), step.lanes, step.state, step.shape.versions + 1
         row_R = state.block_rows(lanes.slot_B, lanes.block_B, step.shape.blocks)
         logits_CRLV = logits_of_versions(step, run, count)
-        token_CRL, rows = offered(step, logits_CRLV), state.decoder.rows
+        rows, hold = state.decoder.rows, provided("hold")
+        held_CRLV = logits_CRLV if hold is None else hold(step, logits_CRLV, rows["paths"].index_select(0, row_R))
+        token_CRL = offered(step, held_CRLV)
         chooses = triton("drafts").choose if use_triton(row_R, "commit") else chosen
         choice_R, draft_RL = chooses(token_CRL, rows["paths"], row_R)
         store_rows(rows["draft"], row_R, lanes.live_B, draft_RL)  # also for who looks at what was fed
@@ -159,6 +168,9 @@ class Drafting(ByPart[Confirms]):
 
     def moved(self, step: Step, made: Decision) -> None:
         lanes, shift = step.lanes, step.recipe.model.spec.shift
+        if (find := provided("paths_in_languages")) is not None:
+            first_B = lanes.start_B - made.lanes.start_B  # behind what forms have written
+            self.part.within(partial(find, step, made, first_B), made.decoder_state)
         kept_B = torch.minimum(lanes.start_B - shift, step.notes[Drafting])
         step.lanes = replace(lanes, kept_B=torch.where(made.moved.done_B, lanes.kept_B, kept_B))
 
@@ -189,10 +201,7 @@ def fed(
 
 
 def offered(step: Step, logits_CRLV: Tensor) -> Tensor:
-    """The token at each position of each version. [C, R, L]
-
-    Without what forms rule out: the decision, which knows them, looks again.
-    """
+    """The token at each position of each version. [C, R, L]"""
     view, lanes, draw, (count, *shape) = block_view(step, step.lanes), step.lanes, None, logits_CRLV.shape[:3]
     recipe, sampled, logits_GLV = step.recipe, step.shape.extra(Sampled), logits_CRLV.flatten(0, 1)
     if sampled is not None:

@@ -1,7 +1,8 @@
 """Introspective strided decoding: one causal forward verifies drafts and makes the next ones (I-DLM)."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -176,6 +177,20 @@ class ISD(Decoder, Confirms):
         paths = triton("drafts").paths if use_triton(logits_RLV, "token_stats") else likeliest
         few = min(WIDEST, logits_RLV.shape[-1])
         state["paths"] = paths(logits_RLV, first_R, state["draft"], self.versions, self.stride - 1, few)
+
+    def within(self, find: Callable[[int, int], Any], state: State) -> None:
+        if self.accept != "drawn" or (found := find(max(self.versions, 1), self.stride - 1)) is None:
+            return
+        draft_RL, bound_R1 = state["draft"], found.bound_B[:, None]
+        # Behind a draft that was refused, what the masks said holds no longer, but what a form leaves alone does.
+        own_RD = torch.where(draft_RL[:, :1] >= 0, found.draft_BD, found.sure_BD)
+        padded_RL = F.pad(own_RD, (0, draft_RL.shape[1] - own_RD.shape[1]), value=-1)
+        if self.versions:
+            none_R11 = (draft_RL[:, :1] < 0)[..., None]
+            paths_RCD = found.path_BPD.masked_fill(none_R11, -1)
+            paths_RCD[:, 0] = torch.where(none_R11[..., 0], found.sure_BD, paths_RCD[:, 0])
+            state["paths"] = torch.where(bound_R1[..., None], paths_RCD, state["paths"])
+        state["draft"] = torch.where(bound_R1, padded_RL, draft_RL)
 
 
 WIDEST = 8  # tokens at the first position of a tree; half of them at each further one

@@ -25,6 +25,7 @@ from dinfer.core.recipe.recipe import IncompatibleRecipe, Recipe, compose
 from dinfer.core.registry import CACHES, DECODERS, ITERATIONS
 from dinfer.core.step.mixins import Verifies
 from dinfer.core.step.request import DEFAULTS
+from dinfer.families.decoders.isd import ISD
 from dinfer.scale.parallel.leader_worker import read, spelled
 from dinfer.structure.abilities import constraints
 from dinfer.structure.abilities.bias import TokenBias
@@ -217,6 +218,22 @@ def test_drafts_change_no_token_of_an_answer(rejected: str) -> None:
         done = completions(engine_for(recipe, rows=5), requests)
         written.append([one.output for one in done])
     assert written[0] == written[1]
+
+
+@pytest.mark.parametrize("rejected", ["cold", "branches"])
+def test_drafts_go_on_with_an_answer_of_the_form(monkeypatch: pytest.MonkeyPatch, rejected: str) -> None:
+    """Each position's likeliest token made no answer with the others, so that drafts were refused."""
+    isd = {"iteration": {"name": "sliding", "block": 7}, "decoder": {"name": "isd", "rejected": rejected}}
+    forwards, written = [], []
+    for _ in range(2):
+        recipe = compose(tiny_model("drafts"), cache="block", **isd)
+        asked = ("(abc12){4}", "(ab|cd)(abc|12){3}x", "(é|a){6}")
+        requests = [bound(Request.behind([1, 2, 3], 22), language_of(pattern)) for pattern in asked]
+        done = [completions(engine_for(recipe), [one])[0] for one in requests]
+        forwards.append(sum(one.counts.forwards for one in done))
+        written.append([one.output for one in done])
+        monkeypatch.setattr(ISD, "within", lambda self, find, state: None)
+    assert written[0] == written[1] and forwards[0] < forwards[1]
 
 
 @pytest.mark.parametrize("kind", ["random", "wrong", "ties", "goes_on"])
