@@ -74,11 +74,12 @@ def further(spec: ModelSpec) -> Iterator[Recipe]:
 
 
 def looking(spec: ModelSpec) -> Iterator[Recipe]:
-    """A look ahead where no token is sure, Info-Gain as published, and the threshold alone."""
+    """A look ahead where no token is sure, Info-Gain as published in both forms, and the threshold alone."""
     ahead: dict[str, Any] = {"name": "look_ahead", "block": BLOCK}
     yield {"name": "blockwise", "block": BLOCK}, SURE, "none"
     yield ahead, {"name": "when_sure"}, "none"
     yield ahead, {"name": "when_sure", "threshold": 0.8, "all": True}, "none"
+    yield ahead | {"stop": "fill", "heat": 0.1}, {"name": "when_sure", "steps": 8}, "none"
 
 
 def several(spec: ModelSpec, edits: bool, blocks: int) -> Iterator[Recipe]:
@@ -231,6 +232,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=4, help="with several: blocks open at once, at most")
     parser.add_argument("--only", default="", help="a regular expression: only recipes whose line has it")
     parser.add_argument("--count", type=int, default=500, help="held-out problems")
+    parser.add_argument("--skip", type=int, default=0, help="so many of them, which an earlier run has solved")
     parser.add_argument("--seed", type=int, default=0, help="of the problem generator")
     parser.add_argument("--new", type=int, default=96, help="max_new_tokens")
     parser.add_argument("--rows", type=int, default=500, help="requests in flight, of each process")
@@ -238,7 +240,7 @@ def main() -> None:
     given = parser.parse_args()
 
     device = torch.device(given.device)
-    problems = generate("heldout", given.count, given.seed)
+    problems = generate("heldout", given.count, given.seed)[given.skip :]
     base = load(given.model, given.adapter, given.block, given.device, given.rows)
     if given.preset == "further" and base.model.spec.causal_block is None:
         Path(FREQUENCIES).write_text(json.dumps(token_counts(base)) + "\n")
