@@ -25,16 +25,16 @@ class LladaV(SeeingFamily, HubFamily):
     """LLaDA-V checkpoints, with their vision tower if they have one and Pillow is installed."""
 
     paper = "LLaDA-V, arXiv:2505.16933"
-    harmless = frozenset({
-        "delay_load", "faster_token_stride", "force_sample", "add_time_instruction", "pos_skipping_range",
-        "use_pos_skipping", "use_mm_proj", "image_aspect_ratio", "image_crop_resolution", "image_grid_pinpoints",
-        "image_split_resolution", "image_token_index", "tokenizer_model_max_length", "tokenizer_padding_side",
-        "vision_config", "vision_tower_pretrained", "unfreeze_mm_vision_tower", "tune_mm_mlp_adapter",
-        "tune_mm_vision_resampler", "freeze_mm_mlp_adapter", "freeze_mm_vision_resampler", "mm_hidden_size",
-        "mm_newline_position", "mm_patch_merge_type", "mm_projector_lr", "mm_projector_type", "mm_resampler_type",
-        "mm_spatial_pool_mode", "mm_spatial_pool_stride", "mm_tunable_parts", "mm_use_im_patch_token",
+    harmless = frozenset({  # which its training writes
+        "add_time_instruction", "delay_load", "faster_token_stride", "force_sample", "freeze_mm_mlp_adapter",
+        "freeze_mm_vision_resampler", "image_aspect_ratio", "image_crop_resolution", "image_grid_pinpoints",
+        "image_split_resolution", "image_token_index", "max_sequence_length", "mm_hidden_size", "mm_newline_position",
+        "mm_patch_merge_type", "mm_projector_lr", "mm_projector_type", "mm_resampler_type", "mm_spatial_pool_mode",
+        "mm_spatial_pool_out_channels", "mm_spatial_pool_stride", "mm_tunable_parts", "mm_use_im_patch_token",
         "mm_use_im_start_end", "mm_vision_select_feature", "mm_vision_select_layer", "mm_vision_tower",
-        "mm_vision_tower_lr",
+        "mm_vision_tower_lr", "pos_skipping_range", "tokenizer_model_max_length", "tokenizer_padding_side",
+        "tune_mm_mlp_adapter", "tune_mm_vision_resampler", "unfreeze_mm_vision_tower", "use_mm_proj",
+        "use_pos_skipping", "vision_config", "vision_tower_pretrained",
     })  # fmt: skip
     eyes = LlavaEyes
     unused: ClassVar[tuple[str, ...]] = LlavaEyes.prefixes  # of the network; its eyes take them

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from support.images import LLADA_V_CONFIG, llada_v, picture, png, save_llada_v
+from support.images import GRIDS, LLADA_V_CONFIG, llada_v, picture, png, save_llada_v
 from transformers import LlavaOnevisionModel
 
 import dinfer
@@ -65,6 +66,29 @@ def test_soft_tokens_are_those_of_transformers(theirs: Any, pipe: Pipeline, size
         want_XD, got = soft_tokens(theirs, pixels, size, 1 if alone else 2), eyes.see(given, alone=alone)
         assert torch.allclose(got.rows_XD, want_XD, atol=2e-5)
         assert len(got) == eyes.soft_tokens(given, alone=alone) and told.tolist() == ([*size] if alone else [0, 0])
+
+
+@pytest.mark.parametrize("size", [(20, 14), (14, 20), (40, 3), (3, 40), (23, 24), (1, 1)])
+def test_tiles_are_those_of_the_published_rule_in_pillow(pipe: Pipeline, size: tuple[int, int]) -> None:
+    """The image as a whole, and cut where most of it shows and then least is wasted, with black borders."""
+    image, (width, height) = picture(3, *size), size
+    worth = {}
+    for wide, high in GRIDS:
+        scale = min(wide / width, high / height)
+        shown = min(int(width * scale) * int(height * scale), width * height)
+        worth[wide, high] = (shown, shown - wide * high)
+    wide, high = max(worth, key=lambda grid: worth[grid])
+    scale = min(wide / width, high / height)
+    fits = wide if wide / width < high / height else min(math.ceil(width * scale), wide)
+    tall = high if wide / width >= high / height else min(math.ceil(height * scale), high)
+    black = Image.new("RGB", (wide, high))
+    black.paste(image.resize((fits, tall)), ((wide - fits) // 2, (high - tall) // 2))
+    places = [(x, y) for y in range(0, high, 7) for x in range(0, wide, 7)]
+    tiles = [image.resize((7, 7)), *(black.crop((x, y, x + 7, y + 7)) for x, y in places)]
+    bytes_T = [torch.frombuffer(bytearray(one.tobytes()), dtype=torch.uint8).view(7, 7, 3) for one in tiles]
+    want_TPPC = torch.stack(bytes_T) / 127.5 - 1
+    got_TCPP, _ = pipe.model.eyes.prepared(opened(image, "it"))
+    torch.testing.assert_close(got_TCPP, want_TPPC.permute(0, 3, 1, 2), atol=1e-6, rtol=0)
 
 
 def test_an_image_among_several_gets_a_grey_border_and_is_not_cut(pipe: Pipeline) -> None:
