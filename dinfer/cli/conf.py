@@ -359,6 +359,18 @@ def text_of(config: dict[str, Any], name: str, given: str | None) -> str | None:
     return None if text is None else str(text)
 
 
+def asked(config: dict[str, Any], chat: bool | None) -> Any:
+    """The question, with pictures as a message. Raises ValueError for a file that is none."""
+    question, images = config["prompt"], setting(config, "image", str | tuple[str, ...] | None)
+    if images is None:
+        return question
+    images = [images] if isinstance(images, str) else images
+    seen, first = needed("images", f"image={images[0]}", "families"), f"image={images[0]}"
+    if chat is not False:
+        images = [seen.opened(one, f"image={one}") for one in images]
+    return seen.beside(question, images, single=True, chat=chat, name=first)
+
+
 def held_of(config: dict[str, Any]) -> dict[str, Any]:
     """What answers are held to, as `Pipeline.generate` takes it. A list is of gaps, one for each.
 

@@ -272,7 +272,7 @@ class Guard:
 
     def _too_large(self) -> ApiError:
         most = self._settings.max_body
-        return ApiError(413, f"the body is larger than this server takes: {most} bytes", code="too_large")
+        return ApiError(413, f"the body has more than max_body={most} bytes: send less, or raise it", code="too_large")
 
 
 class _Sending:

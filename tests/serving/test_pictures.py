@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("fastapi")
 
-from support.images import picture, png, save_seeing, seeing
+from support.images import llada_v, picture, png, save_llada_v, save_seeing, seeing
 from support.serving import Client, served
 
 import dinfer
@@ -68,6 +69,19 @@ def test_each_api_takes_a_picture_as_python_does(client: Client) -> None:
     assert read["slots"]["choice"]["probabilities"]["w2"] == pytest.approx(said.probabilities["w2"], abs=1e-5)
     other = client.ask(CHAT, body(CHAT, {"type": "image_url", "image_url": {"url": URL}}, PARTS[CHAT], n=2)).json()
     assert len(other["choices"]) == 2 and other["usage"]["prompt_tokens"] > 2 * 40
+
+
+def test_pictures_of_llada_v_take_the_positions_that_python_says(tmp_path: Path) -> None:
+    """One alone is cut into tiles, two are not."""
+    pipe = dinfer.load(str(save_llada_v(llada_v(), tmp_path)), device="cpu")
+    parts = [{"type": "image", "image": picture(0)}, {"type": "text", "text": "w5"}]
+    with served(Settings(), pipe) as client:
+        for images in (1, 2):
+            want = pipe.generate([{"role": "user", "content": parts[:1] * images + parts[1:]}], max_new_tokens=12)
+            sent = [PARTS[CHAT]] * images + [TEXT[CHAT]]
+            answer = client.ask(CHAT, body(CHAT) | {"messages": [{"role": "user", "content": sent}]}).json()
+            assert answer["choices"][0]["message"]["content"] == want.text
+            assert answer["usage"]["prompt_tokens"] == len(want.prompt_ids)
 
 
 CUT = f"data:image/png;base64,{base64.b64encode(png(picture(0))[:-300]).decode()}"

@@ -17,14 +17,12 @@ Components and their options are overrides; `dinfer list` shows all of them:
 """
 
 import sys
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from dinfer.cli.application import Parser, launch
-from dinfer.cli.conf import held_of, pipeline, setting
+from dinfer.cli.conf import asked, held_of, pipeline, setting
 from dinfer.cli.terminal import say
-from dinfer.core.provided import needed
 
 
 def arguments(parser: Parser) -> None:
@@ -36,11 +34,9 @@ def arguments(parser: Parser) -> None:
 
 def generate(config: dict[str, Any]) -> None:
     """Answers the prompt."""
-    prompt, live, delay = config["prompt"], setting(config, "watch", bool), setting(config, "delay", float)
     chat, new_tokens = setting(config, "chat", bool | None), setting(config, "max_new_tokens", int)
-    held, images = held_of(config), setting(config, "image", str | tuple[str, ...] | None)
-    if images is not None:
-        prompt = shown(prompt, [images] if isinstance(images, str) else images, chat)
+    live, delay = setting(config, "watch", bool), setting(config, "delay", float)
+    held, prompt = held_of(config), asked(config, chat)
     pipe = pipeline(config)
     from dinfer.cli.watch import explain_empty, watch, write_answer
     from dinfer.core.pipeline.inputs import figures
@@ -56,14 +52,6 @@ def generate(config: dict[str, Any]) -> None:
         counts = result.counts
     say(figures(counts))
     explain_empty(pipe, counts)
-
-
-def shown(question: str, images: Sequence[Any], chat: bool | None) -> Any:
-    """The question as a message with pictures. Raises ValueError for a file that is none."""
-    seen, first = needed("images", f"image={images[0]}", "families"), f"image={images[0]}"
-    if chat is not False:
-        images = [seen.opened(one, f"image={one}") for one in images]
-    return seen.beside(question, images, single=True, chat=chat, name=first)
 
 
 NEEDED = 'a question is needed: dinfer generate "question"'
