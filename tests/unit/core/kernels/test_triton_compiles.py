@@ -16,6 +16,7 @@ from dinfer.core.kernels.types import FLOAT8, InGroups, Matrices, Plan, Rounded
 from dinfer.structure.kernels.lines import LaneLanguages, Languages, Line
 
 triton_linear = pytest.importorskip("dinfer.kernels.triton.linear")
+triton_streamed = pytest.importorskip("dinfer.kernels.triton.streamed")
 triton_languages = pytest.importorskip("dinfer.kernels.triton.languages")
 triton_moe = pytest.importorskip("dinfer.kernels.triton.moe")
 
@@ -36,6 +37,16 @@ def maps_of_more_rows() -> None:
     x, weight_OK = x.to(FLOAT8), weight_OK.to(FLOAT8)
     x_scale_R, scale_O = (torch.empty(len(many), device="meta") for many in (x, weight_OK))
     triton_linear.linear(Rounded(x, x_scale_R, torch.bfloat16), weight_OK, None, scale_O)
+
+
+def maps_that_fetch_early() -> None:
+    """Linear maps of few rows that fetch weights before they wait, in bfloat16 and in float8."""
+    x_RK, weight_OK, bias_O = (
+        torch.empty(*of, dtype=torch.bfloat16, device="meta") for of in ((9, 512), (64, 512), (64,))
+    )
+    out_PRO, one_R = torch.empty(2, 9, 64, device="meta"), torch.empty(64, device="meta")
+    triton_streamed.linear(x_RK, None, weight_OK, bias_O, None, out_PRO, 2, True)
+    triton_streamed.linear(x_RK.to(FLOAT8), one_R, weight_OK.to(FLOAT8), None, one_R, x_RK, 1, False)
 
 
 def experts_of_more_tokens() -> None:
@@ -59,6 +70,7 @@ def experts_of_more_tokens() -> None:
 def failed(combinations: list[Combination], monkeypatch: pytest.MonkeyPatch, *kernels: str) -> list[str]:
     with recorded_launches(monkeypatch) as launches:
         maps_of_more_rows()
+        maps_that_fetch_early()
         experts_of_more_tokens()
         for combination in combinations:
             meta_steps(combination.recipe(on_meta(combination.variant)))
@@ -72,7 +84,7 @@ def test_a_recipe_with_two_passes_and_the_rules_of_decoders_compile(monkeypatch:
     """A loop that gave a name of the kernel of attention another shape passed the interpreter, not the compiler."""
     names = [f"block_causal-block_diffusion-{decoder}-block" for decoder in ("s2d2", "fixed", "joint_threshold")]
     combinations = [c for c in LEGAL if str(c) in names]
-    assert failed(combinations, monkeypatch, "_attend", "_confident", '"_linear"', "weight_tiles") == []
+    assert failed(combinations, monkeypatch, "_attend", "_confident", '"_linear"', "weight_tiles", "_stream") == []
 
 
 @pytest.mark.rest
