@@ -1,16 +1,19 @@
 """Gives memory back while a trainer needs it: keys, and weights.
 
-What wakes may be elsewhere in memory, so CUDA graphs are dropped.
+Where CUDA's virtual memory is to be had, what has slept once keeps its addresses, and CUDA graphs over it stay. Other
+memory may wake elsewhere, so its graphs are dropped.
 """
 
 import ctypes
 import gc
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from dinfer.core.provided import provided
 
 PAGE = 4096  # bytes of /proc's pages
 
@@ -22,6 +25,9 @@ def tensors_of(network: Any) -> list[Tensor]:
 
 def forget(network: Any, keep: bool) -> None:
     """Frees the weights of a rank. `keep`: copies wait in the memory of the host, pinned where there is a card."""
+    if (own := placed(network)) is not None:
+        own.sleep(keep=keep)
+        return
     asleep = []
     for tensor in tensors_of(network):
         copy = None
@@ -33,12 +39,46 @@ def forget(network: Any, keep: bool) -> None:
 
 
 def restore(network: Any) -> None:
-    """Allocates the weights of a rank again, with their values if they were kept."""
-    for tensor, (shape, stride, copy) in zip(tensors_of(network), _asleep.pop(id(network)), strict=True):
-        made = torch.empty_strided(shape, stride, dtype=tensor.dtype, device=tensor.device)
-        tensor.data = made if copy is None else made.copy_(copy, non_blocking=True)
+    """Takes memory for the weights of a rank again, with their values if they were kept."""
+    if (asleep := _asleep.get(id(network))) is None:
+        if (own := placed(network)) is not None:
+            own.wake()
+        return
+    own = None if (found := provided("addresses")) is None else found().of(network)
+    with nullcontext() if own is None else own.within():
+        for tensor, (shape, stride, copy) in zip(tensors_of(network), asleep, strict=True):
+            made = torch.empty_strided(shape, stride, dtype=tensor.dtype, device=tensor.device)
+            tensor.data = made if copy is None else made.copy_(copy, non_blocking=True)
+    del _asleep[id(network)]
     if (device := network.device).type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def placed(network: Any) -> Any | None:
+    """The memory of a rank's weights that keeps its addresses; None: they lie elsewhere."""
+    place = None if (found := provided("addresses")) is None else found().of(network)
+    return place if place is not None and place.holds(next(network.parameters())) else None
+
+
+def stays(network: Any) -> bool:
+    """Whether what this network allocates from now on keeps its addresses."""
+    return (found := provided("addresses")) is not None and found().of(network) is not None
+
+
+def place(network: Any) -> None:
+    """What a rank allocates from now on keeps its addresses, if it can."""
+    if (found := provided("addresses")) is not None:
+        found().place(network)
+
+
+def doze(worker: Any) -> None:
+    """Gives back what the state and the graphs of a rank take, but not their addresses."""
+    worker.runner.sleep()
+
+
+def rouse(worker: Any) -> None:
+    """Takes it again, without keys."""
+    worker.runner.wake()
 
 
 _asleep: dict[int, list[tuple[torch.Size, tuple[int, ...], Tensor | None]]] = {}  # by the network
@@ -49,7 +89,8 @@ def trim(network: Any) -> int:
     gc.collect()
     if network.device.type == "cuda":
         torch.cuda.empty_cache()
-        return torch.cuda.memory_reserved(network.device)
+        found = provided("addresses")
+        return torch.cuda.memory_reserved(network.device) - (0 if found is None else found().asleep())
     with suppress(AttributeError, OSError):  # another libc than glibc has none
         ctypes.CDLL(None).malloc_trim(0)
     return resident()

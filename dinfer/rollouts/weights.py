@@ -154,9 +154,8 @@ class Weights:
         with self._stopped(pending):
             before = sum(everywhere(sleeping.trim))
             if level:
-                graphs = sum(engine.runner.captured for engine in self.engines)
-                for loop in (engine.loop for engine in self.engines):
-                    loop.close()
+                graphs = self._doze("weights" in tags)
+                everywhere(sleeping.place)
                 state.asleep = {"keys": level}
                 if "weights" in tags and (level == 2 or self.pipe.model.device.type == "cuda"):
                     everywhere(sleeping.forget, level == 1)
@@ -167,7 +166,8 @@ class Weights:
                         "sleep forgot them",
                     )
                 if graphs:
-                    LOG.warning("%d CUDA graphs are dropped: memory wakes at other addresses", graphs)
+                    later = ", and keeps those from now on" if sleeping.stays(self.pipe.model) else ""
+                    LOG.warning("%d CUDA graphs are dropped: memory wakes at other addresses%s", graphs, later)
             return {"before": before, "after": sum(everywhere(sleeping.trim))}
 
     def wake(self, tags: Sequence[str] = ("weights", "keys")) -> None:
@@ -178,12 +178,15 @@ class Weights:
         state = self.state
         _check_tags(tags)
         with self._stopped("keep"):
-            if "weights" in tags and state.asleep.pop("weights", None):
+            if "weights" in tags and "weights" in state.asleep:
                 writing_everywhere(self.recipe, sleeping.restore)
+                del state.asleep["weights"]
                 for loop in (engine.loop for engine in self.engines):
                     loop.worker.renewed()
-            if "keys" in tags:
-                state.asleep.pop("keys", None)
+            if "keys" in tags and "keys" in state.asleep:
+                for loop in (engine.loop for engine in self.engines if engine.loop.batch is not None):
+                    loop.worker.do(sleeping.rouse)
+                del state.asleep["keys"]
             state.held = False if not state.asleep else state.held
         self._go_on()
 
@@ -216,6 +219,20 @@ class Weights:
             found = writing_everywhere(self.recipe, writing.digests, writing.named(self.family), names)
         self._go_on()
         return {name: ",".join(one[name] for one in found) for name in found[0]}
+
+    def _doze(self, weights: bool) -> int:
+        """Frees keys. Returns how many graphs were dropped for it, since they would find other addresses."""
+        stays, dropped = provided("stays"), 0
+        stays = None if weights and sleeping.placed(self.pipe.model) is None else stays
+        for engine in self.engines:
+            loop, batch = engine.loop, engine.loop.batch
+            if batch is not None and stays is not None and stays(engine.runner):
+                batch.pages.epoch += 1  # what requests shared is forgotten
+                loop.worker.do(sleeping.doze)
+            else:
+                dropped += engine.runner.captured
+                loop.close()
+        return dropped
 
     @contextmanager
     def _stopped(self, pending: str) -> Iterator[None]:

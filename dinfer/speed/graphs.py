@@ -7,7 +7,7 @@ import time
 import warnings
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from statistics import median
@@ -25,6 +25,7 @@ from dinfer.core.recipe.recipe import Recipe
 from dinfer.core.step.shape import StepShape, power_of_2
 from dinfer.core.step.state import BatchState
 from dinfer.core.step.step import denoise_step
+from dinfer.speed import addresses
 from dinfer.speed.memory import extend_segments
 
 MOST = 32  # measurements that may run, or wait to be read
@@ -113,7 +114,35 @@ class GraphRunner(Runner):
         # By shape, the seconds of positions that other shapes computed in vain for it.
         self._wasted: defaultdict[StepShape, float] = defaultdict(float)
         self._captures: deque[float] = deque(maxlen=32)  # seconds of each
+        self._places: tuple[addresses.Reserved, addresses.Reserved] | None = None  # of the state, and of graphs
         _runners.add(self)
+
+    def placing(self) -> AbstractContextManager[None]:
+        """The context in which its next state is allocated. That of a network that has slept keeps its addresses."""
+        self.open(None)
+        if addresses.of(self.recipe.model) is None:
+            return nullcontext()
+        device = self.recipe.model.device
+        self._places = addresses.Reserved(device), addresses.Reserved(device)
+        return self._places[0].within()
+
+    @property
+    def stays(self) -> bool:
+        """Whether the state and the graphs can sleep, and wake as they were."""
+        return self._places is not None and self.opened
+
+    def sleep(self) -> None:
+        """Gives back the memory of the state and of graphs until `wake`, and forgets keys and values. Nothing runs."""
+        assert self._places is not None
+        kv, (state, graphs) = self.state.kv, self._places
+        pools = [kv] if kv.local is None else [kv, kv.local]
+        state.sleep(keep=True, zeros={one.data_ptr() for pool in pools for one in (pool.k_JPTGE, pool.v_JPTGE)})
+        graphs.sleep(keep=False)
+
+    def wake(self) -> None:
+        """Takes it again. Raises torch.OutOfMemoryError."""
+        for place in self._places or ():
+            place.wake()
 
     def open(self, state: BatchState | None, again: Callable[..., BatchState] | None = None, key: Any = None) -> None:
         """As of any runner; drops the graphs of the last state."""
@@ -126,9 +155,12 @@ class GraphRunner(Runner):
             self.compiler = KernelCompiler(self.recipe, again, key)
         for held in (self.refused, self._seen, self._captured, self._seconds, self._wasted):
             held.clear()
+        if state is None:
+            self._places = None  # behind graphs and state
         if self.graphs and state is not None:
             extend_segments()
-            self._pool, self._replays = torch.cuda.graph_pool_handle(), StepClock(device)
+            self._replays = StepClock(device)
+            self._pool = torch.cuda.graph_pool_handle() if self._places is None else self._places[1].pool.id
 
     def drop_graphs(self) -> None:
         """The next steps are captured anew."""

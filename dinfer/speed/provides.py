@@ -22,6 +22,24 @@ def loop(worker: Worker) -> Any:
     return (SteadyLoop if worker.runtime.deterministic else OverlappedLoop)(worker)
 
 
+def placing(runner: Any) -> Any:
+    """The context in which a runner's state is allocated, see `GraphRunner.placing`."""
+    return runner.placing()
+
+
+def stays(runner: Any) -> bool:
+    """Whether a runner's state and graphs can sleep, and wake as they were."""
+    found: bool = runner.stays
+    return found
+
+
+def addresses() -> Any:
+    """Memory that sleeps, and wakes at the same addresses: the module `dinfer.speed.addresses`."""
+    from dinfer.speed import addresses as module
+
+    return module
+
+
 def prepare_compilers(device: Any) -> Any:
     """Starts to prepare the compilers of kernels while a model loads; returns what waits for their imports."""
     from functools import partial

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -42,3 +43,48 @@ def test_a_share_of_a_card_is_for_keys_beside_weights_and_steps() -> None:
     assert torch.cuda.memory_reserved() <= share * total
     with pytest.raises(ValueError, match=r"runtime\.memory=50MB .* what else this process holds .*: use at least"):
         dinfer.Pipeline(pipe.recipe, None, dinfer.Runtime(memory="50MB", graphs=True, max_length=512))
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_what_has_slept_once_keeps_its_addresses_and_graphs(level: int) -> None:
+    """Though others take the memory meanwhile."""
+    pipe = dinfer.load("tiny", device="cuda", runtime=dinfer.Runtime(rows=4, graphs=True, max_length=256, share=True))
+    held, texts = {name: one.cpu() for name, one in pipe.weights.tensors().items()}, ["3 + 4 = ?", "12 - 5 = ?"]
+
+    def answers() -> list[str]:
+        return [pipe.generate(texts, max_new_tokens=32)[at].text for at in range(2)]
+
+    def slept(**how: Any) -> dict[str, int]:
+        found = pipe.weights.sleep(level, **how)
+        filled = [torch.full((1 << 26,), 1e30, device="cuda") for _ in range(4)]
+        del filled
+        torch.cuda.empty_cache()
+        pipe.weights.wake()
+        if level == 2:
+            with pipe.updating() as into:
+                into.load_all(held)
+        return found
+
+    before, *_ = (answers() for _ in range(3))
+    runner = pipe.engine.runner
+    assert runner.captured
+    slept()
+    assert not runner.captured and [answers() for _ in range(3)] == [before] * 3
+    graphs, state = runner.captured, runner.state
+    places = [one.data_ptr() for one in (*pipe.model.parameters(), state.kv.k_JPTGE, state.canvas.tokens_NS)]
+    assert graphs
+    for _ in range(3):
+        found = slept()
+        assert found["after"] < found["before"] - sum(one.nbytes for one in held.values())
+        assert (runner.captured, runner.state) == (graphs, state)
+        assert answers() == before
+        state = runner.state
+        assert places == [
+            one.data_ptr() for one in (*pipe.model.parameters(), state.kv.k_JPTGE, state.canvas.tokens_NS)
+        ]
+    if level == 1:
+        pipe.weights.sleep(1, ["keys"])
+        pipe.weights.wake()
+        assert (runner.captured, answers()) == (graphs, before)
+    pipe.engine.loop.close()
+    assert not runner.captured and answers() == before

@@ -25,8 +25,7 @@ def made_of(model: Any) -> tuple[Any, ...]:
     """The modules and tensors of a network, with how often each tensor was written in place."""
     if not isinstance(model, nn.Module):
         return ()
-    tensors = [*model.parameters(), *model.buffers()]
-    written = [(id(tensor), 0 if tensor.is_inference() else tensor._version) for tensor in tensors]
+    written = [(id(x), 0 if x.is_inference() else x._version) for x in (*model.parameters(), *model.buffers())]
     return (*((id(module), type(module)) for module in model.modules()), *written)
 
 
@@ -57,9 +56,10 @@ class Worker:
                 device=device, block=room.block, extras=recipe.largest(self.runtime.speculate),
             )  # fmt: skip
 
-        device = self.recipe.model.device
         self._made_of = made_of(self.recipe.model)
-        self.runner.open(alloc(self.recipe, device), alloc, (room, self.runtime))
+        with (provided("placing") or nullcontext)(self.runner):  # which may choose where
+            state = alloc(self.recipe, self.recipe.model.device)
+        self.runner.open(state, alloc, (room, self.runtime))
 
     @property
     def outdated(self) -> bool:
