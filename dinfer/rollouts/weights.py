@@ -39,6 +39,7 @@ have, or they go on and compute their keys anew."""
 PENDING: tuple[str, ...] = get_args(Pending)
 LOG = logging.getLogger("dinfer")
 BUCKET = 1 << 28  # bytes that rank 0 sends to the others at a time
+FIRST = 1 << 26  # bytes that a model on one card begins with
 
 
 class WeightsIncomplete(Unready):
@@ -94,7 +95,7 @@ class Weights:
         try:
             with self._stopped(pending):
                 try:
-                    writing_everywhere(self.recipe, writing.begin, writing.named(family))
+                    writing_everywhere(self.recipe, writing.begin, sink.family)
                     yield sink
                     sink.launch()
                     for engine in self.engines:  # while a card copies
@@ -378,6 +379,7 @@ class WeightSink:
     def __init__(self, weights: Weights, family: Any, staged: bool) -> None:
         self._weights, self._recipe, self._staged = weights, weights.recipe, staged
         self._names = writing.names_of(weights.pipe.model, family)
+        self.family = self._names.told
         self._held: deque[tuple[str, Tensor]] = deque()  # what waits to be written, and is not written over meanwhile
         self._bytes = 0
         self.ended = False
@@ -503,12 +505,13 @@ class WeightSink:
             if not bool(tensor.isfinite().all()):
                 raise ValueError(f"{name} has values that are not finite (NaN or infinite)")
             tensor = tensor.clone()
-        self._held.append((name, tensor.detach()))
+        self._held.append((name, tensor.detach() if tensor.requires_grad else tensor))
         self._bytes += tensor.nbytes
 
     def _flush(self) -> None:
         """Writes what is kept. One card soon has something to do while the host looks at the rest."""
-        most, alone = BUCKET, self._recipe.ranks.size == 1
+        alone = self._recipe.ranks.size == 1
+        most = FIRST if alone else BUCKET
         while self._held:
             some: list[tuple[str, Tensor]] = []
             size = 0
@@ -521,9 +524,12 @@ class WeightSink:
 
     def _write(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
         for name, _ in tensors:
-            self.touched |= {*self._names.covered(name)}
+            self.touched.update(self._names.covered(name))
         writing.sends(self._weights.pipe.model, [tensor for _, tensor in tensors])
-        told = [(name, str(one.dtype).removeprefix("torch."), [*one.shape]) for name, one in tensors]
+        if self._recipe.ranks.size == 1:  # which has them
+            told = [(name, "", ()) for name, _ in tensors]
+        else:
+            told = [(name, str(one.dtype).removeprefix("torch."), [*one.shape]) for name, one in tensors]
         self._everywhere(writing.write, told)
 
     def _everywhere(self, work: Any, *given: Any) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dinfer.core.kernels.canvas import uploaded
 
-P, TURNS, WARPS = 4096, 4, 8  # values, or words, of a program at a time, and how often
+P, WARPS = 16384, 16  # values, or words, of a program
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 EXPONENT = {torch.bfloat16: (0x7F80, 16), torch.float16: (0x7C00, 16), torch.float32: (0x7F800000, 32)}  # and the bits
 ALIGNED, WORD = 16, 4  # bytes
@@ -30,7 +30,7 @@ def takes(held: Tensor, first: int, values: Tensor) -> bool:
 @triton.jit
 def _copy(
     place_ptr, first_ptr, broken_ptr, count, SOURCE: tl.constexpr, TARGET: tl.constexpr, BITS: tl.constexpr,
-    EXPONENT: tl.constexpr, LOWEST: tl.constexpr, ABOVE: tl.constexpr, P: tl.constexpr, TURNS: tl.constexpr,
+    EXPONENT: tl.constexpr, LOWEST: tl.constexpr, ABOVE: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     low, high = 0, count
@@ -43,21 +43,15 @@ def _copy(
     source = tl.multiple_of(tl.load(place_ptr + low * 3).to(tl.pointer_type(SOURCE)), 16)
     target = tl.multiple_of(tl.load(place_ptr + low * 3 + 1).to(tl.pointer_type(TARGET)), 16)
     size = tl.load(place_ptr + low * 3 + 2)
-    start = (program - tl.load(first_ptr + low)).to(tl.int64) * (P * TURNS)
-    # An exponent of ones is that of NaN and of infinity: one more carries into the bit above, which is the sign's.
-    column, seen = tl.arange(0, P), tl.zeros((P,), tl.int32)
-    if start + P * TURNS <= size:  # without a mask, which would have each thread move one value at a time
-        for turn in tl.static_range(TURNS):
-            at = start + turn * P + column
-            x = tl.load(source + at)
-            tl.store(target + at, x.to(TARGET))
-            seen |= (x.to(BITS, bitcast=True).to(tl.int32) & EXPONENT) + LOWEST
+    at = (program - tl.load(first_ptr + low)).to(tl.int64) * P + tl.arange(0, P)
+    if (program - tl.load(first_ptr + low) + 1).to(tl.int64) * P <= size:
+        x = tl.load(source + at)  # without a mask, which would have each thread move one value at a time
+        tl.store(target + at, x.to(TARGET))
     else:
-        for turn in range(0, tl.cdiv(size - start, P)):
-            at = start + turn * P + column
-            x = tl.load(source + at, mask=at < size, other=0)
-            tl.store(target + at, x.to(TARGET), mask=at < size)
-            seen |= (x.to(BITS, bitcast=True).to(tl.int32) & EXPONENT) + LOWEST
+        x = tl.load(source + at, mask=at < size, other=0)
+        tl.store(target + at, x.to(TARGET), mask=at < size)
+    # An exponent of ones is that of NaN and of infinity: one more carries into the bit above, which is the sign's.
+    seen = (x.to(BITS, bitcast=True).to(tl.int32) & EXPONENT) + LOWEST
     if tl.max((seen & ABOVE != 0).to(tl.int32), 0) > 0:
         tl.store(broken_ptr + low, 1)
 
@@ -78,12 +72,12 @@ def copy(parts: Sequence[CopyPart], broken_X: Tensor) -> None:
         size = values.numel() // each
         places += (values.data_ptr(), held.data_ptr() + begin * held.itemsize, size)
         first.append(programs)
-        programs += -(-size // (P * TURNS))
+        programs += -(-size // P)
     told_X = uploaded(torch.tensor(places + first), values.device)
     both = sum(1 << at for at in range(0, each * bits, bits))
     above = both << (bits - 1)
     _copy[(programs,)](
         told_X, told_X[len(places) :], broken_X, len(parts), SOURCE=source, TARGET=target, BITS=read,
         EXPONENT=exponent * both, LOWEST=(exponent & -exponent) * both, ABOVE=above - (1 << 32) * (above >> 31),
-        P=P, TURNS=TURNS, num_warps=WARPS,
+        P=P, num_warps=WARPS,
     )  # fmt: skip

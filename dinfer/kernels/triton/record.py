@@ -142,13 +142,13 @@ def keep(
 @triton.jit
 def _log(
     event_ptr, count_ptr, slot_ptr, step_ptr, pos_ptr, old_ptr, new_ptr, masked_ptr, open_ptr, logit_ptr, sum_ptr,
-    lanes, each, room, B: tl.constexpr, X: tl.constexpr, EARLY: tl.constexpr,
+    scratch, lanes, each, room, B: tl.constexpr, X: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     follow(EARLY)
     lane, other, column = tl.program_id(0), tl.arange(0, B), tl.arange(0, X)
     slot = tl.load(slot_ptr + lane)
     own = tl.load(slot_ptr + other, mask=other < lanes, other=-1) == slot
-    if tl.sum((own & (other < lane)).to(tl.int32), 0) > 0:
+    if (slot == scratch) | (tl.sum((own & (other < lane)).to(tl.int32), 0) > 0):
         return  # the first lane of a slot writes for all
     last = tl.max(tl.where(own, other, 0), 0)
     count = tl.load(count_ptr + slot)
@@ -177,14 +177,16 @@ def log(
     event_NE5: Tensor, count_N: Tensor, slot_B: Tensor, step_B: Tensor, lanes: tuple[Tensor, ...],
     said: tuple[Tensor, Tensor],
 ) -> None:  # fmt: skip
-    """Appends the changes of each lane to the events of its slot, and counts them; the last event of a slot is scratch.
+    """Appends the changes of each lane to the events of its slot, and counts them.
 
+    The last event of a slot is scratch, and so is the last slot: lanes without a row are all of that one.
     `lanes`: positions, tokens before and after, and which were open, and are. [B, X] each. `said`: logits and log-sums
     of the new tokens.
     """
     given = (x.contiguous() for x in (slot_B, step_B, *lanes, *said))
     count, each = lanes[0].shape
     _log[(count,)](
-        event_NE5, count_N, *given, count, each, event_NE5.shape[1] - 1, B=triton.next_power_of_2(count),
-        X=triton.next_power_of_2(each), num_warps=min(max(each // 64, 1), 8), **early(slot_B),
+        event_NE5, count_N, *given, len(count_N) - 1, count, each, event_NE5.shape[1] - 1,
+        B=triton.next_power_of_2(count), X=triton.next_power_of_2(each), num_warps=min(max(each // 64, 1), 8),
+        **early(slot_B),
     )  # fmt: skip

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from dinfer.core.abilities.registry import ABILITIES
 from dinfer.core.kernels.canvas import padded, uploaded
@@ -22,6 +21,7 @@ from dinfer.core.step.ability import Ask, ByExtra, Canvas, Entry, Extra, Parts, 
 from dinfer.core.step.record import Said, Written
 
 EVENTS = 16  # of each position of a canvas, on average, that there is room for
+COPIES = 16  # for which memory is taken at once
 FEW = 1 << 18  # bytes of a record that are copied whole, which takes fewer launches than a copy of some rows
 
 
@@ -62,17 +62,19 @@ class RecordRead:
 
 def rows_of_all(told: Sequence[RecordRead | None]) -> Tensor:
     """What was recorded of each request, -1 where nothing was. Waits. int32 [N, 4, S]"""
-    reads = [*{id(one.row_B4S): one for one in told if one is not None}.values()]
-    first, tables, total = dict[int, int](), list[Tensor](), 1
-    widest = max((one.row_B4S.shape[2] for one in reads), default=1)
-    for one in reads:
-        one.wait()
-        first[id(one.row_B4S)] = total
-        tables.append(pad(one.row_B4S, (0, widest - one.row_B4S.shape[2]), value=-1))
-        total += len(one.row_B4S)
-    nothing_14S = torch.full((1, 4, widest), -1, dtype=torch.int32)
-    places = [0 if one is None else first[id(one.row_B4S)] + one.at for one in told]
-    return torch.cat([nothing_14S, *tables]).index_select(0, torch.tensor(places))
+    together: dict[int, list[int]] = {}  # those that ended with each other
+    for n, one in enumerate(told):
+        together.setdefault(0 if one is None else id(one.row_B4S), []).append(n)
+    widest = max((one.row_B4S.shape[2] for one in told if one is not None), default=1)
+    found_N4S = torch.full((len(told), 4, widest), -1, dtype=torch.int32)
+    for numbers in together.values():
+        reads = [one for n in numbers if (one := told[n]) is not None]
+        if reads:
+            reads[0].wait()
+            row_B4S = reads[0].row_B4S
+            rows_A4S = row_B4S.index_select(0, torch.tensor([one.at for one in reads]))
+            found_N4S[:, :, : row_B4S.shape[2]].index_copy_(0, torch.tensor(numbers), rows_A4S)
+    return found_N4S
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +103,7 @@ class Trail:
     event_NE5: Tensor | None = None  # int32: step, position, token before (~token: open), after, bits of `chance`
     count_N: Tensor | None = None  # int64, also of events for which there was no room
     read: torch.cuda.Event | None = None  # the last read of slots that are free since
+    spare: list[Tensor] = field(default_factory=list)  # memory of the host for some more copies of `row_N4S`
 
     def want(self, level: int) -> None:
         """Makes room for a level. Host side, before the first step that records so much."""
@@ -110,6 +113,18 @@ class Trail:
         if level >= Record.EVENTS and self.count_N is None:
             self.event_NE5 = tokens_NS.new_zeros(slots, EVENTS * capacity + 1, 5, dtype=torch.int32)
             self.count_N = tokens_NS.new_zeros(slots)
+
+    def logs(self, slots: Sequence[int]) -> bool:
+        """Whether events of one of these are asked for."""
+        return any(self.levels[slot] >= Record.EVENTS for slot in slots)
+
+    def whole(self) -> Tensor:
+        """A copy of `row_N4S` on the host. Its memory is taken for several at once: each call takes microseconds."""
+        assert self.row_N4S is not None
+        if not self.spare or self.spare[-1].shape != self.row_N4S.shape:
+            pinned, count = self.row_N4S.is_cuda, COPIES if self.row_N4S.is_cuda else 1
+            self.spare = [*self.row_N4S.new_empty(count, *self.row_N4S.shape, device="cpu", pin_memory=pinned)]
+        return self.spare.pop().copy_(self.row_N4S, non_blocking=True)
 
     def keep(self, record: Written, said_BX: Said | None) -> None:
         """Notes the steps that write, and what the model said of what they write."""
@@ -194,18 +209,21 @@ class Recording(ByExtra[Recorded]):
         own = [slot for slot in slots if slot in kept.levels]
         if not own or kept.row_N4S is None:
             return {}
-        device, logs = kept.row_N4S.device, any(kept.levels[slot] >= Record.EVENTS for slot in own)
-        few = kept.row_N4S.nbytes <= FEW and not logs
-        slot_B = None if few else uploaded(torch.tensor(own), device)
-        places = own if few else range(len(own))
-        row_B4S, event_BE5, count_B = host_copy(kept.row_N4S, slot_B), None, None
-        if logs and kept.event_NE5 is not None and kept.count_N is not None:
-            count_B, event_BE5 = host_copy(kept.count_N, slot_B), host_copy(kept.event_NE5[:, :-1], slot_B)
+        device, places = kept.row_N4S.device, own
+        event_BE5, count_B = None, None
+        if kept.event_NE5 is not None and kept.count_N is not None and kept.logs(own):
+            slot_B, places = uploaded(torch.tensor(own), device), [*range(len(own))]
+            row_B4S, count_B = host_copy(kept.row_N4S, slot_B), host_copy(kept.count_N, slot_B)
+            event_BE5 = host_copy(kept.event_NE5[:, :-1], slot_B)
+        elif kept.row_N4S.nbytes <= FEW:
+            row_B4S = kept.whole()
+        else:
+            row_B4S, places = host_copy(kept.row_N4S, uploaded(torch.tensor(own), device)), [*range(len(own))]
         kept.read = torch.cuda.Event() if device.type == "cuda" else None
         if kept.read is not None:
             kept.read.record()
         return {
-            slot: RecordRead(at, row_B4S, event_BE5 if kept.levels[slot] >= Record.EVENTS else None, count_B, kept.read)
+            slot: RecordRead(at, row_B4S, event_BE5 if kept.logs([slot]) else None, count_B, kept.read)
             for slot, at in zip(own, places, strict=True)
         }
 
@@ -217,7 +235,7 @@ class Recording(ByExtra[Recorded]):
             trail.log(record, said_BX)
 
 
-def host_copy(rows_NX: Tensor, slot_B: Tensor | None) -> Tensor:
-    """Some rows on the host, or all. From a card they are there when its stream has come so far."""
-    row_BX = rows_NX if slot_B is None else rows_NX.index_select(0, slot_B)
+def host_copy(rows_NX: Tensor, slot_B: Tensor) -> Tensor:
+    """Some rows on the host. From a card they are there when its stream has come so far."""
+    row_BX = rows_NX.index_select(0, slot_B)
     return torch.empty_like(row_BX, device="cpu", pin_memory=row_BX.is_cuda).copy_(row_BX, non_blocking=True)
