@@ -189,7 +189,7 @@ class Likelihood(Component):
 
     def weigh(self, text: Text, mask: Mask) -> Tensor:
         """The weight of each position of the answer in its sample's sum; 0: not scored. float64 [A]"""
-        return mask.masked_T[text.prompt :].double()
+        return mask.masked_T[text.prompt :].double() * mask.scale
 
     def counted(self, text: Text) -> Tensor:
         """Answer positions that a sequence's value is the sum of. bool [A]"""

@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal
 
-from fastapi.exceptions import RequestValidationError
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from dinfer.lab.outputs import JsonLines
 from dinfer.serving.app import application
-from dinfer.serving.errors import ApiError, of_validation, refused
+from dinfer.serving.errors import ApiError, refused, validated
 from dinfer.serving.forms import HeldFields, Strict
 from dinfer.serving.guard import HttpRequest, messages
 from dinfer.serving.run import check
@@ -216,11 +215,7 @@ def read(line: Line) -> Ask:
     body = parsed(line.text)
     if not isinstance(body, dict):
         raise ApiError(400, f"a line must be one request in braces, not {body!r:.80}", None, "invalid_value")
-    try:
-        ask = Ask.model_validate(body)
-    except ValidationError as error:
-        errors = [{**one, "loc": ("line", *one["loc"])} for one in error.errors()]
-        raise of_validation(RequestValidationError(errors, body=body)) from error
+    ask = validated(Ask, body)
     if ask.body.get("stream"):
         raise refused("body.stream", ask.body["stream"], "cannot be honoured in a file: leave it out")
     return ask

@@ -15,12 +15,9 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
-from fastapi.exceptions import RequestValidationError
-from pydantic import ValidationError
-
 from dinfer.lab.calibration import Calibrated, fit
 from dinfer.serving.apis.decisions import KINDS, Choice, DecisionRequest, Predicate, Score, decided
-from dinfer.serving.errors import ApiError, of_validation
+from dinfer.serving.errors import ApiError, validated
 from dinfer.serving.server import Server
 from dinfer.serving.settings import FORMS
 
@@ -69,15 +66,10 @@ def parsed(lines: Iterable[bytes]) -> list[tuple[DecisionRequest, list[int]]]:
         try:
             body = json.loads(line)
             answers = body.pop("answers", None)
-            asked = DecisionRequest.model_validate(body)
+            asked = validated(DecisionRequest, body)
             if not isinstance(answers, list) or len(answers) != len(asked.questions):
                 raise ValueError(f"answers must be a list of {len(asked.questions)}, one for each question")
             right = [_number(i, *one) for i, one in enumerate(zip(asked.questions, answers, strict=True))]
-        except ValidationError as error:
-            errors = [{**one, "loc": ("body", *one["loc"])} for one in error.errors()]
-            raise ValueError(
-                f"line {number}: {of_validation(RequestValidationError(errors, body=body)).message}"
-            ) from error
         except ApiError as error:
             raise ValueError(f"line {number}: {error.message}") from error
         except (ValueError, AttributeError, RecursionError) as error:
@@ -122,7 +114,7 @@ def calibrated(server: Server, asked: list[tuple[DecisionRequest, list[int]]]) -
 
     async def read(request: DecisionRequest, form: dict[str, Any]) -> list[list[float]]:
         own = request.dinfer.model_copy(update={"temperature": 1.0, **form})
-        answers, _, _ = await decided(server, served, request.conversation, request.asked, own)
+        answers, _, _ = await decided(server, served, request.model_copy(update={"dinfer": own}))
         return [one.probabilities for one in answers]
 
     async def each(form: dict[str, Any]) -> list[list[list[float]]]:

@@ -4,13 +4,15 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, ValidationError
 from starlette.responses import JSONResponse
 
 from dinfer.structure import ConstraintError
 
+T = TypeVar("T", bound=BaseModel)
 PROMPTS = {
     "prompt", "messages", "content", "text", "suffix", "prediction", "input", "body", "arguments", "instructions",
     "state", "system", "description", "thinking", "reasoning", "reasoning_content", "cache_salt",
@@ -126,6 +128,15 @@ def spelled(names: Mapping[str, str]) -> Iterator[None]:
                 error.message = error.message.replace(param, error.param, 1)
                 break
         raise
+
+
+def validated(kind: type[T], body: Any) -> T:
+    """The request of a body that did not come by HTTP. Raises ApiError."""
+    try:
+        return kind.model_validate(body)
+    except ValidationError as error:
+        errors = [{**one, "loc": ("body", *one["loc"])} for one in error.errors()]
+        raise of_validation(RequestValidationError(errors, body=body)) from error
 
 
 def of_validation(error: RequestValidationError) -> ApiError:

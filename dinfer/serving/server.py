@@ -12,6 +12,7 @@ from fastapi import Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from dinfer.core.engine.request import Completion
 from dinfer.core.engine.request import Request as Row
 from dinfer.core.step.shape import StepShape
 from dinfer.serving.answers import Rendering, Stream
@@ -247,6 +248,12 @@ class Server:
             self.metrics.prompt_tokens.labels(served.name).inc(prompt)
             async with aclosing(self.events(served, rows, own, wanted, seconds)) as events:
                 yield events
+
+    async def completions(self, served: Served, rows: Sequence[Row], own: Own, prompt: int) -> list[Completion]:
+        """As `running`, of rows whose ends alone are wanted."""
+        async with self.running(served, rows, own, Wanted(), prompt) as events:
+            done = {event.row: event.completion async for event in events if event.completion is not None}
+        return [done[row] for row in range(len(rows))]
 
     async def answer(
         self, served: Served, rows: Sequence[Row], wanted: Wanted, shown: Rendering, asked: Generation

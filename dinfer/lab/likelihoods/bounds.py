@@ -2,27 +2,14 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from dinfer.core.registry import option
-from dinfer.core.terms.spec import ModelSpec
-from dinfer.lab.likelihood import (
-    LIKELIHOODS,
-    Likelihood,
-    Mask,
-    Passes,
-    Samples,
-    Scored,
-    Text,
-    spread,
-    subsets,
-    uniforms,
-)
-from dinfer.lab.likelihoods.blocks import Blockwise, counted_from
+from dinfer.lab.likelihood import LIKELIHOODS, Likelihood, Mask, Passes, Scored, Text, spread, subsets, uniforms
+from dinfer.lab.likelihoods.blocks import Counted
 
 
 def parts_of(text: Text) -> list[Tensor]:
@@ -138,9 +125,6 @@ class Gdpo(Likelihood):
                     masked_A = uniforms(text.answer, seed, text.index, k, node) < rate
                     yield Mask(text.index, text.masks(masked_A), k, weight / rate)
 
-    def weigh(self, text: Text, mask: Mask) -> Tensor:
-        return mask.masked_T[text.prompt :] * torch.tensor(mask.scale, dtype=torch.float64)
-
 
 def gauss(nodes: int) -> tuple[Tensor, Tensor]:
     """Nodes and weights of Gauss and Legendre on (0, 1) (Golub and Welsch 1969). float64 [nodes] twice"""
@@ -152,7 +136,7 @@ def gauss(nodes: int) -> tuple[Tensor, Tensor]:
 
 @LIKELIHOODS.register("ebpo")
 @dataclass(frozen=True, kw_only=True)
-class Ebpo(Blockwise):
+class Ebpo(Counted):
     """Each block masked at a rate of its own behind clean ones: size / m times the sum over its m masked positions.
 
     m is 1 to the size of the block, spread evenly over all blocks of a call.
@@ -161,11 +145,6 @@ class Ebpo(Blockwise):
     paper = "LLaDA2.1, sections 3.2, eq. 4, 5; as in DARE, yjyddq/DARE"
 
     samples: int = option(1, "forwards of each answer", least=1)
-    block: int | None = option(None, "positions of a block; null: the samples', or else the model's", least=1)
-    origin: Literal["position", "prompt"] | None = option(None, "where they are counted from; null: as the samples say")
-
-    def blocks(self, spec: ModelSpec, samples: Samples, prompt: int, length: int) -> Tensor:
-        return counted_from(self.origin, self.block, spec, samples, prompt, length)
 
     def draw(self, texts: Sequence[Text], seed: int) -> Iterator[Mask]:
         sizes = [text.block_T[text.prompt :].unique_consecutive(return_counts=True)[1] for text in texts

@@ -56,8 +56,5 @@ class Coupled(Likelihood):
                 yield Mask(text.index, text.masks(masked_A), k, 1 / (2 * rate))
                 yield Mask(text.index, text.masks(~masked_A), k, 1 / (2 * (1 - rate)))
 
-    def weigh(self, text: Text, mask: Mask) -> Tensor:
-        return mask.masked_T[text.prompt :] * torch.tensor(mask.scale, dtype=torch.float64)
-
     def counted(self, text: Text) -> Tensor:
         return text.ended_A

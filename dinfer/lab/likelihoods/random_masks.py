@@ -75,7 +75,6 @@ class BlockMasking(Blockwise):
     pairs: bool = option(False, "a second forward masks the other positions")
     low: float = option(0.1, "least rate", most=1)
     high: float = option(0.9, "greatest rate", most=1)
-    block: int | None = option(None, "positions of a block; null: the samples', or else the model's", least=1)
 
     def draw(self, texts: Sequence[Text], seed: int) -> Iterator[Mask]:
         for text in texts:

@@ -10,7 +10,7 @@ from torch import Tensor
 from dinfer.core.registry import option
 from dinfer.core.terms.spec import ModelSpec
 from dinfer.lab.likelihood import LIKELIHOODS, Likelihood, Mask, Passes, Samples, Scored, Text, weighted
-from dinfer.lab.likelihoods.blocks import Blockwise, counted_from
+from dinfer.lab.likelihoods.blocks import Blockwise, Counted, counted_from
 from dinfer.lab.likelihoods.random_masks import tail
 
 
@@ -104,8 +104,6 @@ class TraceRLBlock(Blockwise, TraceRL):
 
     attention = "blocks"
 
-    block: int | None = option(None, "positions of a block; null: the samples', or else the model's", least=1)
-
     def weigh(self, text: Text, mask: Mask) -> Tensor:
         weight_A = Replay.weigh(self, text, mask)
         # The first ones are counted in each forward by itself, as published.
@@ -115,16 +113,10 @@ class TraceRLBlock(Blockwise, TraceRL):
 
 @LIKELIHOODS.register("trajectory_block")
 @dataclass(frozen=True, kw_only=True)
-class TrajectoryBlock(Blockwise, Replay):
+class TrajectoryBlock(Counted, Replay):
     """As trajectory, of block-causal models, with the weights of a loss that counts each step of a block once."""
 
     paper = "CJ-GRPO, arXiv:2509.23924, as in DARE, yjyddq/DARE"
-
-    block: int | None = option(None, "positions of a block; null: the samples', or else the model's", least=1)
-    origin: Literal["position", "prompt"] | None = option(None, "where they are counted from; null: as the samples say")
-
-    def blocks(self, spec: ModelSpec, samples: Samples, prompt: int, length: int) -> Tensor:
-        return counted_from(self.origin, self.block, spec, samples, prompt, length)
 
     def combine(self, passes: Passes, logp_X: Tensor, **known: Any) -> Scored:
         scored = super().combine(passes, logp_X, **known)

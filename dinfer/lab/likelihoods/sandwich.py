@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dinfer.core.registry import option
 from dinfer.lab.likelihood import LIKELIHOODS, Likelihood, Mask, Passes, Scored, Text, subsets, uniforms
+from dinfer.lab.likelihoods.random_masks import mean
 
 
 @LIKELIHOODS.register("spg")
@@ -58,8 +59,7 @@ class Spg(Likelihood):
         return masked_T
 
     def weigh(self, text: Text, mask: Mask) -> Tensor:
-        scored_A = (mask.masked_T[text.prompt :] & text.ended_A).double()
-        return scored_A / scored_A.sum().clamp_min(1)
+        return mean(mask.masked_T[text.prompt :] & text.ended_A)
 
     def counted(self, text: Text) -> Tensor:
         return text.ended_A

@@ -7,16 +7,15 @@ import json
 import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self
 
 from fastapi import FastAPI, Response
-from fastapi.exceptions import RequestValidationError
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from dinfer.lab.trace.record import document, page, record_request
 from dinfer.serving.answers import Part, id_of
 from dinfer.serving.apis.completions import Completion
-from dinfer.serving.errors import ApiError, at_field, invalid, of_deadline, of_validation, refused, spelled
+from dinfer.serving.errors import ApiError, at_field, invalid, of_deadline, refused, spelled, validated
 from dinfer.serving.fields import (
     MAX_CHOICES,
     NO_THOUGHT,
@@ -36,8 +35,6 @@ from dinfer.serving.served import Served
 from dinfer.serving.server import Server
 from dinfer.structure import functions_of
 from dinfer.structure import tools as calling
-
-T = TypeVar("T", bound=BaseModel)
 
 
 def _shown(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -191,16 +188,7 @@ def canonical(body: dict[str, Any]) -> CappedRequest:
     """The chat of a body whose fields are those of a chat. Raises ApiError."""
     body = {field: value for field, value in body.items() if value is not None}
     own = body.pop("dinfer")
-    return read(CappedRequest, body).model_copy(update={"dinfer": own})
-
-
-def read(kind: type[T], body: dict[str, Any]) -> T:
-    """The request of a body. Raises ApiError."""
-    try:
-        return kind.model_validate(body)
-    except ValidationError as error:
-        errors = [{**one, "loc": ("body", *one["loc"])} for one in error.errors()]
-        raise of_validation(RequestValidationError(errors, body=body)) from error
+    return validated(CappedRequest, body).model_copy(update={"dinfer": own})
 
 
 class ChatBatch(BaseModel):
@@ -220,7 +208,7 @@ class ChatBatch(BaseModel):
         made = []
         for number, one in enumerate(self.messages):
             with spelled({"messages": f"messages.{number}"}):
-                made.append(read(ChatRequest, shared | {"messages": one}))
+                made.append(validated(ChatRequest, shared | {"messages": one}))
         return made
 
 

@@ -27,7 +27,6 @@ from dinfer.serving.fields import MAX_CHOICES, SEEDS, SWITCHES, Own, Text, reada
 from dinfer.serving.forms import Strict
 from dinfer.serving.generating import encoded
 from dinfer.serving.pictures import objects_in
-from dinfer.serving.rows import Wanted
 from dinfer.serving.served import Served
 from dinfer.serving.server import Server
 from dinfer.serving.settings import Labels
@@ -474,10 +473,7 @@ class Reader:
         groups = [numbers] if self.own.joint else [[number] for number in numbers]
         sheets = [await self.sheet(asked, self.own.seed + seed) for seed in seeds for asked in groups]
         tokens = sum(len(one.prompt) for one in sheets)
-        rows = [one.row for one in sheets]
-        async with self.server.running(self.served, rows, self.own, Wanted(), tokens) as events:
-            done = {event.row: event.completion async for event in events if event.completion is not None}
-        return sheets, [done[i] for i in range(len(sheets))]
+        return sheets, await self.server.completions(self.served, [one.row for one in sheets], self.own, tokens)
 
     def tempered(self, number: int, shares: Sequence[float]) -> list[float]:
         logps = [math.log(share) if share > 0 else -math.inf for share in shares]
@@ -489,12 +485,12 @@ class Reader:
 
 
 async def decided(
-    server: Server, served: Served, turns: list[dict[str, Any]], questions: Sequence[Question], own: Reads
+    server: Server, served: Served, body: DecisionRequest | SystemOneRequest
 ) -> tuple[list[Decided], dict[str, Any], int]:
     """The answers in order, what usage tells under `dinfer`, and the tokens of the prompts. Raises ApiError."""
-    own = own.settled(server.settings.calibration or {})
-    questions = [replace(one, values=own.labels != "letters") for one in questions]
-    reader = Reader(server, served, turns, questions, own)
+    own = body.dinfer.settled(server.settings.calibration or {})
+    questions = [replace(one, values=own.labels != "letters") for one in body.asked]
+    reader = Reader(server, served, body.conversation, questions, own)
     reader.check()
     left = [number for number, one in enumerate(questions) if len(one.options) > 1]
     server.admission.check((1 if own.joint else len(left)) * own.seeds)  # before any of them is encoded
@@ -527,7 +523,7 @@ def add(app: FastAPI, server: Server) -> None:
     async def decisions(body: DecisionRequest) -> dict[str, Any]:
         """How probable the answers to questions are, like OpenAI's API."""
         served = server.catalogue.find(body.model, body.dinfer.decoder)
-        answers, told, tokens = await decided(server, served, body.conversation, body.asked, body.dinfer)
+        answers, told, tokens = await decided(server, served, body)
         shown = [_openai(one, found) for one, found in zip(body.questions, answers, strict=True)]
         details = {"input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0}}
         return {
@@ -542,7 +538,7 @@ def add(app: FastAPI, server: Server) -> None:
     async def systemone(body: SystemOneRequest) -> dict[str, Any]:
         """How probable the answers to questions about a state are, as System One's protocol has it."""
         served = server.catalogue.find(body.model, body.dinfer.decoder)
-        answers, told, tokens = await decided(server, served, body.conversation, body.asked, body.dinfer)
+        answers, told, tokens = await decided(server, served, body)
         pairs = zip(body.questions.items(), answers, strict=True)
         return {
             "model": served.name, "answers": {name: _systemone(one, found) for (name, one), found in pairs},

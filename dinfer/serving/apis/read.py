@@ -16,7 +16,6 @@ from dinfer.serving.errors import ApiError, invalid, refused
 from dinfer.serving.fields import MAX_CHOICES, READS, SEEDS, Conversation, Neutral, Own, Text
 from dinfer.serving.forms import Strict
 from dinfer.serving.generating import encoded
-from dinfer.serving.rows import Wanted
 from dinfer.serving.server import Server
 from dinfer.structure.abilities.reading import STEPS
 
@@ -76,9 +75,7 @@ def add(app: FastAPI, server: Server) -> None:
         try:  # in a thread: the first read with options of several tokens looks at the whole vocabulary
             layout = await asyncio.to_thread(served.pipe.layout, body.answer, body.slots, body.choice)
             rows = layout.requests(served.pipe.engine, prompt, body.denoised, body.seeds, body.seed)
-            async with server.running(served, rows, body.dinfer, Wanted(), len(prompt)) as events:
-                done = {event.row: event.completion async for event in events if event.completion is not None}
-            found = layout.reading(prompt, [done[row] for row in range(len(rows))])
+            found = layout.reading(prompt, await server.completions(served, rows, body.dinfer, len(prompt)))
         except ValueError as error:
             raise ApiError(400, f"{error}", code="invalid_value") from error
         tokens = sum(counts.tokens for counts in found.counts)
