@@ -63,7 +63,8 @@ class Reserved:
         found = _driver()
         assert found is not None
         self._library, allocator = found
-        self._device, self.pool = device, torch.cuda.MemPool(allocator.allocator())
+        self._device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        self.pool = torch.cuda.MemPool(allocator.allocator())
         self._asleep: list[tuple[int, int, Tensor | None, bool]] = []
         _reserved.add(self)
 
@@ -102,7 +103,7 @@ class Reserved:
         """Takes the memory again. Raises torch.OutOfMemoryError if others have it: then all of it sleeps on."""
         taken = []
         for address, size, _, _ in self._asleep:
-            error = self._library.addresses_wake(address, size, self._device.index or 0)
+            error = self._library.addresses_wake(address, size, self._device.index)
             if error:
                 for one in taken:
                     self._library.addresses_sleep(*one)
