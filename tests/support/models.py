@@ -15,6 +15,7 @@ from dinfer.core.registry import DECODERS
 from dinfer.core.step.contracts import ModelSpec
 from dinfer.core.step.mixins import Moves
 from dinfer.families.abilities.fed_order import FedOrderSpec
+from dinfer.families.abilities.gaps import GapSpec
 from dinfer.families.gemma import Gemma
 from dinfer.families.models.diffusion_gemma import DiffusionGemma
 from dinfer.families.nemotron import TwoModeSpec
@@ -39,7 +40,9 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "causal": ({"n_kv_heads": None, "multi_query_attention": True}, {"causal_block": 1}),
 }
 # Those of single families, whose specs are of classes of their own.
-OF_FAMILIES: dict[str, type[ModelSpec]] = {"drafts": ModelSpec, "two_modes": TwoModeSpec, "fed_order": FedOrderSpec}
+OF_FAMILIES: dict[str, type[ModelSpec]] = {
+    "drafts": ModelSpec, "two_modes": TwoModeSpec, "fed_order": FedOrderSpec, "gaps": GapSpec,
+}  # fmt: skip
 
 
 # Every field that `DiffusionGemma.spec` reads or checks. The two kinds of layers have other heads each.

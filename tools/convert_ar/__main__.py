@@ -193,10 +193,16 @@ def measured(base: Base, args: argparse.Namespace, out: Path) -> None:
     given = [row["tokens"][row["answer"] :][: args.new] for row in rows]
     table = [{"what": "text of the base", **measure.judged(base, prompts, given, [len(one) for one in given])}]
     told = out / "diffusion.json"
-    drafts = json.loads(told.read_text()).get("drafts", 0) if told.is_file() else 0
-    make: Any = measure.drafting if drafts else measure.loaded
-    ways: list[dict[str, Any]] = [{"stride": stride} for stride in range(2, drafts + 2)]
-    for way in ways or [{"block": block, "threshold": one} for block in args.blocks for one in args.thresholds]:
+    said = json.loads(told.read_text()) if told.is_file() else {}
+    ways: list[dict[str, Any]] = [
+        {"block": block, "threshold": one} for block in args.blocks for one in args.thresholds
+    ]
+    make: Any = measure.loaded
+    if said.get("gaps"):
+        make, ways = measure.filling, [{"threshold": one} for one in args.thresholds]
+    elif said.get("drafts"):
+        make, ways = measure.drafting, [{"stride": stride} for stride in range(2, said["drafts"] + 2)]
+    for way in ways:
         pipe = make(args.base, out, **way, device=args.device)
         table.append(way | measure.scored(base, pipe, prompts, args.new))
         print({name: value for name, value in table[-1].items() if name != "samples"}, flush=True)

@@ -326,6 +326,59 @@ def test_what_drafts_helped_to_write_is_the_base_s_own_text(folder: Path, tmp_pa
     assert [row["stride"] for row in rows] == [2, 3, 4] and len({row["nll"] for row in rows}) == 1
 
 
+def filled_alone(base: bases.Base, ids: list[int], new: int, size: int, threshold: float) -> tuple[list[int], int]:
+    """An answer whose gaps the adapter fills, by whole forwards of one row, and how many these were."""
+    answer: list[int] = []
+    forwards, mask, tokens = 0, base.chat.mask, [*ids, *[-1] * new]
+    while -1 in tokens and base.chat.stop not in answer:
+        start = tokens.index(-1)
+        end = min(start + size, len(tokens))
+        fed = torch.tensor([mask if one < 0 else one for one in tokens[: end - 1]])
+        masked, place = torch.tensor(tokens[: end - 1]) < 0, torch.arange(end - 1)
+        seen = bases.visible((place[:, None] >= place) | masked[:, None], torch.float32)
+        gates = {f"{name}.scale": masked[None, :, None] * 2.0 for name in bases.LINEAR}
+        layers = [layer | gates for layer in base.layers()]
+        h = bases.hidden(base, layers, fed[None], place, seen, bases.masked_layer)[0, start - 1 :]
+        chances = (h @ base.head().T).softmax(-1)
+        waits = chances[:, mask].clone()
+        sure, best = chances.index_fill(1, torch.tensor([mask]), -1).max(-1)
+        for i in range(start, end):
+            if tokens[i] < 0 and (i == start or sure[i - start] >= max(threshold, waits[i - start])):
+                tokens[i] = int(best[i - start])
+        forwards += 1
+        answer = tokens[len(ids) : tokens.index(-1) if -1 in tokens else None]
+    cut = answer.index(base.chat.stop) if base.chat.stop in answer else len(answer)
+    return answer[:cut], forwards
+
+
+def test_the_engine_fills_gaps_as_they_are_trained(folder: Path, tmp_path: Path) -> None:
+    """At threshold 1 the text is the base's own; at a lower one several tokens a forward, of rows side by side."""
+    text, out = str(write_text(tmp_path / "text.jsonl")), tmp_path / "out"
+    sizes = ["--length", "32", "--batch", "2", "--width", "112", "--rank", "8", "--masks", "60", "--gaps"]
+    common = [*sizes, "--drafts", "3", "--text", text, "--device", "cpu", "--rate", "0.02", "--no-compile"]
+    assert main(["train", str(folder), str(out), *common, "--steps", "30"]) == 0
+    prompts = [[0, 3, 4, 5, 1], [0, 4, 1], [0, 9, 9, 1, 7]]
+    plain = measure.loaded(folder, None, 1, mask=2).generate_ids(prompts, max_new_tokens=12)
+    exact = measure.filling(folder, out, 1.0).generate_ids(prompts, max_new_tokens=12)
+    assert [one.ids for one in exact] == [one.ids for one in plain]
+    base = bases.load(folder, torch.device("cpu"), torch.float32)
+    adapt(base, 8)
+    with torch.no_grad():
+        own = dict(base.model.named_parameters())
+        for name, one in stored_weights(out).items():
+            own[name.removeprefix("weight.")].copy_(one)
+        wanted = [filled_alone(base, one, 12, 4, 0.4) for one in prompts]
+    found = measure.filling(folder, out, 0.4).generate_ids(prompts, max_new_tokens=12)
+    assert [one.ids for one in found] == [ids for ids, _ in wanted]
+    passes = [count for _, count in wanted]
+    assert sum(passes) < sum(len(ids) for ids, _ in wanted)
+    assert all(one.counts.forwards - count in (0, 1) for one, count in zip(found, passes, strict=True))  # the prompt's
+    (out / "held.jsonl").write_text(json.dumps({"tokens": [*prompts[0], 7, 1], "answer": 5}) + "\n")
+    assert main(["measure", str(folder), str(out), *common, "--new", "12", "--thresholds", "1", "0.4"]) == 0
+    rows = json.loads((out / "scores.json").read_text())["scores"][1:]
+    assert [row["threshold"] for row in rows] == [1.0, 0.4]
+
+
 def test_drafts_need_answers_of_two_tokens() -> None:
     """Shorter ones are left out; a text that has no others is refused."""
     settings = Settings(batch=2, width=32, drafts=3, masks=24)
