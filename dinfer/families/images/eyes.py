@@ -25,6 +25,8 @@ from dinfer.core.ranks.split import Rank
 from dinfer.families.abilities.embedded import Embeddings, Mutual
 from dinfer.families.images.pictures import INSTALL, Picture
 
+Turn = Callable[[], AbstractContextManager[Any]]
+"""Waits for the turn of the device, and gives it back at the end."""
 REMEMBERED = 1 << 26  # bytes of embeddings that are kept
 
 
@@ -37,7 +39,7 @@ class Eyes(ABC):
     largest: ClassVar[tuple[int, int]] = (64, 64)  # width and height of an image that takes as much memory as any
 
     parts: Mapping[str, nn.Module]  # by the beginning of their tensors' names
-    processor: Any  # transformers' image processor; None: other ranks see for this one
+    processor: Any  # transformers' image processor
     token: int  # the id at each soft token
     around: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())  # ids before an image and behind it
     mutual: Mutual = "causal"
@@ -66,8 +68,8 @@ class Eyes(ABC):
         """What the tower is given: float32 pixels, and where they belong."""
 
     @abstractmethod
-    def seen(self, *prepared: torch.Tensor) -> torch.Tensor:
-        """The soft tokens of a picture that is `prepared`. [X, D]"""
+    def seen(self, *prepared: torch.Tensor, between: Turn) -> torch.Tensor:
+        """The soft tokens of a picture that is `prepared`. [X, D] on the host"""
 
     def chat(self, tokenizer: Any) -> dict[str, Any]:
         """What `apply_chat_template` is told of conversations with images, beside the checkpoint's own template."""
@@ -90,10 +92,8 @@ class Eyes(ABC):
         self.see(Picture(Image.new("RGB", self.largest, "gray"), "an image"))
 
     @torch.inference_mode()
-    def see(
-        self, picture: Picture, between: Callable[[], AbstractContextManager[Any]] = nullcontext, *, alone: bool = True
-    ) -> Embeddings:
-        """Its soft tokens, [X, D] on the host. Waits for the turn of the device, which `between` gives."""
+    def see(self, picture: Picture, between: Turn = nullcontext, *, alone: bool = True) -> Embeddings:
+        """Its soft tokens, [X, D] on the host."""
         prepared = self.prepared(picture, alone=alone)
         sha = hashlib.sha256(repr([self.mutual, str(self.dtype), self.processor.to_dict()]).encode())
         for part in prepared:
@@ -101,9 +101,7 @@ class Eyes(ABC):
         digest = sha.digest()
         with self.turn:
             if (known := self.known.get(digest)) is None:
-                with between():
-                    known = Embeddings(self.seen(*prepared).to(self.dtype).cpu(), digest)
-                self.known[digest] = known
+                known = self.known[digest] = Embeddings(self.seen(*prepared, between=between), digest)
             self.known.move_to_end(digest)
             while sum(one.rows_XD.nbytes for one in self.known.values()) > REMEMBERED and len(self.known) > 1:
                 self.known.popitem(last=False)

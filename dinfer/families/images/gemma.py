@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from dinfer.core.loading.files import CheckpointError, small_object
-from dinfer.families.images.eyes import Eyes
+from dinfer.families.images.eyes import Eyes, Turn
 from dinfer.families.images.pictures import Picture
 
 TOWER, PROJECTION = "model.encoder.vision_tower.", "model.encoder.embed_vision."
@@ -85,12 +85,14 @@ class GemmaEyes(Eyes):
         made = self.processor(images=image, do_resize=resize, return_tensors="pt")
         return made["pixel_values"], made["image_position_ids"]
 
-    def seen(self, *prepared: torch.Tensor) -> torch.Tensor:
+    def seen(self, *prepared: torch.Tensor, between: Turn) -> torch.Tensor:
         pixels_1PX, place_1P2 = prepared
         tower, projection = self.parts[TOWER], self.parts[PROJECTION]
         weight = projection.embedding_projection.weight
-        seen_XD = tower(pixels_1PX.to(weight.device, weight.dtype), place_1P2.to(weight.device)).last_hidden_state
-        return projection(inputs_embeds=seen_XD)
+        with between():
+            pixels_1PX = pixels_1PX.to(weight.device, weight.dtype)
+            seen_XD = tower(pixels_1PX, place_1P2.to(weight.device)).last_hidden_state
+            return projection(inputs_embeds=seen_XD).to(self.dtype).cpu()
 
 
 def _processor(folder: Path, config: Mapping[str, Any]) -> Any:

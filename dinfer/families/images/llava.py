@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from dinfer.core.loading.files import CheckpointError
-from dinfer.families.images.eyes import Eyes
+from dinfer.families.images.eyes import Eyes, Turn
 from dinfer.families.images.pictures import Picture
 
 TOWER, PROJECTION, NEWLINE = "model.vision_tower.vision_tower.vision_model.", "model.mm_projector.", "model."
@@ -46,7 +47,8 @@ TEMPLATE = """{{ bos_token }}\
 {{- '@IMAGE@' if part['type'] == 'image' else part['text'] | trim }}{% endfor %}{% endif %}{{ '<|eot_id|>' }}\
 {%- endfor %}{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"""
 BLIND = ": model.image_tokens=0 loads the text alone"
-TOGETHER = 8  # tiles that the tower sees at a time, so that its memory does not grow with the image
+TOGETHER = 8  # tiles that the tower sees at a time: more take more memory, and others wait for longer
+BREATH = 0.001  # seconds in which others take the device's turn
 
 
 @dataclass(kw_only=True)
@@ -171,13 +173,20 @@ class LlavaEyes(Eyes):
         whole = self.processor(square, image_grid_pinpoints=[[self.tile] * 2], return_tensors="pt")
         return whole["pixel_values"][0, :1], torch.tensor([0, 0])
 
-    def seen(self, *prepared: torch.Tensor) -> torch.Tensor:
+    def seen(self, *prepared: torch.Tensor, between: Turn) -> torch.Tensor:
         tower, projection, newline_D = self.parts[TOWER], self.parts[PROJECTION], self.parts[NEWLINE]["image_newline"]
         seen = []
         for pixels_T3PP in prepared[0].split(TOGETHER):
-            x_TXD = tower.embeddings(pixels_T3PP.to(newline_D))
-            seen.append(projection(tower.encoder(inputs_embeds=x_TXD).last_hidden_state))
-        whole_TXD, (width, height) = torch.cat(seen), prepared[1].tolist()
+            with between():
+                x_TXD = tower.embeddings(pixels_T3PP.to(newline_D))
+                seen.append(projection(tower.encoder(inputs_embeds=x_TXD).last_hidden_state))
+            time.sleep(BREATH)
+        with between():
+            return self.packed(torch.cat(seen), *prepared[1].tolist()).to(self.dtype).cpu()
+
+    def packed(self, whole_TXD: torch.Tensor, width: int, height: int) -> torch.Tensor:
+        """The tokens of the whole image, then rows of those of its tiles, each with a newline. [X, D]"""
+        newline_D = self.parts[NEWLINE]["image_newline"]
         if not width:
             return torch.cat((whole_TXD[0], newline_D[None]))
         down, across = self.cut(width, height)
