@@ -25,7 +25,7 @@ from dinfer.core.ranks.split import Rank
 from dinfer.families.abilities.embedded import Embeddings, Mutual
 from dinfer.families.images.pictures import INSTALL, Picture
 
-Turn = Callable[[], AbstractContextManager[Any]]
+DeviceTurn = Callable[[], AbstractContextManager[Any]]
 """Waits for the turn of the device, and gives it back at the end."""
 REMEMBERED = 1 << 26  # bytes of embeddings that are kept
 
@@ -68,7 +68,7 @@ class Eyes(ABC):
         """What the tower is given: float32 pixels, and where they belong."""
 
     @abstractmethod
-    def seen(self, *prepared: torch.Tensor, between: Turn) -> torch.Tensor:
+    def seen(self, *prepared: torch.Tensor, between: DeviceTurn) -> torch.Tensor:
         """The soft tokens of a picture that is `prepared`. [X, D] on the host"""
 
     def chat(self, tokenizer: Any) -> dict[str, Any]:
@@ -92,7 +92,7 @@ class Eyes(ABC):
         self.see(Picture(Image.new("RGB", self.largest, "gray"), "an image"))
 
     @torch.inference_mode()
-    def see(self, picture: Picture, between: Turn = nullcontext, *, alone: bool = True) -> Embeddings:
+    def see(self, picture: Picture, between: DeviceTurn = nullcontext, *, alone: bool = True) -> Embeddings:
         """Its soft tokens, [X, D] on the host."""
         prepared = self.prepared(picture, alone=alone)
         sha = hashlib.sha256(repr([self.mutual, str(self.dtype), self.processor.to_dict()]).encode())

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from dinfer.core.loading.files import CheckpointError, small_object
-from dinfer.families.images.eyes import Eyes, Turn
+from dinfer.families.images.eyes import DeviceTurn, Eyes
 from dinfer.families.images.pictures import Picture
 
 TOWER, PROJECTION = "model.encoder.vision_tower.", "model.encoder.embed_vision."
@@ -85,7 +85,7 @@ class GemmaEyes(Eyes):
         made = self.processor(images=image, do_resize=resize, return_tensors="pt")
         return made["pixel_values"], made["image_position_ids"]
 
-    def seen(self, *prepared: torch.Tensor, between: Turn) -> torch.Tensor:
+    def seen(self, *prepared: torch.Tensor, between: DeviceTurn) -> torch.Tensor:
         pixels_1PX, place_1P2 = prepared
         tower, projection = self.parts[TOWER], self.parts[PROJECTION]
         weight = projection.embedding_projection.weight

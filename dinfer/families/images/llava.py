@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from dinfer.core.loading.files import CheckpointError
-from dinfer.families.images.eyes import Eyes, Turn
+from dinfer.families.images.eyes import DeviceTurn, Eyes
 from dinfer.families.images.pictures import Picture
 
 TOWER, PROJECTION, NEWLINE = "model.vision_tower.vision_tower.vision_model.", "model.mm_projector.", "model."
@@ -173,7 +173,7 @@ class LlavaEyes(Eyes):
         whole = self.processor(square, image_grid_pinpoints=[[self.tile] * 2], return_tensors="pt")
         return whole["pixel_values"][0, :1], torch.tensor([0, 0])
 
-    def seen(self, *prepared: torch.Tensor, between: Turn) -> torch.Tensor:
+    def seen(self, *prepared: torch.Tensor, between: DeviceTurn) -> torch.Tensor:
         tower, projection, newline_D = self.parts[TOWER], self.parts[PROJECTION], self.parts[NEWLINE]["image_newline"]
         seen = []
         for pixels_T3PP in prepared[0].split(TOGETHER):
