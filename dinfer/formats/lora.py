@@ -75,6 +75,8 @@ def read_adapter(folder: Path, placements: Mapping[str, Placement]) -> Adapter:
 
     Raises a CheckpointError that names the fields or tensors that are not supported or do not fit.
     """
+    if not (folder / CONFIG).is_file():
+        raise CheckpointError(f"{folder} has no {CONFIG}: give a folder that PEFT wrote")
     config = read_object(folder / CONFIG)
     for field, allowed in SUPPORTED.items():
         if (value := config.get(field)) is not None and value not in allowed:

@@ -250,6 +250,10 @@ def passes(
     `masks`: recorded ones, in place of those that the seed gives. Raises ValueError for an estimator that the family
     cannot have, for an unknown name or option, and for samples that do not fit.
     """
+    if "name" in options:
+        raise ValueError(f"name={options['name']!r:.40} is no option: the estimator is {estimator}")
+    if not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
+        raise ValueError(f"seed={seed!r:.40} must be an integer of 64 bits")
     rule: Likelihood = LIKELIHOODS.build({"name": estimator, **options})
     if (reason := rule.incompatibility(spec)) is not None:
         able = [n for n in LIKELIHOODS.names() if LIKELIHOODS.get(n)().incompatibility(spec) is None]
@@ -624,7 +628,8 @@ def _check_steps(rule: Likelihood, texts: Sequence[Text]) -> None:
 
 
 def _check_network(spec: ModelSpec, passes: Passes) -> None:
-    if spec.shift != passes.shift or not 0 <= passes.mask_id < spec.vocab or int(passes.ids_NT.max()) >= spec.vocab:
+    strange = not 0 <= passes.mask_id < spec.vocab or bool((passes.ids_NT >= spec.vocab).any())
+    if spec.shift != passes.shift or strange:
         raise ValueError(
             f"these passes are of another family than {spec.family}: make them with the spec of this model"
         )

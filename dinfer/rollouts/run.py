@@ -219,7 +219,9 @@ def planned(pipe: Any, prompts: Sequence[Any], asked: Asked, **more: Any) -> Rou
     n, max_new_tokens, seed, record, whole = asked
     recipe: Recipe = pipe.recipe
     names = [name.partition(".")[2] for name in recipe.request_options]
-    prompts = pipe.seeing(listed(prompts, "prompts"), more, single=False)
+    if not (given := listed(prompts, "prompts")):
+        raise ValueError("prompts are empty: give at least one")
+    prompts = pipe.seeing(given, more, single=False)
     refuse_names("rollout", more, [*OWN, "options", *names])
     held = {name: more.pop(name) for name in OWN if name in more}
     form = needed("form_of", "a form", "structure")(held) if held else None

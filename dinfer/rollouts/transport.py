@@ -65,7 +65,7 @@ def broadcast(group: Any, tensor: Tensor, root: int = 0) -> None:
 
 def dtype_named(name: str) -> torch.dtype:
     """A dtype as trainers spell it. Raises ValueError."""
-    found = vars(torch).get(name.removeprefix("torch."))
+    found = vars(torch).get(name.removeprefix("torch.")) if isinstance(name, str) else None
     if not isinstance(found, torch.dtype):
         raise ValueError(f"dtype={name!r:.40} is not known; use a name of torch, such as bfloat16")
     return found

@@ -84,8 +84,8 @@ class Weights:
         """
         if pending not in PENDING:
             raise ValueError(f"pending={pending!r} is not known; use one of {', '.join(PENDING)}")
-        if version is not None and (type(version) is not int or version < 0):
-            raise ValueError(f"version={version!r:.40} must be an integer, 0 or more")
+        if version is not None and (type(version) is not int or not 0 <= version < 2**63):
+            raise ValueError(f"version={version!r:.40} must be an integer, 0 or more, of 64 bits")
         family, state = self.family, self.state
         if "weights" in state.asleep:
             raise ValueError("the weights sleep: wake them first, with tags=['weights']")
@@ -434,7 +434,10 @@ class WeightSink:
     def open(self, handles: Sequence[Mapping[str, Any]]) -> None:
         """Tensors of another process on the same card, by what its `transport.handle_of` tells. Raises ValueError."""
         for one in handles:
-            self._names.check(one["name"], one["shape"], transport.dtype_named(one["dtype"]))
+            if lost := [field for field in ("name", "shape", "dtype") if field not in one]:
+                raise ValueError(f"a handle has no {lost[0]}: give it as transport.handle_of makes it")
+            shape = one["shape"] if isinstance(one["shape"], (list, tuple)) else [one["shape"]]
+            self._names.check(one["name"], shape, transport.dtype_named(one["dtype"]))
         for one in handles:
             self._take(*transport.opened(one))
 

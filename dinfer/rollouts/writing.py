@@ -74,6 +74,8 @@ class Names:
 
     def check(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> None:
         """Raises ValueError for a tensor that cannot be written."""
+        if not isinstance(name, str):
+            raise ValueError(f"{name!r:.40} is no name of a tensor: give a text")
         place = self.placements.get(name)
         if place is not None and shape == place.shape and dtype in DTYPES and not self.fixed.get(place.parameter):
             return  # what comes thousands of times
@@ -364,6 +366,8 @@ def fill_from(network: Any, path: str) -> None:
 def check_folder(network: Any, path: str) -> None:
     """Raises CheckpointError for a folder that `fill_from` cannot take. A rounded one is read, as loading does."""
     writer, folder = _writers[id(network)], Path(path)
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(f"{path or 'the path'} has no config.json: give a folder as pipe.save makes it")
     plan = planned(writer, folder)
     plan.check_values()
     rounded = plan.scales.stored or any(one.packed for one in plan.tensors.values())

@@ -101,6 +101,35 @@ def test_samples_tell_the_weights_that_an_update_brought(client: Client, tmp_pat
     assert sample["meta_info"]["weight_version"] == "7"
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("passes.ids_NT", [["a"]], "passes: ids_NT is not as /score gave it"),
+        ("passes.place_X", [-1, -1], "place_X"),
+        ("passes.pass_X", [0, 10**20], "pass_X is not as /score gave it"),
+        ("passes.sequence_M", [7, 7], "sequence_M has numbers out of range"),
+        ("passes.sample_M", [0], "have different lengths"),
+        ("passes.masked_MT", None, "masked_MT is not as /score gave it"),
+        ("options", {"seed": 1}, "is no option of an estimator"),
+        ("options", {"name": "espo"}, "is no option of an estimator"),
+        ("seed", 2**64, "must be an integer of 64 bits"),
+    ],
+)
+def test_what_was_not_told_by_score_is_refused(client: Client, field: str, value: Any, message: str) -> None:
+    body: dict[str, Any] = {"sequences": [{"prompt_ids": [5], "answer_ids": [8, 9]}], "options": {"samples": 2}}
+    found = client.ask("/score", body | {"return_passes": True}).json()["passes"]
+    name = field.removeprefix("passes.")
+    wrong = client.ask("/score", body | ({name: value} if name == field else {"passes": found | {name: value}}))
+    assert wrong.status_code == 400 and message in wrong.json()["error"]["message"]
+
+
+def test_an_empty_answer_is_certain(client: Client) -> None:
+    empty = {"sequences": [{"prompt_ids": [], "answer_ids": []}]}
+    assert client.ask("/score", empty).json()["scores"] == [
+        {"sequence": 0, "error": None, "per_token": [], "tokens": 0}
+    ]
+
+
 def test_areal_s_and_slime_s_requests_are_taken_as_they_send_them(client: Client) -> None:
     """AReaL 4aef98d8 (`SGLangBackend`), slime 624b824a (`GenerateState`, `abort_server_until_idle`, `external.py`)."""
     ids = client.pipe.encode(QUESTION)

@@ -243,6 +243,8 @@ def scored(served: Served, body: ScoreRequest) -> dict[str, Any]:
     given: Any = None if steps[0] is None else steps
     with at_field("sequences"):
         samples = Samples.of(pairs, steps=given, block=body.block, origin=body.origin)
+    if own := {"name", "seed", "masks"} & body.options.keys():
+        raise refused("options", min(own), "is no option of an estimator")
     with at_field("estimator"):
         spec = served.pipe.model.spec
         drawn = passes(body.estimator, spec, samples, seed=body.seed, **body.options)
@@ -278,21 +280,47 @@ def of_json(given: dict[str, Any], like: Passes) -> Passes:
     if given.keys() != state.keys():
         raise ValueError(f"they must have the fields {', '.join(sorted(state))}")
     for name, own in state.items():
-        value = given[name]
-        if isinstance(own, torch.Tensor):
-            bits = isinstance(value, list) and value and isinstance(value[0], str)
-            rows = [[character == "1" for character in row] for row in value] if bits else value
-            value = torch.tensor(rows, dtype=own.dtype)
-            value = value.view(-1, own.shape[1]) if own.dim() == 2 and not value.numel() else value
-        found[name] = value
-    for name in ("estimator", "options", "mask_id", "shift", "ids_NT", "prompt_N", "length_N"):
+        try:
+            found[name] = tensor_of(given[name], own) if isinstance(own, torch.Tensor) else given[name]
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(f"{name} is not as /score gave it: {error}") from error
+    for name in OF_TEXTS:
         own, value = state[name], found[name]
         if not (own.equal(value) if isinstance(own, torch.Tensor) else own == value):
             raise ValueError(f"{name} is not that of these sequences and this estimator")
-    made = Passes.of(found)
-    if made.masked_MT.shape[1:] != like.masked_MT.shape[1:] or len(made.pass_X) != len(made.place_X) or bool(
-        (made.sequence_M >= len(made.length_N)).any() or (made.pass_X >= len(made.sequence_M)).any()
-        or (made.place_X >= made.length_N[made.sequence_M[made.pass_X]]).any()
-    ):  # fmt: skip
-        raise ValueError("their masks and places do not fit each other")
+    made, samples_N = Passes.of(found), found["samples_N"]
+    for suffix in ("_M", "_X"):
+        rows = {name: len(value) for name, value in found.items() if name.partition("_")[2].startswith(suffix[1])}
+        if len({*rows.values()}) > 1:
+            raise ValueError(f"{', '.join(rows)} have different lengths")
+    if samples_N.shape != like.samples_N.shape or made.masked_MT.shape[1] != like.masked_MT.shape[1]:
+        raise ValueError("samples_N or masked_MT has not the shape of these sequences")
+    below("sequence_M", made.sequence_M, len(made.length_N))
+    below("sample_M", made.sample_M, samples_N[made.sequence_M])
+    below("pass_X", made.pass_X, len(made.sequence_M))
+    below("place_X", made.place_X, made.length_N[made.sequence_M[made.pass_X]])
+    if bool((made.pass_X.diff() < 0).any()) or not bool(made.weight_X.isfinite().all()):
+        raise ValueError("pass_X must ascend, and weight_X be finite")
     return made
+
+
+OF_TEXTS = (
+    "estimator", "options", "mask_id", "shift", "ids_NT", "prompt_N", "length_N", "counted_NA", "block_NT",
+)  # fmt: skip
+
+
+def tensor_of(value: Any, own: torch.Tensor) -> torch.Tensor:
+    """A tensor that plain values tell, like one that is known. Raises ValueError, TypeError or RuntimeError."""
+    if own.dtype == torch.bool and value and all(isinstance(row, str) for row in value):
+        value = [[character == "1" for character in row] for row in value]
+    found = torch.tensor(value, dtype=own.dtype)
+    found = found.view(-1, own.shape[1]) if own.dim() == 2 and not found.numel() else found
+    if found.dim() != own.dim():
+        raise ValueError(f"it has {found.dim()} dimensions, not {own.dim()}")
+    return found
+
+
+def below(name: str, index: torch.Tensor, most: Any) -> None:
+    """Raises ValueError for indices outside."""
+    if bool(((index < 0) | (index >= most)).any()):
+        raise ValueError(f"{name} has numbers out of range")

@@ -62,8 +62,8 @@ class FromTensor(Changed):
 class Joins(Strict):
     master_address: str
     master_port: Annotated[int, Field(ge=1, le=65535, strict=False)]  # AReaL sends a text
-    rank_offset: int
-    world_size: int
+    rank_offset: Annotated[int, Field(ge=1)]  # rank 0 is the trainer
+    world_size: Annotated[int, Field(ge=2)]
     group_name: str = "weight_update_group"
     backend: Literal["nccl", "gloo"] = "nccl"
     packed: bool = False  # vLLM's: each update says so itself
@@ -158,7 +158,7 @@ class Updates:
         """Does work, and says how it went as SGLang does."""
         try:
             await self._thread.run(work)
-        except (ValueError, RuntimeError) as error:
+        except (ValueError, RuntimeError, OSError) as error:
             answer = {"success": False, "message": f"{type(error).__name__}: {error}", "num_paused_requests": self.held}
             return JSONResponse(answer, 400)
         return JSONResponse({"success": True, "message": "", "num_paused_requests": self.held})
@@ -249,11 +249,10 @@ class Updates:
 
 def number(version: int | str | None) -> int | None:
     """A version as an integer, which clients may write as a text. Raises ValueError."""
-    if isinstance(version, str):
-        if not version.isdecimal():
-            raise ValueError(f"weight_version={version!r:.40} must be an integer, 0 or more")
-        return int(version)
-    return version
+    found = int(version) if isinstance(version, str) and version.isdecimal() and len(version) < 20 else version
+    if found is not None and (isinstance(found, str) or not 0 <= found < 2**63):
+        raise ValueError(f"weight_version={version!r:.40} must be an integer, 0 or more, of 64 bits")
+    return found
 
 
 def tags_of(tags: Tags | None) -> list[str]:
@@ -293,7 +292,9 @@ def add_updates(app: FastAPI, updates: Updates) -> None:
         """Takes tensors in the memory of this card, by their handles."""
         if body.serialized_named_tensors is not None:
             raise refused("serialized_named_tensors", "...", PICKLES)
-        return await updates.told(lambda: updates.update(body, lambda into: into.open(body.handles or [])))
+        if (handles := body.handles) is None:
+            raise ApiError(400, "handles is missing: give them as transport.handle_of makes them", "handles", "missing")
+        return await updates.told(lambda: updates.update(body, lambda into: into.open(handles)))
 
     @app.post("/update_weights_from_distributed")
     async def from_distributed(body: FromGroup) -> JSONResponse:

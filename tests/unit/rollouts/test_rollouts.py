@@ -164,6 +164,8 @@ def test_rollouts_are_put_together_and_told_in_each_dialect() -> None:
 def test_bad_input_is_named_before_any_work(how: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         pipeline().rollout(PROMPTS, **{"max_new_tokens": 6, **how})
+    with pytest.raises(ValueError, match="prompts are empty: give at least one"):
+        pipeline().rollout([], max_new_tokens=6)
     with pytest.raises(TypeError, match="rollout takes no temprature: did you mean temperature"):
         pipeline().rollout(PROMPTS, temprature=1.0)
 

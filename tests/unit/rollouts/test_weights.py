@@ -214,6 +214,17 @@ def test_what_cannot_be_meant_is_refused(folders: Any) -> None:
         pass
     with pytest.raises(ValueError, match="version=-1 must be an integer, 0 or more"), pipe.updating(-1):
         pass
+    with pytest.raises(ValueError, match="must be an integer, 0 or more, of 64 bits"), pipe.updating(2**63):
+        pass
+    for work, message in (
+        (lambda into: into.load(3, new[table]), "3 is no name of a tensor"),
+        (lambda into: into.from_folder("/nope"), "/nope has no config.json"),
+        (lambda into: into.lora("/nope"), "/nope has no adapter_config.json"),
+        (lambda into: into.open([{"name": table}]), "a handle has no shape"),
+        (lambda into: into.open([{"name": table, "shape": 3, "dtype": 3}]), "dtype=3 is not known"),
+    ):
+        with pytest.raises(ValueError, match=message), pipe.updating() as into:
+            work(into)
     with pipe.updating(), pytest.raises(RuntimeError, match="leave the block before you ask"):
         answers(pipe)
     with pipe.updating(), pytest.raises(ValueError, match="another update of these weights is under way"):

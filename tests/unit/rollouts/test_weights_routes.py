@@ -122,6 +122,11 @@ def test_a_failed_update_stops_requests_until_one_succeeds(client: Client, tmp_p
         ("/update_weights_from_tensor", {"serialized_named_tensors": ["gASV"]}),
         ("/update_weights_from_disk", {"model_path": "x", "recapture_cuda_graph": True}),
         ("/update_weights_from_disk", {"model_path": "x", "unknown": 1}),
+        ("/update_weights_from_disk", {"model_path": str(tmp_path)}),  # which has no config.json
+        ("/update_weights_from_tensor", {}),
+        ("/update_weights_from_tensor", {"handles": [{}]}),
+        ("/update_weight_version", {"new_version": -1}),
+        ("/update_weight_version", {"new_version": 2**80}),
         ("/update_weights", {"update_info": {"names": ["x"]}}),
         ("/finish_weight_update", {}),
         ("/update_weights_from_distributed", {"names": [], "dtypes": [], "shapes": []}),
