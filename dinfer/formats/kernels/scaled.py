@@ -66,7 +66,7 @@ class ScaledExperts(PlainExperts):
         return rounded(x) if self.rounds else rows(x)
 
     def one(self, x_RK: Deferred, expert: int) -> Tensor:
-        return scaled_linear(self.taken(x_RK), self.each[expert], self.scale_XO[expert])
+        return close(scaled_linear(self.taken(x_RK), self.each[expert], self.scale_XO[expert]))
 
     def parts(self) -> Sequence[WeightPart]:
         return [WeightPart("int8", self.each, self.scale_XO[..., None])] if self.each.dtype == torch.int8 else ()
