@@ -164,18 +164,21 @@ class Distillation:
             right, steps = right + int(right_B.sum()), steps + int(steps_B.sum())
         return {"right": right / options.rows, "steps": steps / options.rows}
 
-    def _train(self) -> None:
-        options, device = self.options, self.model.device
-        draw_B = torch.rand(options.batch, device=device, generator=self.generator) * options.rows
-        at_B = draw_B.long().clamp_max(options.rows - 1)
-        tokens_BT, step_BT, prompt_B = self.tokens_NT[at_B].long(), self.step_NT[at_B].long(), self.prompt_N[at_B]
-        seen_BTT = sees(blocks_of(self.spec, prompt_B, options.length, self.states.block))
-        self.adapter.merge()
+    def loss(self, tokens_BT: Tensor, step_BT: Tensor, prompt_B: Tensor) -> Tensor:
+        """The loss of some of the rows, with the adapter merged."""
+        seen_BTT = sees(blocks_of(self.spec, prompt_B, self.options.length, self.states.block))
         shown_BT, said_BT, weight_BT = self.states(
             tokens_BT, prompt_B, step_BT,
             lambda shown_BT, rows: self.best(self.model, shown_BT[:rows], seen_BTT[:rows], self.barred_V),
         )  # fmt: skip
-        loss = (self.losses(self.model, shown_BT, said_BT, seen_BTT) * weight_BT).sum()
+        return (self.losses(self.model, shown_BT, said_BT, seen_BTT) * weight_BT).sum()
+
+    def _train(self) -> None:
+        options = self.options
+        draw_B = torch.rand(options.batch, device=self.model.device, generator=self.generator) * options.rows
+        at_B = draw_B.long().clamp_max(options.rows - 1)
+        self.adapter.merge()
+        loss = self.loss(self.tokens_NT[at_B].long(), self.step_NT[at_B].long(), self.prompt_N[at_B])
         loss.backward()
         self.adapter.pull()
         torch.nn.utils.clip_grad_norm_(self.adapter.parameters(), options.clip)
@@ -249,30 +252,36 @@ def train(work: Distillation, tokenizer_file: Path, base: bool) -> dict[str, obj
     return {"steps": work.done, "rounds": rounds, "seconds": round(time.perf_counter() - began, 1), "curve": curve}
 
 
-def parse() -> tuple[str, Path, Path | None, Options]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="a model in the box")
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--start-from", type=Path, help="folder of an adapter to go on from (default: none)")
-    given, options = parsed(parser, Options)
-    return given["model"], given["out"], given["start_from"], options
-
-
-def main() -> None:
-    name, out, start_from, options = parse()
+def run(
+    kind: type[Distillation], module: str, name: str, out: Path, options: Options, *, block: int = 0,
+    start_from: Path | None = None,
+) -> None:  # fmt: skip
+    """Trains an adapter of a model in the box. `block`: of its attention; 0: the model's own."""
     prepare(options.seed)
-    folder, device = locate(name), torch.device(options.device)
-    block = {"block": options.block} if options.block else {}
-    family = dinfer.MODELS.build({"name": family_of(read_config(folder)), "checkpoint": name, **block})
+    folder, device, own = locate(name), torch.device(options.device), {"block": block} if block else {}
+    family = dinfer.MODELS.build({"name": family_of(read_config(folder)), "checkpoint": name, **own})
     model = trainable(load_network(folder, family, dtype=torch.float32, device=device))
     tokenizer_file = folder / "tokenizer.json"
-    work = Distillation(model, family, options, Tokenizer.from_file(str(tokenizer_file)))
+    work = kind(model, family, options, Tokenizer.from_file(str(tokenizer_file)))
     if start_from is not None:
         work.adapter.load(start_from)
     with capturable(device):
         done = train(work, tokenizer_file, base=start_from is None)
     work.adapter.save(out, name)
-    write_record(out / "training.json", "tools.distill_tiny", device, work.adapter.parameters(), options, done)
+    write_record(out / "training.json", module, device, work.adapter.parameters(), options, done)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="a model in the box")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--start-from", type=Path, help="folder of an adapter to go on from (default: none)")
+    given, options = parsed(parser, Options)
+    start_from = given["start_from"]
+    run(
+        Distillation, "tools.distill_tiny", given["model"], given["out"], options, block=options.block,
+        start_from=start_from,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

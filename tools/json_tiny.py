@@ -24,17 +24,13 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-import dinfer  # registers the families
 from dinfer.core.layers.transformer import Transformer
-from dinfer.core.loading.checkpoint import family_of, load_network, read_config
-from dinfer.core.loading.files import locate
 from dinfer.core.models.family import ModelFamily
 from dinfer.demo.problems import ANSWER_LABEL
 from tools import distill_tiny
-from tools.distill_tiny import Distillation, train
+from tools.distill_tiny import Distillation, run
 from tools.rollout import Rollout, answers
-from tools.trained_experts import trainable
-from tools.training import capturable, parsed, prepare, write_record
+from tools.training import parsed
 
 BLOCK = 32  # of decoding
 IN_PROMPT = ' Answer as JSON: {"steps": [...], "answer": N}'
@@ -130,20 +126,11 @@ class Lesson(Distillation):
         self.prompt_N.copy_(torch.tensor([len(made[at % len(made)][0]) for at in range(options.rows)]))
         return {"right": right / options.rows, "steps": steps / options.rows, "rows": len(made)}
 
-    def _train(self) -> None:
-        options, device = self.options, self.model.device
-        draw_B = torch.rand(options.batch, device=device, generator=self.generator) * options.rows
-        at_B = draw_B.long().clamp_max(options.rows - 1)
-        tokens_BT, prompt_B = self.tokens_NT[at_B].long(), self.prompt_N[at_B]
-        masked_BT = masks(torch.arange(options.length, device=device) >= prompt_B[:, None], self.generator)
-        self.adapter.merge()
+    def loss(self, tokens_BT: Tensor, step_BT: Tensor, prompt_B: Tensor) -> Tensor:
+        place_T = torch.arange(self.options.length, device=tokens_BT.device)
+        masked_BT = masks(place_T >= prompt_B[:, None], self.generator)
         loss_BT = self.losses(self.model, torch.where(masked_BT, self.spec.mask, tokens_BT), tokens_BT, None)
-        loss = (loss_BT * masked_BT).sum() / masked_BT.sum().clamp_min(1)
-        loss.backward()
-        self.adapter.pull()
-        torch.nn.utils.clip_grad_norm_(self.adapter.parameters(), options.clip)
-        self.adam.step()
-        self.loss_sum += loss.detach()
+        return (loss_BT * masked_BT).sum() / masked_BT.sum().clamp_min(1)
 
 
 def main() -> None:
@@ -151,16 +138,7 @@ def main() -> None:
     parser.add_argument("model", choices=["tiny"], help="a model in the box that sees both sides")
     parser.add_argument("out", type=Path)
     given, options = parsed(parser, Options)
-    prepare(options.seed)
-    folder, device = locate(given["model"]), torch.device(options.device)
-    family = dinfer.MODELS.build({"name": family_of(read_config(folder)), "checkpoint": given["model"]})
-    model = trainable(load_network(folder, family, dtype=torch.float32, device=device))
-    tokenizer_file = folder / "tokenizer.json"
-    work = Lesson(model, family, options, Tokenizer.from_file(str(tokenizer_file)))
-    with capturable(device):
-        done = train(work, tokenizer_file, base=True)
-    work.adapter.save(given["out"], given["model"])
-    write_record(given["out"] / "training.json", "tools.json_tiny", device, work.adapter.parameters(), options, done)
+    run(Lesson, "tools.json_tiny", given["model"], given["out"], options)
 
 
 if __name__ == "__main__":
