@@ -13,7 +13,7 @@ from matplotlib import rcParams
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.tables import RESULTS, beside, levels, load
+from benchmarks.report import RESULTS, beside, levels, load
 from dinfer.lab.metrics import wilson
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"

@@ -44,7 +44,6 @@ RUNS = {  # what `benchmarks.throughput` is asked
     "mini-16k": f"{LONG} --prompt 16128",
     "mini-32k": f"{LONG} --prompt 32512",
 }
-SMALL = {"llada-8b": "small", "llada2-mini": "small-llada2", "sdar-4b": "small-sdar", "sdar-8b": "small-sdar"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +111,9 @@ def line(name: str, dry: bool) -> list[str]:
     """The arguments of `benchmarks.throughput`; those that come last hold."""
     given = RUNS[name].split()
     if dry:
-        small = [SMALL.get(part, part) for part in given]
+        from benchmarks.shapes import SMALLER  # needs torch
+
+        small = [SMALLER.get(part, part) for part in given]
         given = [*small, "--device", "cpu", "--prompt", "32", "--new", "32", "--rounds", "1"]
     return given
 

@@ -78,6 +78,11 @@ SHAPES = {
     "small-gemma": SMALL_GEMMA,
 }  # fmt: skip
 
+SMALLER = {  # for dry runs
+    "llada-8b": "small", "llada2-mini": "small-llada2", "llada2-flash": "small-llada2", "sdar-4b": "small-sdar",
+    "sdar-8b": "small-sdar",
+}  # fmt: skip
+
 
 def shape(name: str) -> tuple[ModelFamily, ModelSpec]:
     """The family and the spec of a shape."""

@@ -33,7 +33,7 @@ from benchmarks.feeds import apart, random_prompts, usual
 from benchmarks.limits import limits, rates
 from benchmarks.parts import by_kernel, by_part, profiled
 from benchmarks.provenance import begun, command_line, save
-from benchmarks.shapes import random_weights, shape
+from benchmarks.shapes import SMALLER, random_weights, shape
 from benchmarks.step import experts_read, pool, timed_run
 from dinfer import Pipeline, Runtime
 from dinfer.core.ranks.ranks import ALONE, Ranks
@@ -79,7 +79,6 @@ CASES = [  # what matters most comes first: the budget may end before the last
     *(Case(shape, 1, kind) for shape, kind in SHAPES[:4]),
     *(Case("llada2-mini", 1, None, rows=rows) for rows in (8, 64)),
 ]  # fmt: skip
-TINY = {"llada-8b": "small", "llada2-mini": "small-llada2", "llada2-flash": "small-llada2"}
 
 
 def run_rank(case: Case, device: torch.device, ranks: Ranks) -> dict[str, Any]:
@@ -245,7 +244,7 @@ def main(args: list[str] | None = None) -> None:
                 print(json.dumps({name: one | {"canvas": None, "kernels": None, "steps": None}}, indent=1), flush=True)
             save(report, given.out)
 
-    tiny = [case._replace(shape=TINY.get(case.shape, case.shape)) for case in CASES] if given.tiny else CASES
+    tiny = [case._replace(shape=SMALLER.get(case.shape, case.shape)) for case in CASES] if given.tiny else CASES
     with tempfile.TemporaryDirectory() as folder:
         for size in sorted({case.cards for case in tiny if case.cards <= len(cards)}, reverse=True):
             cases = [*dict.fromkeys(case for case in tiny if case.cards == size)]

@@ -178,9 +178,8 @@ def main() -> None:
         save(report, given.out)
         with pipe.updating() as into:
             into.load_all(new)
-    new = {name: tensor.cpu() for name, tensor in new.items()}  # the card has none of them while the engine sleeps
+    new = {name: tensor.cpu() for name, tensor in new.items()}  # what sleep leaves on the card is the engine's alone
     del other
-    new = {name: tensor.cpu() for name, tensor in new.items()}  # what sleeps shall leave is memory of the engine alone
     report["sleep"] = {}
     for level in (1, 2):
         found = pipe.weights.sleep(level)

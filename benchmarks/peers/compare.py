@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.provenance import provenance, save
-from benchmarks.shapes import SHAPES
+from benchmarks.shapes import SHAPES, SMALLER
 
 ROOT = Path(__file__).parents[2]
 BLOCKS = {  # shapes with keys that are final once a block is finished, and what is asked of both sides
@@ -53,7 +53,6 @@ RUNS = {name: (side, "llada-8b", options) for name, (side, options) in DENSE.ite
     for name, (shape, options) in BLOCKS.items()
     for side in ("diffulex", "ours")
 }
-SMALL = {"llada-8b": "small", "sdar-4b": "small-sdar", "sdar-8b": "small-sdar"}
 
 
 def arguments(args: list[str] | None) -> argparse.Namespace:
@@ -86,7 +85,7 @@ def run(name: str, given: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     """One run in a process of its own. Raises CalledProcessError, TimeoutExpired."""
     side, shape, options = RUNS[name]
     out, config = scratch / f"{name}.json", scratch / "config.json"
-    config.write_text(json.dumps(SHAPES[SMALL[shape] if given.dry_run else shape]))
+    config.write_text(json.dumps(SHAPES[SMALLER[shape] if given.dry_run else shape]))
     # The published dInfer is called as ours: the first folder wins, and the working directory comes before all.
     folders = {
         "published": [str(given.peer.resolve()), str(ROOT)] if given.peer else [],

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import dinfer.kernels
-from benchmarks import card, figures, goals, operators, parts, step, tables, throughput
+from benchmarks import card, figures, goals, operators, parts, report, step, throughput
 from benchmarks.feeds import apart, plain_tokens, random_prompts
 from benchmarks.limits import limits, operations, weight_bytes
 from benchmarks.parts import Span, by_kernel, by_part, longest
@@ -151,7 +151,7 @@ def test_runs_for_the_goals_are_gone_on_with_and_told_in_tables(
 ) -> None:
     for row in goals.ROWS:  # every row is a level of a run that throughput takes
         assert row.in_flight in throughput.arguments(goals.line(row.run, dry=True)).in_flight
-    assert "Not measured" in tables.goals(tmp_path)
+    assert "Not measured" in report.goals(tmp_path)
     args = [*goals.line("mini", dry=True), "--in-flight", "64,1", "--block", "1", "--new", "16", "--rounds", "3"]
     throughput.main([*args, "--out", str(tmp_path / "goals-mini-h200.json")])
     capsys.readouterr()
@@ -161,10 +161,10 @@ def test_runs_for_the_goals_are_gone_on_with_and_told_in_tables(
         f"LLaDA2-mini, bf16, 64 in flight: steady tokens/s {goals.number(steady)}, goal 11,000"
         in capsys.readouterr().out
     )
-    text = tables.goals(tmp_path)
+    text = report.goals(tmp_path)
     assert f"| LLaDA2-mini, bf16 | 64 | steady tokens/s | {goals.number(steady)} | 11,000 |" in text
     assert "| LLaDA2-mini, bf16 | 128 | steady tokens/s | - | 14,500 | - | - |" in text
-    text = tables.curve(tmp_path)
+    text = report.curve(tmp_path)
     assert text.index("| bf16, 1 |") < text.index("| bf16, 64 |")  # as the curve goes, not as it was measured
     pytest.importorskip("matplotlib")
     assert [len(axes.lines) for axes in figures.curve(tmp_path).axes] == [2, 2]
@@ -208,9 +208,9 @@ def test_a_session_on_a_card_goes_on_with_its_file_and_is_compared(
 
 def test_a_family_without_a_published_checkpoint_is_in_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the model of the tutorial, whose author runs the tests."""
-    usual, names = tables.families(), tables.MODELS.names()
-    monkeypatch.setattr(type(tables.MODELS), "names", lambda self: [*names, "plain"])
-    assert tables.families() == usual
+    usual, names = report.families(), report.MODELS.names()
+    monkeypatch.setattr(type(report.MODELS), "names", lambda self: [*names, "plain"])
+    assert report.families() == usual
 
 
 def test_operators_are_compared_to_the_end() -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import tables
 from benchmarks.peers import compare, work
+from benchmarks.report import diffulex
 from benchmarks.shapes import SHAPES
 
 ALL = [
@@ -43,7 +43,7 @@ def test_diffulex_and_ours_run_every_shape_on_the_same_work() -> None:
     for theirs, ours in zip(ALL[::2], ALL[1::2], strict=True):
         assert compare.RUNS[theirs][1:] == compare.RUNS[ours][1:]
         _, shape, options = compare.RUNS[ours]
-        assert shape in SHAPES and compare.SMALL[shape] in SHAPES
+        assert shape in SHAPES and compare.SMALLER[shape] in SHAPES
         asked = work.arguments(None, ["--config", "config.json", "--out", "out.json", *options])
         assert asked.cache == "block" and ours.endswith(f"-batch{asked.batch}")
         assert (asked.prompt, asked.block, asked.rate) == ((128, 32, 4) if "llada" in ours else (512, 4, 2))
@@ -74,17 +74,17 @@ def test_runs_are_added_to_a_file_and_one_that_fails_costs_no_other(
 
 
 def test_the_table_joins_the_files_of_one_session(tmp_path: Path) -> None:
-    assert "Not measured" in tables.diffulex(tmp_path)
+    assert "Not measured" in diffulex(tmp_path)
     report(tmp_path, "diffulex-h200.json", ALL[::2])
     report(tmp_path, "diffulex-second-h200.json", ALL[1::2])
-    text = tables.diffulex(tmp_path)
+    text = diffulex(tmp_path)
     assert "a card, torch 2, commit abc, transformers" in text
     rows = [line for line in text.splitlines() if line.startswith(("| Diffulex,", "| ours,"))]
     assert [row.split(" | ")[-1] for row in rows] == [f"{1000 + place:,} |" for place in range(12)]
     assert rows[11] == "| ours, SDAR-8B, blocks of 4 | 16 | 11.50 | 11.25 ms | 193 | 1,011 |"
     report(tmp_path, "diffulex-sdar-h200.json", ALL[:1])
     with pytest.raises(ValueError, match=rf"diffulex-sdar-h200\.json has {ALL[0]} again"):
-        tables.diffulex(tmp_path)
+        diffulex(tmp_path)
     report(tmp_path, "diffulex-sdar-h200.json", [], torch="3")
     with pytest.raises(ValueError, match=r"diffulex-sdar-h200\.json has another torch than diffulex-h200\.json"):
-        tables.diffulex(tmp_path)
+        diffulex(tmp_path)
