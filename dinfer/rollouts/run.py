@@ -278,7 +278,7 @@ def _options(index: int, given: Any, more: Mapping[str, Any]) -> dict[str, Any]:
 def _rows(recipe: Recipe, options: Sequence[Mapping[str, Any]], seeds: Sequence[int], n: int) -> list[Any]:
     """The options of each sample. They are checked once for all that differ in nothing but a seed in its range."""
     if any(not 0 <= seed < SEEDS for seed in seeds):
-        return [options[at // n] | {SEED: seed} for at, seed in enumerate(seeds)]
+        return [{**options[at // n], SEED: seed} for at, seed in enumerate(seeds)]
     found = list[Any]()
     for index, own in enumerate(options):
         if index and own == options[index - 1]:

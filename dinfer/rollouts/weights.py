@@ -529,9 +529,8 @@ class WeightSink:
         for name, _ in tensors:
             self.touched.update(self._names.covered(name))
         writing.sends(self._weights.pipe.model, [tensor for _, tensor in tensors])
-        if self._recipe.ranks.size == 1:  # which has them
-            told = [(name, "", ()) for name, _ in tensors]
-        else:
+        told: list[tuple[str, str, list[int]]] = [(name, "", []) for name, _ in tensors]
+        if self._recipe.ranks.size > 1:  # others have none of them
             told = [(name, str(one.dtype).removeprefix("torch."), [*one.shape]) for name, one in tensors]
         self._everywhere(writing.write, told)
 

@@ -101,7 +101,7 @@ class Reserved:
 
     def wake(self) -> None:
         """Takes the memory again. Raises torch.OutOfMemoryError if others have it: then all of it sleeps on."""
-        taken = []
+        taken = list[tuple[int, int]]()
         for address, size, _, _ in self._asleep:
             error = self._library.addresses_wake(address, size, self._device.index)
             if error:
