@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
-from torch import nn
 
 from dinfer.core.loading.files import CONFIG, GGUF, CheckpointError, read_object, refuse
 from dinfer.core.loading.safetensors_io import mismatches, read, stored
@@ -38,7 +37,7 @@ class Eyes(ABC):
     needs: ClassVar[str]  # a model that transformers must have
     largest: ClassVar[tuple[int, int]] = (64, 64)  # width and height of an image that takes as much memory as any
 
-    parts: Mapping[str, nn.Module]  # by the beginning of their tensors' names
+    parts: Mapping[str, Any]  # modules by the beginning of their tensors' names
     processor: Any  # transformers' image processor
     token: int  # the id at each soft token
     around: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())  # ids before an image and behind it
@@ -51,7 +50,7 @@ class Eyes(ABC):
 
     @classmethod
     @abstractmethod
-    def modules(cls, config: Mapping[str, Any], network: Any) -> dict[str, nn.Module]:
+    def modules(cls, config: Mapping[str, Any], network: Any) -> dict[str, Any]:
         """transformers' modules without weights, for a config.json. Raises CheckpointError for another tower."""
 
     @classmethod
@@ -148,7 +147,7 @@ def eyes_of(kind: type[Eyes], folder: Path, network: Any, most: int, rank: Rank)
         return str(error)
 
 
-def _fill(found: Mapping[str, Any], parts: Mapping[str, nn.Module], network: Any) -> None:
+def _fill(found: Mapping[str, Any], parts: Mapping[str, Any], network: Any) -> None:
     held: dict[str, dict[str, torch.Tensor]] = {prefix: {} for prefix in parts}
     for name, tensor in read(found):
         prefix = next(prefix for prefix in parts if name.startswith(prefix))

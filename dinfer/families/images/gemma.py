@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any, ClassVar, Self
 
 import torch
-from torch import nn
 
 from dinfer.core.loading.files import CheckpointError, small_object
 from dinfer.families.images.eyes import DeviceTurn, Eyes
@@ -27,7 +26,7 @@ class GemmaEyes(Eyes):
     needs: ClassVar[str] = "DiffusionGemma"
 
     @classmethod
-    def modules(cls, config: Mapping[str, Any], network: Any) -> dict[str, nn.Module]:
+    def modules(cls, config: Mapping[str, Any], network: Any) -> dict[str, Any]:
         """On a CPU they give transformers' own bits; on a GPU scores fill no memory."""
         vision = config.get("vision_config")
         if not isinstance(vision, Mapping) or vision.get("model_type") != "gemma4_vision":

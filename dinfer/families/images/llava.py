@@ -69,7 +69,7 @@ class LlavaEyes(Eyes):
         return wide, high
 
     @classmethod
-    def modules(cls, config: Mapping[str, Any], network: Any) -> dict[str, nn.Module]:
+    def modules(cls, config: Mapping[str, Any], network: Any) -> dict[str, Any]:
         from transformers.models.siglip.configuration_siglip import SiglipVisionConfig
         from transformers.models.siglip.modeling_siglip import SiglipVisionModel
 
@@ -78,13 +78,12 @@ class LlavaEyes(Eyes):
                 raise CheckpointError(
                     f"config.json: {name}={config.get(name)!r:.80} is not supported; only {allowed[0]!r} is{BLIND}"
                 )
-        if "siglip" not in str(name := config.get("mm_vision_tower")).casefold():
-            raise CheckpointError(f"config.json: mm_vision_tower={name!r:.80} must be a SigLIP tower{BLIND}")
+        if "siglip" not in str(published := config.get("mm_vision_tower")).casefold():
+            raise CheckpointError(f"config.json: mm_vision_tower={published!r:.80} must be a SigLIP tower{BLIND}")
         made = SiglipVisionConfig(**VISION | dict(config.get("vision_config") or {}), vision_use_head=False)
         made._attn_implementation = "sdpa"
         with torch.device("meta"):
-            whole = SiglipVisionModel(made)
-            tower: Any = dict(whole.named_children()).get("vision_model", whole)  # in older transformers
+            tower: Any = SiglipVisionModel(made)
             wide, hidden = made.hidden_size, network.spec.hidden
             projection = nn.Sequential(nn.Linear(wide, hidden), nn.GELU(), nn.Linear(hidden, hidden))
             newline = nn.ParameterDict({"image_newline": nn.Parameter(torch.empty(hidden))})

@@ -26,7 +26,7 @@ from dinfer.families.images.eyes import eyes_of
 from dinfer.families.images.llava import SYSTEM, LlavaEyes
 from dinfer.families.images.pictures import opened
 
-PUBLISHED = {
+PUBLISHED: dict[str, Any] = {
     "iteration": "blockwise_128", "decoder": {"name": "until_stop", "steps": 4096, "stops": [6]}, "cache": "none",
     "sampling": {"name": "standard", "suppress": [0, 1, 4, 5]},
 }  # fmt: skip
@@ -167,12 +167,12 @@ def test_the_conversation_is_the_published_one(pipe: Pipeline) -> None:
     turn = "<|start_header_id|>{}<|end_header_id|>\n\n{}<|eot_id|>".format
     text = "<|startoftext|>" + turn("system", SYSTEM) + turn("user", f"{word * count}\nw1 w2")
     header = "<|start_header_id|>assistant<|end_header_id|>\n\n"
-    assert pipe.encode(asked(picture(0))) == pipe.tokenizer.encode(text + header, add_special_tokens=False)
+    assert pipe.encode(asked(picture(0))) == pipe.need_tokenizer().encode(text + header, add_special_tokens=False)
     base, system = pipe.model.eyes.side**2 + 1, {"role": "system", "content": "w9"}
     text = "<|startoftext|>" + turn("system", "w9") + turn("user", f"{word * base} {word * base}\nw1 <")
     got = pipe.encode([system, *asked(picture(0), picture(1), text="w1 <|reserved_token_0|>")])
     assert got.count(3) == 2 * base  # what a message spells is text
-    assert got[: len(got) - 20] == pipe.tokenizer.encode(text, add_special_tokens=False)[: len(got) - 20]
+    assert got[: len(got) - 20] == pipe.need_tokenizer().encode(text, add_special_tokens=False)[: len(got) - 20]
 
 
 def test_a_turned_file_takes_as_many_positions_as_its_picture(pipe: Pipeline) -> None:
