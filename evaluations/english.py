@@ -71,25 +71,8 @@ def _letter(draws: Random) -> tuple[str, dict[str, Any]]:
     return f'The letter "{letter}" should appear at least {count} times.', given
 
 
-def _placeholders(draws: Random) -> tuple[str, dict[str, Any]]:
-    return "Use at least 1 placeholder in square brackets, such as [name].", {"num_placeholders": 1}
-
-
-def _postscript(draws: Random) -> tuple[str, dict[str, Any]]:
-    return "At the end, add a postscript that starts with P.S.", {"postscript_marker": "P.S."}
-
-
-def _sections(draws: Random) -> tuple[str, dict[str, Any]]:
-    given = {"section_spliter": "Section", "num_sections": 2}
-    return "Write 2 sections, and begin each with Section and its number, such as Section 1.", given
-
-
-def _highlights(draws: Random) -> tuple[str, dict[str, Any]]:
-    return "Highlight at least 1 part of your answer with asterisks, such as *this part*.", {"num_highlights": 1}
-
-
-def _said(text: str) -> Rule:
-    return lambda draws: (text, {})
+def _said(text: str, **given: Any) -> Rule:
+    return lambda draws: (text, given)
 
 
 RULES: dict[str, Rule] = {
@@ -100,12 +83,22 @@ RULES: dict[str, Rule] = {
     "keywords:forbidden_words": _forbidden,
     "keywords:letter_frequency": _letter,
     "detectable_format:number_bullet_lists": _bullets,
-    "detectable_format:number_highlighted_sections": _highlights,
-    "detectable_format:multiple_sections": _sections,
+    "detectable_format:number_highlighted_sections": _said(
+        "Highlight at least 1 part of your answer with asterisks, such as *this part*.", num_highlights=1
+    ),
+    "detectable_format:multiple_sections": _said(
+        "Write 2 sections, and begin each with Section and its number, such as Section 1.",
+        section_spliter="Section",
+        num_sections=2,
+    ),
     "detectable_format:title": _said("Give it a title in double angular brackets, such as <<a title>>."),
     "detectable_format:json_format": _said("The whole answer must be in JSON format."),
-    "detectable_content:number_placeholders": _placeholders,
-    "detectable_content:postscript": _postscript,
+    "detectable_content:number_placeholders": _said(
+        "Use at least 1 placeholder in square brackets, such as [name].", num_placeholders=1
+    ),
+    "detectable_content:postscript": _said(
+        "At the end, add a postscript that starts with P.S.", postscript_marker="P.S."
+    ),
     "startend:end_checker": _end,
     "startend:quotation": _said("Put your whole answer into double quotation marks."),
     "change_case:english_lowercase": _said("Answer in English, in lowercase letters only."),

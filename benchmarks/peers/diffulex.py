@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks.peers.published import MORE
-from benchmarks.peers.work import arguments, report
+from benchmarks.peers.work import arguments, fill, report
 
 # Its names of the model, the strategy and the class of the config, by model_type.
 KINDS = {"llada": ("llada", "d2f", "LLaDAConfig"), "sdar": ("sdar", "multi_bd", "SDARConfig")}
@@ -43,16 +43,6 @@ class NoTokenizer:
         return ""
 
 
-def fill(model: Any, config: dict[str, Any]) -> Any:
-    """Random weights in place of those of a checkpoint; neither a stop token nor a mask is ever the most likely."""
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(1.0) if parameter.dim() == 1 else parameter.normal_(0.0, parameter.shape[-1] ** -0.5)
-        model.lm_head.weight[min(config["eos_token_id"], config["mask_token_id"]) :] = 0
-    return model
-
-
 def engine(given: Any, config: dict[str, Any], folder: str) -> Any:
     """Its engine, whose sampler computes the threshold rule and accepts the leftmost masks."""
     import diffulex.engine.engine
@@ -65,7 +55,8 @@ def engine(given: Any, config: dict[str, Any], folder: str) -> Any:
     begin = torch.distributed.init_process_group  # one process: without a device it does not start NCCL
     torch.distributed.init_process_group = lambda device_id=None, **more: begin(**more)
     diffulex.engine.engine.auto_tokenizer_from_pretrained = lambda *given, **more: NoTokenizer(config)
-    diffulex.model.auto_model.load_model = lambda model, settings: fill(model, config)
+    first = min(config["eos_token_id"], config["mask_token_id"])  # neither is ever the most likely
+    diffulex.model.auto_model.load_model = lambda model, settings: fill(model, model.lm_head.weight, first)
     length = given.prompt + given.new + 2 * given.block  # the block more, and the masks behind it
     with socket.socket() as free:
         free.bind(("localhost", 0))

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.peers.work import RATE, arguments, report
+from benchmarks.peers.work import RATE, arguments, fill, report
 
 # What config.json of LLaDA-8B-Instruct says, and our shapes leave out since it changes nothing there.
 MORE = {
@@ -61,11 +61,8 @@ def random_model(config: dict[str, Any], device: torch.device) -> Any:
     torch.set_default_dtype(torch.bfloat16)
     model = published.LLaDAModelLM(settings, model=published.LLaDAModel(sizes, init_params=False))
     torch.set_default_dtype(torch.float32)
-    torch.manual_seed(0)
-    for parameter in model.parameters():
-        parameter.fill_(1.0) if parameter.dim() == 1 else parameter.normal_(0.0, parameter.shape[-1] ** -0.5)
-    model.model.transformer.ff_out.weight[config["eos_token_id"] :] = 0  # neither a stop token nor a mask is ever best
-    return model.eval()
+    # Neither a stop token nor a mask is ever the most likely.
+    return fill(model, model.model.transformer.ff_out.weight, config["eos_token_id"]).eval()
 
 
 def scripted_decoder(dinfer: Any, config: dict[str, Any], block: int, device: torch.device) -> Any:

@@ -36,6 +36,16 @@ def arguments(about: str | None, args: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(args)
 
 
+def fill(model: Any, head: torch.Tensor, first: int) -> Any:
+    """Gives a peer's network random weights; no token from `first` on is ever the most likely."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1.0) if parameter.dim() == 1 else parameter.normal_(0.0, parameter.shape[-1] ** -0.5)
+        head[first:] = 0
+    return model
+
+
 @contextmanager
 def alone(out: Path) -> Iterator[None]:
     """Waits for the runs that warm up beside this one (`--together`), then for its turn on the card."""

@@ -199,10 +199,12 @@ class Served:
                 raise invalid(source, f": {what}") from error
         return rows
 
-    async def gap_rows(self, before: str, behind: str, asked: Generation, gap: int | None) -> list[Request]:
-        """One row for each choice of what stands between two texts. `gap`: its positions; None: as many as may be.
+    async def gap_rows(
+        self, before: str, behind: str, asked: Generation, gap: int | None
+    ) -> tuple[list[int], list[Request]]:
+        """The tokens around a gap between two texts, and one row for each choice of what stands there.
 
-        Raises ApiError.
+        `gap`: its positions; None: as many as may be. Raises ApiError.
         """
         if self.pipe.model.spec.attention_block:
             why = "is not supported by this model: it would fill the gap without having seen the text behind it"
@@ -219,7 +221,8 @@ class Served:
             given = (await asyncio.to_thread(made, 1)).length - 1
             self.check_length(given + (gap or 1), "prompt")
             size = gap or min(most, self.max_length - given)
-            return [await asyncio.to_thread(made, size, number, languages) for number in range(asked.n)]
+            rows = [await asyncio.to_thread(made, size, number, languages) for number in range(asked.n)]
+        return [token for token, open in zip(rows[0].tokens, rows[0].open, strict=True) if not open], rows
 
     def card(self) -> dict[str, Any]:
         """The entry in /v1/models."""

@@ -169,8 +169,7 @@ def add(app: FastAPI, server: Server) -> None:
         """Continues texts or token ids, or fills in before a suffix, whole or as server-sent events, as OpenAI does."""
         served = server.catalogue.find(body.model, body.dinfer.decoder)
         if body.suffix is not None:
-            rows = await served.gap_rows(str(body.prompt), body.suffix, body, body.dinfer.gap)
-            given = [token for token, open in zip(rows[0].tokens, rows[0].open, strict=True) if not open]
+            given, rows = await served.gap_rows(str(body.prompt), body.suffix, body, body.dinfer.gap)
             return await generated(server, served, body, [given], Completion, body.logprobs, rows=rows)
         server.admission.check(len(body.prompts) * body.n)  # before any of them is encoded
         prompts = [await encoded(server, served, p, "prompt") if isinstance(p, str) else p for p in body.prompts]

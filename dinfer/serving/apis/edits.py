@@ -109,6 +109,5 @@ def add(app: FastAPI, server: Server) -> None:
             size = len(served.pipe.encode(text, chat=False, add_special_tokens=False))
             gap = max(size + size // 4, LEAST_GAP)
             gap = body.dinfer.gap or min(gap, body.max_tokens or gap)
-            rows = await served.gap_rows(before, behind, body, gap)
-        given = [token for token, open in zip(rows[0].tokens, rows[0].open, strict=True) if not open]
+            given, rows = await served.gap_rows(before, behind, body, gap)
         return await generated(server, served, body, [given], Edit, None, rows=rows)
