@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dinfer.core.step.ability import Decision, Step
+from dinfer.core.step.ability import Decision, Step, StepShape
 from dinfer.core.step.step import block_view
-from dinfer.structure.abilities.constraints import Constraints
+from dinfer.structure.abilities.constraints import Constrained, Constraints
 from dinfer.structure.kernels.languages import Sweeps
 from dinfer.structure.kernels.lines import Line
 
@@ -136,6 +136,11 @@ def hold(step: Step, logits_CRLV: Tensor, paths_RCD: Tensor) -> Tensor:
         following_RC = after(sweeps, state_RC, sweeps.classes_of(draft_RC.clamp_min(0)))
         state_RC = torch.where((draft_RC >= 0) & (following_RC >= 0), following_RC, state_RC)
     return logits_CRLV
+
+
+def in_languages(shape: StepShape) -> bool:
+    """Whether some row of a step is in a language."""
+    return shape.extra(Constrained) is not None
 
 
 def _of(step: Step) -> Any:

@@ -6,6 +6,7 @@ ADDRESSES = {
     "compiler_of": "dinfer.structure.form:compiler_of",
     "form_of": "dinfer.structure.form:form_of",
     "hold": "dinfer.structure.paths:hold",
+    "in_languages": "dinfer.structure.paths:in_languages",
     "infill": "dinfer.structure.infilling:infill",
     "infill_ids": "dinfer.structure.infilling:infill_ids",
     "layout": "dinfer.structure.questions:layout",

@@ -41,7 +41,9 @@ INEXACT = Trait(
         not isinstance(cache, KeepsNothing) and (isinstance(cache, LeavesMasks) or not cache.plan(Phase.WINDOW).keeps)
     )
 )
-LANES = 16  # of a step, up to which paths are tried: they cost little where a step waits for launches
+# Lanes of a step, up to which paths are tried: they cost little where a step waits for launches. A form leaves few
+# paths that an answer may go on with, so three of them are worth more than what they cost.
+LANES, HELD_LANES = 16, 256
 SPECULATES = Trait(lambda runtime: runtime.speculate != 0, "`runtime.speculate`", instead="runtime.speculate=0")
 
 
@@ -110,7 +112,9 @@ class Drafting(ByPart[Confirms]):
         if not isinstance(recipe.decoder, Confirms):
             return None
         # Powers of two, so that not each number of rows has a graph of its own.
-        lanes = 1 << (max(min(LANES // max(planned.rows, 1), shape.versions + 1), 1).bit_length() - 1)
+        held = provided("in_languages")
+        most = HELD_LANES if held is not None and held(shape) else LANES
+        lanes = 1 << (max(min(most // max(planned.rows, 1), shape.versions + 1), 1).bit_length() - 1)
         return Versioned(lanes - 1) if shape.versions else None
 
     def prepare(self, step: Step, run: Forward) -> PagedAttend | None:
