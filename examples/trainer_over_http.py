@@ -11,15 +11,12 @@ import json
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 
 import dinfer
 from dinfer.demo.problems import extract_answer, generate
@@ -88,9 +85,7 @@ def update(
 
 def send(url: str, group: Any, pipe: Any, version: int) -> None:
     """Broadcasts every tensor under its name in a checkpoint."""
-    with tempfile.TemporaryDirectory() as folder:
-        pipe.save(Path(folder, "now"))
-        tensors = load_file(Path(folder, "now", "model.safetensors"))
+    tensors = pipe.weights.tensors()
     told = {
         "names": [*tensors], "dtypes": [str(one.dtype) for one in tensors.values()],
         "shapes": [[*one.shape] for one in tensors.values()], "load_format": "flattened_bucket",

@@ -2,20 +2,17 @@
 
     python examples/verl_rollout.py
 
-The worker has what verl calls: `generate_sequences`, `update_weights` with a generator of names and tensors, `release`
-and `resume`. Its batches are laid out as verl's are: prompts padded on the left, responses on the right, and beside
-them the log-probabilities that importance weights need, and the step maps that a replay needs.
+The worker has what verl calls (`BaseRollout` of 1dda039b): `generate_sequences`, `update_weights` with a generator of
+names and tensors, `release` and `resume`. Its batches are laid out as verl's are: prompts padded on the left, responses
+on the right, and beside them the log-probabilities that importance weights need, and the step maps that a replay needs.
 """
 
 import asyncio
-import tempfile
 from collections.abc import Generator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 import dinfer
@@ -61,14 +58,18 @@ class DinferRollout:
             {"weight_version": self.pipe.weights.version, "exact": made.exact},
         )  # fmt: skip
 
-    async def update_weights(self, weights: Generator[tuple[str, Tensor], None, None], **_: Any) -> None:
+    async def update_weights(
+        self, weights: Generator[tuple[str, Tensor], None, None], wire_format: str = "named_tensors", **_: Any
+    ) -> None:
         """Takes tensors under their names in a checkpoint, all of them or some."""
+        if wire_format != "named_tensors":
+            raise ValueError(f"wire_format={wire_format!r} is not taken here: use named_tensors")
         with self.pipe.updating() as into:
             into.load_all(weights)
 
     async def release(self) -> None:
-        """Gives keys back, while the trainer needs the memory."""
-        self.pipe.weights.sleep(1, ["keys"])
+        """Gives keys and weights back, while the trainer needs the memory."""
+        self.pipe.weights.sleep(1)
 
     async def resume(self, tags: list[str]) -> None:
         """Takes memory again, in the stages in which verl asks for it."""
@@ -92,9 +93,7 @@ async def trainer(worker: DinferRollout, rounds: int) -> None:
         )
         await worker.release()
         await worker.resume(["weights"])
-        with tempfile.TemporaryDirectory() as folder:  # stands for what training has made of the weights
-            pipe.save(Path(folder, "now"))
-            tensors = load_file(Path(folder, "now", "model.safetensors"))
+        tensors = pipe.weights.tensors()  # times 1.001 stands for what training has made of them
         await worker.update_weights((name, 1.001 * tensor) for name, tensor in tensors.items())
         await worker.resume(["kv_cache"])
 

@@ -201,6 +201,7 @@ class Weights:
 
     def tensors(self) -> dict[str, Tensor]:
         """What is held, by its names in a checkpoint: views, so clone what is to stay. Only for floats on one card."""
+        writing.check_bare(self.pipe.model, self.family)
         if self.recipe.ranks.size > 1:
             raise ValueError("tensors are of a model on one card")
         places, held = self.family.weights(self.pipe.model.spec), dict(self.pipe.model.named_parameters())
@@ -213,6 +214,7 @@ class Weights:
 
         Where ranks divide the model, one for each rank, joined by commas. `names`: None takes all.
         """
+        writing.check_bare(self.pipe.model, self.family)
         own = writing.names_of(self.pipe.model, self.family)
         for name in names or ():
             own.place(name)
@@ -378,7 +380,7 @@ class WeightSink:
 
     def __init__(self, weights: Weights, family: Any, staged: bool) -> None:
         self._weights, self._recipe, self._staged = weights, weights.recipe, staged
-        self._names = writing.names_of(weights.pipe.model, family)
+        self._names, self._bare = writing.names_of(weights.pipe.model, family), False
         self.family = self._names.told
         self._held: deque[tuple[str, Tensor]] = deque()  # what waits to be written, and is not written over meanwhile
         self._bytes = 0
@@ -411,6 +413,7 @@ class WeightSink:
     def from_folder(self, folder: str | Path) -> None:
         """A whole checkpoint of safetensors, of which every rank reads its share. Raises CheckpointError."""
         self._flush()
+        writing.check_bare(self._weights.pipe.model, self._names.family)
         self._everywhere(writing.check_folder, str(folder))
         self.touched |= {*self._names.pieces}
         self._everywhere(writing.fill_from, str(folder))
@@ -427,7 +430,7 @@ class WeightSink:
             raise ValueError(f"{len(names)} names have {len(dtypes)} dtypes and {len(shapes)} shapes: give one of each")
         told = [(n, transport.dtype_named(d), s) for n, d, s in zip(names, dtypes, shapes, strict=True)]
         for name, dtype, shape in told:
-            self._names.check(name, shape, dtype)
+            self._told(name, shape, dtype)
         for name, tensor in transport.received(group, told, self._weights.pipe.model.device, flat=flat):
             self._take(name, tensor)
 
@@ -437,7 +440,7 @@ class WeightSink:
             if lost := [field for field in ("name", "shape", "dtype") if field not in one]:
                 raise ValueError(f"a handle has no {lost[0]}: give it as transport.handle_of makes it")
             shape = one["shape"] if isinstance(one["shape"], (list, tuple)) else [one["shape"]]
-            self._names.check(one["name"], shape, transport.dtype_named(one["dtype"]))
+            self._told(one["name"], shape, transport.dtype_named(one["dtype"]))
         for one in handles:
             self._take(*transport.opened(one))
 
@@ -482,6 +485,13 @@ class WeightSink:
         """Waits for the end. Raises ValueError for what was not finite."""
         self._everywhere(writing.end)
 
+    def _told(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> None:
+        """Raises ValueError for a tensor that cannot be written, before it is."""
+        if not self._bare:
+            writing.check_bare(self._weights.pipe.model, self._names.family)
+            self._bare = True
+        self._names.check(name, shape, dtype)
+
     def _going(self) -> None:
         """Raises ValueError behind the end of the block."""
         if self.ended:
@@ -494,7 +504,7 @@ class WeightSink:
             kind = type(tensor).__name__
             told = f"a {kind} on {tensor.device} in {tensor.layout}" if isinstance(tensor, Tensor) else f"a {kind}"
             raise ValueError(f"{name} must be a dense tensor of torch that has values, not {told}")
-        self._names.check(name, tensor.shape, tensor.dtype)
+        self._told(name, tensor.shape, tensor.dtype)
 
     def _take(self, name: str, tensor: Tensor) -> None:
         """Keeps a tensor to be written, and not too much of them."""

@@ -126,6 +126,15 @@ def parameters_of(network: Any) -> dict[str, Any]:
     return found
 
 
+def check_bare(network: Any, family: ModelFamily) -> None:
+    """Raises ValueError if something is around modules of a network, as peft puts its own around them."""
+    held = parameters_of(network)
+    for name, place in names_of(network, family).pieces.items():
+        if place.parameter not in held:
+            raise ValueError(f"{name} goes into {place.parameter}, which something is around: train an adapter on a "
+                             "copy of pipe.model, or merge it first")  # fmt: skip
+
+
 class Writer:
     """Writes to the share of one rank."""
 
@@ -243,8 +252,6 @@ class Writer:
         return self._parameters[self.names.placements[name].parameter].detach()
 
     def _put(self, name: str, parameter: str, target: tuple[slice, ...], values: Tensor) -> None:
-        if parameter not in self._parameters:
-            raise ValueError(f"{name} goes into {parameter}, which something is around: merge adapters first")
         module, own = self._weights.get(parameter, (None, ""))
         if module is None or isinstance(module.formats[own], Plain):
             held = self._parameters[parameter].detach()[target]

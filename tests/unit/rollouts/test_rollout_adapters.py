@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from unit.rollouts.test_weights import folders, new_weights, pipeline, same_as_loaded  # noqa: F401, a fixture
+from unit.rollouts.test_weights import answers, folders, new_weights, pipeline, same_as_loaded  # noqa: F401, a fixture
 
 from dinfer import Pipeline, Runtime, compose
 from dinfer.core.loading.checkpoint import load_network
@@ -77,3 +77,26 @@ def test_an_adapter_that_peft_trained_on_the_network(model: str, saved: bool, fo
     first = load_network(folders(model, "A"), pipe.origin[0], dtype=torch.float32, device=torch.device("cpu"))
     changed = [name for name, tensor in first.named_parameters() if not torch.equal(tensor, held[name])]
     assert {name.split(".")[-2] for name in changed} == {"qkv", "out"}
+
+
+def test_what_peft_wraps_itself_samples_and_takes_no_update(folders: Any) -> None:  # noqa: F811
+    """An adapter around the engine's own network is part of it. Updates are refused before they begin to write."""
+    peft = pytest.importorskip("peft")
+    pipe = pipeline(folders("wide", "A"), "wide")
+    before, new = answers(pipe), new_weights(folders, "wide", "A")
+    config = peft.LoraConfig(r=2, target_modules=["qkv"], init_lora_weights=False, lora_alpha=40)
+    wrapped = peft.get_peft_model(pipe.model, config)
+    changed = answers(pipe)
+    assert changed != before
+    for work in (
+        lambda into: into.load_all(new), lambda into: into.from_folder(folders("wide", "A")),
+        lambda into: into.lora(peft.get_peft_model_state_dict(wrapped), config.to_dict()),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="train an adapter on a copy"), pipe.updating() as into:
+            work(into)
+    for asked in (pipe.weights.tensors, pipe.weights.checksums):
+        with pytest.raises(ValueError, match="which something is around"):
+            asked()
+    with pipe.updating() as into:
+        into.changed()
+    assert answers(pipe) == changed
