@@ -364,7 +364,8 @@ def asked(config: dict[str, Any], chat: bool | None) -> Any:
     question, images = config["prompt"], setting(config, "image", str | tuple[str, ...] | None)
     if images is None:
         return question
-    images = [images] if isinstance(images, str) else images
+    if not (images := [images] if isinstance(images, str) else images):
+        raise ValueError("image=[] names no picture: give a file, or leave it out")
     seen, first = needed("images", f"image={images[0]}", "families"), f"image={images[0]}"
     if chat is not False:
         images = [seen.opened(one, f"image={one}") for one in images]

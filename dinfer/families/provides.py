@@ -6,6 +6,7 @@ from dinfer.families.hub import FETCHED, datasets_of, download, fetched, snapsho
 
 __all__ = ["FETCHED", "datasets_of", "download", "fetched", "snapshot_of"]
 ADDRESSES = {
+    "check_tower": "dinfer.families.models._seeing:check_tower",
     "encode_parts": "dinfer.families.images.prompts:encode_parts",
     "images": "dinfer.families.images.prompts",
 }

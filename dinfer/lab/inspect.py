@@ -174,6 +174,9 @@ def _describe_weights(found: Inspection, family: ModelFamily | None, config: Map
     if found.complete:
         with found.noting():
             plan.check_values()
+        if (check := provided("check_tower")) is not None:
+            with found.noting():
+                check(family, found.folder, spec)
     if not wrong:
         found.memory = _memory(found, plan, found.dtype)
 

@@ -126,6 +126,7 @@ WRONG = [
     (["generate", "a", "schema=none.json"], "schema=none.json is not a file of text"),
     (["generate", "a", "image=none.png"], "image=none.png: 'none.png' cannot be read: No such file or directory"),
     (["read", "a", "choice=[b,c]", "image=none.png"], "image=none.png: 'none.png' cannot be read: No such file"),
+    (["generate", "a", "image=[]"], "image=[] names no picture: give a file, or leave it out"),
     (["generate", "a", "image=[b.png]", "chat=false"], "image=b.png goes into a message, and chat=false asks"),
     (["generate", "a", "choice=yes"], "choice='yes' must be a list of texts"),
     (["generate", "a", "choice=[1,true]"], "Quote numbers and true or false: \"choice=['1','2']\""),

@@ -39,7 +39,7 @@ def body(path: str, *images: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {"model": "tiny", "messages": [turn]} | SAMPLING | more
 
 
-PARTS = {
+PARTS: dict[str, dict[str, Any]] = {
     CHAT: {"type": "image_url", "image_url": {"url": URL, "detail": "auto"}},
     RESPONSES: {"type": "input_image", "image_url": URL},
     MESSAGES: {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": DATA}},

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from dinfer.core.models._family import HubCheckpoint
 from dinfer.core.ranks.split import WHOLE, Rank
 from dinfer.core.registry import option
+from dinfer.core.terms.spec import ModelSpec
 from dinfer.families.images.eyes import Eyes, bytes_of, eyes_of
 
 
@@ -32,3 +34,10 @@ class SeeingFamily(HubCheckpoint):
     def tower_bytes(self, folder: Path, dtype: torch.dtype) -> int:
         """Bytes of the vision tower beside a network of this dtype. Reads no weight."""
         return bytes_of(folder, self.unused, dtype) if self.image_tokens else 0
+
+
+def check_tower(family: Any, folder: Path, spec: ModelSpec) -> None:
+    """Raises CheckpointError for a vision tower that does not load. Reads no weight."""
+    if isinstance(family, SeeingFamily) and family.image_tokens:
+        network = SimpleNamespace(spec=spec, device=torch.device("cpu"), dtype=torch.float32)
+        eyes_of(family.eyes, folder, network, family.image_tokens, Rank(1, 2))  # which reads none

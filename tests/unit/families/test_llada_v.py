@@ -25,6 +25,7 @@ from dinfer.core.registry import MODELS
 from dinfer.families.images.eyes import eyes_of
 from dinfer.families.images.llava import SYSTEM, LlavaEyes
 from dinfer.families.images.pictures import opened
+from dinfer.lab.inspect import inspect
 
 PUBLISHED: dict[str, Any] = {
     "iteration": "blockwise_128", "decoder": {"name": "until_stop", "steps": 4096, "stops": [6]}, "cache": "none",
@@ -251,6 +252,7 @@ def test_a_checkpoint_loads_whole_or_says_what_lacks(pipe: Pipeline, folder: Pat
     lacks = changed(folder, tmp_path / "lacks", lambda tensors: tensors.pop(layer))
     with pytest.raises(CheckpointError, match=r"missing: .*layers\.1\.mlp\.fc1\.weight"):
         dinfer.load(lacks, device="cpu")
+    assert "layers.1.mlp.fc1.weight" in inspect(Path(lacks), {}).problems[0] and not inspect(folder, {}).problems
     more = changed(folder, tmp_path / "more", lambda tensors: tensors.update({f"{begin}head.probe": torch.ones(1)}))
     with pytest.raises(CheckpointError, match=r"head\.probe"):
         dinfer.load(more, device="cpu")
