@@ -74,11 +74,12 @@ def further(spec: ModelSpec) -> Iterator[Recipe]:
 
 
 def looking(spec: ModelSpec) -> Iterator[Recipe]:
-    """A look ahead where no token is sure, Info-Gain as published in both forms, and the threshold alone."""
+    """A look ahead where no token is sure, Info-Gain as published in both forms, DAWN, and the threshold alone."""
     ahead: dict[str, Any] = {"name": "look_ahead", "block": BLOCK}
     yield {"name": "blockwise", "block": BLOCK}, SURE, "none"
     yield ahead, {"name": "when_sure"}, "none"
     yield ahead, {"name": "when_sure", "threshold": 0.8, "all": True}, "none"
+    yield {"name": "blockwise", "block": BLOCK}, {"name": "dawn", "sink": 0.03}, "none"
     yield ahead | {"stop": "fill", "heat": 0.1}, {"name": "when_sure", "steps": 8}, "none"
 
 

@@ -34,7 +34,7 @@ BLOCK = 32  # length of an attention block, to ask caches whether they are exact
 # Ideas in the order of the page, and components by idea. A component that is not here comes last.
 IDEAS = {
     "decoder": {
-        "Sure tokens first": "threshold hierarchical factor entropy_bound credit calibrated klass",
+        "Sure tokens first": "threshold hierarchical factor entropy_bound credit calibrated klass dawn",
         "A fixed number of steps": "fixed dream prophet",
         "Second thoughts: edit, mask again, verify": "joint_threshold insert_delete dmax remasking wino s2d2",
         "A length that grows": "daedal",

@@ -368,6 +368,19 @@ def _a2d(prompts: list[list[int]], params: Fields, *, blocks: bool) -> Plan:
     )
 
 
+def dawn(doc: Fields, prompts: list[list[int]], params: Fields, *, low: str = "tau_low") -> Plan:
+    """DAWN. It counts no steps, and Dream takes another precision."""
+    if doc.take("prompt_overwritten"):
+        raise Skip("DAWN: it writes to the first prompt token, a defect")
+    names = {"tau_sink": "sink", "tau_edge": "edge", "tau_induce": "induced", low: "low_threshold"}
+    decoder = {"name": "dawn", "layers": params.take("attention_layers")}
+    decoder |= {ours: params.take(theirs) for theirs, ours in names.items()}
+    params.take("steps", None)
+    iteration = {"name": "blockwise", "block": params.take("block_length"), "stop": "off"}
+    decoder |= {"precision": "float64" if low == "tau_low" else "float32"}
+    return Plan(iteration, decoder, {"name": "none"}, params.take("gen_length"), every_step=True)
+
+
 def info_gain(doc: Fields, prompts: list[list[int]], params: Fields) -> Plan:
     """Information-Gain-Sampler. Its blocks have a number of steps each, and what they leave stays masked, a defect."""
     new_tokens, block, steps = (params.take(name) for name in ("max_new_tokens", "block_size", "steps"))
@@ -422,4 +435,11 @@ ALGORITHMS: dict[str, Callable[[list[list[int]], Fields], Plan]] = {
     "freedave": _freedave,
     "a2d_mdlm": partial(_a2d, blocks=False),
     "a2d_bd3lm": partial(_a2d, blocks=True),
+}
+# The same of the whole run, prompts and parameters.
+FURTHER: dict[str, Callable[[Fields, list[list[int]], Fields], Plan]] = {
+    "dawn": dawn,
+    "dawn_dream": partial(dawn, low="conf_threshold"),
+    "info_gain": info_gain,
+    "info_gain_dllm": info_gain_dllm,
 }

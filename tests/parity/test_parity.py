@@ -41,7 +41,7 @@ LATER = {  # of the sets that came later
     "generation/llada/certainty": 3, "generation/llada/pcsampler": 1, "generation/dream/pcsampler": 1,
 }  # fmt: skip
 FAMILIES = {"models/a2d": 18, "generation/a2d": 25}  # of goldens-families
-RULES = {"info_gain": 66, "freedave": 30, "dsb": 9}  # of goldens-rules; of dsb the constant window alone
+RULES = {"info_gain": 66, "dawn": 41, "freedave": 30, "dsb": 9}  # of goldens-rules; of dsb the constant window alone
 RUN = "generation/llada/blockwise_dual_thre_0p6_noalign"
 MODEL, MODEL_CASES = "models/llada", "models/llada/cases.safetensors"
 DINFER, SGLANG = "decoders/dinfer_threshold", "decoders/sglang_low_confidence"

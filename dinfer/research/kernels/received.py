@@ -1,7 +1,9 @@
-"""The attention that keys receive.
+"""The attention that keys receive, and that queries pay.
 
 Shape suffixes: B lanes, W queries, S keys, H query heads, G key heads, E head size.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -21,14 +23,18 @@ def attention_received(
     """
     if use_triton(q_BWHE, "attention", q_BWHE.shape[-1]):
         return triton("attention").attention_received(q_BWHE, k_PTGE, pages_BP, *interval_BW, weight_BW)
-    lanes, heads = pages_BP.shape[0], q_BWHE.shape[2]
-    k_BSGE = taken(k_PTGE, pages_BP).view(lanes, -1, *k_PTGE.shape[2:])
-    k_BHSE = k_BSGE.to(q_BWHE.dtype).transpose(1, 2).repeat_interleave(heads // k_BSGE.shape[2], 1)
-    got_BS = torch.zeros(lanes, k_BHSE.shape[2], device=q_BWHE.device)
-    pieces = (tensor.split(PIECE, 1) for tensor in (q_BWHE, *interval_BW, weight_BW))
-    for q_BXHE, start_BX, end_BX, weight_BX in zip(*pieces, strict=True):
-        score_BHXS = (q_BXHE.transpose(1, 2) @ k_BHSE.transpose(2, 3)).float() / q_BWHE.shape[3] ** 0.5
-        seen_BXS = interval_mask(start_BX, end_BX, k_BHSE.shape[2])
-        share_BXS = score_BHXS.masked_fill(~seen_BXS[:, None], float("-inf")).softmax(-1).mean(1)
-        got_BS += (share_BXS * weight_BX[..., None].float()).sum(1)
-    return got_BS
+    pieces = zip(*(tensor.split(PIECE, 1) for tensor in (q_BWHE, *interval_BW, weight_BW)), strict=True)
+    parts = [
+        (attention_paid(q_BXHE, k_PTGE, pages_BP, interval) * weight_BX[..., None].float()).sum(1)
+        for q_BXHE, *interval, weight_BX in pieces
+    ]
+    return torch.stack(parts).sum(0)
+
+
+def attention_paid(q_BXHE: Tensor, k_PTGE: Tensor, pages_BP: Tensor, interval_BX: Sequence[Tensor]) -> Tensor:
+    """How much each query looks at each key, as a mean over heads. float32 [B, X, S]"""
+    k_BSGE = taken(k_PTGE, pages_BP).view(len(pages_BP), -1, *k_PTGE.shape[2:])
+    k_BHSE = k_BSGE.to(q_BXHE.dtype).transpose(1, 2).repeat_interleave(q_BXHE.shape[2] // k_BSGE.shape[2], 1)
+    score_BHXS = (q_BXHE.transpose(1, 2) @ k_BHSE.transpose(2, 3)).float() / q_BXHE.shape[3] ** 0.5
+    seen_BXS = interval_mask(*interval_BX, k_BHSE.shape[2])
+    return score_BHXS.masked_fill(~seen_BXS[:, None], float("-inf")).softmax(-1).mean(1)

@@ -18,7 +18,7 @@ from dinfer.core.registry import CACHES, DECODERS, ITERATIONS
 from tests.parity import causal, multi_block
 from tests.parity.compare import at_most, same
 from tests.parity.golden import Case, Fields, Golden, GoldenError, Skip, need
-from tests.parity.plans import ALGORITHMS, Plan, info_gain, info_gain_dllm
+from tests.parity.plans import ALGORITHMS, FURTHER, Plan
 from tests.parity.references import ReferenceRecipe, build
 
 FILES = "generation/**/*.json"
@@ -191,7 +191,7 @@ def answer(row: list[int], prompt: int, limit: int, eos_id: int) -> list[int]:
 def _plan(prompts: list[list[int]], doc: Fields) -> Plan:
     params = doc.fields("params")
     algorithm = params.text("algorithm")
-    told = causal.ALGORITHMS | {"info_gain": info_gain, "info_gain_dllm": info_gain_dllm}
+    told = causal.ALGORITHMS | FURTHER
     known = ALGORITHMS | {name: partial(plan, doc) for name, plan in told.items()}
     if algorithm not in known:
         raise Skip(f"algorithm {algorithm!r} has no translation yet")
