@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from dinfer.core.kernels.dispatch import native, triton, use_triton
 from dinfer.core.layers.format import PLAIN, Plain
@@ -186,6 +187,7 @@ class Writer:
             assert self._kernel is not None
             broken_X = self._zeros(len(some), some[0][1][2].device)
             self._kernel.copy([part for _, part in some], broken_X)
+            increment_version([part[0] for _, part in some])  # torch does not see what our kernels write
             self._checks.append(([name for name, _ in some], broken_X))
 
     def finish(self) -> None:
@@ -290,6 +292,7 @@ def copy(held: Tensor, values: Tensor, look: Callable[[Tensor], None]) -> None:
         held.copy_(values, non_blocking=True)
         return
     if (kernels := native("linear")) is not None and (fine := kernels.copy(held, values)) is not None:
+        increment_version(held)  # torch does not see what our kernels write
         if not fine:
             look(values)
         return

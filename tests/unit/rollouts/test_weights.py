@@ -143,6 +143,18 @@ def test_nothing_of_the_old_weights_is_used_again(runtime: dict[str, Any], folde
     assert pipe.engine.loop.batch is batch  # neither memory nor graphs were made anew
 
 
+def test_autograd_sees_an_update(folders: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backward pass that needs the old weights fails, whichever kernel wrote the new ones."""
+    monkeypatch.setattr("dinfer.kernels.cpu.linear.ALL_AT_ONCE", 0)
+    pipe = pipeline(folders("sdar", "A"), "sdar")
+    losses = [(one.requires_grad_() ** 2).sum() for one in pipe.model.parameters()]
+    with pipe.updating() as into:
+        into.load_all(new_weights(folders, "sdar"))
+    for loss in losses:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
 @pytest.mark.parametrize("quantize", [None, "int8", "int4"])
 def test_some_tensors_alone(quantize: str | None, folders: Any, tmp_path: Path) -> None:
     """A part of a fused matrix, of one expert, a norm: the others stay as they were."""
