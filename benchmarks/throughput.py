@@ -40,7 +40,7 @@ from benchmarks.provenance import begun, command_line, save
 from benchmarks.shapes import SHAPES, random_model, shape
 from benchmarks.step import pool
 from dinfer.core.engine.engine import Engine
-from dinfer.core.engine.request import ONLY_COUNTS, Completion, Request, Update, Wants
+from dinfer.core.engine.request import ONLY_COUNTS, Completion, Request, Update
 from dinfer.core.engine.runtime import Kv
 from dinfer.core.registry import check_range, option
 from dinfer.core.step.contracts import BlockView, Decoder, Proposal, State, TokenStats
@@ -65,11 +65,7 @@ class Scripted(Decoder):
 
 
 def rounds_of(
-    engine: Engine,
-    requests: list[Request],
-    in_flight: int,
-    asked: dict[int, tuple[Request, float]],
-    wants: Wants = ONLY_COUNTS,
+    engine: Engine, requests: list[Request], in_flight: int, asked: dict[int, tuple[Request, float]]
 ) -> Iterator[tuple[list[Update], bool]]:
     """Keeps `in_flight` of the requests running: the updates of each round, and whether requests still wait.
 
@@ -81,7 +77,7 @@ def rounds_of(
         while waiting or engine.busy:
             while waiting and len(running) < in_flight:
                 request = waiting.pop()
-                index = engine.add(request, wants)
+                index = engine.add(request, ONLY_COUNTS)
                 asked[index] = request, time.perf_counter()
                 running.add(index)
             updates = engine.step()
@@ -96,14 +92,14 @@ def rounds_of(
             engine.cancel(index)
 
 
-def closed_loop(engine: Engine, requests: list[Request], in_flight: int, wants: Wants = ONLY_COUNTS) -> dict[str, Any]:
-    """Keeps `in_flight` of the requests running until all are done. `wants`: what updates hold."""
+def closed_loop(engine: Engine, requests: list[Request], in_flight: int) -> dict[str, Any]:
+    """Keeps `in_flight` of the requests running until all are done."""
     asked: dict[int, tuple[Request, float]] = {}
     blocks: dict[int, int] = {}
     first, latency, done = {}, [], []
     start = time.perf_counter()
     full = 0.0, 0  # seconds, and blocks finished, while so many were in flight
-    for updates, more in rounds_of(engine, requests, in_flight, asked, wants):
+    for updates, more in rounds_of(engine, requests, in_flight, asked):
         now = time.perf_counter()
         for update in updates:
             blocks[update.index] = update.blocks

@@ -10,6 +10,8 @@ import sys
 from importlib.util import find_spec
 from typing import Any
 
+from evaluations.names import TASKS
+
 
 def register() -> Any:
     """Adds dinfer to lm-eval's models, for `lm_eval.simple_evaluate(model="dinfer", ...)`.
@@ -21,7 +23,6 @@ def register() -> Any:
     from lm_eval.tasks import TaskManager
 
     from evaluations.adapter import DinferLM
-    from evaluations.names import TASKS
 
     if "dinfer" not in MODEL_REGISTRY:
         register_model("dinfer")(DinferLM)
@@ -34,7 +35,6 @@ def main() -> None:
         sys.exit("dinfer-lm-eval needs lm-eval: pip install 'dinfer[eval]'")
     from lm_eval.__main__ import cli_evaluate
 
-    from evaluations.names import TASKS
     from evaluations.sandbox import Limits, in_sandbox
 
     register()
