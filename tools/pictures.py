@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import dinfer
-from dinfer.lab.trace.record import Trace, TracedStep, record
+from dinfer.lab.trace.record import Trace, record
 
 FOLDER = Path(__file__).parents[1] / "docs" / "images"
 QUESTION = "Start with 14: add 123, add 95, then subtract 12. What is the result?"
@@ -79,15 +79,12 @@ def caches(traces: Mapping[str, Trace]) -> str:
         for step in trace.steps:
             computed = {position for start, end in step.computed for position in range(start, end)}
             rows.append(("", ["now" if p in computed else "given" for p in range(trace.length)]))
-        parts += grid(rows, MARGIN, y, f"cache={name}: {sum(map(_size, trace.steps))} positions computed in all")
+        size = sum(end - start for step in trace.steps for start, end in step.computed)
+        parts += grid(rows, MARGIN, y, f"cache={name}: {size} positions computed in all")
         parts.append(words(MARGIN, y + TOP + CELL, "forwards", "dim"))
         y += TOP + len(rows) * CELL + 14
         width = max(width, LEFT + trace.length * CELL + 2 * MARGIN)
     return document(parts, width, y, "Positions of the canvas that each forward computes")
-
-
-def _size(step: TracedStep) -> int:
-    return sum(end - start for start, end in step.computed)
 
 
 def batch(rows: int, lengths: Sequence[int]) -> str:
@@ -137,8 +134,8 @@ def step() -> str:
 def layers() -> str:
     """The packages of dinfer: each imports those below it. Layers are grey, and stand on core."""
     rows = (
-        ("cli", "serving", "scale", "lab"),
-        ("kernels", "families", "formats", "structure", "speed", "research"),
+        ("cli", "serving", "scale", "rollouts", "lab"),
+        ("kernels", "families", "formats", "structure", "speed", "research", "demo"),
         ("core: pipeline",),
         ("engine", "loading", "recipe"),
         ("decoders", "caches", "iterations", "sampling", "models"),

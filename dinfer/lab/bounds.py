@@ -14,7 +14,7 @@ cache and no decoder take part.
 Shape suffixes: L positions still masked, W positions of a pass, B passes of a batch, N scored positions.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -62,7 +62,8 @@ def log_likelihoods(
     found = [Bound(0.0, 0.0, 1, True)] * len(pairs)
     # Texts of one length side by side, or padding would be computed too.
     order = [i for i in sorted(range(len(pairs)), key=lambda i: sum(map(len, pairs[i]))) if pairs[i][1]]
-    for group in _groups(order, max(batch // samples, 1)):
+    size = max(batch // samples, 1)
+    for group in (order[begin : begin + size] for begin in range(0, len(order), size)):
         given = Samples.of([pairs[i] for i in group])
         drawn = passes("elbo", model.spec, given, seed=seed, samples=samples, guidance=guidance)
         most = batch * max(sum(map(len, pairs[i])) for i in group)
@@ -145,10 +146,6 @@ def left_to_right(model: Model, ids: Sequence[int], *, top: int, batch: int = 16
         for place, own, rank, *tops in zip(places, *(one.tolist() for one in read), strict=True):
             found[place] = TokenLogprob(own, [*zip(*tops, strict=True)]), rank
     return [found[place] for place in sorted(found)]
-
-
-def _groups(items: Sequence[int], size: int) -> Iterator[Sequence[int]]:
-    return (items[begin : begin + size] for begin in range(0, len(items), size))
 
 
 def _check(spec: ModelSpec, pairs: Sequence[Pair]) -> None:

@@ -151,10 +151,6 @@ class Sampled(Neutral):
         return self.model_dump(include=Sampled.model_fields.keys() - {"model", "user", "dinfer"}, exclude_none=True)
 
 
-def _once(tokens: list[int]) -> list[int]:
-    return [*dict.fromkeys(tokens)]
-
-
 class Generation(Sampled, HeldFields):
     """Fields of completions and chats."""
 
@@ -179,7 +175,9 @@ class Generation(Sampled, HeldFields):
     return_tokens_as_token_ids: bool = False  # log-probabilities name tokens by number
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None  # vLLM's: of each token, the best
     # vLLM's: what log-probabilities are told of, in place of the most likely tokens
-    logprob_token_ids: Annotated[list[Token], Field(max_length=MAX_TOP_LOGPROBS), AfterValidator(_once)] = []
+    logprob_token_ids: Annotated[
+        list[Token], Field(max_length=MAX_TOP_LOGPROBS), AfterValidator(lambda tokens: [*dict.fromkeys(tokens)])
+    ] = []
     cache_salt: Annotated[Text, Field(min_length=1, max_length=1024)] | None = None  # vLLM's: others share no keys
 
     @model_validator(mode="after")

@@ -229,7 +229,7 @@ async def row_events(
     text = StoppableText(served.pipe.decode, wanted.stops, keep=wanted.keep_stop, endings=wanted.endings, least=least)
     canvas = Drafts(served.pieces, request, edits=isinstance(served.recipe.decoder, Edits)) if wanted.drafts else None
     logprobs = list[TokenLogprob]()  # of all tokens; the text of the last may not be sent yet
-    sent = 0
+    sent, was_aborted = 0, provided("was_aborted") or (lambda counts: False)
     try:
         wants = Wants(deltas="commit", drafts=wanted.drafts, logprobs=wanted.logprobs, tokens=wanted.named)
         stream = served.engine.stream(request, wants, deadline=deadline)
@@ -268,12 +268,6 @@ async def row_events(
         if not isinstance(error, OF_ONE_REQUEST):
             await served.engine.probe()
         raise failure(error) from error
-
-
-def was_aborted(counts: Counts) -> bool:
-    """Whether an update of the weights ended a row before its time."""
-    found = provided("was_aborted")
-    return found is not None and found(counts)
 
 
 def failure(error: Exception) -> ApiError:

@@ -38,10 +38,6 @@ class EditRequest(Generation):
     messages: Annotated[list[EditTurn], Field(min_length=1, max_length=1)]
     dinfer: GapOwn = GapOwn()
 
-    @property
-    def divided_file(self) -> Region:
-        return Region.of(self.messages[0].content)
-
 
 class Region(NamedTuple):
     """What is written anew, and what stands around it."""
@@ -104,7 +100,7 @@ def add(app: FastAPI, server: Server) -> None:
         """Writes the region of a file anew, from what stands around it. No model here was trained for it."""
         served = server.catalogue.find(body.model, body.dinfer.decoder)
         with spelled({"(prompt|suffix|text)": "messages.0.content"}):
-            before, text, behind = body.divided_file
+            before, text, behind = Region.of(body.messages[0].content)
             served.check_size(before + text + behind, "prompt")
             size = len(served.pipe.encode(text, chat=False, add_special_tokens=False))
             gap = max(size + size // 4, LEAST_GAP)

@@ -423,6 +423,7 @@ class Output(Rendering):
         why = {"reason": reason} if status == "incomplete" else None
         form = body.text.format.model_dump(by_alias=True, exclude_none=True)
         usage = self.answer.usage()
+        tool: dict[str, Any] = {"type": "function", "parameters": None, "strict": None}
         chosen = body.tool_choice if isinstance(body.tool_choice, str) else body.tool_choice.model_dump()
         return {
             "id": self.id, "object": "response", "created_at": self.created,
@@ -432,7 +433,7 @@ class Output(Rendering):
             "previous_response_id": None, "store": False, "temperature": body.temperature, "top_p": body.top_p,
             "reasoning": {"effort": body.reasoning.effort if self._thinks else None, "summary": None},
             "text": {"format": form} | ({"verbosity": body.text.verbosity} if body.text.verbosity else {}),
-            "tool_choice": chosen, "tools": [{"type": "function", **_shown(one)} for one in body.tools],
+            "tool_choice": chosen, "tools": [tool | _bare(one) for one in body.tools],
             "truncation": body.truncation, "metadata": body.metadata,
             "usage": {
                 "input_tokens": usage.prompt,
@@ -442,10 +443,6 @@ class Output(Rendering):
                 "dinfer": usage.own | {"canvas": self.answer.canvas},
             },
         }  # fmt: skip
-
-
-def _shown(tool: FunctionTool) -> dict[str, Any]:
-    return {"parameters": None, "strict": None} | _bare(tool)
 
 
 async def read(server: Server, served: Served, body: ResponsesRequest) -> tuple[CappedRequest, list[int]]:
