@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dinfer.core.kernels.deferred import close
-from dinfer.core.kernels.dispatch import triton, use_triton
+from dinfer.core.kernels.dispatch import native, triton, use_triton
 from dinfer.core.kernels.types import Deferred, InputFormat
 from dinfer.core.layers.format import PLAIN
 from dinfer.core.layers.linear import Formatted, Linear, apply, fused
@@ -54,6 +54,7 @@ class LowRank(nn.Module):
         self.a_SK, self.b_OS = (nn.Parameter(x, requires_grad=False) for x in (a_SK, b_OS))
         self.ranks, self.piece = ranks, piece
         self.register_buffer("first_P", first_P, persistent=False)
+        self.halved: tuple[Any, tuple[Tensor, Tensor] | None] = None, None
 
     @classmethod
     def of(cls, outputs: int, parts: Sequence[tuple[int, Tensor, Tensor]]) -> LowRank:
@@ -69,6 +70,22 @@ class LowRank(nn.Module):
             b_OS[row:end, column : column + len(a_RK)] = b_OR
             first_P[row // piece : end // piece] = column
         return cls(a_SK, b_OS, ranks, piece, first_P)
+
+    def in_halves(self) -> tuple[Tensor, Tensor] | None:
+        """A [S, K] and by piece B [P, R, O / P], in bfloat16; None: these do not have all values bit for bit."""
+        if self.a_SK.is_inference():  # which does not tell whether it was changed
+            return None
+        made_of = [(one.data_ptr(), one._version) for one in (self.a_SK, self.b_OS)]
+        if self.halved[0] != made_of:
+            column_PR = self.first_P[:, None] + torch.arange(self.ranks)
+            b_PXS = self.b_OS.unflatten(0, (-1, self.piece))
+            own = [b_XS[:, column_R].T for b_XS, column_R in zip(b_PXS, column_PR, strict=True)]
+            whole = self.a_SK, torch.stack(own).contiguous()
+            a_SK, b_PRX = (one.detach().bfloat16() for one in whole)
+            able = self.piece % 16 == 0 and a_SK.shape[1] % 16 == 0
+            exact = able and all(torch.equal(one.float(), two) for one, two in zip((a_SK, b_PRX), whole, strict=True))
+            self.halved = made_of, (a_SK, b_PRX) if exact else None
+        return self.halved[1]
 
 
 PIECE = 128  # outputs of one tile of a kernel at most
@@ -99,6 +116,11 @@ class GatedLinear(nn.Module):
             if kernels.faster(x, own.weight, part):
                 return kernels.gated_linear(x, own.weight, own.bias, part, open_N, split=parts)
         y = close(apply(base, x))
+        if (kernels := native("linear", x, y)) is not None and (halves := part.in_halves()) is not None:
+            # The weights are read from memory once a step: half the bytes, half the time.
+            rows_NK, y_NO = x.reshape(len(open_N), -1), y.view(len(open_N), -1)
+            kernels.add_low_rank(y_NO, rows_NK, open_N, *halves, part.first_P)
+            return y
         low_NS = x.reshape(len(open_N), -1) @ part.a_SK.T
         low_NS = low_NS.masked_fill(~open_N[:, None], 0)  # no product: 0 times what overflows is no 0
         y.view(len(open_N), -1).addmm_(low_NS, part.b_OS.T)  # in place: a copy of y takes longer than the product

@@ -100,6 +100,57 @@ int dinfer_linear_float(const float *x, const float *w, float *out, int64_t R, i
     return 0;
 }
 
+INLINE float total(Floats x) {
+    float each[LANES], sum = 0;
+    STORE_FLOATS(each, x);
+    for (int i = 0; i < LANES; i++) sum += each[i];
+    return sum;
+}
+
+/* y[R, O] += B A x of the rows of x[R, K] that are open. a[S, K] and b[P, ranks, piece] are bfloat16, O = P * piece;
+   outputs of piece p take the `ranks` rows of a from first[p] on. K and piece are multiples of 16. */
+int dinfer_low_rank(const float *x, const uint8_t *open, const uint16_t *a, const uint16_t *b, const int32_t *first, float *y,
+                    int64_t R, int64_t K, int64_t S, int64_t P, int64_t ranks, int64_t piece, int64_t threads) {
+    int64_t n = 0, *at = malloc((R + 1) * sizeof *at), parts = piece / LANES;
+    float *low = malloc((R + 1) * S * sizeof *low);
+    if (!at || !low) return free(at), free(low), 1;
+    for (int64_t r = 0; r < R; r++)
+        if (open[r]) at[n++] = r;
+#pragma omp parallel for num_threads(threads)
+    for (int64_t s = 0; s < S; s++)
+        for (int64_t g = 0; g < n; g += TALL) {
+            const float *from[TALL];
+            Floats sum[TALL];
+            for (int r = 0; r < TALL; r++) from[r] = x + at[least(g + r, n - 1)] * K, sum[r] = FLOAT_ZERO;
+            for (int64_t k = 0; k < K; k += LANES) {
+                Floats w = OF_BFLOATS(a + s * K + k);
+#pragma GCC unroll 8
+                for (int r = 0; r < TALL; r++) sum[r] = MULTIPLY_ADD(w, LOAD_FLOATS(from[r] + k), sum[r]);
+            }
+            for (int r = 0; r < TALL && g + r < n; r++) low[(g + r) * S + s] = total(sum[r]);
+        }
+#pragma omp parallel for num_threads(threads)
+    for (int64_t task = 0; task < P * parts; task++) {
+        int64_t p = task / parts, o = task % parts * LANES;
+        const uint16_t *w = b + p * ranks * piece + o;
+        for (int64_t g = 0; g < n; g += TALL) {
+            const float *from[TALL];
+            Floats sum[TALL];
+            for (int r = 0; r < TALL; r++) from[r] = low + least(g + r, n - 1) * S + first[p], sum[r] = FLOAT_ZERO;
+            for (int64_t j = 0; j < ranks; j++) {
+                Floats each = OF_BFLOATS(w + j * piece);
+#pragma GCC unroll 8
+                for (int r = 0; r < TALL; r++) sum[r] = MULTIPLY_ADD(each, EACH_FLOAT(from[r][j]), sum[r]);
+            }
+            for (int r = 0; r < TALL && g + r < n; r++) {
+                float *to = y + (at[g + r] * P + p) * piece + o;
+                STORE_FLOATS(to, ADD_FLOATS(LOAD_FLOATS(to), sum[r]));
+            }
+        }
+    }
+    return free(at), free(low), 0;
+}
+
 /* Scores[n][WIDE] of WIDE queries become their weights: those of keys [from, to), and 0 for others. */
 INLINE void softmax(float *score, int64_t n, const int32_t *from, const int32_t *to, float scale) {
     float most[WIDE], sum[WIDE];

@@ -194,6 +194,14 @@ def linear(x: Tensor, weight_OK: Tensor) -> Tensor:
     return out
 
 
+def add_low_rank(
+    y_NO: Tensor, x_NK: Tensor, open_N: Tensor, a_SK: Tensor, b_PRO: Tensor, first_P: Tensor
+) -> None:  # fmt: skip
+    """Adds B A x to rows of y whose gate is open. `a_SK` and `b_PRO`, by piece, are bfloat16; see `families.gated`."""
+    sizes = *x_NK.shape, len(a_SK), *b_PRO.shape
+    call("low_rank", x_NK, open_N, a_SK, b_PRO, first_P, y_NO, *sizes, torch.get_num_threads())
+
+
 def attention(
     q_BWHE: Tensor, k_PTGE: Tensor, v_PTGE: Tensor, pages_BP: Tensor, from_BW: Tensor, to_BW: Tensor
 ) -> Tensor:  # fmt: skip

@@ -21,6 +21,8 @@ typedef __m512 Floats;
 #define ADD_FLOATS _mm512_add_ps
 #define MULTIPLY _mm512_mul_ps
 #define MULTIPLY_ADD _mm512_fmadd_ps
+#define OF_BFLOATS(x) \
+    _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(x))), 16))
 #else
 #define LANES 8
 typedef __m256 Floats;
@@ -32,6 +34,8 @@ typedef __m256 Floats;
 #define ADD_FLOATS _mm256_add_ps
 #define MULTIPLY _mm256_mul_ps
 #define MULTIPLY_ADD _mm256_fmadd_ps
+#define OF_BFLOATS(x) \
+    _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(x))), 16))
 #endif
 
 /* e to the power of x, to about 1e-7 of it, for x up to 88; NaN stays NaN. (The polynomial of Cephes' expf.) */

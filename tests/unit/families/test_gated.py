@@ -47,6 +47,35 @@ def test_a_part_that_overflows_leaves_the_rows_without_it_alone() -> None:
         assert torch.equal(y_BWO[1], base(x_BWK)[1]) and y_BWO[0].eq(math.inf).all()
 
 
+@pytest.mark.parametrize("short", [True, False])
+@pytest.mark.parametrize("rows", [1, 7, 19])
+@pytest.mark.parametrize(
+    ("outputs", "width", "parts"),
+    [(192, 96, [(0, 64), (64, 64), (128, 64)]), (128, 512, [(0, 128)]), (96, 64, [(64, 32)]), (24, 40, [(0, 24)])],
+)
+def test_on_a_cpu_weights_that_fit_bfloat16_are_read_as_such(
+    monkeypatch: pytest.MonkeyPatch, outputs: int, width: int, parts: list[tuple[int, int]], rows: int, short: bool
+) -> None:
+    """What torch computes in float32, after a change of weights too."""
+    torch.manual_seed(rows)
+    gate, part = Gate(), low_rank(outputs, width, parts)
+    layer = GatedLinear(Linear(width, outputs), gate, part)
+    nn.init.normal_(layer.base.weight)
+    x_NK, open_N = torch.randn(rows, width), torch.arange(rows) % 3 != 1
+    for _ in range(2):
+        with torch.no_grad(), gate.on(open_N[None]):
+            part.b_OS.mul_(2)
+            if short:
+                part.a_SK.copy_(part.a_SK.bfloat16())
+                part.b_OS.copy_(part.b_OS.bfloat16())
+            monkeypatch.setenv("DINFER_KERNELS", "triton")
+            found = layer(x_NK)
+            monkeypatch.setenv("DINFER_KERNELS", "torch")
+            torch.testing.assert_close(found, layer(x_NK), atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(found[~open_N], layer.base(x_NK)[~open_N], atol=1e-4, rtol=1e-4)
+        assert (part.in_halves() is not None) is (short and width % 16 == outputs % 16 == 0)
+
+
 @pytest.mark.gpu if CUDA else pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("rows", [7, 70])
