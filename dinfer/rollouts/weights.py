@@ -391,6 +391,7 @@ class WeightSink:
 
     def load(self, name: str, tensor: Tensor) -> None:
         """A tensor. Raises ValueError for a name, shape or dtype that the model does not have, and for NaN."""
+        self._going()
         self._check(name, tensor)
         self._take(name, tensor)
         if not self._staged:
@@ -403,12 +404,15 @@ class WeightSink:
             for pair in pairs:
                 self.load(*_pair(pair))
             return
+        self._going()
         for name, tensor in (known := [*map(_pair, pairs)]):
             self._check(name, tensor)
-        for name, tensor in known:
-            self._keep(name, tensor)
-        if not self._staged:
-            self._flush()
+        if self._staged:
+            for name, tensor in known:
+                self._keep(name, tensor)
+            return
+        self._held.extend(known)
+        self._flush()
 
     def from_folder(self, folder: str | Path) -> None:
         """A whole checkpoint of safetensors, of which every rank reads its share. Raises CheckpointError."""
@@ -499,7 +503,6 @@ class WeightSink:
 
     def _check(self, name: str, tensor: Any) -> None:
         """Raises ValueError for what cannot be written, before it is."""
-        self._going()
         if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_meta:
             kind = type(tensor).__name__
             told = f"a {kind} on {tensor.device} in {tensor.layout}" if isinstance(tensor, Tensor) else f"a {kind}"
@@ -517,8 +520,8 @@ class WeightSink:
         if self._staged:
             if not bool(tensor.isfinite().all()):
                 raise ValueError(f"{name} has values that are not finite (NaN or infinite)")
-            tensor = tensor.clone()
-        self._held.append((name, tensor.detach() if tensor.requires_grad else tensor))
+            tensor = tensor.detach().clone()
+        self._held.append((name, tensor))
         self._bytes += tensor.nbytes
 
     def _flush(self) -> None:
@@ -538,7 +541,7 @@ class WeightSink:
     def _write(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
         for name, _ in tensors:
             self.touched.update(self._names.covered(name))
-        writing.sends(self._weights.pipe.model, [tensor for _, tensor in tensors])
+        writing.sends(self._weights.pipe.model, [one.detach() if one.requires_grad else one for _, one in tensors])
         told: list[tuple[str, str, list[int]]] = [(name, "", []) for name, _ in tensors]
         if self._recipe.ranks.size > 1:  # others have none of them
             told = [(name, str(one.dtype).removeprefix("torch."), [*one.shape]) for name, one in tensors]
