@@ -50,7 +50,7 @@ def test_it_is_the_softmax_over_what_each_query_sees(
     start_BW = (end_BW - 40).clamp_min(0) if kind == "window" else torch.zeros_like(end_BW)
     start_BW[:, width - width // 10 :], end_BW[:, width - width // 10 :] = 0, 1
     tiles = hopper_attention.Tiles(64, 5, 2, splits) if size == 128 else hopper_attention.Tiles(128, 3, 1, splits)
-    args = (q_BWHE, k_PTGE, v_PTGE, pages_BP, start_BW, end_BW, "plain", tiles)
+    args = (q_BWHE, k_PTGE, v_PTGE, pages_BP, start_BW, end_BW, tiles)
     monkeypatch.setenv("DINFER_KERNELS", "torch")  # what is compared with the kernel
     want = paged_attention(q_BWHE, k_PTGE, v_PTGE, pages_BP, (start_BW, end_BW))
     torch.testing.assert_close(hopper_attention.paged_attention(*args), want, **CLOSE[SHORT])

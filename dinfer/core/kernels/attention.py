@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dinfer.core.kernels.dispatch import native, triton, use_triton
-from dinfer.core.kernels.types import FLOAT8, Deferred, InputFormat
+from dinfer.core.kernels.types import FLOAT8, Grouped, InputFormat
 
 
 def interval_mask(kv_start_BW: Tensor, kv_end_BW: Tensor, keys: int) -> Tensor:
@@ -56,7 +56,7 @@ def neighbours(pages_BP: Tensor) -> slice | None:
 def paged_attention(
     q_BWHE: Tensor, k_PTGE: Tensor, v_PTGE: Tensor, pages_BP: Tensor, interval_BW: tuple[Tensor, Tensor],
     self_key_BW: Tensor | None = None, input_format: InputFormat = "plain",
-) -> Deferred:  # fmt: skip
+) -> Tensor | Grouped:  # fmt: skip
     """Interval attention over keys in pages of T positions. [B, W, H, E]; [B, W, H * E] if that is the `input_format`.
 
     Key s of a row is in page `pages_BP[row, s // T]`. `self_key_BW` is the place in the pool of one more key, which the
@@ -69,7 +69,7 @@ def paged_attention(
         attention, hopper_attention = triton("attention"), triton("hopper_attention")
 
         if self_key_BW is None and hopper_attention.pays(q_BWHE, k_PTGE, pages_BP, input_format):
-            return hopper_attention.paged_attention(q_BWHE, k_PTGE, v_PTGE, pages_BP, *interval_BW, input_format)
+            return hopper_attention.paged_attention(q_BWHE, k_PTGE, v_PTGE, pages_BP, *interval_BW)
         return attention.paged_attention(
             q_BWHE, k_PTGE, v_PTGE, pages_BP, *interval_BW, self_key_BW, input_format=input_format
         )

@@ -13,7 +13,7 @@ from dinfer.core.kernels.deferred import close, held, rows, widened
 from dinfer.core.kernels.dispatch import native_few_bits, on_hopper, triton, use_triton
 from dinfer.core.kernels.linear import round_rows
 from dinfer.core.kernels.moe import PlainExperts
-from dinfer.core.kernels.types import FLOAT8, Deferred, Matrices, PartialSums, Rounded, WeightPart
+from dinfer.core.kernels.types import FLOAT8, Deferred, Matrices, Rounded, WeightPart
 
 LARGE = 6_000_000  # numbers that come out, from which on torch's product of float8 is faster than the kernel
 PIECE = 128  # values between gate and down that share a scale where they are rounded to float8
@@ -31,9 +31,7 @@ def _large(x: Rounded, weight_OK: Tensor) -> bool:
     return able and x.scale.numel() * outputs >= LARGE and on_hopper(x.values)
 
 
-def scaled_linear(
-    x: Deferred, weight_OK: Tensor, scale_O: Tensor, bias_O: Tensor | None = None, *, parts: bool = False
-) -> Tensor | PartialSums:
+def scaled_linear(x: Deferred, weight_OK: Tensor, scale_O: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """As `linear`, for a weight in 8 bits with a scale for each output; rows may be rounded. [..., K] -> [..., O]"""
     x = rows(x)
     if use_triton(held(x), "linear"):
@@ -42,7 +40,9 @@ def scaled_linear(
             values_RK = x.values.view(-1, x.values.shape[-1])
             out = torch._scaled_mm(values_RK, weight_OK.T, *scales, bias_O, out_dtype=x.dtype, use_fast_accum=True)
             return out.view(*x.scale.shape, -1)
-        return triton("linear").linear(x, weight_OK, bias_O, scale_O, split=parts)
+        kernel = triton("linear").linear
+
+        return close(kernel(x, weight_OK, bias_O, scale_O))
     if isinstance(x, Tensor) and weight_OK.dtype == torch.int8 and (found := native_few_bits(x, "linear")) is not None:
         out = found.native_linear(x, [WeightPart("int8", weight_OK, scale_O[:, None])])
     else:
@@ -66,7 +66,7 @@ class ScaledExperts(PlainExperts):
         return rounded(x) if self.rounds else rows(x)
 
     def one(self, x_RK: Deferred, expert: int) -> Tensor:
-        return close(scaled_linear(self.taken(x_RK), self.each[expert], self.scale_XO[expert]))
+        return scaled_linear(self.taken(x_RK), self.each[expert], self.scale_XO[expert])
 
     def parts(self) -> Sequence[WeightPart]:
         return [WeightPart("int8", self.each, self.scale_XO[..., None])] if self.each.dtype == torch.int8 else ()

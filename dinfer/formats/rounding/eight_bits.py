@@ -37,8 +37,8 @@ class EightBits(Format):
         weight[1][at[:-1]].copy_(scale[..., 0])
 
     @untraced
-    def linear(self, x: Deferred, weight: Weight, bias_O: Tensor | None, *, parts: bool = False) -> Deferred:
-        return scaled_linear(rounded(x) if self.rounds else x, weight[0], weight[1], bias_O, parts=parts)
+    def linear(self, x: Deferred, weight: Weight, bias_O: Tensor | None, *, parts: bool = False) -> Tensor:
+        return scaled_linear(rounded(x) if self.rounds else x, weight[0], weight[1], bias_O)
 
     def experts(self, weight: Weight) -> ExpertWeight:
         return ScaledExperts(Matrices(*weight), rounds=self.rounds)

@@ -9,7 +9,6 @@ the softmax. In a second kernel a program takes a lane and a tile of its keys, g
 adds up their shares in a fixed order.
 """
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -17,9 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dinfer.core.kernels.types import FLOAT8, LARGEST, Grouped, InputFormat, Rounded
+from dinfer.core.kernels.types import Grouped, InputFormat
 from dinfer.kernels.triton.launch import early, follow, stages
-from dinfer.kernels.triton.linear import empty_groups, empty_rounded, in_groups, scaled, whole
+from dinfer.kernels.triton.linear import empty_groups, in_groups, whole
 
 LOG2_E = 1.4426950408889634  # the kernels use powers of 2, which are cheaper than powers of e
 
@@ -31,47 +30,36 @@ def _keys(ptrs, there, CLEAR: tl.constexpr):
 
 
 @triton.jit
-def key_places(
-    pages_ptr, tile, lane, group, pages,
+def key_scores(
+    q, k_ptr, pages_ptr, start, end, tile, lane, group, pages,
     G: tl.constexpr, E: tl.constexpr, T: tl.constexpr, KEYS: tl.constexpr, CLEAR: tl.constexpr,
 ):  # fmt: skip
-    """A tile of keys, where they are, and which exist. `CLEAR`: all do."""
+    """Products of queries with a tile of keys, -inf where a query does not see the key; where the keys are, and which
+    exist. `CLEAR`: all queries see all of them, so nothing is masked."""
     key = tile * KEYS + tl.arange(0, KEYS)
     there = key < pages * T
     page = tl.load(pages_ptr + lane * pages + key // T, mask=None if CLEAR else there).to(tl.int64)
-    return key, ((page * T + key % T) * G + group)[:, None] * E + tl.arange(0, E)[None, :], there
-
-
-@triton.jit
-def key_scores(q, k, key, start, end, CLEAR: tl.constexpr):
-    """Products of queries with keys, -inf where a query does not see the key. `CLEAR`: all queries see all of them."""
-    product = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+    at = ((page * T + key % T) * G + group)[:, None] * E + tl.arange(0, E)[None, :]
+    k = _keys(k_ptr + at, there, CLEAR).to(q.dtype)
+    product = tl.dot(q, tl.trans(k), input_precision="ieee")
     if not CLEAR:
         seen = (key[None, :] >= start[:, None]) & (key[None, :] < end[:, None])
         product = tl.where(seen, product, -float("inf"))
-    return product
+    return product, at, there
 
 
 @triton.jit
 def _add_keys(
-    q, k_ptr, v_ptr, places, start, end, scale, top, total, acc, CLEAR: tl.constexpr, TOGETHER: tl.constexpr
+    q, k_ptr, v_ptr, pages_ptr, start, end, tile, lane, group, pages, scale, top, total, acc,
+    G: tl.constexpr, E: tl.constexpr, T: tl.constexpr, KEYS: tl.constexpr, CLEAR: tl.constexpr,
 ):  # fmt: skip
-    """The running maximum of the products, sum and output with one more tile of keys. `TOGETHER`: keys and values are
-    asked for at once, and the products wait for both."""
-    key, at, there = places
-    k = _keys(k_ptr + at, there, CLEAR)
-    if TOGETHER:
-        v = _keys(v_ptr + at, there, CLEAR)
-        k, v = tl.inline_asm_elementwise(
-            "mov.b32 $0, $2; mov.b32 $1, $3;", "=r,=r,r,r", [k, v], dtype=(k.dtype, v.dtype), is_pure=False, pack=2
-        )
-    product = key_scores(q, k, key, start, end, CLEAR)
+    """The running maximum of the products, sum and output with one more tile of keys."""
+    product, at, there = key_scores(q, k_ptr, pages_ptr, start, end, tile, lane, group, pages, G, E, T, KEYS, CLEAR)
     peak = tl.maximum(top, tl.max(product, 1))
     safe = peak if CLEAR else tl.where(peak == -float("inf"), 0.0, peak)
     prob = tl.exp2(product * scale - (safe * scale)[:, None])
     shrink = tl.exp2((top - safe) * scale)
-    if not TOGETHER:
-        v = _keys(v_ptr + at, there, CLEAR).to(q.dtype)
+    v = _keys(v_ptr + at, there, CLEAR).to(q.dtype)
     acc = acc * shrink[:, None] + tl.dot(prob.to(v.dtype), v, input_precision="ieee")
     return peak, total * shrink + tl.sum(prob, 1), acc
 
@@ -82,10 +70,10 @@ def _attend(
     pages, room, scale,
     H: tl.constexpr, G: tl.constexpr, E: tl.constexpr, T: tl.constexpr,
     TILE: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, OWN: tl.constexpr, MANY: tl.constexpr,
-    GROUPED: tl.constexpr, ONCE: tl.constexpr, EARLY: tl.constexpr,
+    GROUPED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    # It reads the intervals and pages before it waits. `rotate_and_store` comes just before, and lets this kernel start
-    # only once everything older has been written.
+    # It reads the intervals before it waits. `rotate_and_store` comes just before, and lets this kernel start only once
+    # everything older has been written.
     SHARE: tl.constexpr = H // G
     lane, group = tl.program_id(0) // G, tl.program_id(0) % G
     row = tl.program_id(1) * TILE + tl.arange(0, TILE)
@@ -104,8 +92,6 @@ def _attend(
     entry = tl.arange(0, E)
     if OWN:  # only the first split uses it
         own = tl.load(own_ptr + lane * width + query, mask=inside, other=-1)
-    if ONCE:
-        places = key_places(pages_ptr, first, lane, group, pages, G, E, T, KEYS, False)
     follow(EARLY)
     place = ((lane * width + query).to(tl.int64) * H + head)[:, None] * E + entry[None, :]
     q = tl.load(q_ptr + place, mask=inside[:, None], other=0.0)
@@ -120,17 +106,17 @@ def _attend(
         top = tl.where(sees, tl.sum(q.to(tl.float32) * own_k.to(tl.float32), 1), top)
         total = tl.where(sees, 1.0, total)
         acc = tl.load(v_ptr + own_at, mask=sees[:, None], other=0.0).to(tl.float32)
-    if ONCE:  # a program's keys are one tile, which no query sees where there are fewer
-        together: tl.constexpr = EARLY and k_ptr.dtype.element_ty.primitive_bitwidth == 16
-        top, total, acc = _add_keys(q, k_ptr, v_ptr, places, start, end, scale, top, total, acc, False, together)
-    else:
-        if MANY:
-            for tile in range(first, clear):
-                places = key_places(pages_ptr, tile, lane, group, pages, G, E, T, KEYS, True)
-                top, total, acc = _add_keys(q, k_ptr, v_ptr, places, start, end, scale, top, total, acc, True, False)
-        for tile in range(tl.maximum(first, clear), last):
-            places = key_places(pages_ptr, tile, lane, group, pages, G, E, T, KEYS, False)
-            top, total, acc = _add_keys(q, k_ptr, v_ptr, places, start, end, scale, top, total, acc, False, False)
+    if MANY:
+        for tile in range(first, clear):
+            top, total, acc = _add_keys(
+                q, k_ptr, v_ptr, pages_ptr, start, end, tile, lane, group, pages, scale, top, total, acc,
+                G, E, T, KEYS, True,
+            )  # fmt: skip
+    for tile in range(tl.maximum(first, clear), last):
+        top, total, acc = _add_keys(
+            q, k_ptr, v_ptr, pages_ptr, start, end, tile, lane, group, pages, scale, top, total, acc,
+            G, E, T, KEYS, False,
+        )  # fmt: skip
     if SPLITS == 1:
         out = (acc / total[:, None]).to(q.dtype)
         if GROUPED:
@@ -148,45 +134,22 @@ def _attend(
 @triton.jit
 def join(
     q_ptr, part_ptr, stat_ptr, out_ptr, out_scale_ptr, room, H: tl.constexpr, E: tl.constexpr,
-    SPLITS: tl.constexpr, GROUPED: tl.constexpr, HEADS: tl.constexpr, LARGEST: tl.constexpr, EARLY: tl.constexpr,
+    SPLITS: tl.constexpr, GROUPED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """HEADS heads of a query, from the splits of their keys; with LARGEST all of them, rounded to 8 bits."""
     follow(EARLY)
-    row = tl.program_id(0).to(tl.int64) * HEADS + tl.arange(0, HEADS)[:, None]
-    split, entry = tl.arange(0, SPLITS)[None, :], tl.arange(0, E)
-    part = tl.load(part_ptr + (row * SPLITS + split)[:, :, None] * E + entry[None, None, :])
+    row = tl.program_id(0).to(tl.int64)
+    split, entry = tl.arange(0, SPLITS), tl.arange(0, E)
     top = tl.load(stat_ptr + (row * SPLITS + split) * 2)
     total = tl.load(stat_ptr + (row * SPLITS + split) * 2 + 1)
-    weight = tl.exp2(top - tl.max(top, 1, keep_dims=True))
-    out = tl.sum(part * weight[:, :, None], 1) / tl.sum(total * weight, 1)[:, None]
+    weight = tl.exp2(top - tl.max(top, 0))
+    part = tl.load(part_ptr + (row * SPLITS + split)[:, None] * E + entry[None, :])
+    out = tl.sum(part * weight[:, None], 0) / tl.sum(total * weight, 0)
     out = out.to(q_ptr.dtype.element_ty)
     if GROUPED:
-        out, out_scale = whole(out.to(tl.float32), 1)
-        tl.store(out_scale_ptr + tl.reshape(row % H * room + row // H, (HEADS,)), out_scale)
-    if LARGEST:
-        flat, out_scale = scaled(tl.reshape(out.to(tl.float32), (HEADS * E,)), 0, LARGEST)
-        out = tl.reshape(flat, (HEADS, E))
-        tl.store(out_scale_ptr + tl.program_id(0) + tl.arange(0, 1), out_scale)
-    tl.store(out_ptr + row * E + entry[None, :], out.to(out_ptr.dtype.element_ty))
-
-
-JOINED = 16384  # numbers that a program rounds together; more take longer than a second launch
-
-
-def joined(q_BWHE: Tensor, part: Tensor, stat: Tensor, splits: int, input_format: InputFormat) -> Tensor | Rounded:
-    """The attention of queries from that of each split of the keys. [B, W, H, E]; [B, W, H * E] where it is rounded"""
-    *lead, heads, size = q_BWHE.shape
-    made: Tensor | Rounded
-    made = out = scale = torch.empty_like(q_BWHE, memory_format=torch.contiguous_format)
-    each = 1
-    if input_format == "rounded" and heads == triton.next_power_of_2(heads) and heads * size * splits <= JOINED:
-        made, each = empty_rounded(q_BWHE[..., 0], heads * size), heads
-        out, scale = made.values, made.scale
-    join[(math.prod(lead) * heads // each,)](
-        q_BWHE, part, stat, out, scale, 0, H=heads, E=size, SPLITS=splits, GROUPED=False, HEADS=each,
-        LARGEST=LARGEST[FLOAT8] if each > 1 else 0, num_warps=min(each, 8), **early(q_BWHE),
-    )  # fmt: skip
-    return made
+        out, out_scale = whole(out.to(tl.float32)[None, :], 1)
+        out = tl.reshape(out, (E,))
+        tl.store(out_scale_ptr + row % H * room + row // H + tl.arange(0, 1), out_scale)
+    tl.store(out_ptr + row * E + entry, out)
 
 
 class Tiles(NamedTuple):
@@ -202,7 +165,7 @@ class Tiles(NamedTuple):
 def paged_attention(
     q_BWHE: Tensor, k_PTGE: Tensor, v_PTGE: Tensor, pages_BP: Tensor, start_BW: Tensor, end_BW: Tensor,
     self_key_BW: Tensor | None = None, tiles: Tiles | None = None, input_format: InputFormat = "plain",
-) -> Tensor | Grouped | Rounded:  # fmt: skip
+) -> Tensor | Grouped:  # fmt: skip
     """See `dinfer.core.kernels.attention.paged_attention`."""
     lanes, width, heads, size = q_BWHE.shape
     _, page, groups, _ = k_PTGE.shape
@@ -222,17 +185,14 @@ def paged_attention(
         q_BWHE.contiguous(), k_PTGE, v_PTGE, pages_BP.contiguous(), start_BW.contiguous(), end_BW.contiguous(),
         start_BW if self_key_BW is None else self_key_BW.contiguous(), out, out_scale, part, stat, width, pages, room,
         size**-0.5 * LOG2_E, H=heads, G=groups, E=size, T=page, TILE=tile, KEYS=keys, SPLITS=splits,
-        OWN=self_key_BW is not None, MANY=tile >= 64, GROUPED=grouped, ONCE=pages * page <= splits * keys,
-        num_warps=warps,
+        OWN=self_key_BW is not None, MANY=tile >= 64, GROUPED=grouped, num_warps=warps,
         num_stages=stages(q_BWHE.device, 2 * keys * size * k_PTGE.dtype.itemsize, most),
         **early(q_BWHE),
     )  # fmt: skip
-    if splits > 1 and not grouped:
-        return joined(q_BWHE, part, stat, splits, input_format)
     if splits > 1:
         join[(lanes * width * heads,)](
-            q_BWHE, part, stat, out, out_scale, room, H=heads, E=size, SPLITS=splits, GROUPED=True, HEADS=1, LARGEST=0,
-            num_warps=1, **early(q_BWHE),
+            q_BWHE, part, stat, out, out_scale, room, H=heads, E=size, SPLITS=splits,
+            GROUPED=grouped, num_warps=1, **early(q_BWHE),
         )  # fmt: skip
     return made
 
@@ -282,8 +242,8 @@ def _normalizers(
     top = tl.full((TILE,), -float("inf"), tl.float32)
     total = tl.zeros((TILE,), tl.float32)
     for tile in range(tl.min(start, 0) // KEYS, tl.cdiv(tl.max(end, 0), KEYS)):
-        key, at, there = key_places(pages_ptr, tile, lane, group, pages, G, E, T, KEYS, False)
-        score = key_scores(q, _keys(k_ptr + at, there, False), key, start, end, False) * scale
+        product, _, _ = key_scores(q, k_ptr, pages_ptr, start, end, tile, lane, group, pages, G, E, T, KEYS, False)
+        score = product * scale
         peak = tl.maximum(top, tl.max(score, 1))
         safe = tl.where(peak == -float("inf"), 0.0, peak)
         total = total * tl.exp2(top - safe) + tl.sum(tl.exp2(score - safe[:, None]), 1)

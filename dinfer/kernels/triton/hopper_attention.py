@@ -23,8 +23,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra import cuda
 
 from dinfer.core.kernels.dispatch import card, multiplies_in_groups_of_warps
-from dinfer.core.kernels.types import InputFormat, Rounded
-from dinfer.kernels.triton.attention import LOG2_E, joined
+from dinfer.core.kernels.types import InputFormat
+from dinfer.kernels.triton.attention import LOG2_E, join
 from dinfer.kernels.triton.launch import early, fetch_tile, multiprocessors
 from dinfer.kernels.triton.linear import in_groups
 
@@ -317,8 +317,8 @@ class Tiles(NamedTuple):
 
 def paged_attention(
     q_BWHE: Tensor, k_PTGE: Tensor, v_PTGE: Tensor, pages_BP: Tensor, start_BW: Tensor, end_BW: Tensor,
-    input_format: InputFormat = "plain", tiles: Tiles | None = None,
-) -> Tensor | Rounded:  # fmt: skip
+    tiles: Tiles | None = None,
+) -> Tensor:  # fmt: skip
     """See `dinfer.core.kernels.attention.paged_attention`."""
     lanes, width, heads, size = q_BWHE.shape
     _, page, groups, _ = k_PTGE.shape
@@ -344,7 +344,10 @@ def paged_attention(
         **early(q_BWHE),
     )  # fmt: skip
     if tiles.splits > 1:
-        return joined(q_BWHE, part, stat, tiles.splits, input_format)
+        join[(lanes * width * heads,)](
+            q_BWHE, part, stat, out_BWHE, out_BWHE, 0, H=heads, E=size, SPLITS=tiles.splits, GROUPED=False,
+            num_warps=1, **early(q_BWHE),
+        )  # fmt: skip
     return out_BWHE
 
 

@@ -165,7 +165,7 @@ def linear(
     shape = (*values.shape[:-1], outputs)
     out = values.new_empty(*((parts, *shape) if parts > 1 else shape), dtype=dtype if parts == 1 else torch.float32)
     if rows <= many and copyable(values_RK, weight_OK) and streamed.pays(values_RK, weight_OK, parts):
-        streamed.linear(values_RK, x_scale, weight_OK, bias_O, scale_O, out, parts, late)
+        streamed.linear(values_RK, weight_OK, bias_O, out, parts, late)
         return out if parts == 1 else PartialSums(out, dtype)
     each = (tall * size + many * values.dtype.itemsize) * depth
     _linear[(triton.cdiv(rows, many), triton.cdiv(outputs, tall), parts)](
@@ -218,8 +218,6 @@ def config_for(
     many = max(16, triton.next_power_of_2(rows))
     if x_size > 2:
         return Config(many, 64, 64, 4, 4)
-    if split and size == x_size == 1 and outputs <= 4096 and width % (2 * 256) == 0:
-        return Config(many, 64, 256, 4, 4, late=width < outputs, parts=2)
     if split and size == 2:
         # More parts take longer: what is saved here, whoever adds them up loses.
         if outputs <= 512 and width % (4 * 256) == 0:

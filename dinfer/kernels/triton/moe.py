@@ -115,49 +115,18 @@ def _multiplied(weight, x, total, TALL: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _held(weight_ptrs, DEPTH: tl.constexpr, HELD: tl.constexpr, EARLY: tl.constexpr):
-    """All of a program's weights, in HELD tiles. They come while the kernel before still runs."""
-    held = ()
-    for step in tl.static_range(HELD):
-        held = held + (tl.load(weight_ptrs + step * DEPTH),)  # type: ignore[assignment]  # noqa: RUF005  no star in Triton
-    wait(EARLY)
-    return held
-
-
-@triton.jit
-def _held_times(
-    held, x_ptrs, scale_ptrs, mask, there, pairs, PARTS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr
-):  # fmt: skip
-    """Held weights times rows, in the order of other weights."""
-    inputs, scales = (), ()
-    for step in tl.static_range(len(held)):  # all are asked for before the first product
-        inputs = inputs + (tl.load(x_ptrs + step * DEPTH, mask=mask, other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
-        if PARTS > 1:
-            scales = scales + (tl.load(scale_ptrs + step * pairs, mask=there, other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
-    total = tl.zeros((held[0].shape[0], there.shape[0]), tl.float32)
-    for step in tl.static_range(len(held)):
-        if PARTS > 1:
-            total += _multiplied(held[step], inputs[step], None, True, PRECISION) * scales[step][None, :]
-        else:
-            total = _multiplied(held[step], inputs[step], total, True, PRECISION)
-    return total
-
-
-@triton.jit
 def _tile(
     x_ptr, x_tiles, x_scale_ptr, weight_ptr, weight_tiles, scale_ptr, pairs_ptr, out_ptr, out_scale_ptr,
     pairs, width, outputs, expert, column, place, count,
     PARTS: tl.constexpr, SCALE: tl.constexpr, PER: tl.constexpr, GATE: tl.constexpr, LARGEST: tl.constexpr,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
-    HELD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     TALL: tl.constexpr = weight_tiles is None
     EACH: tl.constexpr = 1 if GATE is None else 2
     slot = tl.arange(0, ROWS)
     there = slot < count
     rank = place.to(tl.int64) + slot
-    pair = tl.load(pairs_ptr + slot, mask=there, other=0).to(tl.int64)
-    row = rank if GATE is None else pair // PER
+    row = rank if GATE is None else tl.load(pairs_ptr + slot, mask=there, other=0).to(tl.int64) // PER
     output, depth = column * OUTPUTS + tl.arange(0, OUTPUTS), tl.arange(0, DEPTH)
     inside = output < outputs
     source = expert * outputs * EACH + output
@@ -169,33 +138,28 @@ def _tile(
         gated = tl.zeros((OUTPUTS, ROWS), tl.float32)
     else:
         total = tl.zeros((ROWS, EACH * OUTPUTS), tl.float32)
+    if PARTS:
+        scale = tl.load(x_scale_ptr + row, mask=there, other=0.0)
     if SCALE:
         weight_scale = tl.load(scale_ptr + source, mask=inside, other=0.0)
         if GATE is not None:
             up_scale = tl.load(scale_ptr + source + outputs, mask=inside, other=0.0)
-    held = _held(weight_ptrs, DEPTH, HELD, EARLY) if HELD else ()
-    if PARTS:
-        scale = tl.load(x_scale_ptr + row, mask=there, other=0.0)
-    if HELD:
-        total = _held_times(
-            held, x_ptrs, x_scale_ptr + row, _by_row(there, TALL), there, pairs, PARTS, DEPTH, PRECISION
-        )
-    for k in range(0, 0 if HELD else width, DEPTH):
+    for k in range(0, width, DEPTH):
         deep = k + depth < width
-        mask = inside[:, None] & deep[None, :]
-        if not TALL:  # weights first: the places of rows are not there yet
-            weight = weight_tiles.load([expert.to(tl.int32) * EACH, column * OUTPUTS, k])
-            weight = weight.reshape(EACH * OUTPUTS, DEPTH)
-        elif EXACT:
-            weight = tl.load(weight_ptrs + k)
-        else:
-            weight = tl.load(weight_ptrs + k, mask=mask, other=0.0)
         if x_tiles is not None:
             x = x_tiles.load([place, k])  # rows beyond the tile's are those of other tiles, and nothing stores theirs
         elif EXACT:
             x = tl.load(x_ptrs + k, mask=_by_row(there, TALL), other=0.0)
         else:
             x = tl.load(x_ptrs + k, mask=_by_row(there, TALL) & _by_output(deep, TALL), other=0.0)
+        mask = inside[:, None] & deep[None, :]
+        if not TALL:
+            weight = weight_tiles.load([expert.to(tl.int32) * EACH, column * OUTPUTS, k])
+            weight = weight.reshape(EACH * OUTPUTS, DEPTH)
+        elif EXACT:
+            weight = tl.load(weight_ptrs + k)
+        else:
+            weight = tl.load(weight_ptrs + k, mask=mask, other=0.0)
         if PARTS > 1:  # the scales of the next piece come while this one is multiplied
             next = tl.load(x_scale_ptr + tl.minimum(k // DEPTH + 1, PARTS - 1) * pairs + row, mask=there, other=0.0)
             total += _multiplied(weight, x, None, TALL, PRECISION) * _by_row(scale, TALL)
@@ -217,7 +181,7 @@ def _tile(
         if GATE is not None:
             gated *= _by_row(scale, TALL)
     if GATE is None:
-        rank = pair
+        rank = tl.load(pairs_ptr + slot, mask=there, other=0).to(tl.int64)
     else:
         total = (_silu(total) if GATE == "silu" else _gelu(total)) * gated
     if LARGEST:
@@ -233,11 +197,9 @@ def _expert_linear(
     pairs_ptr, tile_ptr, out_ptr, out_scale_ptr, tokens, pairs, width, outputs, experts,
     PARTS: tl.constexpr, SCALE: tl.constexpr, PER: tl.constexpr, GATE: tl.constexpr, LARGEST: tl.constexpr,
     SHARED: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, FEW: tl.constexpr, OUTPUTS: tl.constexpr,
-    DEPTH: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr, HELD: tl.constexpr, EARLY: tl.constexpr,
+    DEPTH: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    if not HELD:
-        wait(EARLY)
-    let_next(EARLY)  # a kernel that holds weights reads the plan at once, so this one has waited for that before
+    follow(EARLY)
     # Programs next to each other share their rows, and those of one expert its weights, through the L2 cache.
     columns = tl.cdiv(outputs, OUTPUTS)
     column, turn = tl.program_id(0) % columns, tl.program_id(0) // columns
@@ -257,17 +219,14 @@ def _expert_linear(
             _tile(
                 x_ptr, few_tiles, x_scale_ptr, weight_ptr, weight_tiles, scale_ptr, pairs_ptr, out_ptr, out_scale_ptr,
                 pairs, width, outputs, expert, column, place, count,
-                PARTS, SCALE, PER, GATE, LARGEST, FEW, OUTPUTS, DEPTH, EXACT, PRECISION, HELD, EARLY,
+                PARTS, SCALE, PER, GATE, LARGEST, FEW, OUTPUTS, DEPTH, EXACT, PRECISION,
             )  # fmt: skip
             return
     _tile(
         x_ptr, x_tiles, x_scale_ptr, weight_ptr, weight_tiles, scale_ptr, pairs_ptr, out_ptr, out_scale_ptr,
         pairs, width, outputs, expert, column, place, count,
-        PARTS, SCALE, PER, GATE, LARGEST, ROWS, OUTPUTS, DEPTH, EXACT, PRECISION, HELD, EARLY,
+        PARTS, SCALE, PER, GATE, LARGEST, ROWS, OUTPUTS, DEPTH, EXACT, PRECISION,
     )  # fmt: skip
-
-
-HELD = 32 << 10  # bytes of weights of a program that asks for all of them before it waits
 
 
 class Shape(NamedTuple):
@@ -286,9 +245,8 @@ def expert_linear(
 
     With a `gate`, rows are those of tokens. "silu" or "gelu" of half of the outputs is multiplied with the other half,
     [P, O / 2], in the order of tiles. With a `piece` too, it is rounded to float8 by pieces of so many values, whose
-    scales are [P, pieces]. Without a gate, rows are what such a product has made: the kernel may read the plan before
-    it waits for that product (`launch`). Those that come out are in the order of the tokens, with each in that of its
-    experts, a shared one last.
+    scales are [P, pieces]. Without a gate, rows are what such a product has made. Those that come out are in the order
+    of the tokens, with each in that of its experts, a shared one last.
     """
     values, x_scale = (x.contiguous(), None) if isinstance(x, Tensor) else (x.values, x.scale)
     (experts, outputs, width), pairs = weight.each.shape, plan.pairs
@@ -308,10 +266,6 @@ def expert_linear(
         weight_tiles = TensorDescriptor.from_tensor(by_matrix, [copies, many, depth])
     if copied and not gate:
         x_tiles, few_tiles = (TensorDescriptor.from_tensor(values, [count, depth]) for count in (rows, few))
-    held = 0
-    if not gate and weight_tiles is None and width % depth == outputs % many == 0:
-        size = width * many * weight.each.dtype.itemsize
-        held = width // depth if size <= HELD and early(values)["EARLY"] else 0
     _, scale, shared, shared_scale = (out if part is None else part for part in weight)
     _expert_linear[(triton.cdiv(outputs, many) * plan.tile_I4.shape[0] * (plan.rows // rows),)](
         values, x_tiles, few_tiles, out if x_scale is None else x_scale, weight.each, weight_tiles, scale, shared,
@@ -321,7 +275,7 @@ def expert_linear(
         LARGEST=LARGEST[FLOAT8] if piece else 0, SHARED=weight.shared is not None, SPLIT=plan.rows // rows,
         ROWS=rows, FEW=few, OUTPUTS=many, DEPTH=depth, EXACT=width % depth == 0 and outputs % many == 0,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=warps,
-        num_stages=stages(values.device, each, most), HELD=held, **early(values),
+        num_stages=stages(values.device, each, most), **early(values),
     )  # fmt: skip
     return out if out_scale is None else Rounded(out, out_scale.mT, x.dtype)
 

@@ -361,9 +361,6 @@ def _swiglu(
     tl.store(out_ptr + row * width + column, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-TOGETHER = 1024  # values of a row that a program rounds where there are few rows
-
-
 def swiglu(gate_up_BWX: Tensor | PartialSums, inputs: InputFormat = "plain") -> Tensor | Rounded | Grouped:
     """See `dinfer.core.kernels.norm.swiglu`."""
     (values, parts), (*lead, both) = addends(gate_up_BWX), gate_up_BWX.shape
@@ -376,16 +373,15 @@ def swiglu(gate_up_BWX: Tensor | PartialSums, inputs: InputFormat = "plain") -> 
         block = max(block, groups.group)
         made = empty_groups(like, width, groups.group)
         out, scale, room = made.values_RK, made.scale_GR, len(made.values_RK)
-    elif inputs == "rounded" and (width <= TOGETHER or rows >= MANY):
+    elif inputs == "rounded" and (width <= block or rows >= MANY):
         made = empty_rounded(like, width)
         out, scale, largest, block = made.values, made.scale, LARGEST[FLOAT8], triton.next_power_of_2(width)
     else:
         made = out = scale = like.new_empty(*lead, width)
-    each = 512 if block <= 1024 or rows >= MANY else 256
     many = min(max(2048 // block, 1), 4) if rows >= MANY and width <= block and not groups else 1
     _swiglu[(triton.cdiv(rows, many), triton.cdiv(width, block))](
         values, out, scale, rows, width, room, rows * both, PARTS=parts, GROUP=groups.group if groups else 0,
-        LARGEST=largest, ROWS=many, BLOCK=block, num_warps=min(max(block // each, 4), 32), **early(values),
+        LARGEST=largest, ROWS=many, BLOCK=block, num_warps=min(max(block // 512, 4), 32), **early(values),
     )  # fmt: skip
     # A scale needs the whole row. Of few wide rows, one program for each would take longer than a second launch.
     return round_rows(made) if inputs == "rounded" and isinstance(made, Tensor) else made
