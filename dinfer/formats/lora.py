@@ -94,8 +94,8 @@ def read_adapter(folder: Path, placements: Mapping[str, Placement]) -> Adapter:
     for name, owner in owners.items():
         *experts, out, width = placements[name].shape
         ranks, first = rank * math.prod(experts), placements[name].row if fused else 0
-        a, b = (f"{PREFIX}{owner}.lora_{part}.weight" for part in "AB")
-        wanted[a], wanted[b] = (ranks, width), (max(first + out, *wanted.get(b, (0, ranks))[:1]), ranks)
+        below, above = (f"{PREFIX}{owner}.lora_{part}.weight" for part in "AB")
+        wanted[below], wanted[above] = (ranks, width), (max(first + out, *wanted.get(above, (0,))[:1]), ranks)
     rounded = [name for name, one in tensors.items() if one.dtype == ROUNDED]
     wrong = [*mismatches(tensors, wanted, rounded)]
     refuse(wrong, f"the adapter in {folder} does not fit its {CONFIG} and the checkpoint")
