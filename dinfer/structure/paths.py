@@ -115,7 +115,7 @@ def leads(sweeps: Sweeps, state: Tensor, room: Tensor) -> Tensor:
 
 
 def hold(step: Step, logits_CRLV: Tensor, paths_RCD: Tensor) -> Tensor:
-    """The logits, where tokens that no answer has behind the drafts of the version are ruled out.
+    """The logits, where tokens that no answer has behind the drafts of the version are ruled out. A copy.
 
     `paths_RCD`: of all versions but the first, which has none. Other positions than those of drafts stay as they are.
     """

@@ -43,7 +43,7 @@ INEXACT = Trait(
 )
 # Lanes of a step, up to which paths are tried: they cost little where a step waits for launches. A form leaves few
 # paths that an answer may go on with, so three of them are worth more than what they cost.
-LANES, HELD_LANES = 16, 256
+LANES, HELD_LANES = 16, 64
 SPECULATES = Trait(lambda runtime: runtime.speculate != 0, "`runtime.speculate`", instead="runtime.speculate=0")
 
 
