@@ -28,14 +28,12 @@ def forget(network: Any, keep: bool) -> None:
     if (own := placed(network)) is not None:
         own.sleep(keep=keep)
         return
-    asleep = []
-    for tensor in tensors_of(network):
-        copy = None
-        if keep:
-            copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(tensor)
-        asleep.append((tensor.shape, tensor.stride(), copy))
+    tensors, copies = tensors_of(network), list[Tensor | None]()
+    for tensor in tensors:  # all first: there may be no memory for one of them
+        copies.append(torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(tensor) if keep else None)
+    _asleep[id(network)] = [(one.shape, one.stride(), copy) for one, copy in zip(tensors, copies, strict=True)]
+    for tensor in tensors:
         tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    _asleep[id(network)] = asleep
 
 
 def restore(network: Any) -> None:

@@ -155,12 +155,12 @@ class Weights:
         with self._stopped(pending):
             before = sum(everywhere(sleeping.trim))
             if level:
+                state.asleep = {"keys": level}  # first: what fails may have come half of its way, and wakes as a whole
                 graphs = self._doze("weights" in tags)
                 everywhere(sleeping.place)
-                state.asleep = {"keys": level}
                 if "weights" in tags and (level == 2 or self.pipe.model.device.type == "cuda"):
-                    everywhere(sleeping.forget, level == 1)
                     state.asleep["weights"] = level
+                    everywhere(sleeping.forget, level == 1)
                 if level == 2 and "weights" in tags:
                     state.torn, state.why = (
                         {*writing.names_of(self.pipe.model, self.family).pieces},

@@ -88,16 +88,18 @@ class Reserved:
 
         `zeros`: addresses of tensors that are zeros afterwards. A segment that has no others is not kept.
         """
+        found = list[tuple[int, int, Tensor | None, bool]]()
         for one in self._segments():
             address, size, copy = one["address"], one["total_size"], None
             zero = all(block["address"] in zeros for block in one["blocks"] if block["state"] != "inactive")
             if keep and not zero:
                 copy = torch.empty(size, dtype=torch.uint8, pin_memory=True).copy_(self._bytes(address, size))
-            self._asleep.append((address, size, copy, zero and bool(zeros)))
+            found.append((address, size, copy, zero and bool(zeros)))
         torch.cuda.synchronize(self._device)
-        for address, size, _, _ in self._asleep:
-            if error := self._library.addresses_sleep(address, size):
+        for part in found:
+            if error := self._library.addresses_sleep(*part[:2]):
                 raise RuntimeError(f"memory of {self._device} cannot be given back: CUDA error {error}")
+            self._asleep.append(part)
 
     def wake(self) -> None:
         """Takes the memory again. Raises torch.OutOfMemoryError if others have it: then all of it sleeps on."""

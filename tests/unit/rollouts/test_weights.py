@@ -18,6 +18,7 @@ from dinfer.core.recipe import presets
 from dinfer.families.models.diffusion_gemma import DiffusionGemma
 from dinfer.formats.saving import save_network
 from dinfer.lab.random_network import random_network
+from dinfer.rollouts import sleeping
 from dinfer.rollouts.abilities.versions import MadeWith
 from dinfer.rollouts.weights import Aborted, WeightsIncomplete
 from dinfer.rollouts.writing import largest
@@ -335,6 +336,30 @@ def test_sleep_gives_memory_back_and_wakes_in_stages(folders: Any) -> None:
     for wrong, told in ((lambda: weights.sleep(3), "level=3 must be"), (lambda: weights.wake(["x"]), "tags='x'")):
         with pytest.raises(ValueError, match=told):
             wrong()
+
+
+def test_sleep_without_memory_for_the_copies_leaves_the_weights(folders: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe, made = pipeline(folders("sdar", "A"), "sdar"), list[int]()
+    before, plain = answers(pipe), torch.empty_like
+
+    def short(*given: Any, **how: Any) -> torch.Tensor:
+        made.append(1)
+        if len(made) == 3:
+            raise RuntimeError("no memory of the host is left")
+        return plain(*given, **how)
+
+    monkeypatch.setattr(torch, "empty_like", short)
+    with pytest.raises(RuntimeError, match="no memory of the host"):
+        sleeping.forget(pipe.model, True)
+    monkeypatch.undo()
+    assert answers(pipe) == before
+    monkeypatch.setattr(sleeping, "forget", lambda *given: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        pipe.weights.sleep(2, ["weights", "keys"])
+    with pytest.raises(WeightsIncomplete, match=r"sleeps \(keys, weights\): call wake first"):
+        answers(pipe)
+    pipe.weights.wake()
+    assert answers(pipe) == before
 
 
 def test_memory_is_really_given_back() -> None:
