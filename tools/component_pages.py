@@ -57,7 +57,8 @@ EVERYTHING = "tiny-everything-h200"
 MEASURED = {
     "joint_threshold": "tiny-llada2-quality", "s2d2": "tiny-llada2-further-cpu", "block": "tiny-llada2-quality",
     "calibrated": "tiny-further-prior-cpu", "prophet": "tiny-further-more-cpu", "daedal": "tiny-further-more-cpu",
-    "d2cache": "tiny-further-more-cpu", "dmax": "multi-block-tiny-llada2-multi-block-h200",
+    "d2cache": "tiny-further-more-cpu", "when_sure": "tiny-looking-cpu",
+    "dmax": "multi-block-tiny-llada2-multi-block-h200",
     "insert_delete": "multi-block-tiny-llada2-insert-delete-cpu",
 }  # fmt: skip
 
@@ -109,7 +110,7 @@ def measured(registry: Registry, name: str) -> list[str]:
             if (row["decoder"], row["cache"]) == (decoder, cache) and all(
                 str(usual[key]) == given[key] for key in given
             ):
-                model = re.sub(r"^multi-block-|-(everything|quality|further|prior|more|h200|cpu)", "", file)
+                model = re.sub(r"^multi-block-|-(everything|quality|further|prior|more|looking|h200|cpu)", "", file)
                 recipe = [model, row["iteration"], *([row["cache"]] if registry is DECODERS else [])]
                 usual_recipe = recipe == ["tiny", "blockwise", "none"][: len(recipe)]
                 shown = "" if usual_recipe else ", ".join(f"`{part}`" for part in recipe)

@@ -388,7 +388,8 @@ def info_gain(doc: Fields, prompts: list[list[int]], params: Fields) -> Plan:
     iteration = {"name": "look_ahead", "block": block, "stop": "off", "branches": params.take("candidate_number")}
     iteration |= {"heat": params.take("position_temperature"), "own_entropy": params.take("variant") == "info_gain"}
     decoder = {"name": "when_sure", "threshold": params.take("threshold"), "all": True}
-    made = {"swept": partial(look_ahead.recorded, last=last), "drawn": partial(look_ahead.ending, last=last)}
+    made: dict[str, Any] = {"swept": partial(look_ahead.recorded, last=last)}
+    made["drawn"] = partial(look_ahead.ending, last=last)
     left = doc.take("masks_left") > 0
     return Plan(iteration, decoder, {"name": "none"}, new_tokens, keep_masks=left, spare=int(left), **made)
 

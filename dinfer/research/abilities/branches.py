@@ -221,7 +221,11 @@ class LooksAhead(Branches):
 
     by = "entropy"
     own_entropy: bool  # the entropies of the added tokens' positions count, too
-    fills: bool  # behind a stop token all masks become EOS at once
+
+    @property
+    @abstractmethod
+    def fills(self) -> bool:
+        """Whether behind a stop token all masks become EOS at once."""
 
     @abstractmethod
     def offers(self, confidence_RL: Tensor, view: BlockView, share_R1: Tensor, size: int) -> Tensor:

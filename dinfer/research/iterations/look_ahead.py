@@ -27,7 +27,7 @@ class LookAhead(BlockSweep, LooksAhead):
 
     branches: int = option(8, "tokens that are tried", least=1, most=16)
     heat: float = option(0.2, "of the draws of positions; 0: the surest alone")
-    stop: Literal["block", "cut", "fill", "off"] = option(
+    stop: Literal["block", "cut", "fill", "off"] = option(  # type: ignore[assignment]  # one more than its base has
         "block",
         "at a stop token: finish its 'block'; 'cut' once all before it is decoded; 'fill' up with EOS; 'off': go on",
     )

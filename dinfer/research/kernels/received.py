@@ -36,5 +36,5 @@ def attention_paid(q_BXHE: Tensor, k_PTGE: Tensor, pages_BP: Tensor, interval_BX
     k_BSGE = taken(k_PTGE, pages_BP).view(len(pages_BP), -1, *k_PTGE.shape[2:])
     k_BHSE = k_BSGE.to(q_BXHE.dtype).transpose(1, 2).repeat_interleave(q_BXHE.shape[2] // k_BSGE.shape[2], 1)
     score_BHXS = (q_BXHE.transpose(1, 2) @ k_BHSE.transpose(2, 3)).float() / q_BXHE.shape[3] ** 0.5
-    seen_BXS = interval_mask(*interval_BX, k_BHSE.shape[2])
+    seen_BXS = interval_mask(interval_BX[0], interval_BX[1], k_BHSE.shape[2])
     return score_BHXS.masked_fill(~seen_BXS[:, None], float("-inf")).softmax(-1).mean(1)
