@@ -117,7 +117,7 @@ def longest(shapes: Sequence[StepShape]) -> tuple[int, int]:
 def profiled(engine: Engine, run: Callable[[], Any], shapes: Sequence[StepShape]) -> tuple[list[Span], int]:
     """The kernels of some window steps of a run with launches of `shapes`, and the number of these steps.
 
-    On a CPU, for dry runs, it returns operators instead of kernels.
+    On a CPU, for dry runs, it returns operators instead of kernels. Raises RuntimeError.
     """
     cuda, launches, (first, end) = engine.device.type == "cuda", 0, longest(shapes)
     profiler = torch.profiler.profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU])

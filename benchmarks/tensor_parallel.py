@@ -82,7 +82,7 @@ CASES = [  # what matters most comes first: the budget may end before the last
 
 
 def run_rank(case: Case, device: torch.device, ranks: Ranks) -> dict[str, Any]:
-    """The figures of a case from one rank."""
+    """The figures of a case from one rank. Raises RuntimeError."""
     cuda = device.type == "cuda"
     if cuda and {"fused": ranks.exchange, "symmetric": ranks.small}.get(case.sums, ranks) is None and case.cards > 1:
         raise RuntimeError("the cards cannot read each other's memory")

@@ -87,7 +87,7 @@ class Outcome:
 
 
 def run(program: str, limits: Limits | None = None, *, ways: Sequence[str] = WAYS) -> Outcome:
-    """Runs one program, its tests included. `ways`: those that may be tried to make the file system read-only."""
+    """Runs one program, its tests included. `ways`: to a read-only file system, to be tried. Raises OSError."""
     if os.name != "posix":
         raise OSError("the sandbox for generated code needs a POSIX system")
     limits, word = limits or Limits(), secrets.token_hex(16)

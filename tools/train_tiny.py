@@ -99,7 +99,7 @@ def batches(source: Iterator[Shard], size: int, device: torch.device) -> Iterato
 
 
 def train(model: Transformer, options: Options, tokenizer_file: Path) -> dict[str, object]:
-    """Trains in place, and returns the record: loss curve, steps, seconds."""
+    """Trains in place, and returns the record: loss curve, steps, seconds. Raises RuntimeError."""
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
     noise = Noise(
         spec=model.spec,

@@ -64,7 +64,7 @@ def report(
     """Times whole generations, the first ones apart; writes and returns what was found.
 
     `generate` returns its forwards and its tokens. `widths` returns the milliseconds of each forward by the positions
-    that it computed, of the last generation or of one more.
+    that it computed, of the last generation or of one more. Raises RuntimeError.
     """
     cuda = given.device != "cpu"
 

@@ -30,7 +30,7 @@ def serving(*overrides: str, log: str) -> Iterator[Started]:
 
 @contextmanager
 def started(command: list[str], log: str, **environment: str) -> Iterator[Started]:
-    """The same for any command that prints its address."""
+    """The same for any command that prints its address. Raises RuntimeError."""
     began = time.perf_counter()
     with open(log, "w") as errors:
         process = subprocess.Popen(

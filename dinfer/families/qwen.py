@@ -10,7 +10,7 @@ QWEN = {"rope_theta": 10000.0, "rms_norm_eps": 1e-6, "max_position_embeddings": 
 
 
 def qwen_experts(config: Mapping[str, Any]) -> ExpertSpec:
-    """Qwen3-MoE's: softmax over all, then the best, renormalised if the config says so."""
+    """Qwen3-MoE's: softmax over all, then the best, renormalised if the config says so. Raises ValueError."""
     layers, every = config["num_hidden_layers"], config.get("decoder_sparse_step", 1)
     only = config.get("mlp_only_layers") or []
     if not all(type(layer) is int and 0 <= layer < layers for layer in only):

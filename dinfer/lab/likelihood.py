@@ -76,7 +76,7 @@ class Samples:
         cls, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], *, steps: Sequence[Sequence[int]] | None = None,
         block: int | None = None, origin: Origin = "position",
     ) -> Self:  # fmt: skip
-        """Of pairs of prompt and answer ids. `steps`: of each answer, the step that wrote each position."""
+        """Of pairs of prompt and answer ids. `steps`: the step that wrote each position of each. Raises ValueError."""
         prompts, answers = [list(prompt) for prompt, _ in pairs], [list(answer) for _, answer in pairs]
         if steps is not None and [len(row) for row in steps] != [len(answer) for answer in answers]:
             raise ValueError("steps must have a number for each token of each answer")
@@ -196,7 +196,7 @@ class Likelihood(Component):
         return torch.ones(text.answer, dtype=torch.bool)
 
     def combine(self, passes: "Passes", logp_X: Tensor, **known: Any) -> Scored:
-        """The estimate: weighted sums of each sample, and their mean."""
+        """The estimate: weighted sums of each sample, and their mean. Raises ValueError."""
         if known:
             raise ValueError(f"{', '.join(known)}: likelihood={passes.estimator} takes no such argument to combine")
         return weighted(passes, logp_X)

@@ -10,7 +10,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from dinfer.core.recipe.recipe import IncompatibleRecipe
 from dinfer.core.registry import CACHES, DECODERS, ITERATIONS, Registry, options_of, unknown
@@ -34,12 +34,8 @@ class Measured:
     scores: list[float]
 
 
-class Objective(Protocol):
-    """Measures a recipe. Raises IncompatibleRecipe or ValueError for one that cannot run."""
-
-    def __call__(self, parts: Components, split: Split) -> Measured:
-        """`rows`: in flight, on a few problems for each, to know the speed; None: all problems, with `runtime.rows`."""
-        ...
+Objective = Callable[[Components, Split], Measured]
+"""Measures a recipe. Raises IncompatibleRecipe or ValueError for one that cannot run."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -225,7 +225,7 @@ FIELDS = {"schema": "guided_json", "regex": "guided_regex", "choice": "guided_ch
 
 
 def held(ask: Ask, form: Mapping[str, Any]) -> Ask:
-    """The request with this form, unless a field of its own says one, or its answer must call a function."""
+    """The request with this form, unless it says one itself, or its answer must call a function. Raises ApiError."""
     body = ask.body
     if form and ask.url not in HELD:
         told = f"{ask.url} takes no form of the command: say it in the line, or leave out {', '.join(form)}"

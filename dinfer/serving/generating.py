@@ -42,7 +42,7 @@ class Shown:
 async def encoded(
     server: Server, served: Served, prompt: str | list[dict[str, Any]], field: str, *, images: bool = True, **how: Any
 ) -> list[int]:
-    """Token ids. Conversations go through the chat template, texts do not. `images`: whether they may have any."""
+    """Token ids; of conversations by the chat template. `images`: whether they may have any. Raises ApiError."""
     if not isinstance(prompt, str) and (pictures := [*pictures_in(prompt)]):
         if not images:
             raise invalid(pictures[0].where, " is an image, which a trace does not show: leave it out")
@@ -79,7 +79,7 @@ async def _seen(
 async def scored(
     server: Server, served: Served, ids: list[int], top: int, field: str
 ) -> list[tuple[TokenLogprob, int] | None]:
-    """Log-probabilities and ranks of a prompt's tokens, computed beside the engine, as a trace."""
+    """Log-probabilities and ranks of a prompt's tokens, computed beside the engine, as a trace. Raises ApiError."""
     score = partial(left_to_right, served.pipe.model, ids, top=max(top, 1))
     try:
         async with asyncio.timeout(server.settings.deadline):
@@ -98,7 +98,7 @@ async def generated(
 ) -> Response:  # fmt: skip
     """Runs the rows of a request, and answers. `top`: alternatives of each token; None: no log-probabilities.
 
-    `rows`: None: those that continue the prompts.
+    `rows`: None: those that continue the prompts. Raises ApiError.
     """
     prompts = [served.truncated(prompt, asked) for prompt in prompts]
     if server.settings.log_prompts:

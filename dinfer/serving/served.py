@@ -172,7 +172,7 @@ class Served:
         return [await held.language(lambda: self.pipe.compiler, **options) for held in each]
 
     async def rows(self, prompts: Sequence[Sequence[int]], asked: Generation) -> list[Request]:
-        """One row for each choice of each prompt; none if no token is wanted. Choices of one prompt differ by seed."""
+        """A row, of its own seed, for each choice of each prompt; none if no token is wanted. Raises ApiError."""
         # A form is of what stands behind a thought.
         behind = {"after": self.marks[1]} if self.marks and self.thinks(next(iter(prompts), [])) else {}
         options, language = self.options(asked), next(iter(await self.languages(asked, **behind)), None)

@@ -80,7 +80,7 @@ class Sdar(BlockFamily):
         return [path.name, *(part for part in path.parts if part.startswith("models--"))]
 
     def silent_block(self) -> int:
-        """As the name says: N of those that end in -bN, and 4 of the others that were published."""
+        """As the name says: N of those that end in -bN, and 4 of the others that were published. Raises ValueError."""
         names = self.own_names()
         for name in names:
             if found := SUFFIX.search(name):

@@ -178,7 +178,7 @@ def add(app: FastAPI, server: Server) -> None:
 
 
 async def echoed(server: Server, served: Served, body: CompletionRequest, prompts: list[list[int]]) -> list[Event]:
-    """What each choice begins with: its prompt, with log-probabilities if they are asked for."""
+    """What each choice begins with: its prompt, with log-probabilities if they are asked for. Raises ApiError."""
     alone, top, made = body.max_tokens == 0, body.logprobs, list[Event]()
     if body.truncate_prompt_tokens is not None:
         raise refused("truncate_prompt_tokens", body.truncate_prompt_tokens, "contradicts echo=true")
