@@ -74,6 +74,7 @@ class Engine:
         self._checked: WeakValueDictionary[int, Request] = WeakValueDictionary()  # by identity
         self._turn = threading.Condition()
         self._stepping = False  # a thread runs a round
+        self._claim = threading.Lock()  # held by who waits for a turn between rounds: no round begins before
         self._inbox: deque[Update] = deque()  # of the requests that were added
         self._added: dict[int, Row] = {}
         self._count = 0
@@ -186,8 +187,8 @@ class Engine:
     def _advance(self, inbox: deque[Update]) -> None:
         """Runs a round, or waits for the thread that runs one. Returns at once if the inbox has an update."""
         with self._turn:
-            while (self._stepping or self.paused) and not inbox:
-                self._turn.wait()
+            while (self._stepping or self.paused or self._claim.locked()) and not inbox:
+                self._turn.wait(1 if self._claim.locked() else None)  # it may be given up
             if inbox:
                 return
             self._stepping = True
@@ -200,7 +201,7 @@ class Engine:
 
         Of what is queued within, requests that were added hear at the end.
         """
-        with self._turn:
+        with self._claim, self._turn:
             while self._stepping:
                 self._turn.wait()
             self._stepping = True

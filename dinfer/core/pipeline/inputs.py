@@ -173,7 +173,6 @@ def figures(counts: Counts) -> str:
     return (
         f"{counts.tokens} tokens, {counts.forwards} forwards, {counts.tpf:.2f} tokens per forward (TPF), "
         f"{counts.positions_per_committed:.1f} positions per token, {counts.seconds:.2f} s"
-        f""
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,6 +110,29 @@ def test_two_runs_of_one_engine_do_not_mix(rows: int) -> None:
         if update.completion:
             done[update.index] = outcome(update.completion)
     assert [done[0], done[1]] == want
+
+
+def test_who_waits_for_a_turn_between_rounds_has_it_after_the_round_that_runs() -> None:
+    """However busy another thread keeps the engine. That thread used to take round after round first."""
+    recipe = compose(tiny_model(), iteration={"name": "blockwise", "block": 8}, decoder="threshold", cache="none")
+    engine, begun, ended, seen = Engine(recipe, Runtime()), threading.Event(), threading.Event(), list[Any]()
+
+    def talk() -> None:
+        while not ended.is_set():
+            for update in engine.run([Request.behind([1, 2, 3], 200, recipe.resolve({"threshold": 1.0}))]):
+                seen.append(update)
+                begun.set()
+
+    (thread := threading.Thread(target=talk)).start()
+    begun.wait()
+    rounds = []
+    for _ in range(8):
+        before = len(seen)
+        with engine.between_rounds():
+            rounds.append(len(seen) - before)
+    ended.set()
+    thread.join()
+    assert len(rounds) == 8 and max(rounds) <= 3
 
 
 def test_a_batch_that_grows_between_runs() -> None:
