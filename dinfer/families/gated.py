@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -22,9 +23,13 @@ from dinfer.core.layers.format import PLAIN
 from dinfer.core.layers.linear import Formatted, Linear, apply, fused
 from dinfer.core.layers.transformer import Transformer
 from dinfer.core.loading.files import ADAPTER, locate
+from dinfer.core.models._family import HubFamily
 from dinfer.core.models.family import Placement
 from dinfer.core.provided import needed
+from dinfer.core.ranks.split import WHOLE, Rank
+from dinfer.core.registry import option
 from dinfer.core.step.model import Attend
+from dinfer.core.terms.spec import ModelSpec
 
 
 class Gate:
@@ -192,3 +197,22 @@ def add_adapter(network: GatedTransformer, adapter: str, placements: Mapping[str
     read_adapter = needed("read_adapter", f"model.draft_adapter={adapter}", "formats")
     found = read_adapter(locate(adapter, needed=ADAPTER), placements)
     network.add(found.pairs, found.scale, placements)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedFamily(HubFamily):
+    """A family whose drafts may take an adapter that decoded tokens do not."""
+
+    draft_adapter: str | None = option(None, "hub name or folder of a PEFT LoRA adapter that drafting rows alone take")
+
+    @property
+    def template(self) -> str | None:
+        return self.draft_adapter or self.adapter
+
+    def network(self, spec: ModelSpec) -> Transformer:
+        return GatedTransformer(spec)
+
+    def finished(self, network: Any, folder: Path, rank: Rank = WHOLE) -> Any:
+        if self.draft_adapter is not None:
+            add_adapter(network, self.draft_adapter, self.weights(network.spec))
+        return network

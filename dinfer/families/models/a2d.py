@@ -13,7 +13,7 @@ from dinfer.core.models._family import PLAIN, BlockFamily, complete
 from dinfer.core.registry import MODELS, option
 from dinfer.core.terms.spec import ModelSpec
 from dinfer.families.abilities.gaps import GapSpec
-from dinfer.families.models._gated import GatedFamily
+from dinfer.families.gated import GatedFamily
 from dinfer.families.stretches import RopeStretch
 
 PARENTS = {

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from dinfer.core.models._family import PLAIN, complete
 from dinfer.core.registry import MODELS, option
 from dinfer.core.terms.spec import ModelSpec
-from dinfer.families.models._gated import GatedFamily
+from dinfer.families.gated import GatedFamily
 from dinfer.families.qwen import QWEN
 
 EXPECTED = PLAIN | {"attention_bias": (False, None), "use_regular_causal": (True, None)}

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from dinfer.core.models._family import PLAIN, Names, complete
 from dinfer.core.registry import MODELS, option
 from dinfer.core.terms.spec import ModelSpec
-from dinfer.families.models._gated import GatedFamily
+from dinfer.families.gated import GatedFamily
 from dinfer.families.nemotron import TwoModeSpec, TwoModeTransformer
 from dinfer.families.stretches import Yarn
 
