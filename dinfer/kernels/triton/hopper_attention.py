@@ -6,6 +6,7 @@ the tensor cores multiply the probabilities of the tile before with its values (
 arXiv:2407.08608). It is in Gluon, since Triton itself does not divide this loop among warps.
 """
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -25,13 +27,14 @@ from triton.language.extra import cuda
 from dinfer.core.kernels.dispatch import card, multiplies_in_groups_of_warps
 from dinfer.core.kernels.types import InputFormat
 from dinfer.kernels.triton.attention import LOG2_E, join
-from dinfer.kernels.triton.launch import early, fetch_tile, multiprocessors
+from dinfer.kernels.triton.launch import early
 from dinfer.kernels.triton.linear import in_groups
 
 ROWS = gl.constexpr(64)  # query heads of positions that a group of warps takes
 PIECE = gl.constexpr(64)  # entries of a key that one copy takes
 FETCHING, MULTIPLYING = gl.constexpr(24), gl.constexpr(240)  # registers of a thread
-# Triton 3.6, which comes with torch 2.11, has another name for it.
+# Triton 3.6, which comes with torch 2.11, has other names for both.
+fetch_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 
 
@@ -323,7 +326,7 @@ def paged_attention(
     lanes, width, heads, size = q_BWHE.shape
     _, page, groups, _ = k_PTGE.shape
     share, pages = heads // groups, pages_BP.shape[1]
-    programs, query_tiles = multiprocessors(card(q_BWHE.device)), triton.cdiv(width * share, 2 * ROWS.value)
+    programs, query_tiles = _programs(card(q_BWHE.device)), triton.cdiv(width * share, 2 * ROWS.value)
     works = lanes * groups * query_tiles
     tiles = tiles or _tiles(works, pages * page, programs)
     by_head, by_key = gl.NVMMASharedLayout(128, 16, 4), gl.NVMMASharedLayout(128, 16, 2)
@@ -382,3 +385,11 @@ def _tiles(works: int, keys: int, programs: int) -> Tiles:
     splits = min((1, 2, 4, 8, 16, 32), key=microseconds)
     # Of few keys, larger tiles would hold more that no query sees, and the queries of the next tile come too late.
     return Tiles(128, 3, 1, splits) if keys // splits >= 4096 else Tiles(64, 5, 2, splits)
+
+
+@cache
+def _programs(device: torch.device | None) -> int:
+    """One for each multiprocessor of the card. Without one, nothing runs."""
+    if device is None:
+        return 132
+    return torch.cuda.get_device_properties(device).multi_processor_count

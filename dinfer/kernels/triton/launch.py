@@ -15,14 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.compiler.compiler import max_shared_mem
-from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.language.extra import cuda
 
 from dinfer.core.kernels.dispatch import card, on_hopper
 from dinfer.core.kernels.types import PartialSums
-
-# Triton 3.6, which comes with torch 2.11, has another name for the copy of a tile.
-fetch_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 
 @triton.jit
@@ -106,14 +102,6 @@ def _shared(device: torch.device | None) -> int:
         return SHARED
     index = torch.cuda.current_device() if device.index is None else device.index
     return min(max_shared_mem(index) * 7 // 8, SHARED)
-
-
-@cache
-def multiprocessors(device: torch.device | None) -> int:
-    """Those of the card. Without one, nothing runs."""
-    if device is None:
-        return 132
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @triton.jit

@@ -26,7 +26,6 @@ from dinfer.core.kernels.types import (
     PartialSums,
     Rounded,
 )
-from dinfer.kernels.triton import streamed
 from dinfer.kernels.triton.launch import early, follow, let_next, stages, wait
 
 
@@ -164,9 +163,6 @@ def linear(
     many, tall, depth, warps, most, late, parts, copied = config
     shape = (*values.shape[:-1], outputs)
     out = values.new_empty(*((parts, *shape) if parts > 1 else shape), dtype=dtype if parts == 1 else torch.float32)
-    if rows <= many and copyable(values_RK, weight_OK) and streamed.pays(values_RK, weight_OK, parts):
-        streamed.linear(values_RK, weight_OK, bias_O, out, parts, late)
-        return out if parts == 1 else PartialSums(out, dtype)
     each = (tall * size + many * values.dtype.itemsize) * depth
     _linear[(triton.cdiv(rows, many), triton.cdiv(outputs, tall), parts)](
         values, out if x_scale is None else x_scale, weight_OK, out if scale_O is None else scale_O,

@@ -16,7 +16,6 @@ from dinfer.core.kernels.types import FLOAT8, InGroups, Matrices, Plan, Rounded
 from dinfer.structure.kernels.lines import LaneLanguages, Languages, Line
 
 triton_linear = pytest.importorskip("dinfer.kernels.triton.linear")
-triton_streamed = pytest.importorskip("dinfer.kernels.triton.streamed")
 triton_languages = pytest.importorskip("dinfer.kernels.triton.languages")
 triton_moe = pytest.importorskip("dinfer.kernels.triton.moe")
 
@@ -37,14 +36,6 @@ def maps_of_more_rows() -> None:
     x, weight_OK = x.to(FLOAT8), weight_OK.to(FLOAT8)
     x_scale_R, scale_O = (torch.empty(len(many), device="meta") for many in (x, weight_OK))
     triton_linear.linear(Rounded(x, x_scale_R, torch.bfloat16), weight_OK, None, scale_O)
-
-
-def maps_that_fetch_early() -> None:
-    """A linear map of few rows and few outputs, which fetches weights before it waits."""
-    x_RK, weight_OK, bias_O = (
-        torch.empty(*of, dtype=torch.bfloat16, device="meta") for of in ((9, 512), (64, 512), (64,))
-    )
-    triton_streamed.linear(x_RK, weight_OK, bias_O, torch.empty(2, 9, 64, device="meta"), 2, True)
 
 
 def experts_of_more_tokens() -> None:
@@ -68,7 +59,6 @@ def experts_of_more_tokens() -> None:
 def failed(combinations: list[Combination], monkeypatch: pytest.MonkeyPatch, *kernels: str) -> list[str]:
     with recorded_launches(monkeypatch) as launches:
         maps_of_more_rows()
-        maps_that_fetch_early()
         experts_of_more_tokens()
         for combination in combinations:
             meta_steps(combination.recipe(on_meta(combination.variant)))
@@ -82,7 +72,7 @@ def test_a_recipe_with_two_passes_and_the_rules_of_decoders_compile(monkeypatch:
     """A loop that gave a name of the kernel of attention another shape passed the interpreter, not the compiler."""
     names = [f"block_causal-block_diffusion-{decoder}-block" for decoder in ("s2d2", "fixed", "joint_threshold")]
     combinations = [c for c in LEGAL if str(c) in names]
-    assert failed(combinations, monkeypatch, "_attend", "_confident", '"_linear"', "weight_tiles", "_stream") == []
+    assert failed(combinations, monkeypatch, "_attend", "_confident", '"_linear"', "weight_tiles") == []
 
 
 @pytest.mark.rest
