@@ -54,6 +54,8 @@ class LowRank(nn.Module):
     A row of B is 0 but in the columns of its own matrix. `first_P` says where these begin, for each `piece` of outputs.
     """
 
+    first_P: Tensor
+
     def __init__(self, a_SK: Tensor, b_OS: Tensor, ranks: int, piece: int, first_P: Tensor) -> None:
         super().__init__()
         self.a_SK, self.b_OS = (nn.Parameter(x, requires_grad=False) for x in (a_SK, b_OS))
