@@ -126,7 +126,6 @@ def of_families() -> list[Combination]:
             *product(["seeded_drafts"], ["linear_spec"], ["block", "block_at_once"]),
         ],
         "fed_order": product(["sliding", "blockwise"], ["near_entropy", "threshold"], ["block", "none"]),
-        "gaps": product(["sliding"], ["threshold"], ["block", "none"]),
         "bidirectional": [("sliding", "threshold", "none"), *product(["look_ahead"], ["when_sure"], ["none", "dual"])],
         "block_causal": [("look_ahead", "when_sure", "block")],
     }

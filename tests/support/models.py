@@ -15,7 +15,6 @@ from dinfer.core.registry import DECODERS
 from dinfer.core.step.contracts import ModelSpec
 from dinfer.core.step.mixins import Moves
 from dinfer.families.abilities.fed_order import FedOrderSpec
-from dinfer.families.abilities.gaps import GapSpec
 from dinfer.families.gemma import Gemma
 from dinfer.families.models.diffusion_gemma import DiffusionGemma
 from dinfer.families.nemotron import TwoModeSpec
@@ -40,9 +39,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "causal": ({"n_kv_heads": None, "multi_query_attention": True}, {"causal_block": 1}),
 }
 # Those of single families, whose specs are of classes of their own.
-OF_FAMILIES: dict[str, type[ModelSpec]] = {
-    "drafts": ModelSpec, "two_modes": TwoModeSpec, "fed_order": FedOrderSpec, "gaps": GapSpec,
-}  # fmt: skip
+OF_FAMILIES: dict[str, type[ModelSpec]] = {"drafts": ModelSpec, "two_modes": TwoModeSpec, "fed_order": FedOrderSpec}
 
 
 # Every field that `DiffusionGemma.spec` reads or checks. The two kinds of layers have other heads each.

@@ -30,7 +30,7 @@ from safetensors.torch import load_file, save_file
 
 from tools.convert_ar import draw, measure
 from tools.convert_ar.base import Base, ConversionError, load
-from tools.convert_ar.drafts import Drafter, Filler, held_matches, tokens_per_forward
+from tools.convert_ar.drafts import Drafter, held_matches, tokens_per_forward
 from tools.convert_ar.train import COPIES, STATE, Settings, Texts, Trainer, adapt
 
 
@@ -71,8 +71,6 @@ def settings_of(args: argparse.Namespace, **changes: Any) -> Settings:
     if made.drafts:
         check_drafts(made)
         return made
-    if made.gaps:
-        raise ConversionError("--gaps is of drafts, and there are none: give --drafts, or leave it out")
     wrong = [block for block in made.blocks if block < 1 or made.width % block]
     if wrong:
         raise ConversionError(f"--width {made.width} must be a multiple of each of --blocks, of {wrong[0]} too")
@@ -89,7 +87,7 @@ def check_drafts(made: Settings) -> None:
         raise ConversionError("--drafts trains an adapter, which the base verifies: give --rank at least 1")
     if made.width < made.length:
         raise ConversionError(f"--width {made.width} must be at least --length {made.length}")
-    blocks = {"blocks", "shift"} if made.gaps else {"blocks", "shift", "paced", "certainty"}
+    blocks = {"blocks", "shift", "paced", "certainty"}
     given = [one.name for one in fields(Settings) if one.name in blocks and getattr(made, one.name) != one.default]
     if given:
         raise ConversionError(f"--{given[0]} is of block diffusion, which --drafts does not train: leave it out")
@@ -121,14 +119,13 @@ def texts_of(args: argparse.Namespace) -> list[Path]:
 def train(base: Base, args: argparse.Namespace, settings: Settings, out: Path, start: Path | None) -> None:
     """Trains into a folder, going on where a run in it was broken off."""
     out.mkdir(parents=True, exist_ok=True)
-    kind = Filler if settings.gaps else Drafter if settings.drafts else Trainer
-    trainer = kind(base, settings, out)
+    trainer = (Drafter if settings.drafts else Trainer)(base, settings, out)
     if (out / STATE).is_file():
         trainer.resume(out)
     elif start is not None:
         trainer.resume(start, weights_only=True)
     trainer.run(Texts.read(texts_of(args), base, settings.length))
-    if isinstance(trainer, Drafter) and not settings.gaps:
+    if isinstance(trainer, Drafter):
         write_matches(trainer, args, out)
     if trainer.me == 0:
         write(base, out, settings, float8=args.float8)
@@ -154,7 +151,6 @@ def write(base: Base, out: Path, settings: Settings, *, float8: bool) -> None:
     told |= {"eos_token_id": base.chat.stop, "shift": settings.shift}
     if settings.drafts:
         told |= {"block_size": 1, "shift": 1, "drafts": settings.drafts}
-        told |= {"gaps": True} if settings.gaps else {}
     if settings.rank:
         base.model.peft_config["default"].base_model_name_or_path = Path(base.model.config._name_or_path).name
         base.model.save_pretrained(out)
@@ -193,16 +189,10 @@ def measured(base: Base, args: argparse.Namespace, out: Path) -> None:
     given = [row["tokens"][row["answer"] :][: args.new] for row in rows]
     table = [{"what": "text of the base", **measure.judged(base, prompts, given, [len(one) for one in given])}]
     told = out / "diffusion.json"
-    said = json.loads(told.read_text()) if told.is_file() else {}
-    ways: list[dict[str, Any]] = [
-        {"block": block, "threshold": one} for block in args.blocks for one in args.thresholds
-    ]
-    make: Any = measure.loaded
-    if said.get("gaps"):
-        make, ways = measure.filling, [{"threshold": one} for one in args.thresholds]
-    elif said.get("drafts"):
-        make, ways = measure.drafting, [{"stride": stride} for stride in range(2, said["drafts"] + 2)]
-    for way in ways:
+    drafts = json.loads(told.read_text()).get("drafts", 0) if told.is_file() else 0
+    make: Any = measure.drafting if drafts else measure.loaded
+    ways: list[dict[str, Any]] = [{"stride": stride} for stride in range(2, drafts + 2)]
+    for way in ways or [{"block": block, "threshold": one} for block in args.blocks for one in args.thresholds]:
         pipe = make(args.base, out, **way, device=args.device)
         table.append(way | measure.scored(base, pipe, prompts, args.new))
         print({name: value for name, value in table[-1].items() if name != "samples"}, flush=True)

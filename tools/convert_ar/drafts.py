@@ -4,9 +4,6 @@ A conversation is fed clean and causal, without the adapter and without a gradie
 groups of masks. A mask sees the clean tokens up to its anchor and the masks before it in its group, and predicts the
 token behind its own place. The target is what the base itself would say there.
 
-With `gaps` some tokens behind the anchor are known already. These are fed as the base feeds them, and masks see all of
-their group. So a forward may fill any mask, and what has no mask before it is the base's own.
-
 Shape suffixes: B rows, T clean positions, M masks, D width, C masks of a chunk, V vocabulary.
 """
 
@@ -22,9 +19,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.checkpoint import checkpoint
 
-from tools.convert_ar.base import LINEAR, Base, ConversionError, Weights, heads_of, mixed, mlp, norm, project, visible
-from tools.convert_ar.train import Settings, Texts, Trainer, certainty, still_open, weights_of
-from tools.convert_ar.train import masks as drawn_masks
+from tools.convert_ar.base import Base, ConversionError, Weights, heads_of, mixed, mlp, norm, project, visible
+from tools.convert_ar.train import Settings, Texts, Trainer
 
 CLEAN, MASKS = ("token", "place", "doc"), ("place", "anchor", "group", "doc", "told", "weight")
 """Of a clean position; of a mask: its place, its anchor and the clean position of its own place, both as they lie in
@@ -55,32 +51,6 @@ def packed_drafts(texts: Texts, draws: np.random.Generator, settings: Settings) 
         told = np.minimum(anchor + ahead, end - 1)
         masks[:, row, : len(anchor)] = place + ahead, anchor, group, doc, told, anchor + ahead + 1 < end
     return torch.from_numpy(clean), torch.from_numpy(masks)
-
-
-GROUPS = ("place", "anchor", "group", "doc", "token", "kind")
-"""Of a position of a group with gaps. kind: 1 if it may be masked, 2 if it is always and is not trained."""
-
-
-def packed_groups(texts: Texts, draws: np.random.Generator, settings: Settings) -> tuple[Tensor, Tensor]:
-    """Rows full of conversations, and groups behind random anchors. int64 [3, B, T] and [6, B, M]
-
-    Behind the end of a conversation stand stop tokens; behind one that was cut off, masks that are not trained.
-    """
-    size = settings.drafts
-    clean = np.zeros((len(CLEAN), settings.batch, settings.width), dtype=np.int64)
-    groups = np.zeros((len(GROUPS), settings.batch, settings.masks), dtype=np.int64)
-    clean[CLEAN.index("doc")], groups[GROUPS.index("group")], groups[GROUPS.index("doc")] = -1, -1, -2
-    for row in range(settings.batch):
-        anchor_N, end_N = _conversations(texts, draws, clean[:, row])
-        count = settings.masks // size
-        chosen = np.sort(draws.choice(len(anchor_N), count, replace=len(anchor_N) < count))
-        anchor, end = (np.repeat(one[chosen], size) for one in (anchor_N, end_N))
-        at = anchor + np.tile(np.arange(1, size + 1), count)
-        token = clean[0, row, np.minimum(at, end - 1)]
-        _, place, doc = clean[:, row, anchor]
-        number, kind = np.repeat(np.arange(count), size), 1 + ((at >= end) & (token != texts.stop))
-        groups[:, row, : len(at)] = place + at - anchor, anchor, number, doc, token, kind
-    return torch.from_numpy(clean), torch.from_numpy(groups)
 
 
 def _conversations(texts: Texts, draws: np.random.Generator, row: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -137,19 +107,6 @@ def sights(clean: Tensor, masks: Tensor, width: int) -> tuple[Any, Any]:
     return causal, drafting
 
 
-def gap_sights(clean: Tensor, groups: Tensor, masked: Tensor, width: int) -> tuple[Any, Any]:
-    """The same for groups with gaps, where masks see all of their group. masked: bool [B, M]"""
-    causal, before = sights(clean, groups, width)
-    group, most = groups[2], groups.shape[-1] - 1
-
-    def filling(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        own = (key - width).clamp(0, most)
-        behind = (key >= width) & (group[row, own] == group[row, query]) & masked[row, query]
-        return before(row, head, query, key) | behind
-
-    return causal, filling
-
-
 class Drafter(Trainer):
     """A run that trains drafts."""
 
@@ -198,16 +155,13 @@ class Drafter(Trainer):
             pairs.append((k, v))
         return norm(x, base.body.norm.weight, base.shape[3]).to(base.dtype), pairs
 
-    def drafted(
-        self, pairs: list[tuple[Tensor, Tensor]], seen: Any, tokens: Tensor | None = None, gates: Any = None
-    ) -> Tensor:
-        """Hidden states of the masks, or of these tokens in their places. `gates`: scales by row. [B, M, D]"""
+    def drafted(self, pairs: list[tuple[Tensor, Tensor]], seen: Any) -> Tensor:
+        """Hidden states of the masks. [B, M, D]"""
         base = self.base
-        tokens = torch.full_like(self.masks[0], base.chat.mask) if tokens is None else tokens
-        x = F.embedding(tokens, base.table()).float().requires_grad_(torch.is_grad_enabled())
+        x = F.embedding(torch.full_like(self.masks[0], base.chat.mask), base.table()).float().requires_grad_()
         cos, sin = (table[:, None] for table in base.rotation(self.masks[0]))
         for w, behind in zip(self.layers, pairs, strict=True):
-            x = self.mask_layer(x, w | (gates or {}), cos, sin, behind, seen, base.shape, base.dtype)
+            x = self.mask_layer(x, w, cos, sin, behind, seen, base.shape, base.dtype)
         return norm(x, base.body.norm.weight, base.shape[3]).to(base.dtype)
 
     def loss(self, batch: Any) -> Tensor:
@@ -229,70 +183,6 @@ class Drafter(Trainer):
         loss, right = (torch.cat([part[i] for part in parts]).view_as(self.masks[0]) for i in (0, 1))
         depth = self.masks[0] - self.clean[1].gather(1, self.masks[1].clamp(min=0)) - 1
         return loss, right, self.masks[5] * DECAY ** depth.clamp(0, self.settings.drafts)
-
-
-class Filler(Drafter):
-    """A run that trains drafts with gaps."""
-
-    def __init__(self, base: Base, settings: Settings, out: Any) -> None:
-        super().__init__(base, settings, out)
-        self.masked = torch.zeros(settings.batch, settings.masks, dtype=torch.bool, device=base.device)
-        self.sees = gap_sights(self.clean, self.masks, self.masked, settings.width)
-
-    def pack(self, texts: Texts, draws: np.random.Generator, step: int) -> Any:
-        return packed_groups(texts, draws, self.settings)
-
-    def filled(self, rows: Any, step: int) -> Any:
-        super().filled(rows, step)
-        kind = self.by_group(self.masks[5])
-        self.mask(drawn_masks(kind == 1) | (kind == 2))
-
-    def by_group(self, one: Tensor) -> Tensor:
-        """[B, M] -> [N, K]"""
-        size = self.settings.drafts
-        return one[:, : one.shape[1] // size * size].reshape(-1, size)
-
-    def mask(self, masked_NK: Tensor) -> None:
-        whole = masked_NK.view(len(self.masked), -1)
-        self.masked[:, : whole.shape[1]].copy_(whole)
-
-    def logits(self, pairs: Any, seen: Any, wanted_BM: Tensor) -> Tensor:
-        """Of these rows, in float32. [N, V]"""
-        scale = self.masked[..., None] * self.layers[0]["q_proj.scale"]
-        gates = {f"{name}.scale": scale.to(self.base.dtype) for name in LINEAR}
-        tokens = torch.where(self.masked, self.base.chat.mask, self.masks[4])
-        h = self.drafted(pairs, seen, tokens, gates)[wanted_BM]
-        return (h @ self.base.head().to(h.dtype).T).float()
-
-    def wanted(self, kind: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows whose next position is a mask that is trained, bool [B, M], and these masks. [N, K]"""
-        masked = self.by_group(self.masked) & (kind == 1)
-        masked[:, 0] = False  # the clean anchor's row, which is the base's
-        rows = torch.zeros_like(self.masked)
-        before = masked.roll(-1, 1).view(len(rows), -1)
-        rows[:, : before.shape[1]] = before
-        return rows, masked
-
-    def loss(self, batch: Any) -> Tensor:
-        clean_sight, group_sight = self.seen()
-        _, pairs = self.known(clean_sight)
-        kind, tokens = self.by_group(self.masks[5]), self.by_group(self.masks[4])
-        if self.settings.paced:
-            with torch.no_grad():
-                rows, masked = self.wanted(kind)
-                logits = self.logits(pairs, group_sight, rows)
-            sure = torch.zeros(masked.shape, device=masked.device)
-            sure[masked] = (logits.amax(-1) - logits.logsumexp(-1)).exp()
-            sure[:, 0] = 1  # which a forward always decodes
-            self.mask(still_open(self.by_group(self.masked), sure) | (kind == 2))
-            _, group_sight = self.seen()
-        rows, masked = self.wanted(kind)
-        logits, tokens = self.logits(pairs, group_sight, rows), tokens[masked]
-        weight = weights_of(self.by_group(self.masked))[masked]
-        loss = (F.cross_entropy(logits, tokens, reduction="none") * weight).sum() / weight.sum()
-        if self.settings.certainty:
-            loss = loss + self.settings.certainty * (certainty(logits, tokens) * weight).sum() / weight.sum()
-        return loss
 
 
 def agreement(h_CD: Tensor, told_CD: Tensor, head_VD: Tensor, soft: float) -> tuple[Tensor, Tensor]:

@@ -86,18 +86,6 @@ def drafting(base: Path, drafts: Path | str, stride: int, rule: dict[str, Any] |
     return dinfer.load(model, **parts | changes)
 
 
-def filling(base: Path, drafts: Path | str, threshold: float, **changes: Any) -> Any:
-    """The base in the engine with drafts that have gaps: a token by the base a forward, and all that are so sure."""
-    folder = locate(str(drafts), needed=ADAPTER)
-    block = json.loads((folder / "diffusion.json").read_text())["drafts"] + 1
-    parts: dict[str, Any] = {
-        "iteration": {"name": "sliding", "block": block}, "cache": "block",
-        "decoder": {"name": "threshold", "threshold": threshold},
-    }  # fmt: skip
-    model = {"name": "a2d", "checkpoint": str(base), "draft_adapter": str(drafts)}
-    return dinfer.load(model, **parts | changes)
-
-
 def scored(base: Base, pipe: Any, prompts: list[list[int]], new: int) -> dict[str, Any]:
     """The scores of a pipeline's answers, and the first few."""
     found = pipe.generate_ids(prompts, max_new_tokens=new)

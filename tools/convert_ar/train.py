@@ -49,7 +49,6 @@ class Settings:
     paced: bool = False  # masks are those that the model itself would leave open
     certainty: float = 0.0  # weight of the entropy where the model is right (dParallel, arXiv:2509.26488)
     drafts: int = 0  # masks behind an anchor: only masks take the adapter, and draft for the base. 0: block diffusion
-    gaps: bool = False  # some tokens behind an anchor are known, and masks see all of their group
     masks: int = 3072  # of a row, in groups of `drafts`
     soft: float = 0.5  # the share of the loss of drafts that is against the base's whole distribution
     save_every: float = 60.0  # seconds
@@ -205,18 +204,6 @@ def weights_of(masked_NK: Tensor) -> Tensor:
     return (0.92 ** (masked_NK.cumsum(-1) - 1).clamp(min=0).float()).clamp(min=0.25)
 
 
-def still_open(masked_NK: Tensor, sure_NK: Tensor) -> Tensor:
-    """What a forward leaves masked by a threshold that is drawn for each block; all if it left nothing. bool [N, K]"""
-    kept = masked_NK & (sure_NK < 0.4 + 0.5 * torch.rand(len(sure_NK), 1, device=sure_NK.device))
-    return torch.where(kept.any(1, keepdim=True), kept, masked_NK)
-
-
-def certainty(logits_NV: Tensor, tokens_N: Tensor) -> Tensor:
-    """The entropy where the most likely token is the right one. [N]"""
-    logs = logits_NV.log_softmax(-1)
-    return -(logs.exp() * logs).sum(-1) * (logits_NV.argmax(-1) == tokens_N)
-
-
 class Trainer:
     """One process of a run."""
 
@@ -260,7 +247,8 @@ class Trainer:
         sure = torch.zeros(masked_BT.shape, device=logits.device)
         sure[masked_BT] = (logits.amax(-1) - logits.logsumexp(-1)).exp()
         masked, sure = masked_BT.view(-1, batch.block), sure.view(-1, batch.block)
-        return still_open(masked, sure).view_as(masked_BT)
+        kept = masked & (sure < 0.4 + 0.5 * torch.rand(len(sure), 1, device=sure.device))
+        return torch.where(kept.any(1, keepdim=True), kept, masked).view_as(masked_BT)
 
     def loss(self, batch: Batch) -> Tensor:
         settings = self.settings
@@ -273,7 +261,9 @@ class Trainer:
         weight = weights_of(masked.view(-1, batch.block)).view_as(masked)[wanted]
         loss = (F.cross_entropy(logits, tokens, reduction="none") * weight).sum() / weight.sum()
         if settings.certainty:
-            loss = loss + settings.certainty * (certainty(logits, tokens) * weight).sum() / weight.sum()
+            logs = logits.log_softmax(-1)
+            entropy = -(logs.exp() * logs).sum(-1) * (logits.argmax(-1) == tokens)
+            loss = loss + settings.certainty * (entropy * weight).sum() / weight.sum()
         return loss
 
     def advance(self, batch: Batch, done: float) -> Tensor:

@@ -12,7 +12,6 @@ from dinfer.core.loading.files import ADAPTER, local, locate, read_object
 from dinfer.core.models._family import PLAIN, BlockFamily, complete
 from dinfer.core.registry import MODELS, option
 from dinfer.core.terms.spec import ModelSpec
-from dinfer.families.abilities.gaps import GapSpec
 from dinfer.families.gated import GatedFamily
 from dinfer.families.stretches import RopeStretch
 
@@ -24,7 +23,6 @@ PARENTS = {
 """What transformers takes for absent fields of the models that these grew from."""
 EXPECTED = PLAIN | {"rope_scaling": (None,), "attention_bias": (False, None), "mlp_bias": (False, None)}
 DIFFUSION = "diffusion.json"  # of an adapter's folder: the fields of config.json that make its base a diffusion model
-GAPS = "gaps"  # its field in an adapter of masks that see all of their region, behind known tokens
 DRAFTS = "drafts"  # its field in an adapter of masks alone: how many masks were trained to stand side by side
 STRETCH = {
     "factor": "factor", "low_freq_factor": "low", "high_freq_factor": "high",
@@ -55,10 +53,7 @@ class A2d(GatedFamily, BlockFamily):
         return plain or kind in [f"a2d-{parent}" for parent in PARENTS]
 
     def spec(self, config: dict[str, Any]) -> ModelSpec:
-        config = dict(self.converted(config))
-        gaps = config.pop(GAPS, False)
-        if type(gaps) is not bool:
-            raise ValueError(f"{DIFFUSION}: {GAPS}={gaps!r} must be true or false")
+        config = self.converted(config)
         shift = config.get("shift", 0)
         if shift not in (0, 1) or type(shift) is not int:
             raise ValueError(f"config.json: shift={shift!r} must be 0, or 1 if logits predict the next token")
@@ -74,7 +69,7 @@ class A2d(GatedFamily, BlockFamily):
         block, behind = self.attention(config), self.origin == "prompt"
         if behind and (block or 1) == 1:
             raise ValueError("model.origin=prompt counts attention blocks, and this model has none: leave it out")
-        return (GapSpec if gaps else ModelSpec)(
+        return ModelSpec(
             family="a2d",
             mlp=config["intermediate_size"],
             qkv_bias=parent == "qwen2",

@@ -34,21 +34,11 @@ def answers(model: Any, iteration: Any, decoder: Any, cache: str = "block", **op
 
 
 @pytest.mark.parametrize("cache", ["none", "block", "block_at_once"])
-@pytest.mark.parametrize(("variant", "parts"), [("drafts", ISD), ("two_modes", SPEC), ("gaps", ISD)])
+@pytest.mark.parametrize(("variant", "parts"), [("drafts", ISD), ("two_modes", SPEC)])
 def test_drafts_change_no_token(variant: str, parts: Any, cache: str) -> None:
     """Token by token in a causal model, and by verified drafts: the same, with any cache."""
     one_by_one = answers(tiny_model(variant), {"name": "block_diffusion", "block": 1}, "threshold")
     assert answers(tiny_model(variant), *parts, cache) == one_by_one
-
-
-@pytest.mark.parametrize("iteration", [ISD[0], {"name": "blockwise", "block": 7}], ids=lambda one: one["name"])
-def test_the_first_mask_of_a_region_with_gaps_is_decoded_as_by_the_base(iteration: Any) -> None:
-    """Keys of known tokens are final, so a cache changes nothing; at threshold 1 each token is the base's own."""
-    model, base = tiny_model("gaps"), tiny_model("drafts")
-    one_by_one = answers(base, {"name": "block_diffusion", "block": 1}, "threshold")
-    assert answers(model, iteration, {"name": "threshold", "threshold": 1.0}) == one_by_one
-    several = [answers(model, iteration, {"name": "threshold", "threshold": 0.1}, cache) for cache in ("none", "block")]
-    assert several[0] == several[1] != one_by_one
 
 
 def test_a_tree_of_drafts_changes_no_token_and_takes_fewer_forwards() -> None:
@@ -154,7 +144,7 @@ def test_blocks_of_masks_that_nobody_taught_a_model_are_refused() -> None:
 @pytest.mark.parametrize(
     ("variant", "iteration", "decoder"),
     [("drafts", *ISD), ("two_modes", *SPEC), ("two_modes", {"name": "seeded", "block": 8}, "threshold"),
-     ("fed_order", {"name": "blockwise", "block": 8}, "threshold"), ("gaps", ISD[0], "threshold")],
+     ("fed_order", {"name": "blockwise", "block": 8}, "threshold")],
 )  # fmt: skip
 def test_keys_that_a_pass_leaves_for_good_are_not_left_out(variant: str, iteration: Any, decoder: str) -> None:
     """With a narrow window, tokens of `seeded` depended on the rows beside them, and drafts changed tokens."""
@@ -163,8 +153,7 @@ def test_keys_that_a_pass_leaves_for_good_are_not_left_out(variant: str, iterati
 
 
 @pytest.mark.parametrize(
-    ("variant", "iteration", "decoder"),
-    [("fed_order", ISD[0], "near_entropy"), ("two_modes", *SPEC), ("gaps", ISD[0], "threshold")],
+    ("variant", "iteration", "decoder"), [("fed_order", ISD[0], "near_entropy"), ("two_modes", *SPEC)]
 )
 def test_a_row_whose_positions_depend_on_each_other_takes_one_lane(variant: str, iteration: Any, decoder: str) -> None:
     recipe = compose(tiny_model(variant), iteration=iteration, decoder=decoder, cache="block")

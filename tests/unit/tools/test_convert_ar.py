@@ -17,7 +17,7 @@ transformers = pytest.importorskip("transformers")
 from tools.convert_ar import base as bases  # noqa: E402
 from tools.convert_ar import draw, measure  # noqa: E402
 from tools.convert_ar.__main__ import main  # noqa: E402
-from tools.convert_ar.drafts import Drafter, Filler, packed_drafts, tokens_per_forward  # noqa: E402
+from tools.convert_ar.drafts import Drafter, packed_drafts, tokens_per_forward  # noqa: E402
 from tools.convert_ar.train import Batch, Settings, Texts, adapt, masks, packed, stored_weights  # noqa: E402
 
 TEMPLATE = "{% for m in messages %}[{{ m.content }}{% endfor %}]"
@@ -176,7 +176,6 @@ def test_an_adapter_that_changes_nothing_answers_as_its_base(folder: Path, base:
         ({"width": "150"}, "must be a multiple"),
         ({"width": "64"}, "must be at least 108"),
         ({"more": "--drafts 3"}, "--blocks is of block diffusion"),
-        ({"more": "--gaps"}, "--gaps is of drafts"),
         ({"more": "--drafts 3 --masks 2"}, "--drafts 3 must be from 1 to --masks 2"),
         ({"more": "--drafts 3 --rank 0"}, "give --rank at least 1"),
         ({"more": "--drafts 3", "width": "16"}, "--width 16 must be at least --length 32"),
@@ -240,35 +239,6 @@ def test_a_mask_drafts_what_it_would_behind_its_clean_tokens_alone(folder: Path,
         assert place[at] == len(ids) and int(told[at]) == first + 1 and bool(trained[at])
 
 
-def test_a_known_token_behind_known_ones_is_fed_as_the_base_feeds_it(folder: Path, tmp_path: Path) -> None:
-    """Masks behind it see each other; a loss is of masks alone, whose own rows or those before them predict them."""
-    base = bases.load(folder, torch.device("cpu"), torch.float32)
-    texts = Texts([(np.array([0, 5, 6, 1, 7, 8, 9, 3, 4, 8, 6, 1]), 4)], stop=1)
-    adapt(base, 2)
-    for name, one in base.model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(one, std=0.3)
-    settings = Settings(batch=2, width=32, length=16, drafts=4, gaps=True, masks=26, rank=2, compile=False)
-    filler = Filler(base, settings, tmp_path)
-    filler.filled(filler.pack(texts, np.random.default_rng(0), 0), 0)
-    known = torch.tensor([True, False, True, False])
-    filler.mask(~known.expand(12, 4).clone())
-    clean_sight, sight = filler.seen()
-    clean, pairs = filler.known(clean_sight)
-    tokens = torch.where(filler.masked, base.chat.mask, filler.masks[4])
-    gates = {f"{name}.scale": filler.masked[..., None] * 2.0 for name in bases.LINEAR}
-    first = filler.drafted(pairs, sight, tokens, gates)
-    _, anchor, _, _, _, kind = filler.masks[:, 0]
-    inside = [i for i in range(0, 24, 4) if tokens[0, i] != 1]  # padding is no clean position
-    assert inside and kind[:24].eq(1).all() and not filler.masked[:, 24:].any()
-    torch.testing.assert_close(first[0, inside], clean[0, anchor[inside] + 1], atol=1e-5, rtol=1e-4)
-    tokens[0, 2] = 9 if tokens[0, 2] != 9 else 8
-    moved = (filler.drafted(pairs, sight, tokens, gates) - first).abs().amax(-1)[0] > 1e-4
-    assert moved[:5].tolist() == [False, True, True, True, False]
-    rows, masked = filler.wanted(filler.by_group(filler.masks[5]))
-    assert masked[0].tolist() == [False, True, False, True] and rows[0, :4].tolist() == [True, False, True, False]
-
-
 def gated_hidden(base: bases.Base, ids: torch.Tensor, clean: int) -> torch.Tensor:
     """Hidden states of a causal forward in which rows from `clean` on take the adapter, by two forwards a layer."""
     places = torch.arange(len(ids))
@@ -324,59 +294,6 @@ def test_what_drafts_helped_to_write_is_the_base_s_own_text(folder: Path, tmp_pa
     assert main(["measure", str(folder), str(out), *common, "--new", "12"]) == 0
     rows = json.loads((out / "scores.json").read_text())["scores"][1:]
     assert [row["stride"] for row in rows] == [2, 3, 4] and len({row["nll"] for row in rows}) == 1
-
-
-def filled_alone(base: bases.Base, ids: list[int], new: int, size: int, threshold: float) -> tuple[list[int], int]:
-    """An answer whose gaps the adapter fills, by whole forwards of one row, and how many these were."""
-    answer: list[int] = []
-    forwards, mask, tokens = 0, base.chat.mask, [*ids, *[-1] * new]
-    while -1 in tokens and base.chat.stop not in answer:
-        start = tokens.index(-1)
-        end = min(start + size, len(tokens))
-        fed = torch.tensor([mask if one < 0 else one for one in tokens[: end - 1]])
-        masked, place = torch.tensor(tokens[: end - 1]) < 0, torch.arange(end - 1)
-        seen = bases.visible((place[:, None] >= place) | masked[:, None], torch.float32)
-        gates = {f"{name}.scale": masked[None, :, None] * 2.0 for name in bases.LINEAR}
-        layers = [layer | gates for layer in base.layers()]
-        h = bases.hidden(base, layers, fed[None], place, seen, bases.masked_layer)[0, start - 1 :]
-        chances = (h @ base.head().T).softmax(-1)
-        waits = chances[:, mask].clone()
-        sure, best = chances.index_fill(1, torch.tensor([mask]), -1).max(-1)
-        for i in range(start, end):
-            if tokens[i] < 0 and (i == start or sure[i - start] >= max(threshold, waits[i - start])):
-                tokens[i] = int(best[i - start])
-        forwards += 1
-        answer = tokens[len(ids) : tokens.index(-1) if -1 in tokens else None]
-    cut = answer.index(base.chat.stop) if base.chat.stop in answer else len(answer)
-    return answer[:cut], forwards
-
-
-def test_the_engine_fills_gaps_as_they_are_trained(folder: Path, tmp_path: Path) -> None:
-    """At threshold 1 the text is the base's own; at a lower one several tokens a forward, of rows side by side."""
-    text, out = str(write_text(tmp_path / "text.jsonl")), tmp_path / "out"
-    sizes = ["--length", "32", "--batch", "2", "--width", "112", "--rank", "8", "--masks", "60", "--gaps"]
-    common = [*sizes, "--drafts", "3", "--text", text, "--device", "cpu", "--rate", "0.02", "--no-compile"]
-    assert main(["train", str(folder), str(out), *common, "--steps", "30"]) == 0
-    prompts = [[0, 3, 4, 5, 1], [0, 4, 1], [0, 9, 9, 1, 7]]
-    plain = measure.loaded(folder, None, 1, mask=2).generate_ids(prompts, max_new_tokens=12)
-    exact = measure.filling(folder, out, 1.0).generate_ids(prompts, max_new_tokens=12)
-    assert [one.ids for one in exact] == [one.ids for one in plain]
-    base = bases.load(folder, torch.device("cpu"), torch.float32)
-    adapt(base, 8)
-    with torch.no_grad():
-        own = dict(base.model.named_parameters())
-        for name, one in stored_weights(out).items():
-            own[name.removeprefix("weight.")].copy_(one)
-        wanted = [filled_alone(base, one, 12, 4, 0.4) for one in prompts]
-    found = measure.filling(folder, out, 0.4).generate_ids(prompts, max_new_tokens=12)
-    assert [one.ids for one in found] == [ids for ids, _ in wanted]
-    passes = [count for _, count in wanted]
-    assert sum(passes) < sum(len(ids) for ids, _ in wanted)
-    assert all(one.counts.forwards - count in (0, 1) for one, count in zip(found, passes, strict=True))  # the prompt's
-    (out / "held.jsonl").write_text(json.dumps({"tokens": [*prompts[0], 7, 1], "answer": 5}) + "\n")
-    assert main(["measure", str(folder), str(out), *common, "--new", "12", "--thresholds", "1", "0.4"]) == 0
-    rows = json.loads((out / "scores.json").read_text())["scores"][1:]
-    assert [row["threshold"] for row in rows] == [1.0, 0.4]
 
 
 def test_drafts_need_answers_of_two_tokens() -> None:
