@@ -316,14 +316,18 @@ def _check_base(folder: Path, checkpoint: str) -> None:
         )
 
 
+class InUse(ValueError):
+    """Requests use the adapter that is to be unloaded."""
+
+
 def unload_adapter(pipe: Pipeline, name: str) -> None:
-    """Forgets an adapter. Raises ValueError if none has this name, or requests use it."""
+    """Forgets an adapter. Raises InUse if requests use it, ValueError if none has this name."""
     held = adapters_of(pipe.recipe.model)
     with held.turn, stopped(held) as engines:
         loaded = held.find(name)
         rows = [row for engine in engines for row in (*engine.loop.running, *engine.loop.waiting)]
         if users := sum(row.request.ask(AdapterAsk) == loaded.ask for row in rows):
-            raise ValueError(f"adapter={name!r} is used by {users} requests: wait for their end, or cancel them first")
+            raise InUse(f"adapter={name!r} is used by {users} requests: wait for their end, or cancel them first")
         assert held.owner is not None
         held.owner.of_C[loaded.columns] = FREE
         del held.by_name[name]

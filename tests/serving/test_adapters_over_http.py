@@ -67,6 +67,26 @@ def test_adapters_are_models_beside_their_base(client: Client, folders: list[str
     assert said(client, "tiny", "two") == [alone[0], alone[2]]
 
 
+def test_an_adapter_is_unloaded_when_its_last_request_has_ended(client: Client, folders: list[str]) -> None:
+    client.ask("/v1/load_lora_adapter", {"lora_name": "one", "lora_path": folders[0]})
+    long = QUESTION | {"model": "tiny:one", "max_tokens": 64, "ignore_eos": True, "dinfer": {"threshold": 1.0}}
+
+    async def both() -> tuple[Any, Any, Any]:
+        asked = asyncio.ensure_future(client.http.post("/v1/chat/completions", json=long))
+        while not (client.pipe.engine.loop.running or asked.done()):
+            await asyncio.sleep(0.001)
+        unloaded = asyncio.ensure_future(client.http.post("/v1/unload_lora_adapter", json={"lora_name": "one"}))
+        await asyncio.sleep(0)
+        while "one" in client.server.catalogue.variants and not unloaded.done():
+            await asyncio.sleep(0.001)
+        late = await client.http.post("/v1/chat/completions", json=QUESTION | {"model": "tiny:one"})
+        return await asked, await unloaded, late
+
+    answer, unloaded, late = client.loop.run(both())
+    assert answer.json()["usage"]["completion_tokens"] == 64
+    assert (unloaded.status_code, late.status_code) == (200, 404)
+
+
 def test_what_is_wrong_is_said(client: Client, folders: list[str], tmp_path: Path) -> None:
     load, unload = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
     assert client.ask(load, {"lora_name": "one", "lora_path": folders[0]}).status_code == 200

@@ -4,8 +4,8 @@ SGLang's, which are the same without `/v1` and answer in JSON."""
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import replace
-from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI
@@ -20,6 +20,7 @@ from dinfer.serving.served import Catalogue, Served
 from dinfer.serving.server import Server
 
 Name = Annotated[str, Field(min_length=1)]
+POLL = 0.1  # seconds
 
 
 class Load(Strict):
@@ -57,24 +58,36 @@ def load(catalogue: Catalogue, name: str, path: str) -> None:
     catalogue.variants[name] = Variant(name, path)
 
 
-def unload(catalogue: Catalogue, name: str) -> None:
-    """Forgets an adapter. Raises ValueError if requests use it."""
-    needed("adapters", f"adapters={name}", "formats").unload_adapter(next(iter(catalogue.values())).pipe, name)
-    del catalogue.variants[name]
+async def unload(server: Server, name: str) -> None:
+    """Forgets an adapter once its requests have ended. Meanwhile no other request finds it.
+
+    Raises ValueError if they run longer than the server's deadline: then it stays.
+    """
+    variants, adapters = server.catalogue.variants, needed("adapters", f"adapters={name}", "formats")
+    pipe, end = next(iter(server.catalogue.values())).pipe, time.monotonic() + server.settings.deadline
+    variant = variants.pop(name)
+    try:
+        while True:
+            try:
+                return await asyncio.to_thread(adapters.unload_adapter, pipe, name)
+            except adapters.InUse:
+                if time.monotonic() > end:
+                    raise
+                await asyncio.sleep(POLL)
+    except BaseException:
+        variants[name] = variant
+        raise
 
 
 def add(app: FastAPI, server: Server) -> None:
-    async def done(work: Any, *given: str) -> None:
-        with at_field("lora_name"):
-            try:
-                await asyncio.to_thread(partial(work, server.catalogue, *given))
-            except CheckpointError as error:
-                raise invalid("lora_path", f": {error}") from error
-
     @app.post("/v1/load_lora_adapter")
     async def load_adapter(body: Load) -> PlainTextResponse:
         """Loads an adapter, which requests then ask for as MODEL:ADAPTER or by its name alone."""
-        await done(load, body.lora_name, body.lora_path)
+        with at_field("lora_name"):
+            try:
+                await asyncio.to_thread(load, server.catalogue, body.lora_name, body.lora_path)
+            except CheckpointError as error:
+                raise invalid("lora_path", f": {error}") from error
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     @app.post("/load_lora_adapter")
@@ -85,13 +98,13 @@ def add(app: FastAPI, server: Server) -> None:
 
     @app.post("/unload_lora_adapter")
     async def unload_as_sglang(body: Unload) -> dict[str, Any]:
-        """Forgets an adapter that no request uses."""
+        """Forgets an adapter once no request uses it."""
         await unload_adapter(body)
         return {"success": True, "loaded_adapters": [*server.catalogue.variants]}
 
     @app.post("/v1/unload_lora_adapter")
     async def unload_adapter(body: Unload) -> PlainTextResponse:
-        """Forgets an adapter that no request uses."""
+        """Forgets an adapter once no request uses it."""
         if body.lora_int_id is not None:
             raise refused("lora_int_id", body.lora_int_id, "says nothing here: give lora_name alone")
         if body.lora_name not in server.catalogue.variants:
@@ -99,5 +112,6 @@ def add(app: FastAPI, server: Server) -> None:
             raise ApiError(
                 404, f"lora_name={body.lora_name!r:.80} is not loaded. Loaded: {known}", "lora_name", "not_found"
             )
-        await done(unload, body.lora_name)
+        with at_field("lora_name"):
+            await unload(server, body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
