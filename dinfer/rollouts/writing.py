@@ -376,7 +376,7 @@ def fill_from(network: Any, path: str) -> None:
 def check_folder(network: Any, path: str) -> None:
     """Raises CheckpointError for a folder that `fill_from` cannot take. A rounded one is read, as loading does."""
     writer, folder = _writers[id(network)], Path(path)
-    if not (folder / "config.json").is_file():
+    if not folder.is_file() and not (folder / "config.json").is_file():  # a file is of GGUF
         raise CheckpointError(f"{path or 'the path'} has no config.json: give a folder as pipe.save makes it")
     plan = planned(writer, folder)
     plan.check_values()

@@ -52,6 +52,8 @@ def test_a_preset_is_a_legal_recipe_for_its_model_and_is_what_the_table_says(pre
     ] | ({"block_size": entry.block, "bd_size": entry.block} if entry.block else {})
     if config["decoder"]["name"] == "insert_delete":  # LLaDA2.2 predicts two tokens that mean an operation
         tiny |= {"delete_token_id": 35, "split_token_id": 34}
+    if suppressed := config["sampling"].get("suppress"):
+        tiny |= {"vocab_size": max(suppressed) + 1}
     like = replace(family_for(tiny), block=entry.block) if entry.prompt_block else family_for(tiny)
     like = replace(like, bidirectional=True) if config["model"].get("bidirectional") else like
     spec = like.spec(tiny)

@@ -31,7 +31,7 @@ from tests.parity.kinds.uniform import Recorded
 
 CANVAS = 6
 SWEEP: dict[str, Any] = {"name": "self_conditioned", "block": CANVAS}
-NEED_OTHERS = {"renoise", "insert_delete", "daedal", "s2d2", "isd", "linear_spec", "when_sure"}
+NEED_OTHERS = {"dawn", "renoise", "insert_delete", "daedal", "s2d2", "isd", "linear_spec", "when_sure"}
 VISION = {
     "model_type": "gemma4_vision", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
     "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 8, "patch_size": 4, "position_embedding_size": 4,

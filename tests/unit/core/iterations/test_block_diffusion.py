@@ -70,7 +70,8 @@ def prefills(recipe: Recipe) -> list[int]:
         (name, model)
         for name in general(DECODERS)
         for model in MODELS
-        if name not in ("renoise", "daedal") and (name, model) not in (("s2d2", "shifted"), ("s2d2", "shifted_parts"))
+        if name not in ("renoise", "daedal", "dawn")
+        and (name, model) not in (("s2d2", "shifted"), ("s2d2", "shifted_parts"))
     ],
 )
 @torch.inference_mode()
