@@ -42,8 +42,7 @@ def restore(network: Any) -> None:
         if (own := placed(network)) is not None:
             own.wake()
         return
-    own = None if (found := provided("addresses")) is None else found().of(network)
-    with nullcontext() if own is None else own.within():
+    with nullcontext() if (own := _own(network)) is None else own.within():
         for tensor, (shape, stride, copy) in zip(tensors_of(network), asleep, strict=True):
             made = torch.empty_strided(shape, stride, dtype=tensor.dtype, device=tensor.device)
             tensor.data = made if copy is None else made.copy_(copy, non_blocking=True)
@@ -54,19 +53,24 @@ def restore(network: Any) -> None:
 
 def placed(network: Any) -> Any | None:
     """The memory of a rank's weights that keeps its addresses; None: they lie elsewhere."""
-    place = None if (found := provided("addresses")) is None else found().of(network)
-    return place if place is not None and place.holds(next(network.parameters())) else None
+    own = _own(network)
+    return own if own is not None and own.holds(next(network.parameters())) else None
 
 
 def stays(network: Any) -> bool:
     """Whether what this network allocates from now on keeps its addresses."""
-    return (found := provided("addresses")) is not None and found().of(network) is not None
+    return _own(network) is not None
 
 
 def place(network: Any) -> None:
     """What a rank allocates from now on keeps its addresses, if it can."""
     if (found := provided("addresses")) is not None:
-        found().place(network)
+        found.place(network)
+
+
+def _own(network: Any) -> Any | None:
+    """The memory that a network has for weights, see `dinfer.speed.addresses.of`."""
+    return None if (found := provided("addresses")) is None else found.of(network)
 
 
 def doze(worker: Any) -> None:
@@ -88,7 +92,7 @@ def trim(network: Any) -> int:
     if network.device.type == "cuda":
         torch.cuda.empty_cache()
         found = provided("addresses")
-        return torch.cuda.memory_reserved(network.device) - (0 if found is None else found().asleep())
+        return torch.cuda.memory_reserved(network.device) - (0 if found is None else found.asleep())
     with suppress(AttributeError, OSError):  # another libc than glibc has none
         ctypes.CDLL(None).malloc_trim(0)
     return resident()

@@ -5,6 +5,7 @@ from typing import Any
 from dinfer.core.engine.worker import Worker
 
 ADDRESSES = {
+    "addresses": "dinfer.speed.addresses",
     "runner": "dinfer.speed.graphs:GraphRunner",
     "drop_graphs": "dinfer.speed.graphs:drop_graphs",
     "fits_memory": "dinfer.speed.memory:fits",
@@ -31,13 +32,6 @@ def stays(runner: Any) -> bool:
     """Whether a runner's state and graphs can sleep, and wake as they were."""
     found: bool = runner.stays
     return found
-
-
-def addresses() -> Any:
-    """Memory that sleeps, and wakes at the same addresses: the module `dinfer.speed.addresses`."""
-    from dinfer.speed import addresses as module
-
-    return module
 
 
 def prepare_compilers(device: Any) -> Any:

@@ -20,7 +20,6 @@ from dinfer.structure.kernels.languages import Sweeps
 from dinfer.structure.kernels.lines import Line
 
 CANDIDATES = 64  # of a position, beside the first token of each class: a form may leave none of the likeliest ones
-WIDEST = 8  # drafts at the first position of a tree; half of them at each further one
 SURE = -1e-6  # the logarithm of a chance
 
 
@@ -33,10 +32,13 @@ class Paths(NamedTuple):
     sure_BD: Tensor  # the same, as far as the language leaves nothing else
 
 
-def paths_in_languages(step: Step, made: Decision, first_B: Tensor, count: int, depth: int) -> Paths | None:
+def paths_in_languages(
+    step: Step, made: Decision, first_B: Tensor, count: int, depth: int, widest: int
+) -> Paths | None:
     """What rows in languages may go on with at the active positions from the `first_B`-th on. None: no row is in one.
 
-    Positions before hold tokens by now.
+    Positions before hold tokens by now. `widest`: drafts at the first position of a tree; half of them at each further
+    one.
     """
     if (ability := _of(step)) is None:
         return None
@@ -44,12 +46,13 @@ def paths_in_languages(step: Step, made: Decision, first_B: Tensor, count: int, 
     place_X = torch.arange(line.token_BX.shape[1], device=first_B.device)
     passed_BX = (place_X < first_B[:, None]) & ~line.outside_BX
     state_B = sweeps.run(line.state_B, by_lane(made.commits.tokens_RL), passed_BX)
-    return Paths(bound_B, *likeliest(sweeps, line, state_B, first_B, made.adjusted_RLV, count, depth))
+    return Paths(bound_B, *likeliest(sweeps, line, state_B, first_B, made.adjusted_RLV, count, depth, widest))
 
 
 def likeliest(
-    sweeps: Sweeps, line: Line, state_B: Tensor, first_B: Tensor, logits_BXV: Tensor, count: int, depth: int
-) -> tuple[Tensor, Tensor, Tensor]:
+    sweeps: Sweeps, line: Line, state_B: Tensor, first_B: Tensor, logits_BXV: Tensor, count: int, depth: int,
+    widest: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Of `Paths` all but the first. `state_B`: before the `first_B`-th position."""
     active, lane_B1 = logits_BXV.shape[1], torch.arange(len(state_B), device=state_B.device)[:, None]
     at_BD = first_B[:, None] + torch.arange(depth, device=state_B.device)
@@ -62,7 +65,7 @@ def likeliest(
     path_BPD = state_B.new_full((len(state_B), 1, depth), -1)
     sure, found = path_BPD[:, 0].clone(), list[tuple[Tensor, Tensor]]()
     for place in range(depth):
-        class_B1K, wide = class_BDK[:, place, None], max(WIDEST >> place, 1)
+        class_B1K, wide = class_BDK[:, place, None], max(widest >> place, 1)
         state_BPK = after(sweeps, state_BP[..., None], class_B1K)
         fits_BPK = leads(sweeps, state_BPK, room_BD[:, place, None, None]) & there_BD[:, place, None, None]
         value_BPK = worth_BDK[:, place, None].masked_fill(~fits_BPK, float("-inf"))

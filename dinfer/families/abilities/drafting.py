@@ -67,9 +67,12 @@ class Confirms(Drafts, ABC):
         """Changes its paths, if it asks for versions. `first_R`: where in this region the next one begins."""
         raise NotImplementedError
 
-    def within(self, find: Callable[[int, int], Any], state: State) -> None:
-        """Changes the drafts of rows in languages. `find`: of paths so many and so long, those that answers may go on
-        with, see `dinfer.structure.paths.Paths`; None: no row is in a language."""
+    def within(self, find: Callable[[int, int, int], Any], state: State) -> None:
+        """Changes the drafts of rows in languages.
+
+        `find`: of a tree so wide at first (third), so many paths (first) of so many drafts (second) that answers may go
+        on with, see `dinfer.structure.paths.Paths`; None: no row is in a language.
+        """
 
     @abstractmethod
     def confirm(self, logits_RLV: Tensor, view: BlockView, state: State, heat_R1: Tensor) -> None:

@@ -178,8 +178,8 @@ class ISD(Decoder, Confirms):
         few = min(WIDEST, logits_RLV.shape[-1])
         state["paths"] = paths(logits_RLV, first_R, state["draft"], self.versions, self.stride - 1, few)
 
-    def within(self, find: Callable[[int, int], Any], state: State) -> None:
-        if self.accept != "drawn" or (found := find(max(self.versions, 1), self.stride - 1)) is None:
+    def within(self, find: Callable[[int, int, int], Any], state: State) -> None:
+        if self.accept != "drawn" or (found := find(max(self.versions, 1), self.stride - 1, WIDEST)) is None:
             return
         draft_RL, bound_R1 = state["draft"], found.bound_B[:, None]
         # Behind a draft that was refused, what the masks said holds no longer, but what a form leaves alone does.

@@ -92,7 +92,7 @@ class Watches(ReadsForward, ABC):
 
 @dataclass(frozen=True, slots=True)
 class Looks:
-    """What a decoder sees of a forward over all positions. X: positions of the active block."""
+    """What a decoder sees of a forward over all positions."""
 
     paid_RLS: Tensor  # float32, how much each position of the block looks at each other, a mean over heads and layers
     got_RS: Tensor  # float32, how much all positions look at each, as a mean over them
