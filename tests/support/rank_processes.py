@@ -8,7 +8,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+
+import psutil
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 60.0  # seconds in which all ranks have ended after one has: 30 on an idle machine, and tests share two cores
@@ -22,18 +25,20 @@ def until(done: Callable[[], bool], seconds: float = LIMIT) -> bool:
 
 
 def runs(process: int) -> bool:
-    """Whether a process is there and no zombie."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    """Whether a process is there and no zombie. One that ends at this very moment is not."""
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(process).status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def children(process: int) -> list[int]:
     """The ranks that a process has started, in order."""
-    tasks = Path(f"/proc/{process}/task").glob("*/children")
-    found = (int(child) for task in tasks for child in task.read_text().split())
-    return sorted(child for child in found if b"dinfer.scale.parallel" in Path(f"/proc/{child}/cmdline").read_bytes())
+    found = []
+    for child in psutil.Process(process).children():
+        with suppress(psutil.NoSuchProcess):
+            if "dinfer.scale.parallel" in " ".join(child.cmdline()):
+                found.append(child.pid)
+    return sorted(found)
 
 
 class Program:
@@ -71,7 +76,8 @@ def kill(program: Program, stage: str, victim: int, by: signal.Signals) -> None:
         program.process.kill()
         ended = until(lambda: not any(map(runs, ranks)), 2)
         for process in filter(runs, ranks):  # one that is left would keep the pipes open
-            os.kill(process, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
         _, errors = program.process.communicate(timeout=LIMIT)
         print(errors)  # pytest shows it with a failure
     assert ended
