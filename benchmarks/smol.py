@@ -9,6 +9,10 @@ verified drafts; `--rules` says which drafts are accepted, beside what the base 
 prompts compile and capture, until one captures no graph or `--warm` seconds are over. The next one is timed, and says
 how many graphs it captured itself. `--forms 500` asks as many requests for
 JSON and calls of functions.
+
+Where nobody looks at speed, `--slice 32` asks so many at a time and saves what they were worth. The same command goes
+on from there, until `--seconds` are over. The NLL's interval is a bootstrap over answers, that of what it is above the
+first recipe's one over pairs of them.
 """
 
 from __future__ import annotations
@@ -18,19 +22,20 @@ import math
 import time
 from argparse import Namespace
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks.provenance import command_line, provenance, save
 from dinfer import Pipeline, Runtime
 from dinfer.structure.form import form_of
 from dinfer.structure.tools import calls_in, tools
 from tools.convert_ar.base import Base, load
-from tools.convert_ar.measure import drafting, judged, loaded
+from tools.convert_ar.measure import Score, drafting, each, loaded
 
 PASSES = 4  # at most, before the one that is timed
 
@@ -55,13 +60,71 @@ def timed(
     found = pipe.generate_ids(prompts, max_new_tokens=new, **options)
     seconds = time.perf_counter() - begun
     answers = [one.ids + [base.chat.stop] * one.stopped for one in found]
-    scores = judged(base, prompts, answers, [one.counts.forwards for one in found])
+    told = each(base, prompts, answers, [one.counts.forwards for one in found])
+    scores, same = asdict(Score.of(told)), dict[str, Any]()
     if own:
-        scores["same_as_parent"] = sum(map(list.__eq__, answers, own)) / len(own)
+        same["same_as_parent"] = sum(map(list.__eq__, answers, own)) / len(own)
     elif own is not None:
         own += answers
     speed = {"tokens_per_s": scores["tokens"] / seconds, "seconds": seconds, "new_graphs": runner.captured - captured}
-    return speed | scores | {"sample": found[0].text}
+    return speed | scores | same | {"sample": found[0].text, "each": told}
+
+
+def sliced(
+    base: Base, pipe: Pipeline, prompts: list[list[int]], given: Namespace, row: dict[str, Any], **options: Any
+) -> Iterator[dict[str, Any]]:
+    """The scores of a row, after each slice of the prompts that it has not answered yet."""
+    while part := prompts[len(row.get("each", ())) :][: given.slice]:
+        found = timed(base, pipe, part, given.new, None, **options)
+        told = row.get("each", []) + found["each"]
+        row = asdict(Score.of(told)) | {"sample": found["sample"], "each": told}
+        yield row
+
+
+def measured(
+    base: Base, pipe: Pipeline, prompts: list[list[int]], given: Namespace, row: dict[str, Any],
+    own: list[list[int]] | None, one: dict[str, Any],
+) -> Iterator[None]:  # fmt: skip
+    """Fills a row, with a stop behind each part of it."""
+    options = one | {"temperature": given.temperature}
+    if given.slice is None:
+        row["warm_up_s"] = warmed(pipe, prompts, given, **options)
+        row |= timed(base, pipe, prompts, given.new, own, **options)
+        yield
+    else:
+        yield from map(row.update, sliced(base, pipe, prompts, given, row, **options))
+    shown = {name: value for name, value in row.items() if name not in ("sample", "forms", "each")}
+    print(shown, flush=True)
+    if row["in_flight"] != given.flights[-1]:
+        return
+    side = of_options(pipe, pipe.engine.runtime, one)
+    if given.forms:
+        for found in formed(side, given.forms, given.slice, row.get("forms", {})):
+            row["forms"] = found
+            yield
+    if given.tasks and "tasks" not in row:
+        row |= evaluated(side, given.tasks, given.limit)
+        yield
+
+
+def intervals(rows: list[dict[str, Any]]) -> None:
+    """Adds the bootstrap intervals (95%) of the NLL, and of what it is above that of the first row of these prompts."""
+    generator = torch.Generator().manual_seed(0)
+    for row in rows:
+        sums_A2 = torch.tensor([one[:2] for one in row["each"]], dtype=torch.float64)
+        drawn_DA = torch.randint(len(sums_A2), (4000, len(sums_A2)), generator=generator)
+        tails = torch.tensor([0.025, 0.975], dtype=torch.float64)
+        nll_D = _mean(sums_A2[drawn_DA])
+        row["nll_interval"] = nll_D.quantile(tails).tolist()
+        if len(first := rows[0]["each"]) == len(sums_A2) and row is not rows[0]:
+            first_A2 = torch.tensor([one[:2] for one in first], dtype=torch.float64)
+            row["nll_above_first"] = float(_mean(sums_A2) - _mean(first_A2))
+            row["nll_above_first_interval"] = (nll_D - _mean(first_A2[drawn_DA])).quantile(tails).tolist()
+
+
+def _mean(sums_A2: Tensor) -> Tensor:
+    tokens, nll = sums_A2.sum(-2).unbind(-1)
+    return nll / tokens
 
 
 SUBJECTS = [
@@ -102,32 +165,40 @@ FUNCTIONS = {
 }
 
 
-def formed(pipe: Pipeline, count: int) -> dict[str, Any]:
-    """Requests for JSON and for calls of one of five functions: how many are valid, and forwards beside tokens."""
+def with_forms(pipe: Pipeline, count: int) -> list[tuple[str, Any]]:
+    """So many requests for JSON and for calls of one of five functions, each with its kind."""
     listed = ", ".join(f"{name}({', '.join(one['properties'])})" for name, (_, one) in FUNCTIONS.items())
     groups: dict[str, Any] = {text: ({"schema": one}, text) for text, one in SCHEMAS.items()}
     calls = tools({name: one for name, (_, one) in FUNCTIONS.items()}, "required", parallel=False)
     for name, (text, _) in FUNCTIONS.items():
         groups[name] = ({"constraint": calls}, f"Call one of the functions {listed}. {text}")
-    asked = list[tuple[str, Any]]()
+    every = list[tuple[str, Any]]()
     for kind, (held, text) in groups.items():
         form = form_of(held)
         assert form is not None
         ids = [pipe.encode(text.format(subject)) for subject in SUBJECTS[: -(-count // len(groups))]]
-        asked += [(kind, one) for one in pipe.requests(ids, 128, None, form.language(pipe.compiler))]
-    asked.sort(key=lambda one: one[1].prompt[-12:])  # kinds come mixed
-    began = time.perf_counter()
-    found = [done for done, _, _ in pipe.completed([one for _, one in asked], False)]
-    seconds, told = time.perf_counter() - began, dict[str, Any]()
-    for (kind, _), one in zip(asked, found, strict=True):
-        sums = told.setdefault(kind, dict.fromkeys(("requests", "valid", "right", "tokens", "forwards"), 0))
-        text = pipe.decode(one.output)
-        valid, right = as_asked(kind, text)
-        new = 1, valid, right, len(one.output), one.counts.forwards
-        told[kind] = {name: sums[name] + more for name, more in zip(sums, new, strict=False)} | {"sample": text}
-    whole = {name: sum(one[name] for one in told.values()) for name in ("requests", "valid", "tokens", "forwards")}
-    whole |= {"tokens_per_forward": whole["tokens"] / whole["forwards"], "seconds": seconds}
-    return whole | {"kinds": dict(sorted(told.items()))}
+        every += [(kind, one) for one in pipe.requests(ids, 128, None, form.language(pipe.compiler))]
+    return sorted(every, key=lambda one: one[1].prompt[-12:])  # kinds come mixed
+
+
+def formed(pipe: Pipeline, count: int, slice: int | None, whole: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """How many requests with forms are valid, and forwards beside tokens, after each slice. `whole`: what was asked."""
+    told = dict(whole.get("kinds", {}))
+    every, seconds = with_forms(pipe, count), whole.get("seconds", 0.0)
+    for start in range(whole.get("requests", 0), len(every), slice or len(every)):
+        part = every[start : start + (slice or len(every))]
+        began = time.perf_counter()
+        found = [done for done, _, _ in pipe.completed([one for _, one in part], False)]
+        seconds += time.perf_counter() - began
+        for (kind, _), one in zip(part, found, strict=True):
+            sums = told.setdefault(kind, dict.fromkeys(("requests", "valid", "right", "tokens", "forwards"), 0))
+            text = pipe.decode(one.output)
+            valid, right = as_asked(kind, text)
+            new = 1, valid, right, len(one.output), one.counts.forwards
+            told[kind] = {name: sums[name] + more for name, more in zip(sums, new, strict=False)} | {"sample": text}
+        whole = {name: sum(one[name] for one in told.values()) for name in ("requests", "valid", "tokens", "forwards")}
+        whole |= {"tokens_per_forward": whole["tokens"] / whole["forwards"], "seconds": seconds}
+        yield whole | {"kinds": dict(sorted(told.items()))}
 
 
 def as_asked(kind: str, text: str) -> tuple[bool, bool]:
@@ -215,7 +286,8 @@ def main() -> None:
     parser.add_argument("--rules", nargs="+", default=["{}"], help="of drafts: options of decoder=isd, as JSON")
     parser.add_argument("--blocks", type=int, nargs="+", default=[16, 32])
     parser.add_argument("--thresholds", type=float, nargs="+", default=[1.0, 0.9, 0.7, 0.5])
-    parser.add_argument("--seconds", type=float, default=math.inf, help="no row begins later")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="no part begins later")
+    parser.add_argument("--slice", type=int, help="requests at a time; no speed, and the same command goes on")
     parser.add_argument("--warm", type=float, default=math.inf, help="a row warms up no longer, in seconds")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--flights", type=int, nargs="+", default=[16], help="requests in flight")
@@ -234,27 +306,27 @@ def main() -> None:
         held = [json.loads(line) for line in file]
     prompts = [one["tokens"][: one["answer"]] for one in held]
     table: dict[str, Any] = {**provenance(device), "new_tokens": args.new, "recipes": []}
-    begun, every = time.perf_counter(), list(recipes(args, base))
+    if args.slice and args.out and args.out.exists():
+        earlier = json.loads(args.out.read_text())
+        if changed := [name for name in ("command", "commit") if earlier[name] != table[name]]:
+            parser.error(f"--out {args.out} is of another {' and '.join(changed)}: name another file")
+        table = earlier
+    begun, every, rows = time.perf_counter(), list(recipes(args, base)), table["recipes"]
     for flight in args.flights:
-        count = min(args.most, 12 * flight)
-        own: list[list[int]] | None = [] if args.parent else None
-        asked = (prompts * -(-count // len(prompts)))[:count]
+        own: list[list[int]] | None = [] if args.parent and not args.slice else None
+        asked = (prompts * -(-args.most // len(prompts)))[: args.most if args.slice else min(args.most, 12 * flight)]
         runtime = Runtime(rows=flight, graphs=device.type == "cuda")
         for named, pipe, choices in every:
             side = Pipeline(pipe.recipe, pipe.tokenizer, runtime)
             for one in choices:
-                if time.perf_counter() - begun > args.seconds:
-                    continue
-                options = one | {"temperature": args.temperature}
-                row = named | one | {"in_flight": flight, "warm_up_s": warmed(side, asked, args, **options)}
-                row |= timed(base, side, asked, args.new, own, **options)
-                if args.forms and flight == args.flights[-1]:
-                    row["forms"] = formed(of_options(side, runtime, one), args.forms)
-                if args.tasks and flight == args.flights[-1]:
-                    row |= evaluated(of_options(side, runtime, one), args.tasks, args.limit)
-                table["recipes"].append(row)
-                print({name: value for name, value in row.items() if name not in ("sample", "forms")}, flush=True)
-                save(table, args.out)
+                name = named | one | {"in_flight": flight}
+                if not (known := [row for row in rows if name.items() <= row.items()]):
+                    rows.append(name)
+                for _ in measured(base, side, asked, args, (known or [name])[0], own, one):
+                    intervals([row for row in rows if row["in_flight"] == flight and "each" in row])
+                    save(table, args.out)
+                    if time.perf_counter() - begun > args.seconds:
+                        return
 
 
 if __name__ == "__main__":

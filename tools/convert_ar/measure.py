@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,25 +27,32 @@ class Score:
     forwards: int
     tokens_per_forward: float
 
+    @classmethod
+    def of(cls, told: list[list[float]]) -> Score:
+        """Of what `each` says."""
+        tokens, nll, again, calls = map(math.fsum, zip(*told, strict=True))
+        return cls(len(told), int(tokens), nll / tokens, again / len(told), int(calls), tokens / max(calls, 1))
+
 
 def unadapted(layers: list[Weights]) -> list[Weights]:
     return [{name: None if name.endswith(".a") else one for name, one in w.items()} for w in layers]
 
 
 @torch.no_grad()
-def judged(base: Base, prompts: list[list[int]], found: list[list[int]], forwards: list[int]) -> dict[str, Any]:
-    """The score of answers. NLL is by the base, without the adapter."""
-    layers = unadapted(cast(base.layers(), base.dtype))
-    sums = torch.zeros(5, dtype=torch.float64)
+def each(base: Base, prompts: list[list[int]], found: list[list[int]], forwards: list[int]) -> list[list[float]]:
+    """Of each answer: tokens, NLL in nats by the base without the adapter, repeats, forwards."""
+    layers, told = unadapted(cast(base.layers(), base.dtype)), list[list[float]]()
     for i in range(0, len(prompts), 16):
         part = [(prompt, answer) for prompt, answer in zip(prompts[i : i + 16], found[i : i + 16], strict=True)]
         scores = causal_scores(base, layers, [prompt + answer for prompt, answer in part], base.chat.stop)
-        for (prompt, answer), score in zip(part, scores, strict=True):
-            sums += torch.tensor([1, len(answer), -float(score[len(prompt) - 1 :].sum()), repeats(answer), 0])
-    sums[4] = sum(forwards)
-    rows, tokens, nll, again, calls = sums.tolist()
-    total = Score(int(rows), int(tokens), nll / tokens, again / rows, int(calls), tokens / max(calls, 1))
-    return asdict(total)
+        for (prompt, answer), score, calls in zip(part, scores, forwards[i : i + 16], strict=True):
+            told.append([len(answer), -float(score[len(prompt) - 1 :].sum()), repeats(answer), calls])
+    return told
+
+
+def judged(base: Base, prompts: list[list[int]], found: list[list[int]], forwards: list[int]) -> dict[str, Any]:
+    """The score of answers."""
+    return asdict(Score.of(each(base, prompts, found, forwards)))
 
 
 def loaded(
