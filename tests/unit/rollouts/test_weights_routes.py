@@ -131,6 +131,7 @@ def test_a_failed_update_stops_requests_until_one_succeeds(client: Client, tmp_p
         ("/finish_weight_update", {}),
         ("/update_weights_from_distributed", {"names": [], "dtypes": [], "shapes": []}),
         ("/destroy_weights_update_group", {"group_name": "none"}),
+        ("/wake_up?tags=weights,all", {}),
     ):
         assert client.ask(path, body).status_code == 400, path
 
@@ -146,7 +147,8 @@ def test_sleep_and_wake(client: Client) -> None:
     assert client.ask("/update_weights_from_disk", {"model_path": str(client.pipe.origin[1])}).json()["success"]
     assert client.ask("/resume_memory_occupation", {"tags": ["kv_cache"]}).json()["success"]
     assert text(client) == before
-    for path in ("/sleep?level=1", "/wake_up", "/flush_cache", "/pause?mode=wait", "/resume"):
+    woken = "/wake_up?tags=weights&tags=kv_cache"  # as vLLM's clients send a list
+    for path in ("/sleep?level=1", woken, "/sleep?level=1", "/wake_up", "/flush_cache", "/pause?mode=wait", "/resume"):
         assert client.ask(path, {}).status_code == 200, path
     assert client.ask("/update_weight_version", {"new_version": 13, "abort_all_requests": True}).json()["success"]
     assert client.ask("/weight_version").json() == {"weight_version": "13"} and text(client) == before
