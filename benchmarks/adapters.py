@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import statistics
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 import dinfer
+from benchmarks.clock import lap
 from benchmarks.feeds import random_prompts
 from benchmarks.provenance import begun, command_line, show
 
@@ -44,9 +44,8 @@ def adapter(folder: Path, pipe: Any, rank: int, seed: int) -> str:
 def seconds(pipes: list[Any], prompts: list[list[int]]) -> tuple[float, int]:
     """CPU seconds of the batch, whose rows take these pipelines in turn, and its forwards."""
     rows = [pipes[i % len(pipes)].requests([prompt], NEW, None, stops=False)[0] for i, prompt in enumerate(prompts)]
-    began = time.process_time()
-    done = [update.completion for update in pipes[0].engine.run(rows) if update.completion is not None]
-    return time.process_time() - began, sum(one.counts.forwards for one in done)
+    updates, took, _ = lap(lambda: [*pipes[0].engine.run(rows)], cpu=True)
+    return took, sum(one.completion.counts.forwards for one in updates if one.completion is not None)
 
 
 def main() -> None:

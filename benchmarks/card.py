@@ -126,7 +126,7 @@ def measured(given: argparse.Namespace, case: str) -> dict[str, Any]:
     run(), run()  # eagerly, then captured
     found: dict[str, Any] = {"graphs": pipe.engine.runner.captured, "refused": [*pipe.engine.runner.refused.values()]}
     if "step_times" in given.parts:
-        times: dict[str, list[float]] = {}
+        times, before = dict[str, list[float]](), pipe.engine.runner.captured
         for _ in range(RUNS):
             with Clock(pipe.engine) as clock:
                 run()
@@ -136,6 +136,7 @@ def measured(given: argparse.Namespace, case: str) -> dict[str, Any]:
             name: {"median": statistics.median(runs), "runs": runs, "spread": round(max(runs) / min(runs) - 1, 4)}
             for name, runs in times.items()
         }
+        found["captured_while_timed"] = pipe.engine.runner.captured - before
     if "graph_kernels" in given.parts:
         found["kernels"] = kernels(pipe.engine, run)
     return found

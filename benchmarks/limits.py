@@ -7,7 +7,6 @@ product, after `WARM` seconds of it.
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.clock import milliseconds, moment
+from benchmarks.clock import device_ms
 from dinfer.core.kernels.types import FLOAT8
 from dinfer.core.layers.transformer import Experts
 from dinfer.core.memory import KVPool
@@ -29,7 +28,7 @@ def copy_bandwidth(device: torch.device) -> float:
     """Bytes read and written per second by a device-to-device copy of 4 GB."""
     source = torch.empty(2**31 if device.type == "cuda" else 2**24, dtype=torch.bfloat16, device=device).normal_()
     target = torch.empty_like(source)
-    return 2 * source.nbytes / median_seconds(lambda: target.copy_(source), device)
+    return 2e3 * source.nbytes / device_ms(lambda: target.copy_(source), device.type == "cuda")
 
 
 def product_rate(device: torch.device, dtype: torch.dtype, warm: float = 0.0) -> float:
@@ -39,13 +38,13 @@ def product_rate(device: torch.device, dtype: torch.dtype, warm: float = 0.0) ->
     """
     if device.type != "cuda":
         a, b = (torch.randn(SIDE // 16, SIDE // 16) for _ in range(2))
-        return 2 * len(a) ** 3 / median_seconds(lambda: torch.mm(a, b), device)
+        return 2e3 * len(a) ** 3 / device_ms(lambda: torch.mm(a, b), False)
     product, end = products(device, dtype), time.perf_counter() + warm
     while time.perf_counter() < end:
         for _ in range(32):
             product()
         torch.cuda.synchronize(device)
-    return 2 * SIDE**3 / median_seconds(product, device)
+    return 2e3 * SIDE**3 / device_ms(product, True)
 
 
 def products(device: torch.device, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
@@ -62,19 +61,6 @@ def products(device: torch.device, dtype: torch.dtype) -> Callable[[], torch.Ten
         )
 
     return product
-
-
-def median_seconds(work: Callable[[], Any], device: torch.device) -> float:
-    """The GPU time of a piece of work after warm-up; on a CPU the host's time."""
-    found, cuda = [], device.type == "cuda"
-    for _ in range(12):
-        begin = moment(cuda)
-        work()
-        end = moment(cuda)
-        if cuda:
-            end.synchronize()
-        found.append(milliseconds(begin, end) / 1e3)
-    return statistics.median(found[2:])
 
 
 def weight_bytes(model: Any, experts: float | None) -> float:

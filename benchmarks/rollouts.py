@@ -10,13 +10,14 @@ masked texts side by side in every forward, as trainers feed them.
 
 from __future__ import annotations
 
-import time
+from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
 
 import dinfer
+from benchmarks.clock import Lap, lap
 from benchmarks.provenance import begun, command_line, save
 from dinfer.demo.problems import generate
 from dinfer.lab.likelihood import combine, logps, passes
@@ -27,23 +28,22 @@ LEVELS = ("none", "steps", "logps", "events")
 def cost(device: str, prompts: int, group: int, repeats: int, new_tokens: int) -> dict[str, Any]:
     """Throughput of each level, as shares of that without a record."""
     pipe = dinfer.load("tiny", device=device, runtime=dinfer.Runtime(rows=64, graphs=device != "cpu"))
-    clock = time.process_time if device == "cpu" else time.perf_counter  # tensors on the CPU end a rollout
     questions = [problem.question for problem in generate("heldout", count=prompts, seed=1)]
-    seconds: dict[str, list[float]] = {level: [] for level in LEVELS}
+    laps: dict[str, list[Lap]] = {level: [] for level in LEVELS}
     tokens: dict[int, torch.Tensor] = {}
     for repeat in range(repeats + 1):
         for level in LEVELS[repeat % 4 :] + LEVELS[: repeat % 4]:
-            began = clock()
-            made = pipe.rollout(
-                questions, n=group, max_new_tokens=new_tokens, seed=repeat, temperature=1.0, threshold=0.7, record=level
-            )
-            if repeat:  # the first round makes what later ones share, such as graphs
-                seconds[level].append(clock() - began)
-            known = tokens.setdefault(repeat, made.answer_ids)
-            assert known.equal(made.answer_ids), "a record changed tokens"
-    none = seconds["none"]
+            how: Any = {"max_new_tokens": new_tokens, "seed": repeat, "temperature": 1.0, "threshold": 0.7}
+            work = partial(pipe.rollout, questions, n=group, record=level, **how)
+            laps[level].append(lap(work, pipe.engine, cpu=device == "cpu"))
+            made = laps[level][-1].result.answer_ids
+            assert tokens.setdefault(repeat, made).equal(made), "a record changed tokens"
+    # The first round makes what later ones share, such as graphs.
+    seconds = {level: [one.seconds for one in own[1:]] for level, own in laps.items()}
+    none, captured = seconds["none"], {level: sum(one.captured for one in own[1:]) for level, own in laps.items()}
     return {
-        "in_flight": 64, "samples": prompts * group, "seconds": seconds, "tokens_equal": True,
+        "in_flight": 64, "samples": prompts * group, "seconds": seconds, "captured_while_timed": captured,
+        "tokens_equal": True,
         "throughput": {
             level: median(a / b for a, b in zip(none, own, strict=True)) for level, own in seconds.items()
         },

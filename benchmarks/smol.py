@@ -6,9 +6,9 @@ For each recipe and number of requests in flight: tokens a second from the first
 these answers in nats a token, the share of 4-grams that occurred before, tokens a forward, and with `--parent` the
 share of answers that are the base's own. The base is decoded token by token (`model.block=1`), with `--strides` by
 verified drafts; `--rules` says which drafts are accepted, beside what the base itself would write. Passes over the
-prompts compile and capture, until one captures no graph or `--warm` seconds are over. The next one is timed, and says
-how many graphs it captured itself. `--forms 500` asks as many requests for
-JSON and calls of functions.
+prompts compile and capture; the first that captures no graph counts, or that ends when `--warm-up` seconds are over. A
+row says how many graphs were captured while it was timed: with more than 0 it is no fair figure. `--forms 500` asks as
+many requests for JSON and calls of functions.
 
 Where nobody looks at speed, `--slice 32` asks so many at a time and saves what they were worth. The same command goes
 on from there, until `--seconds` are over. The NLL's interval is a bootstrap over answers, that of what it is above the
@@ -18,11 +18,11 @@ first recipe's one over pairs of them.
 from __future__ import annotations
 
 import json
-import math
 import time
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -30,35 +30,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.provenance import command_line, provenance, save
+from benchmarks.clock import Lap, bounds, lap, settled
+from benchmarks.provenance import begun, command_line, save
 from dinfer import Pipeline, Runtime
 from dinfer.structure.form import form_of
 from dinfer.structure.tools import calls_in, tools
 from tools.convert_ar.base import Base, load
 from tools.convert_ar.measure import Score, drafting, each, loaded
 
-PASSES = 4  # at most, before the one that is timed
 
-
-def warmed(pipe: Pipeline, prompts: list[list[int]], given: Namespace, **options: Any) -> float:
-    """Seconds until all is compiled and captured, or there is no time left for it."""
-    captured, runner, begun = -1, pipe.engine.runner, time.perf_counter()
-    for _ in range(PASSES):
-        if captured == runner.captured or time.perf_counter() - begun > given.warm:
-            break
-        captured = runner.captured
-        pipe.generate_ids(prompts, max_new_tokens=given.new, **options)
-    return time.perf_counter() - begun
+def ran(given: Namespace, pipe: Pipeline, work: Callable[[], Any]) -> tuple[Lap, dict[str, Any]]:
+    """Runs some work as often as its time needs to be fair; of a slice, whose time nobody looks at, once."""
+    once = partial(lap, work, pipe.engine)
+    return (once(), {}) if given.slice else settled(once, given.passes, given.warm_up)
 
 
 def timed(
-    base: Base, pipe: Pipeline, prompts: list[list[int]], new: int, own: list[list[int]] | None, **options: Any
+    base: Base, pipe: Pipeline, prompts: list[list[int]], given: Namespace, own: list[list[int]] | None, **options: Any
 ) -> dict[str, Any]:
     """Scores and speed of one recipe. `own`: the base's answers, empty before its own run; None: it has none."""
-    runner = pipe.engine.runner
-    captured, begun = runner.captured, time.perf_counter()
-    found = pipe.generate_ids(prompts, max_new_tokens=new, **options)
-    seconds = time.perf_counter() - begun
+    work = partial(pipe.generate_ids, prompts, max_new_tokens=given.new, **options)
+    (found, seconds, _), about = ran(given, pipe, work)
     answers = [one.ids + [base.chat.stop] * one.stopped for one in found]
     told = each(base, prompts, answers, [one.counts.forwards for one in found])
     scores, same = asdict(Score.of(told)), dict[str, Any]()
@@ -66,8 +58,13 @@ def timed(
         same["same_as_parent"] = sum(map(list.__eq__, answers, own)) / len(own)
     elif own is not None:
         own += answers
-    speed = {"tokens_per_s": scores["tokens"] / seconds, "seconds": seconds, "new_graphs": runner.captured - captured}
-    return speed | scores | same | {"sample": found[0].text, "each": told}
+    return (
+        {"tokens_per_s": scores["tokens"] / seconds, "seconds": seconds}
+        | about
+        | scores
+        | same
+        | {"sample": found[0].text, "each": told}
+    )
 
 
 def sliced(
@@ -75,7 +72,7 @@ def sliced(
 ) -> Iterator[dict[str, Any]]:
     """The scores of a row, after each slice of the prompts that it has not answered yet."""
     while part := prompts[len(row.get("each", ())) :][: given.slice]:
-        found = timed(base, pipe, part, given.new, None, **options)
+        found = timed(base, pipe, part, given, None, **options)
         told = row.get("each", []) + found["each"]
         row = asdict(Score.of(told)) | {"sample": found["sample"], "each": told}
         yield row
@@ -88,8 +85,7 @@ def measured(
     """Fills a row, with a stop behind each part of it."""
     options = one | {"temperature": given.temperature}
     if given.slice is None:
-        row["warm_up_s"] = warmed(pipe, prompts, given, **options)
-        row |= timed(base, pipe, prompts, given.new, own, **options)
+        row |= timed(base, pipe, prompts, given, own, **options)
         yield
     else:
         yield from map(row.update, sliced(base, pipe, prompts, given, row, **options))
@@ -99,7 +95,7 @@ def measured(
         return
     side = of_options(pipe, pipe.engine.runtime, one)
     if given.forms:
-        for found in formed(side, given.forms, given.slice, row.get("forms", {})):
+        for found in formed(side, given, row.get("forms", {})):
             row["forms"] = found
             yield
     if given.tasks and "tasks" not in row:
@@ -181,23 +177,23 @@ def with_forms(pipe: Pipeline, count: int) -> list[tuple[str, Any]]:
     return sorted(every, key=lambda one: one[1].prompt[-12:])  # kinds come mixed
 
 
-def formed(pipe: Pipeline, count: int, slice: int | None, whole: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def formed(pipe: Pipeline, given: Namespace, whole: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """How many requests with forms are valid, and forwards beside tokens, after each slice. `whole`: what was asked."""
     told = dict(whole.get("kinds", {}))
-    every, seconds = with_forms(pipe, count), whole.get("seconds", 0.0)
-    for start in range(whole.get("requests", 0), len(every), slice or len(every)):
-        part = every[start : start + (slice or len(every))]
-        began = time.perf_counter()
-        found = [done for done, _, _ in pipe.completed([one for _, one in part], False)]
-        seconds += time.perf_counter() - began
-        for (kind, _), one in zip(part, found, strict=True):
+    every, seconds = with_forms(pipe, given.forms), whole.get("seconds", 0.0)
+    size = given.slice or len(every)
+    for start in range(whole.get("requests", 0), len(every), size):
+        part = every[start : start + size]
+        (found, took, _), about = ran(given, pipe, partial(pipe.completed, [one for _, one in part], False))
+        seconds += took
+        for (kind, _), (one, *_) in zip(part, found, strict=True):
             sums = told.setdefault(kind, dict.fromkeys(("requests", "valid", "right", "tokens", "forwards"), 0))
             text = pipe.decode(one.output)
             valid, right = as_asked(kind, text)
             new = 1, valid, right, len(one.output), one.counts.forwards
             told[kind] = {name: sums[name] + more for name, more in zip(sums, new, strict=False)} | {"sample": text}
         whole = {name: sum(one[name] for one in told.values()) for name in ("requests", "valid", "tokens", "forwards")}
-        whole |= {"tokens_per_forward": whole["tokens"] / whole["forwards"], "seconds": seconds}
+        whole |= {"tokens_per_forward": whole["tokens"] / whole["forwards"], "seconds": seconds} | about
         yield whole | {"kinds": dict(sorted(told.items()))}
 
 
@@ -286,9 +282,9 @@ def main() -> None:
     parser.add_argument("--rules", nargs="+", default=["{}"], help="of drafts: options of decoder=isd, as JSON")
     parser.add_argument("--blocks", type=int, nargs="+", default=[16, 32])
     parser.add_argument("--thresholds", type=float, nargs="+", default=[1.0, 0.9, 0.7, 0.5])
-    parser.add_argument("--seconds", type=float, default=math.inf, help="no part begins later")
+    parser.add_argument("--seconds", type=float, default=86400.0, help="no part begins later")
     parser.add_argument("--slice", type=int, help="requests at a time; no speed, and the same command goes on")
-    parser.add_argument("--warm", type=float, default=math.inf, help="a row warms up no longer, in seconds")
+    bounds(parser)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--flights", type=int, nargs="+", default=[16], help="requests in flight")
     parser.add_argument("--most", type=int, default=200, help="prompts; fewer with few in flight")
@@ -305,13 +301,13 @@ def main() -> None:
     with args.held.open() as file:
         held = [json.loads(line) for line in file]
     prompts = [one["tokens"][: one["answer"]] for one in held]
-    table: dict[str, Any] = {**provenance(device), "new_tokens": args.new, "recipes": []}
+    table: dict[str, Any] = {**begun(args, device), "recipes": []}
     if args.slice and args.out and args.out.exists():
         earlier = json.loads(args.out.read_text())
         if changed := [name for name in ("command", "commit") if earlier[name] != table[name]]:
             parser.error(f"--out {args.out} is of another {' and '.join(changed)}: name another file")
         table = earlier
-    begun, every, rows = time.perf_counter(), list(recipes(args, base)), table["recipes"]
+    began, every, rows = time.perf_counter(), list(recipes(args, base)), table["recipes"]
     for flight in args.flights:
         own: list[list[int]] | None = [] if args.parent and not args.slice else None
         asked = (prompts * -(-args.most // len(prompts)))[: args.most if args.slice else min(args.most, 12 * flight)]
@@ -325,7 +321,7 @@ def main() -> None:
                 for _ in measured(base, side, asked, args, (known or [name])[0], own, one):
                     intervals([row for row in rows if row["in_flight"] == flight and "each" in row])
                     save(table, args.out)
-                    if time.perf_counter() - begun > args.seconds:
+                    if time.perf_counter() - began > args.seconds:
                         return
 
 

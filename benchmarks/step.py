@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -23,7 +22,7 @@ from typing import Any, get_args
 
 import torch
 
-from benchmarks.clock import Clock
+from benchmarks.clock import Clock, lap, settled
 from benchmarks.feeds import Hollow, apart, random_prompts
 from benchmarks.limits import limits, rates
 from benchmarks.parts import by_kernel, by_part, profiled, told
@@ -63,20 +62,19 @@ def experts_read(recipe: Recipe, prompts: list[list[int]]) -> float:
 
 def timed_run(pipe: Pipeline, run: Callable[[], Any]) -> tuple[dict[str, Any], list[StepShape]]:
     """Warms up, then times every step of another run. Returns the figures and the shapes of these steps."""
-    began = time.perf_counter()
-    first = run()
-    warm_up = time.perf_counter() - began
-    if pipe.engine.runtime.graphs:
-        run()  # captures the shapes that have come up once
-    with Clock(pipe.engine) as clock:
-        began = time.perf_counter()
-        again = run()
-        wall = time.perf_counter() - began
+    clock, canvases = Clock(pipe.engine), list[list[Any]]()
+
+    def timed() -> None:
+        clock.restart()
+        with clock:
+            canvases.append([result.canvas for result in run()])
+
+    (_, wall, _), about = settled(partial(lap, timed, pipe.engine))
     steps = clock.table()
     usual = max(steps, key=lambda row: (row["phase"] == "WINDOW", row["phase"] == "FULL", row["launches"]))
     launches = sum(row["launches"] for row in steps)
     return {
-        "warm_up_s": warm_up,
+        **about,
         "graphs": pipe.engine.runner.captured,
         "refused_graphs": [*pipe.engine.runner.refused.values()],
         "step_ms": usual["median_ms"],
@@ -84,8 +82,8 @@ def timed_run(pipe: Pipeline, run: Callable[[], Any]) -> tuple[dict[str, Any], l
         "lanes": usual["lanes"],
         "width": usual["width"],
         "steps": steps,
-        "repeats_itself": [r.canvas for r in first] == [r.canvas for r in again],
-        "canvas": [r.canvas for r in again],
+        "repeats_itself": canvases[0] == canvases[-1],
+        "canvas": canvases[-1],
     }, clock.shapes
 
 

@@ -4,16 +4,16 @@
     python -m benchmarks.throughput --model tiny --prompts problems --new 96 --decoder threshold
     python -m benchmarks.throughput --shape small-llada2 --device cpu --in-flight 4 --prompt 40 --new 40   # dry run
 
-Full-size shapes have random weights, so a scripted decoder commits a fixed number of tokens at a step: the work is
-that of a real model, whatever the logits say. The models in the box decode for real. Before anything else, one
-request alone says how long the first block takes with nothing compiled. Then, for each number in flight, a round of
-warm-up, in which graphs are captured, and one that is timed. With `--stagger` the first requests are of all lengths,
-so that rows are at all stages afterwards, as they are where requests come when they like. `steady` is what was finished
-while that many were in flight, without the last requests, which have the card to themselves. With `--stagger` and three
-rounds or more, all figures are those of the time under load: from when all of the first requests have finished a block,
-since they are prefilled at once, until the last is asked for. With `--spread` tokens choose their experts independently
-of each other (`benchmarks.feeds`). The limit beside tokens/s is what they would be if every step took its least time,
-by bytes or by multiply-adds (`benchmarks.limits`), and the host none.
+Full-size shapes have random weights, so a scripted decoder commits a fixed number of tokens at a step: the work is that
+of a real model, whatever the logits say. The models in the box decode for real. Before anything else, one request alone
+says how long the first block takes with nothing compiled. Then, for each number in flight, passes over the requests
+until one captures no graph: that one is timed (`--warm-up` and `--passes` bound them). With `--stagger` the first
+requests are of all lengths, so that rows are at all stages afterwards, as they are where requests come when they like.
+`steady` is what was finished while that many were in flight, without the last requests, which have the card to
+themselves. With `--stagger` and three rounds or more, all figures are those of the time under load: from when all of
+the first requests have finished a block, since they are prefilled at once, until the last is asked for. With `--spread`
+tokens choose their experts independently of each other (`benchmarks.feeds`). The limit beside tokens/s is what they
+would be if every step took its least time, by bytes or by multiply-adds (`benchmarks.limits`), and the host none.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle
 from typing import Any, get_args
 
@@ -33,7 +34,7 @@ import torch
 import yaml
 
 import dinfer
-from benchmarks.clock import Clock
+from benchmarks.clock import MOST_S, PASSES, Clock, Lap, bounds, settled
 from benchmarks.feeds import apart, random_prompts
 from benchmarks.limits import WARM, rates, run_limit
 from benchmarks.provenance import begun, command_line, save
@@ -199,26 +200,25 @@ def repeated(requests: list[Request], rounds: int, stagger: bool) -> list[Reques
 
 def measured(
     engine: Engine, requests: list[Request], rounds: int, stagger: bool,
-    card: tuple[dict[str, float], dict[str, float]], most_warm_up: float | None = None,
+    card: tuple[dict[str, float], dict[str, float]], passes: int = PASSES, most_warm_up: float = MOST_S,
 ) -> dict[str, Any]:  # fmt: skip
-    """`rounds` of the requests that are timed, after one as warm-up, or with `stagger` after as many.
+    """`rounds` of the requests, after as many passes over them as warm-up as it takes.
 
     With `stagger` and three rounds or more, figures and limits are those under load. `card`: its rates at rest
-    and after seconds of products, see `benchmarks.limits`. `most_warm_up`: seconds after which a warm-up under
-    load ends.
+    and after seconds of products, see `benchmarks.limits`. `most_warm_up`: seconds after which the next pass counts;
+    the first one under load is cut short by then.
     """
-    in_flight, began = len(requests), time.perf_counter()
-    work = repeated(requests, rounds, stagger)
+    in_flight, work = len(requests), repeated(requests, rounds, stagger)
     loaded = stagger and rounds > 2 and aligned(engine, work)  # or there is no time in which the load is steady
-    # The whole where time allows it: what sizes come up later is captured while it is timed.
-    if loaded:
-        under_load(engine, work, in_flight, lambda: None, math.inf if most_warm_up is None else most_warm_up)
-    else:
-        closed_loop(engine, work if stagger else requests, in_flight)
-    warm_up, captured = time.perf_counter() - began, engine.runner.captured
-    with Clock(engine) as clock:
-        result = under_load(engine, work, in_flight, clock.marks.clear) if loaded else None
-        result = result or closed_loop(engine, work, in_flight)
+
+    def run() -> Lap:
+        with Clock(engine) as clock:
+            found = under_load(engine, work, in_flight, clock.restart) if loaded else None
+            found = found or closed_loop(engine, work, in_flight)
+        return Lap((found, clock), found["seconds"], clock.captured)
+
+    cut = partial(under_load, engine, work, in_flight, lambda: None, most_warm_up) if loaded else None
+    ((result, clock), *_), about = settled(run, passes, most_warm_up, cut)
     steps = clock.table()
     busy = sum(row["total_ms"] for row in steps) / 1e3
     least, sustained = (
@@ -230,9 +230,9 @@ def measured(
     for limit in (least, sustained):
         limit["tokens_per_s"] = result["tokens"] / limit["all"]["limit_s"]
     return {
-        "in_flight": in_flight, **result, "warm_up_s": warm_up, "device_share": busy / result["seconds"],
-        "graphs": engine.runner.captured, "captured_while_timed": engine.runner.captured - captured,
-        "refused_graphs": [*engine.runner.refused.values()], "limit": least, "limit_warm": sustained,
+        "in_flight": in_flight, **result, **about, "device_share": busy / result["seconds"],
+        "graphs": engine.runner.captured, "refused_graphs": [*engine.runner.refused.values()], "limit": least,
+        "limit_warm": sustained,
         "steps": steps[:12],
     }  # fmt: skip
 
@@ -295,7 +295,7 @@ def arguments(args: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--rounds", type=numbers, default=[2], help="timed requests for each in flight: one number, or one for each"
     )
-    parser.add_argument("--warm-up", type=float, help="seconds after which a warm-up is cut short")
+    bounds(parser)
     parser.add_argument("--prompts", choices=("random", "problems"), default="random")
     parser.add_argument("--prompt", type=int, default=512, help="tokens of a random prompt")
     parser.add_argument("--new", type=int, default=512, help="max_new_tokens")
@@ -346,7 +346,7 @@ def main(args: list[str] | None = None) -> None:
     report["cold"] = {"first_block_s": alone["first_block_s"]["max"], "all_s": alone["seconds"]}
     for in_flight, rounds in zip(given.in_flight, given.rounds, strict=True):
         card = report["card"], report["warm_card"]
-        run = measured(pipe.engine, requests[:in_flight], rounds, given.stagger, card, given.warm_up)
+        run = measured(pipe.engine, requests[:in_flight], rounds, given.stagger, card, given.passes, given.warm_up)
         run["memory"] = memory(pipe.engine, weights) if cuda else None
         report["runs"].append(run)
         print(

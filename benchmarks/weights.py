@@ -12,15 +12,15 @@ import json
 import statistics
 import subprocess
 import sys
-import time
 from argparse import Namespace
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.clock import lap
 from benchmarks.provenance import begun, command_line, save, show
 from dinfer import Pipeline, Runtime, compose, load
 from dinfer.core.loading.checkpoint import place_of
@@ -59,18 +59,6 @@ def tensors_of(pipe: Pipeline) -> dict[str, Tensor]:
     return {name: place_of(held, place).clone() for name, place in places.items()}
 
 
-def seconds(work: Callable[[], object], device: str) -> float:
-    """Of the card; on a CPU those of the process, which others on the machine do not lengthen."""
-    clock = time.process_time if device == "cpu" else time.perf_counter
-    if device != "cpu":
-        torch.cuda.synchronize()
-    began = clock()
-    work()
-    if device != "cpu":
-        torch.cuda.synchronize()
-    return clock() - began
-
-
 def answers(pipe: Pipeline, tokens: int) -> list[list[int]]:
     return [result.canvas for result in pipe.generate_ids(PROMPTS, max_new_tokens=tokens)]
 
@@ -91,7 +79,7 @@ def copies(given: Namespace, pipe: Pipeline, new: dict[str, Tensor]) -> dict[str
     taken: dict[str, list[float]] = {"copy": [], "update": []}
     for turn in range(given.turns + 1):
         for name, work in (("copy", plain), ("update", update)):
-            took = seconds(work, given.device)
+            took = lap(work, cpu=given.device == "cpu").seconds
             if turn:  # the first turn meets memory for the first time
                 taken[name].append(took)
     middle = {name: statistics.median(times) for name, times in taken.items()}
@@ -120,7 +108,7 @@ def handles(given: Namespace, pipe: Pipeline) -> dict[str, Any]:
             with pipe.updating() as into:
                 into.open(told)
 
-        took = [seconds(update, given.device) for _ in range(3)]
+        took = [lap(update).seconds for _ in range(3)]
         same = pipe.weights.checksums() == made(given, 2).weights.checksums()
         process.stdin.close()  # type: ignore[union-attr]
         process.wait()
@@ -139,13 +127,15 @@ def deterministic(given: Namespace) -> dict[str, Any]:
         prompts = [f"{number} + {2 * number} = ?" for number in range(16)]
         how: Any = {"max_new_tokens": 32, "temperature": 0.8}
         beside = pipe.rollout(prompts, seed=[*range(16)], **how)
-        took = [seconds(lambda: pipe.rollout(prompts, seed=[*range(16)], **how), given.device) for _ in range(3)]  # noqa: B023
+        work = partial(pipe.rollout, prompts, seed=[*range(16)], **how)
+        took = [lap(work, pipe.engine, cpu=given.device == "cpu") for _ in range(3)]
         nats = 0.0
         for number, prompt in enumerate(prompts[:4]):
             alone = pipe.rollout([prompt], seed=[number], **how)
             size = min(int(alone.lengths[0]), int(beside.lengths[number]))
             nats = max(nats, float((alone.logps[0, :size] - beside.logps[number, :size]).abs().max()))  # type: ignore[index]
-        found[name] = {"seconds": took, "nats": nats}
+        captured = sum(one.captured for one in took)
+        found[name] = {"seconds": [one.seconds for one in took], "captured_while_timed": captured, "nats": nats}
     found["ratio"] = statistics.median(found["on"]["seconds"]) / statistics.median(found["off"]["seconds"])
     return found
 
@@ -186,7 +176,7 @@ def main() -> None:
         if cuda:
             free, total = torch.cuda.mem_get_info()
             found |= {"used_on_the_card": total - free}
-        found["wake_seconds"] = seconds(pipe.weights.wake, given.device)
+        found["wake_seconds"] = lap(pipe.weights.wake, cpu=not cuda).seconds
         if level == 2:
             with pipe.updating() as into:
                 into.load_all(new)

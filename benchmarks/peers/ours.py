@@ -64,7 +64,7 @@ def main(args: list[str] | None = None) -> None:
             found.setdefault(row["width"], []).extend([row["median_ms"]] * row["launches"])
         return found
 
-    report(given, generate, widths)
+    report(given, generate, widths, pipe.engine)
 
 
 if __name__ == "__main__":

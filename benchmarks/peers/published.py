@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from types import ModuleType
 from typing import Any
 
 import torch
 
+from benchmarks.clock import milliseconds, moment
 from benchmarks.peers.work import RATE, arguments, fill, report
 
 # What config.json of LLaDA-8B-Instruct says, and our shapes leave out since it changes nothing there.
@@ -114,23 +114,18 @@ def main(args: list[str] | None = None) -> None:
         marks: list[tuple[int, Any]] = []
         inner = model.forward
 
-        def mark(width: int) -> None:
-            moment = torch.cuda.Event(enable_timing=True) if cuda else time.perf_counter()
-            moment.record() if cuda else None
-            marks.append((width, moment))
-
         def marked(tokens: Any, *rest: Any, **more: Any) -> Any:
-            mark(tokens.shape[1])
+            marks.append((tokens.shape[1], moment(cuda)))
             return inner(tokens, *rest, **more)
 
         model.forward = marked
         generate()
         model.forward = inner
-        mark(0)
+        marks.append((0, moment(cuda)))
         torch.cuda.synchronize() if cuda else None
         found: dict[int, list[float]] = {}
         for (width, begin), (_, end) in zip(marks, marks[1:], strict=False):
-            found.setdefault(width, []).append(begin.elapsed_time(end) if cuda else 1e3 * (end - begin))
+            found.setdefault(width, []).append(milliseconds(begin, end))
         return found
 
     found = report(given, generate, widths)

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.clock import lap
+
 RATE = 4  # masks that every step commits, the leftmost ones: each side computes its threshold rule, and does not use it
 
 
@@ -59,35 +61,33 @@ def alone(out: Path) -> Iterator[None]:
 
 
 def report(
-    given: argparse.Namespace, generate: Callable[[], tuple[int, Any]], widths: Callable[[], dict[int, list[float]]]
+    given: argparse.Namespace,
+    generate: Callable[[], tuple[int, Any]],
+    widths: Callable[[], dict[int, list[float]]],
+    engine: Any = None,
 ) -> dict[str, Any]:
     """Times whole generations, the first ones apart; writes and returns what was found.
 
     `generate` returns its forwards and its tokens. `widths` returns the milliseconds of each forward by the positions
-    that it computed, of the last generation or of one more. Raises RuntimeError.
+    that it computed, of the last generation or of one more. `engine`: ours, whose graphs are counted. Raises
+    RuntimeError.
     """
     cuda = given.device != "cpu"
-
-    def timed() -> tuple[float, int, Any]:
-        torch.cuda.synchronize() if cuda else None
-        began = time.perf_counter()
-        forwards, tokens = generate()
-        torch.cuda.synchronize() if cuda else None
-        return time.perf_counter() - began, forwards, tokens
-
-    first, second = timed(), timed()
+    first, second = lap(generate), lap(generate)
     with alone(given.out):
-        runs, by_width = [timed() for _ in range(given.repeats)], widths()
-    seconds, forwards = statistics.median(run[0] for run in runs), first[1]
-    if any(run[1] != forwards for run in runs):
-        raise RuntimeError(f"forwards differ between runs: {[run[1] for run in runs]}")
+        runs, by_width = [lap(generate, engine) for _ in range(given.repeats)], widths()
+    seconds, forwards = statistics.median(run.seconds for run in runs), first.result[0]
+    if any(run.result[0] != forwards for run in runs):
+        raise RuntimeError(f"forwards differ between runs: {[run.result[0] for run in runs]}")
     found = {
         "batch": given.batch, "cache": given.cache, "quantize": given.quantize, "eager": given.eager,
         "prompt": given.prompt, "new": given.new, "block": given.block, "torch": torch.__version__,
-        "hardware": torch.cuda.get_device_name() if cuda else "CPU", "warm_up_s": first[0], "second_s": second[0],
-        "all_s": [run[0] for run in runs], "seconds": seconds, "forwards": forwards,
+        "hardware": torch.cuda.get_device_name() if cuda else "CPU",
+        "warm_up_s": first.seconds, "second_s": second.seconds,
+        "all_s": [run.seconds for run in runs], "seconds": seconds,
+        "captured_while_timed": sum(run.captured for run in runs) if engine else None, "forwards": forwards,
         "ms_per_forward": 1e3 * seconds / forwards, "tokens_per_s": given.batch * given.new / seconds,
-        "same_tokens": all(run[2] == runs[0][2] for run in runs),
+        "same_tokens": all(run.result[1] == runs[0].result[1] for run in runs),
         "by_width": {
             str(width): {"forwards": len(ms), "median_ms": round(statistics.median(ms), 4)}
             for width, ms in by_width.items()

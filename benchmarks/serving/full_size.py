@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import sys
 import time
+from functools import partial
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks import throughput
+from benchmarks.clock import lap, settled
 from benchmarks.provenance import begun, save
 from dinfer import Pipeline
 from dinfer.serving.guard import log_as_json
@@ -36,8 +38,9 @@ def main(args: list[str]) -> None:
     requests = pipe.requests(throughput.prompts(given, pipe, max(given.in_flight)), given.new, None)
     for in_flight, rounds in zip(given.in_flight, given.rounds, strict=True):
         timed = throughput.repeated(requests[:in_flight], rounds, given.stagger)
-        throughput.closed_loop(pipe.engine, timed, in_flight)  # what comes up twice is captured
-        report["runs"].append({"in_flight": in_flight, **throughput.closed_loop(pipe.engine, timed, in_flight)})
+        work = partial(throughput.closed_loop, pipe.engine, timed, in_flight)
+        (run, *_), about = settled(partial(lap, work, pipe.engine), given.passes, given.warm_up)
+        report["runs"].append({"in_flight": in_flight, **run, **about})
     save(report, given.out)
     served = catalogue(pipe, {"shape": pipe.recipe}, max_new_tokens=given.new, created=int(time.time()))
     with listen(settings) as socket:

