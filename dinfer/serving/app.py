@@ -4,6 +4,7 @@ import html
 import json
 import re
 from collections.abc import Mapping
+from difflib import get_close_matches
 from functools import cache
 from importlib import resources
 from types import ModuleType
@@ -11,6 +12,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
@@ -101,6 +103,10 @@ def handle_errors(app: FastAPI) -> None:
         if error.status_code == 404 and absent is not None:
             raise ApiError(404, f"path={path!r:.80} {absent}", "path", "not_found")
         told = f"{request.method} {path:.80}: {error.detail}"
+        served = sorted({route.path for route in app.routes if isinstance(route, APIRoute)} - {"/"})
+        if error.status_code == 404:
+            close = get_close_matches(path, served, 1)
+            told = f"{told}. {f'Did you mean {close[0]}?' if close else 'GET /docs shows what is served'}"
         raise ApiError(error.status_code, told, headers=dict(error.headers or {}))  # such as Allow
 
 

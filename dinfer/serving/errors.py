@@ -17,6 +17,7 @@ PROMPTS = {
     "prompt", "messages", "content", "text", "suffix", "prediction", "input", "body", "arguments", "instructions",
     "state", "system", "description", "thinking", "reasoning", "reasoning_content", "cache_salt",
 }  # fmt: skip
+IN_TEXT = re.compile(r"(line|position) \d+")  # where a text is wrong, which is no field of it
 SHOWN = 80  # characters of a client's names and values in an answer
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 ANTHROPIC = TYPES | {
@@ -100,7 +101,7 @@ def at_field(field: str) -> Iterator[None]:
         yield
     except ValueError as error:
         path, what = field, str(error)
-        if isinstance(error, ConstraintError) and error.path:
+        if isinstance(error, ConstraintError) and error.path and not IN_TEXT.fullmatch(error.path):
             path, what = f"{field}.{error.path}", error.message
         raise ApiError(400, f"{path:.{3 * SHOWN}}: {what}", path, "invalid_value") from error
 

@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from dinfer.serving.errors import ApiError, at_field, invalid, refused
-from dinfer.structure import Compiler, Constraint, Language, choice, grammar, json_schema, regex
+from dinfer.structure import Compiler, Constraint, ConstraintError, Language, choice, grammar, json_schema, regex
+from dinfer.structure.abilities.constraints import too_large
 
 Schema = dict[str, Any] | bool | str
 ANY_OBJECT: Schema = {"type": "object"}
@@ -187,6 +188,9 @@ class Held:
         with at_field(self.field):
             work = made.submit(replace(self.constraint, **options))
             try:
-                return await asyncio.wrap_future(work.future)
+                found = await asyncio.wrap_future(work.future)
             finally:
                 work.cancel()
+            if (why := too_large(found)) is not None:
+                raise ConstraintError(why)
+            return found

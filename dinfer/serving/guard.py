@@ -34,6 +34,7 @@ SAFE_HEADERS = [
 ID_HEADERS = (b"x-request-id", b"request-id", b"x-typesafe-request-id")  # of OpenAI's, Anthropic's and System One's
 LEAST_RATE = 16_384  # bytes a second of a body that takes longer than `send_timeout`
 BODIES = 16  # times `max_body` that the bodies of all requests may take
+SLASHES = re.compile("/+")
 GONE = 499  # nginx's status for a client that has left; only the log shows it
 SILENCE = 10.0  # seconds without an event, after which a stream gets a sign of life
 EVENTS = b"text/event-stream; charset=utf-8"
@@ -132,8 +133,12 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        if (root := self._settings.root_path) and scope["path"].startswith(f"{root}/"):
-            scope = {**scope, "path": scope["path"].removeprefix(root)}
+        path = SLASHES.sub("/", scope["path"])  # as clients join addresses and paths
+        if (root := self._settings.root_path) and path.startswith(f"{root}/"):
+            path = path.removeprefix(root)
+        if scope["method"] == "POST":  # a redirection, which pages get, would not know of a proxy's prefix
+            path = path.rstrip("/") or "/"
+        scope = {**scope, "path": path}
         # A gateway has given the request an id.
         request_id, began = scope.get("request_id") or f"req-{uuid.uuid4().hex}", time.perf_counter()
         REQUEST_ID.set(request_id)

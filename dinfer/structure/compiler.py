@@ -96,12 +96,16 @@ class Compiler:
         except ConstraintError as error:
             if isinstance(error, TooSlow) and budget.limits.seconds < self.limits.seconds:
                 raise
-            found = error
+            found = _again(error)
         with self._lock:
             self._found[constraint] = found
-            while len(self._found) > self.kept:
+            while len(self._found) > self.kept or self._size() > self.limits.kept:
                 self._found.popitem(last=False)
         return _told(found)
+
+    def _size(self) -> int:
+        """Bytes of the languages that are kept."""
+        return sum(found.nbytes for found in self._found.values() if isinstance(found, Language))
 
     def _kept(self, constraint: Constraint) -> Language | ConstraintError | None:
         with self._lock:
@@ -195,7 +199,7 @@ class Compiler:
 
 
 def _again(error: ConstraintError) -> ConstraintError:
-    """A refusal to be raised once more: an exception keeps the places through which it went."""
+    """A refusal to be kept or raised once more: an exception holds all that the frames it went through computed."""
     return type(error)(error.message, error.path)
 
 

@@ -136,6 +136,11 @@ class Language:
     """As of the constraint."""
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays that grow with states times classes."""
+        return self.next_QC.nbytes + self.edges_E3.nbytes + self.pairs_P2.nbytes + self.pairs_by_next_P2.nbytes
+
+    @property
     def states(self) -> int:
         """Q."""
         return len(self.next_QC)

@@ -33,12 +33,16 @@ class Cancelled(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds of one compilation: seconds of its thread, bytes of text, states, and token classes."""
+    """Bounds of one compilation: seconds of its thread, bytes of text, states, and token classes.
+
+    `kept`: bytes of the languages that a compiler keeps for later requests.
+    """
 
     seconds: float = 5.0
     text: int = 1024 * 1024
     states: int = 8192
     classes: int = 16384
+    kept: int = 2**29
 
 
 class Budget:

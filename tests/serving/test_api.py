@@ -278,6 +278,20 @@ def test_what_cannot_be_honoured_is_refused_by_name(client: Client, field: str) 
         assert chat(client, max_tokens=1, **{field: value}).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("/v1//chat/completions/", ""),
+        ("/chat/completions", f"Did you mean {CHAT}?"),
+        ("/v1/v1/messages", "Did you mean /v1/messages?"),
+        ("/x", "GET /docs shows what is served"),
+    ],
+)
+def test_a_path_may_have_slashes_and_an_unknown_one_is_told_what_there_is(client: Client, path: str, said: str) -> None:
+    response = client.ask(path, ASK | {"max_tokens": 1})
+    assert response.status_code == (404 if said else 200) and said in response.text and not response.history
+
+
 def test_an_unknown_model_is_404(client: Client) -> None:
     response = chat(client, model="gpt-5")
     assert response.status_code == 404 and response.json()["error"]["code"] == "model_not_found"

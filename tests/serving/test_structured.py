@@ -16,6 +16,7 @@ from support.serving import QUESTION, Client, pieces, served
 
 from dinfer.serving.forms import Held
 from dinfer.structure import Cancelled, Compiler, regex
+from dinfer.structure.abilities import constraints
 
 ASK = {"model": "tiny", "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 48}
 CHAT = "/v1/chat/completions"
@@ -188,6 +189,15 @@ def test_the_posterior_is_an_option_of_every_form(client: Client) -> None:
 def test_forms_that_gaps_cannot_have(client: Client, fields: Any, what: str) -> None:
     answer = client.ask("/v1/infill", {"model": "tiny", "text": "[MASK:3] is [MASK:2]"} | fields)
     assert answer.status_code == 400 and what in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("fields", [{"regex": "["}, {"ebnf": "root ::= x"}, {"guided_regex": "a|b"}])
+def test_a_form_that_cannot_be_is_named_by_its_field(
+    client: Client, fields: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constraints, "MOST_STATES", 1)
+    error = client.ask(CHAT, ASK | fields).json()["error"]
+    assert [error["param"]] == [*fields] and error["message"].startswith(f"{error['param']}: ")
 
 
 def test_a_stream_of_the_canvas_says_what_was_forced(client: Client) -> None:

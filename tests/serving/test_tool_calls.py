@@ -70,6 +70,7 @@ def joined(told: list[dict[str, Any]]) -> tuple[str | None, list[dict[str, Any]]
         ({"tool_choice": "required"}, {"buy", "now"}, "tool_calls"),
         ({"tool_choice": "required", "parallel_tool_calls": False}, {"buy", "now"}, "tool_calls"),
         ({"tool_choice": BUY_ALONE}, {"buy"}, "stop"),
+        ({"tool_choice": BUY_ALONE, "response_format": {"type": "json_object"}}, {"buy"}, "stop"),
     ],
 )
 def test_a_call_is_of_a_function_s_schema(client: Client, fields: Any, names: set[str], finish: str) -> None:

@@ -115,10 +115,11 @@ class ToolFields(HeldFields):
             if self.tool_choice is not None:
                 raise refused("tool_choice", choice, "needs tools: say which functions there are")
             return form
-        if form is not None and (choice != "auto" or form.constraint.kind != "json_schema"):
+        if form is not None and form.constraint.kind != "json_schema":
             what = f"tool_choice={choice!r:.80}" if choice != "auto" else "tools"
             raise ApiError(400, f"{form.field} and {what} are both given: leave one out", form.field, "invalid_value")
-        content = None if form is None else json.loads(form.constraint.text)
+        # A form is of the text beside calls, and an answer that must call has none.
+        content = None if form is None or choice != "auto" else json.loads(form.constraint.text)
         # Text ends at a stop string; all else must be without one.
         stops: dict[str, Any] = {"ends" if choice == "auto" and content is None else "stop": tuple(self.stops)}
         with at_field("tools"):

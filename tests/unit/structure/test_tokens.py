@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import threading
+import weakref
 from concurrent.futures import CancelledError
 from typing import Any
 
@@ -115,6 +118,11 @@ def test_the_cache_keeps_what_was_used_last() -> None:
     compiler.compile(choice(["a", "b"]))
     assert compiler.compile(choice(["a"])) is first
     assert compiler.compile(choice(["b"])) is not second
+    small = Compiler(compiler.vocabulary, Limits(kept=first.nbytes))
+    first = small.compile(choice(["a"]))
+    assert small.compile(choice(["a"])) is first
+    small.compile(choice(["a" * 99]))  # its bytes alone are too many
+    assert small.compile(choice(["a"])) is not first
 
 
 def test_what_was_refused_is_remembered() -> None:
@@ -128,6 +136,16 @@ def test_what_was_refused_is_remembered() -> None:
     assert kept.future.done() and isinstance(kept.future.exception(), ConstraintError)
     assert errors[0] is not errors[1] and str(errors[0]) == str(errors[1]) == str(kept.future.exception())
     compiler.close()
+
+
+def test_a_refusal_that_is_kept_does_not_keep_what_its_compilation_computed() -> None:
+    compiler, event = Compiler(vocabulary(b"a")), threading.Event()
+    computed = weakref.ref(event)  # the budget has it, and all frames of the compilation have the budget
+    with pytest.raises(ConstraintError):
+        compiler.compile(regex("(a|"), event)
+    del event
+    gc.collect()
+    assert computed() is None
 
 
 def test_a_small_constraint_overtakes_long_ones_at_each_try(monkeypatch: pytest.MonkeyPatch) -> None:
