@@ -24,8 +24,8 @@ from dinfer.core.models.family import ModelFamily
 from dinfer.core.provided import needed, provided
 from dinfer.core.ranks.split import Rank
 from dinfer.core.step.cursors import Cursors, Phase
-from dinfer.core.step.shape import Sampled, StepShape
-from dinfer.core.step.window import width_of
+from dinfer.core.step.shape import Planned, Sampled, StepShape, Versioned
+from dinfer.core.step.window import deciding, widest, width_of
 
 logger = logging.getLogger(__name__)
 META = torch.device("meta")
@@ -210,8 +210,33 @@ def largest(worker: Worker, length: int, block: int) -> Iterator[StepShape]:
         if width > 0:
             lanes = max(min(runtime.rows, runtime.positions // width), 1)
             shape = StepShape(phase, lanes, width, recipe.iteration.blocks, block, -(-length // runtime.page))
-            shapes.append(shape if phase == Phase.PREFILL else shape.adding(Sampled()))
-    return iter(sorted(shapes, key=lambda shape: -shape.lanes * shape.width))
+            shapes += [shape] if phase == Phase.PREFILL else asked(worker, shape, length)
+    return iter(sorted(shapes, key=computed, reverse=True))
+
+
+def computed(shape: StepShape) -> int:
+    """Positions of a step, in all versions of its rows."""
+    return shape.lanes * (1 + shape.versions) * shape.width
+
+
+def asked(worker: Worker, shape: StepShape, length: int) -> list[StepShape]:
+    """A step with the largest that requests may bring and abilities add to it.
+
+    Where rows have versions, fewer rows may have more of them: the largest of these steps, too.
+    """
+    recipe, found = worker.recipe, list[StepShape]()
+    count = (recipe.facts.versions or worker.runtime.speculate) if shape.phase == deciding(recipe) else 0
+    shape = shape.adding(Sampled(), *recipe.facts.asks)
+    for rows in (shape.lanes, *(1 << n for n in range((shape.lanes - 1).bit_length() * (count > 0)))):
+        one = replace(shape, lanes=rows)
+        if count:
+            width = min(shape.width, widest(recipe, shape.block, length))
+            one = replace(one, width=width).adding(Versioned(count))
+        for ability in recipe.abilities:
+            if (extra := ability.adds(recipe, one, Planned(rows))) is not None:
+                one = one.adding(extra)
+        found.append(one)
+    return [found[0], *([max(found[1:], key=computed)] if found[1:] else [])]
 
 
 def told(worker: Worker) -> str:

@@ -15,7 +15,7 @@ from dinfer.core.step.contracts import CachePolicy, Component, Decoder, Iteratio
 from dinfer.core.step.mixins import MIXINS, Aligned, RefreshesWithin, Slides
 from dinfer.core.step.model import Model, Parts, Sampling
 from dinfer.core.step.request import Request, Resolved
-from dinfer.core.step.shape import Extra, Planned, Sampled, StepShape, Versioned, extras_of
+from dinfer.core.step.shape import Extra, Sampled, Versioned, extras_of
 
 REFUSALS = (  # beside those of abilities and components
     Refusal(
@@ -102,11 +102,9 @@ class Recipe(Parts):
         return extras_of([*sampled, *(extra for extra in asked if extra is not None)])
 
     def largest(self, candidates: int) -> tuple[Extra, ...]:
-        """The extras of the steps that need most memory. `candidates`: the most of a step, see `runtime.speculate`."""
-        shape = StepShape(Phase.WINDOW, 0, 0, self.iteration.blocks, 0, 0)
-        added = (ability.adds(self, shape, Planned(0)) for ability in self.abilities)
+        """The extras of steps that have memory of their own. `candidates`: the most of a step, `runtime.speculate`."""
         count = self.facts.versions or candidates
-        return extras_of([Versioned(count)] * (count > 0) + [extra for extra in added if extra is not None])
+        return (Versioned(count),) if count else ()
 
     def guided(self, options: Resolved) -> bool:
         """Whether a request with these options has a second branch, without the prompt."""

@@ -117,12 +117,13 @@ class HostFacts:
     page_sets: int = 0  # of each slot beside that of its request, if not for versions
     opens: bool = False  # a step may open one more block before it decides
     divides: bool = False  # rows may take several lanes of a step
+    asks: tuple[Extra, ...] = ()  # the largest that requests may bring, of those that take memory worth planning for
 
     def __or__(self, other: HostFacts) -> HostFacts:
         return HostFacts(
             self.phases + other.phases, self.versions + other.versions, max(self.offered, other.offered),
             max(self.page_sets, other.page_sets), self.opens or other.opens, self.divides or other.divides,
-        )  # fmt: skip
+            self.asks + other.asks)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ from dinfer.core.step.ability import (
 from dinfer.core.step.commits import with_progress
 from dinfer.core.step.cursors import Status
 from dinfer.core.step.mixins import Drafts, Moves
-from dinfer.core.step.shape import Sampled, power_of_2
+from dinfer.core.step.shape import HostFacts, Sampled, power_of_2
 from dinfer.core.step.told import Forced
 from dinfer.structure.kernels.languages import Sweeps, placed
 from dinfer.structure.kernels.lines import Languages, Line, Settled
@@ -161,7 +161,7 @@ class LanguageRows:
     row_N6: Tensor  # int64, see `dinfer.structure.kernels.languages.placed`
     vocab: int
     kind_NS: Tensor  # int8, of `Kind`
-    languages: Languages | None = None  # allocated for the first request that brings one
+    languages: Languages | None = None  # allocated for the first step that some row is in one
     placed: dict[int, tuple[Language, int]] = field(default_factory=dict)  # by the language's identity: its place
     used: list[int] = field(default_factory=list)  # how many slots are in the language of each place
     of_slot: dict[int, int] = field(default_factory=dict)  # the place of each slot that is in a language
@@ -180,8 +180,7 @@ class LanguageRows:
         """Where a language is, after it was written there if need be."""
         if (known := self.placed.get(id(language))) is not None:
             return known[1]
-        if self.languages is None:
-            self._alloc()
+        self.tables()
         place = self.used.index(0)
         self.placed = {key: (other, at) for key, (other, at) in self.placed.items() if at != place}
         try:
@@ -192,29 +191,32 @@ class LanguageRows:
         self.placed[id(language)] = language, place
         return place
 
-    def _alloc(self) -> None:
+    def tables(self) -> Languages:
+        """Room for the languages of all slots."""
+        if self.languages is not None:
+            return self.languages
         slots, device = self.row_N6.shape[0], self.row_N6.device
 
-        def empty(*size: int, dtype: torch.dtype = torch.int16) -> Tensor:
-            return torch.empty(size, dtype=dtype, device=device)
+        def zeros(*size: int, dtype: torch.dtype = torch.int16) -> Tensor:
+            return torch.zeros(size, dtype=dtype, device=device)  # whoever plans memory runs steps of no language
 
         self.used = [0] * slots
         entries = max(slots * ENTRIES, ROOM)
         self.languages = Languages(
-            class_GV=empty(slots, self.vocab),
-            size_GC=empty(slots, MOST_CLASSES, dtype=torch.int32),
-            token_GC=empty(slots, MOST_CLASSES, dtype=torch.int32),
-            distance_GQ=empty(slots, MOST_STATES, dtype=torch.int32),
-            next_Y=empty(entries),
-            pair_Y2=empty(entries // PAIRS, 2),
-            edge_Y3=empty(entries // EDGES, 3),
-            meta_G8=torch.zeros(slots, 8, dtype=torch.int64, device=device),
+            class_GV=zeros(slots, self.vocab),
+            size_GC=zeros(slots, MOST_CLASSES, dtype=torch.int32),
+            token_GC=zeros(slots, MOST_CLASSES, dtype=torch.int32),
+            distance_GQ=zeros(slots, MOST_STATES, dtype=torch.int32),
+            next_Y=zeros(entries),
+            pair_Y2=zeros(entries // PAIRS, 2),
+            edge_Y3=zeros(entries // EDGES, 3),
+            meta_G8=zeros(slots, 8, dtype=torch.int64),
         )
+        return self.languages
 
     def _write(self, place: int, language: Language) -> None:
         """Writes a language's arrays to its place, and to a free stretch of those that all languages share."""
-        held = self.languages
-        assert held is not None
+        held = self.tables()
         classes, vocab = language.classes, len(language.class_V)
         class_V = np.zeros(self.vocab, np.int16)
         class_V[:vocab] = language.class_V
@@ -237,8 +239,7 @@ class LanguageRows:
 
     def _stretch(self, column: int, length: int, room: int) -> int:
         """The first free entry before a stretch of `length`, in the array that column `column` of `meta_G8` names."""
-        held = self.languages
-        assert held is not None
+        held = self.tables()
         meta = held.meta_G8.tolist()
         taken = sorted(
             (meta[place][column], meta[place][0] * meta[place][1] if column == 2 else meta[place][column + 1])
@@ -283,6 +284,12 @@ class Constraints(ByExtra[Constrained]):
     kind = Constrained
     answers = (InLanguage,)
     whole_logits = True
+
+    @classmethod
+    def facts(cls, recipe: Parts) -> HostFacts:
+        """A language as large as the place that each slot has for one."""
+        most = Constrained(MOST_STATES, ENTRIES // PAIRS, ENTRIES // EDGES)
+        return HostFacts(asks=() if isinstance(recipe.decoder, Moves) else (most,))
 
     @classmethod
     def adds_for(cls, recipe: Parts, request: Request) -> Extra | None:
@@ -463,10 +470,10 @@ class Constraints(ByExtra[Constrained]):
         rows, layout = step.kept(type(self)), self.layout(step, view)
         place_B, live_B, outside_BX, state_B, room_B = placed(rows.row_N6, step.lanes.slot_B, layout.pos_BX)
         if sweeps is None:  # a step's rows stay in their languages
-            sweeps = Sweeps(rows.languages, place_B, self.extra.states, self.extra.pairs, self.extra.edges)
+            sweeps = Sweeps(rows.tables(), place_B, self.extra.states, self.extra.pairs, self.extra.edges)
             step.notes[Constraints] = sweeps, None
         if isinstance(layout, Whole):
-            between_B = rows.languages.token_GC[:, NOWHERE].index_select(0, place_B)
+            between_B = rows.tables().token_GC[:, NOWHERE].index_select(0, place_B)
             token_BX, open_BX, outside_BX = layout.stands(
                 step.state.canvas, rows.kind_NS, step.lanes.slot_B, between_B[:, None]
             )

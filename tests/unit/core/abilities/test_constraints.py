@@ -15,11 +15,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
-from support.matrix import completions, engine_for, general, settings_of
+from support.matrix import completions, engine_for, general, observed, settings_of
 from support.models import EOS, MASK, VOCAB, fitted, tiny_model
 from support.scripted import Scripted, scripted_spec
 
 from dinfer.core.engine.request import Request, Resolved, Update
+from dinfer.core.engine.runtime import BatchSize
 from dinfer.core.recipe.presets import component
 from dinfer.core.recipe.recipe import IncompatibleRecipe, Recipe, compose
 from dinfer.core.registry import CACHES, DECODERS, ITERATIONS
@@ -27,9 +28,10 @@ from dinfer.core.step.mixins import Verifies
 from dinfer.core.step.request import DEFAULTS
 from dinfer.families.decoders.isd import ISD
 from dinfer.scale.parallel.leader_worker import read, spelled
+from dinfer.speed import memory
 from dinfer.structure.abilities import constraints
 from dinfer.structure.abilities.bias import TokenBias
-from dinfer.structure.abilities.constraints import ForcedCount, InLanguage
+from dinfer.structure.abilities.constraints import Constraints, ForcedCount, InLanguage
 from dinfer.structure.compiler import compile_automaton
 from dinfer.structure.constraint import choice, regex
 from dinfer.structure.kernels.lines import Line
@@ -234,6 +236,27 @@ def test_drafts_go_on_with_an_answer_of_the_form(monkeypatch: pytest.MonkeyPatch
         written.append([one.output for one in done])
         monkeypatch.setattr(ISD, "within", lambda self, find, state: None)
     assert written[0] == written[1] and forwards[0] < forwards[1]
+
+
+@pytest.mark.parametrize(("speculate", "lanes"), [(0, 64), (4, 45)])
+def test_memory_is_planned_for_versions_and_forms(speculate: int, lanes: int) -> None:
+    """Plans had a lane for each row, where forms try paths in 64, and no table of languages."""
+    isd = {"iteration": {"name": "sliding", "block": 7}, "decoder": {"name": "isd", "rejected": "branches"}}
+    usual = {"iteration": "blockwise", "decoder": "threshold", "cache": "none"}
+    recipe = compose(tiny_model(), **usual) if speculate else compose(tiny_model("drafts"), cache="block", **isd)
+    engine = engine_for(recipe, rows=9, max_length=24, page=4, speculate=speculate)
+    block, worker = min(recipe.iteration.block, 24), engine.loop.worker
+    planned = [*memory.largest(worker, 24, block)]
+    assert max(shape.lanes * (1 + shape.versions) for shape in planned) == lanes
+    with torch.inference_mode():
+        worker.open(BatchSize(9, 24, block, 60))
+        for shape in planned:
+            worker.launch(shape, [])  # of no request
+    assert worker.runner.state.kept[Constraints].languages is not None
+    worker.close()
+    shapes, requests = observed(engine), [Request.behind([1, 2, 3 + i], 17) for i in range(9)]
+    completions(engine, [bound(one, language_of("[a-j]{3,6}")) for one in requests])
+    assert max(map(memory.computed, shapes)) <= memory.computed(planned[0])
 
 
 @pytest.mark.parametrize("kind", ["random", "wrong", "ties", "goes_on"])
