@@ -143,7 +143,7 @@ typedef struct {
     void (*decode)(const uint8_t *from, uint8_t *u, float *d, float *m); /* d and m of group g go to place g * LANES */
 } Kind;
 
-enum { INT8, INT4, FIRST_BLOCK };
+enum { INT8, INT4, FIRST_BLOCK, Q8_0 = FIRST_BLOCK, Q4_0, Q4_1 };
 
 /* In the order of `dinfer.kernels.cpu.linear.KINDS`. */
 static const Kind KINDS[] = {
