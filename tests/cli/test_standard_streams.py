@@ -129,7 +129,7 @@ def test_outputs_are_checked_before_anything_is_loaded(
     def loaded(*given: object, **named: object) -> None:
         raise AssertionError("a model is loaded")
 
-    monkeypatch.setattr("dinfer.core.pipeline.load", loaded)
+    monkeypatch.setattr("dinfer.core.pipeline.pipeline.load_network", loaded)
     (tmp_path / "file").write_text("")
     wrong = [
         (["trace", "a", f"out={tmp_path}/file/a.html"], "file: Not a directory"),

@@ -6,11 +6,9 @@ import gzip
 import json
 import os
 import resource
-import signal
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -128,24 +126,37 @@ def test_lines_may_be_of_any_api(dinfer: CommandLine) -> None:
     assert answers("formed.jsonl")["fim/completions"]["response"]["body"]["choices"][0]["text"].isdecimal()
 
 
+STOPS = """
+import os, signal, sys
+from dinfer.__main__ import main
+from dinfer.lab.outputs import JsonLines
+
+def write(output, line):
+    before(output, line)
+    written.append(line)
+    if len(written) == 3:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+before, written, JsonLines.write = JsonLines.write, [], write
+main(sys.argv[1:])
+"""  # a command that stops, as if it were slow, when it has written three answers
+
+
 def test_a_kill_loses_and_repeats_nothing(dinfer: CommandLine) -> None:
     write(*(line(i) for i in range(20)))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "dinfer", "batch", "in.jsonl", "out.jsonl", "runtime.rows=1", *QUICK],
+    with subprocess.Popen(
+        [sys.executable, "-c", STOPS, "batch", "in.jsonl", "out.jsonl", "runtime.rows=1", *QUICK],
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-    out, end = Path("out.jsonl"), time.monotonic() + 60
-    while not (out.exists() and out.read_bytes().count(b"\n")) and time.monotonic() < end:
-        if process.poll() is None:
-            time.sleep(0.005)
-    running = dinfer("batch", "in.jsonl", "out.jsonl", *QUICK)  # two at once
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL, "it ended before it was killed"
+    ) as process:  # fmt: skip
+        try:
+            assert os.WIFSTOPPED(os.waitpid(process.pid, os.WUNTRACED)[1]), "it ended before it was killed"
+            running = dinfer("batch", "in.jsonl", "out.jsonl", *QUICK)  # two at once
+        finally:
+            process.kill()
     assert running.status == 2 and "another process writes" in running.err
-    before = out.read_bytes()
-    kept = before.count(b"\n")
-    assert 1 <= kept < 20
-    whole = before[: before.rfind(b"\n") + 1]
+    out, kept = Path("out.jsonl"), 3
+    whole = out.read_bytes()
+    assert whole.count(b"\n") == kept and whole.endswith(b"\n")
     out.write_bytes(whole + whole[:50])  # as if it had been killed within a line
     said = dinfer("batch", "in.jsonl", "out.jsonl", *QUICK)
     assert said.status == 0 and f"{20 - kept} answers, 0 errors among them, and {kept} from before" in said.err
@@ -257,7 +268,7 @@ def test_an_engine_that_hangs_ends_the_command(dinfer: CommandLine, monkeypatch:
     awake = threading.Event()
 
     def hang(engine: Engine) -> list[Any]:
-        if not awake.wait(10):
+        if not awake.wait(120):
             raise RuntimeError("nobody has noticed")
         return []
 

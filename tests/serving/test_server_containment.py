@@ -10,7 +10,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
+from itertools import count
 from typing import Any
 
 import pytest
@@ -19,7 +21,8 @@ pytest.importorskip("fastapi")
 
 import httpx
 from support.command_line import CommandLine
-from support.serving import QUESTION, Client, served
+from support.rank_processes import until
+from support.serving import QUESTION, Client, served, tiny
 
 import dinfer
 from dinfer.cli.commands import serve as serve_command
@@ -34,6 +37,7 @@ from dinfer.serving.settings import Settings, listen
 
 BAD, GOOD = 33, 64  # tokens of answers
 PATH = "/v1/chat/completions"
+LIMIT = 120.0  # seconds: what waits so long has failed, however busy the machine
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +182,7 @@ def test_a_device_that_has_failed_is_found_out(client: Client, monkeypatch: pyte
 
 
 def test_a_request_ends_with_its_deadline(client: Client) -> None:
-    late = client.ask(PATH, body(dinfer={"deadline": 0.01}))
+    late = client.ask(PATH, body(dinfer={"deadline": 1e-9}))
     assert late.status_code == 408 and late.json()["error"]["code"] == "deadline"
     refused = client.ask(PATH, body(dinfer={"deadline": 1e9}))
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "dinfer.deadline"
@@ -202,7 +206,18 @@ def test_the_next_turn_shares_the_keys_of_the_last() -> None:
         assert text_of(client.ask(PATH, body(128, messages=turns))) == want.text
 
 
-def serving(client: Client, talk: Callable[[str], None]) -> list[BaseException]:
+@contextmanager
+def deaf() -> Iterator[None]:
+    """A signal that comes before the server listens to it, or after its end, does not end the tests."""
+    before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def serving(client: Client, talk: Callable[[str], None], made: socket.socket | None = None) -> list[BaseException]:
     """Runs the server as the command does, in this thread, and a client in another. Returns the client's errors."""
     errors: list[BaseException] = []
 
@@ -218,27 +233,31 @@ def serving(client: Client, talk: Callable[[str], None]) -> list[BaseException]:
         threads[0].start()
 
     threads: list[threading.Thread] = []
-    with listen(client.server.settings) as made:
-        run.serve(client.server, made, ready)
-    threads[0].join()
+    with deaf(), made or listen(client.server.settings) as door:
+        try:
+            run.serve(client.server, door, ready)
+        finally:
+            for thread in threads:
+                thread.join()
     return errors
+
+
+def http_client(address: str) -> httpx.Client:
+    return httpx.Client(base_url=address, timeout=LIMIT)
 
 
 def test_sigterm_lets_running_answers_finish() -> None:
     said: list[str] = []
 
     def talk(address: str) -> None:
-        with (
-            httpx.Client(base_url=address, timeout=30) as http,
-            http.stream("POST", PATH, json=body(stream=True)) as got,
-        ):
+        with http_client(address) as http, http.stream("POST", PATH, json=body(stream=True)) as got:
             for line in got.iter_lines():
                 if not said:
                     os.kill(os.getpid(), signal.SIGTERM)
                     time.sleep(0.05)
                 said.append(line)
 
-    with served(Settings(port=0)) as client:
+    with served(Settings(port=0, grace=LIMIT)) as client:
         assert serving(client, talk) == []
         assert free(client)
     assert [line for line in said if line][-1] == "data: [DONE]"
@@ -248,24 +267,33 @@ def test_sigterm_lets_running_answers_finish() -> None:
 def test_a_second_interrupt_or_the_end_of_the_grace_time_cuts_answers_off(
     grace: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    said: list[str] = []
-    step = Engine.step
+    said, cut, step, steps = list[str](), threading.Event(), Engine.step, count()
 
     def talk(address: str) -> None:
+        asked = body(64, stream=True, dinfer={"threshold": 1.0})
         with (
-            httpx.Client(base_url=address, timeout=30) as http,
-            http.stream("POST", PATH, json=body(64, stream=True)) as got,
-            pytest.raises(httpx.TransportError),
-        ):
-            for line in got.iter_lines():
-                said.append(line)
-                if len(said) == 1 or grace:
+            http_client(address) as http, http.stream("POST", PATH, json=asked) as got, ThreadPoolExecutor(1) as reader,
+        ):  # fmt: skip
+            lines = got.iter_lines()
+            said.append(next(lines))
+            rest = reader.submit(said.extend, lines)
+            os.kill(os.getpid(), signal.SIGINT)
+            while not wait([rest], 0.1).done:
+                if grace:
                     os.kill(os.getpid(), signal.SIGINT)
+            assert isinstance(rest.exception(), httpx.TransportError)
+            cut.set()
 
-    monkeypatch.setattr(Engine, "step", lambda engine: (time.sleep(0.1), step(engine))[1])
+    def held(engine: Engine) -> Any:
+        """An answer that has begun ends no sooner than its connection."""
+        if said or next(steps) > 32:
+            cut.wait(LIMIT)
+        return step(engine)
+
+    monkeypatch.setattr(Engine, "step", held)
     with served(Settings(port=0, grace=grace)) as client:
         assert serving(client, talk) == []
-        assert free(client)
+        assert until(lambda: free(client))
     assert said and "data: [DONE]" not in said
     assert "complete or not" in caplog.text
     assert not [record for record in caplog.records if record.exc_info or record.levelname == "ERROR"]
@@ -275,40 +303,53 @@ def test_an_engine_that_fails_ends_the_server(monkeypatch: pytest.MonkeyPatch) -
     told: list[httpx.Response] = []
 
     def talk(address: str) -> None:
-        with httpx.Client(base_url=address, timeout=30) as http:
+        with http_client(address) as http:
             assert http.get("/health").status_code == 200
             monkeypatch.setattr(Engine, "step", lambda engine: (_ for _ in ()).throw(RuntimeError("a defect")))
             told.append(http.post(PATH, json=body()))
             told.extend(http.get(path) for path in ("/health", "/ready"))
             told.append(http.post(PATH, json=body()))
+        os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(run, "FAREWELL", 0.5)
+    monkeypatch.setattr(run, "FAREWELL", LIMIT)
     with served(Settings(port=0)) as client, pytest.raises(run.EngineFailed, match="a defect"):
-        assert serving(client, talk) == []
+        serving(client, talk)
     assert [response.status_code for response in told] == [500, 503, 503, 503]
+
+
+def test_a_server_whose_engine_has_failed_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    def talk(address: str) -> None:
+        with http_client(address) as http, suppress(httpx.TransportError):
+            http.post(PATH, json=body())
+
+    monkeypatch.setattr(Engine, "step", lambda engine: (_ for _ in ()).throw(RuntimeError("a defect")))
+    monkeypatch.setattr(run, "FAREWELL", 0.01)
+    with served(Settings(port=0)) as client, pytest.raises(run.EngineFailed, match="a defect"):
+        serving(client, talk)
 
 
 def test_an_engine_that_hangs_ends_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     told, awake = dict[str, httpx.Response](), threading.Event()
 
     def talk(address: str) -> None:
-        with httpx.Client(base_url=address, timeout=30) as http:
+        with http_client(address) as http:
             assert http.get("/health").status_code == 200
             told["asked"] = http.post(PATH, json=body())
             told.update({path: http.get(path) for path in ("/health", "/ready")})
+        os.kill(os.getpid(), signal.SIGTERM)
 
     def hang(engine: Engine) -> list[Any]:
         awake.wait()
         return []
 
-    monkeypatch.setattr(run, "FAREWELL", 0.5)
+    monkeypatch.setattr(run, "FAREWELL", LIMIT)
     monkeypatch.setattr(Engine, "step", hang)
     try:
         with (
             served(Settings(port=0, round_timeout=0.2)) as client,
             pytest.raises(run.EngineFailed, match=r"longer than 0\.2 seconds"),
         ):
-            assert serving(client, talk) == []
+            serving(client, talk)
     finally:
         awake.set()
     assert {path: response.status_code for path, response in told.items()} == {
@@ -345,33 +386,47 @@ def test_an_interrupt_that_is_lost_while_the_model_loads_ends_the_command(
     def loads(*_: Any) -> Any:
         with suppress(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(1)
-        return client.server
+            time.sleep(LIMIT)
+        return tiny()
 
-    monkeypatch.setattr(serve_command, "made", loads)
+    # No other module takes it from there: one that did, and is first imported here, would keep it.
+    monkeypatch.setattr(serve_command, "pipeline", loads)
     monkeypatch.setattr(run, "serve", lambda *_: pytest.fail("it serves"))
-    with served() as client:
-        assert CommandLine(monkeypatch, capsys)("serve", "port=0").status == 130
+    assert CommandLine(monkeypatch, capsys)("serve", "port=0").status == 130
 
 
-def test_beyond_max_connections_requests_are_refused_in_the_api_s_own_words() -> None:
-    async def ask(client: Client) -> list[httpx.Response]:
-        return await asyncio.gather(*(client.http.post(PATH, json=body()) for _ in range(3)))
+@contextmanager
+def asked_at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Client, int, int], list[httpx.Response]]]:
+    """Asks as often at once. None is answered before as many as given are refused."""
+    go, step = threading.Event(), Engine.step
 
+    async def ask(client: Client, count: int, refused: int) -> list[httpx.Response]:
+        tasks = [asyncio.create_task(client.http.post(PATH, json=body(8))) for _ in range(count)]
+        async with asyncio.timeout(LIMIT):
+            for _, task in zip(range(refused), asyncio.as_completed(tasks), strict=False):
+                await task
+        go.set()
+        return await asyncio.gather(*tasks)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "step", lambda engine: (go.wait(LIMIT), step(engine))[1])
+        yield lambda client, count, refused: client.loop.run(ask(client, count, refused))
+
+
+def test_beyond_max_connections_requests_are_refused_in_the_api_s_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
     with served(Settings(max_connections=2)) as client:
-        *good, refused = sorted(client.loop.run(ask(client)), key=lambda response: response.status_code)
+        with asked_at_once(monkeypatch) as ask:
+            *good, refused = sorted(ask(client, 3, 1), key=lambda response: response.status_code)
         assert [response.status_code for response in good] == [200, 200]
         assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
         assert refused.json()["error"]["code"] == "too_many_connections"
         assert client.ask(PATH, body()).status_code == 200
 
 
-def test_all_bodies_together_have_a_limit() -> None:
-    async def ask(client: Client) -> list[httpx.Response]:
-        return await asyncio.gather(*(client.http.post(PATH, json=body(8)) for _ in range(24)))
-
+def test_all_bodies_together_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     with served(Settings(max_body=len(json.dumps(body(8))) + 1)) as client:
-        codes = [response.status_code for response in client.loop.run(ask(client))]
+        with asked_at_once(monkeypatch) as ask:
+            codes = [response.status_code for response in ask(client, 24, 1)]
         assert codes.count(200) >= 16 and codes.count(503) == len(codes) - codes.count(200) > 0
         assert client.ask(PATH, body(8)).status_code == 200
 
@@ -381,13 +436,15 @@ def test_a_connection_without_a_request_ends(sent: bytes) -> None:
     read: list[bytes] = []
 
     def talk(address: str) -> None:
-        with socket.create_connection(("127.0.0.1", int(address.split(":")[-1].strip("/"))), timeout=30) as link:
-            link.sendall(sent)
-            read.append(link.recv(1000))
+        read.append(link.recv(1000))
         os.kill(os.getpid(), signal.SIGTERM)
 
     with served(Settings(port=0, send_timeout=0.05)) as client:
-        assert serving(client, talk) == []
+        made = listen(client.server.settings)
+        made.listen()
+        with socket.create_connection(made.getsockname()[:2], timeout=LIMIT) as link:
+            link.sendall(sent)  # before the server runs, so that it is there in time
+            assert serving(client, talk, made) == []
     if not sent:
         assert read == [b""]
     else:

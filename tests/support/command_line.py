@@ -10,7 +10,8 @@ import pty
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,16 +49,26 @@ class CommandLine:
             for name, value in {"COLUMNS": "80", "DINFER_DEBUG": "0", **environment}.items():
                 patch.setenv(name, value)
             self._capsys.readouterr()
-            status, root = 0, logging.getLogger()
-            handlers, level = [*root.handlers], root.level
-            try:
-                main(list(args))
-            except SystemExit as end:
-                status = int(end.code or 0)
-            finally:  # Hydra's --info leaves a handler behind that writes to this command's stdout
-                root.handlers[:] = handlers
-                root.setLevel(level)
+            status = 0
+            with loggers_kept():
+                try:
+                    main(list(args))
+                except SystemExit as end:
+                    status = int(end.code or 0)
             return Said(status, *self._capsys.readouterr())
+
+
+@contextmanager
+def loggers_kept() -> Iterator[None]:
+    """Takes back what a command does to loggers: a server's write to stderr alone, Hydra's --info to this stdout."""
+    loggers = [logging.getLogger(name) for name in (None, "dinfer", "dinfer.serving", "uvicorn")]
+    before = [(logger, [*logger.handlers], logger.level, logger.propagate) for logger in loggers]
+    try:
+        yield
+    finally:
+        for logger, handlers, level, propagate in before:
+            logger.handlers[:], logger.propagate = handlers, propagate
+            logger.setLevel(level)
 
 
 @dataclass(frozen=True)
@@ -86,7 +97,7 @@ class Installed:
 
     def python(self, *args: str, **environment: str) -> Said:
         process = self._started(args, environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=240)
         return Said(process.returncode, out, err)
 
     def in_terminal(self, *args: str, interrupt_after: str) -> Said:
@@ -106,14 +117,14 @@ class Installed:
         except OSError:  # how Linux says that the other end is closed
             pass
         os.close(parent)
-        return Said(process.wait(timeout=60), seen.decode(errors="replace"), "")
+        return Said(process.wait(timeout=240), seen.decode(errors="replace"), "")
 
 
 def install(folder: Path) -> Installed:
     """Builds a wheel of the checkout without a network and installs it, alone, into a folder."""
     site, cwd = folder / "site", folder / "elsewhere"
     cwd.mkdir(parents=True)
-    quiet: dict[str, Any] = {"check": True, "capture_output": True, "text": True, "timeout": 120}
+    quiet: dict[str, Any] = {"check": True, "capture_output": True, "text": True, "timeout": 240}
     subprocess.run([sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)], cwd=ROOT, **quiet)
     wheel = next(folder.glob("*.whl"))
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-compile"]

@@ -1,9 +1,11 @@
-"""Kills a rank of a program that runs a model on several, and sees that nothing of it is left."""
+"""Processes beside the test's: waiting for them, ports for them, and a rank that is killed and leaves nothing."""
 
 from __future__ import annotations
 
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,7 +16,7 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).parents[2]
-LIMIT = 60.0  # seconds in which all ranks have ended after one has: 30 on an idle machine, and tests share two cores
+LIMIT = 120.0  # seconds in which all ranks have ended after one has: 30 on an idle machine, and tests share two cores
 
 
 def until(done: Callable[[], bool], seconds: float = LIMIT) -> bool:
@@ -22,6 +24,14 @@ def until(done: Callable[[], bool], seconds: float = LIMIT) -> bool:
     while not done() and time.monotonic() < end:
         time.sleep(0.02)
     return done()
+
+
+def free_port() -> int:
+    """A free port that the system gives to no connection meanwhile, as it does with those that it chooses itself."""
+    while True:
+        with socket.socket() as free, suppress(OSError):
+            free.bind(("127.0.0.1", random.SystemRandom().randrange(20_000, 32_000)))
+            return int(free.getsockname()[1])
 
 
 def runs(process: int) -> bool:
@@ -55,7 +65,7 @@ class Program:
     def ranks(self, stage: str) -> list[int]:
         """All ranks, in order, as soon as the program is so far: start, loading, capturing (on a GPU) or running."""
         if stage == "start":
-            assert until(lambda: len(children(self.process.pid)) == self.count - 1, 60)
+            assert until(lambda: len(children(self.process.pid)) == self.count - 1)
             return [self.process.pid, *children(self.process.pid)]
         assert self.process.stdout is not None
         ranks = [int(word) for word in self.process.stdout.readline().split()[1:]]
@@ -74,7 +84,7 @@ def kill(program: Program, stage: str, victim: int, by: signal.Signals) -> None:
         assert until(lambda: not any(map(runs, others)))
     finally:
         program.process.kill()
-        ended = until(lambda: not any(map(runs, ranks)), 2)
+        ended = until(lambda: not any(map(runs, ranks)))
         for process in filter(runs, ranks):  # one that is left would keep the pipes open
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)

@@ -37,7 +37,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def no_leader(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another test of this process may have led ranks."""
-    monkeypatch.setattr("dinfer.scale.parallel.leader.leader", lambda: None)
+    for module in ("divided_model", "leader"):  # the one that takes it from the other first
+        monkeypatch.setattr(f"dinfer.scale.parallel.{module}.leader", lambda: None)
 
 
 def case(name: str) -> Case:
