@@ -102,7 +102,7 @@ def test_what_cannot_be_done_is_said(dinfer: CommandLine, lines: str, message: s
     assert said.status == 2 and message in said.err and said.out == ""
 
 
-PATIENCE = 20  # seconds without a word
+PATIENCE = 120  # seconds without a word
 
 
 class Terminal:

@@ -16,7 +16,7 @@ import pytest
 PROGRAM = next((path for name in ("chromium", "google-chrome", "chrome") if (path := shutil.which(name))), None)
 FIREFOX = next((path for name in ("firefox-esr", "firefox") if (path := shutil.which(name))), None)
 needs_chromium = pytest.mark.skipif(PROGRAM is None, reason="no Chromium on this machine")
-SECONDS = 30
+SECONDS = 120  # for which a page may take its time: tests share two cores
 ENTER, ESCAPE, RIGHT = "\ue007", "\ue00c", "\ue014"  # WebDriver's keys
 
 
@@ -27,7 +27,7 @@ def dom(page: Path, profile: Path, fragment: str = "") -> str:
             str(PROGRAM), "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
             f"--user-data-dir={profile}", "--virtual-time-budget=2000", "--dump-dom", f"{page.as_uri()}#{fragment}",
         ],
-        capture_output=True, text=True, timeout=60,
+        capture_output=True, text=True, timeout=SECONDS,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout

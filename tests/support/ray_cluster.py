@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -15,8 +14,10 @@ from pathlib import Path
 
 import psutil
 
+from tests.support.rank_processes import free_port
+
 STORE = 100_000_000  # bytes
-START = 60.0  # seconds
+START = 200.0  # seconds
 # For all processes. A driver gives up its head after 10 s, not 60.
 QUIET = {
     "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_gcs_rpc_server_reconnect_timeout_s": "10",
@@ -65,9 +66,7 @@ class Cluster:
 @contextmanager
 def cluster(cpus: int) -> Iterator[Cluster]:
     """A cluster with `cpus` cores, on a free port. Raises TimeoutError."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     with tempfile.TemporaryDirectory(
         prefix="ray", dir="/tmp", ignore_cleanup_errors=True
     ) as folder:  # sockets' paths are short

@@ -13,7 +13,7 @@ import torch
 from dinfer.core.ranks.ranks import Ranks
 from dinfer.core.ranks.split import Rank
 
-LIMIT = 60.0  # seconds in which all ranks have come to a sum or a gather
+LIMIT = 200.0  # seconds in which all ranks have come to a sum or a gather
 Result = TypeVar("Result")
 
 

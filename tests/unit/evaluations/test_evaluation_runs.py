@@ -7,7 +7,6 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -24,6 +23,7 @@ from lm_eval.tasks._index import TaskIndex
 from lm_eval.tasks._yaml_loader import _import_func_in_yml
 from support.evaluation import NEW, RECIPE, RUNTIME, recipe_pipe, run
 from support.files import small_files
+from support.rank_processes import free_port
 
 from dinfer.core.pipeline import Pipeline
 from dinfer.demo.problems import FAMILIES, generate
@@ -227,7 +227,8 @@ def test_a_killed_run_goes_on(pipe: Pipeline, tmp_path: Path) -> None:
 
     child = multiprocessing.get_context("fork").Process(target=killed)
     child.start()
-    child.join()
+    child.join(240)
+    child.kill()
     assert child.exitcode == -signal.SIGKILL
     path = next(tmp_path.glob("*.answers-0.jsonl"))
     before = path.read_bytes()
@@ -321,7 +322,7 @@ class Threads(Replicas):
     """Replicas that are threads of this process: what they exchange lies on a table between them."""
 
     table: ClassVar[dict[int, Any]] = {}
-    barrier: ClassVar[threading.Barrier] = threading.Barrier(2, timeout=60)
+    barrier: ClassVar[threading.Barrier] = threading.Barrier(2, timeout=240)
 
     def exchanged(self, value: Any) -> list[Any]:
         self.wait()
@@ -370,15 +371,14 @@ here.wait()
 print(here.size, here.gather(torch.tensor(here.rank + 5)).tolist(), here.collect({"rank": here.rank}))
 torch.distributed.destroy_process_group()
 """
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     shared = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
     children = [
         subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=shared | {"RANK": rank, "LOCAL_RANK": rank},
                          stdout=subprocess.PIPE, text=True)
         for rank in "01"
     ]  # fmt: skip
-    said = [child.communicate(timeout=120)[0].strip() for child in children]
+    said = [child.communicate(timeout=240)[0].strip() for child in children]
     assert said == ["2 [5, 6] [{'rank': 0}, {'rank': 1}]", "2 [5, 6] None"]
 
 

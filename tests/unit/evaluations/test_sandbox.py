@@ -24,7 +24,8 @@ from evaluations.sandbox import (
     warn_of_gaps,
 )
 
-SHORT = Limits(seconds=2, megabytes=512)
+USUAL = Limits(seconds=60, megabytes=512)  # which nothing here takes, however busy the machine
+SHORT = Limits(seconds=1, megabytes=512)
 
 
 @pytest.mark.parametrize(
@@ -42,14 +43,14 @@ SHORT = Limits(seconds=2, megabytes=512)
     ],
 )
 def test_what_fails(program: str, remark: str) -> None:
-    found = run(program, SHORT)
+    found = run(program, SHORT if remark == "timed out" else USUAL)
     assert not found.passed
     assert re.search(remark, found.remark), found.remark
 
 
 def test_what_passes() -> None:
-    assert run("def f(x):\n    return x + 1\nassert f(1) == 2\nprint('noise')", SHORT).passed
-    assert run("import math, re, collections\nassert __name__ == '__main__'", SHORT).passed
+    assert run("def f(x):\n    return x + 1\nassert f(1) == 2\nprint('noise')", USUAL).passed
+    assert run("import math, re, collections\nassert __name__ == '__main__'", USUAL).passed
 
 
 def test_nothing_is_left_behind(tmp_path: Path) -> None:
@@ -58,11 +59,11 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
     code = "import os\nassert 'SECRET' not in os.environ\nopen('here', 'w').write('x')\nprint(os.getcwd())"
     os.environ["SECRET"] = "1"
     try:
-        assert run(code, SHORT).passed
+        assert run(code, USUAL).passed
     finally:
         del os.environ["SECRET"]
     later = f"import time; time.sleep(1); open({str(secret)!r}, 'w')"
-    assert run(f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {later!r}])", SHORT).passed
+    assert run(f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {later!r}])", USUAL).passed
     time.sleep(1.3)
     assert not secret.exists()
 
@@ -75,13 +76,13 @@ def test_the_file_system_is_read_only_but_for_its_own_folder(way: str, tmp_path:
         "import os, tempfile\nopen('here', 'w').write('x')\nos.remove('here')\nos.mkdir('folder')\n"
         "tempfile.TemporaryFile().write(b'x')\nopen(os.devnull, 'w').write('x')"
     )
-    assert run(harmless, SHORT, ways=(way,)).passed
+    assert run(harmless, USUAL, ways=(way,)).passed
     for harm in (
         f"open({str(outside)!r}, 'w')", f"open({str(old)!r}, 'a')", f"os.remove({str(old)!r})",
         f"os.truncate({str(old)!r}, 0)", f"os.mkdir({str(outside)!r})",
         f"os.rename({str(old)!r}, 'mine')", f"os.symlink('x', {str(outside)!r})",
     ):  # fmt: skip
-        found = run(f"import os\n{harm}", SHORT, ways=(way,))
+        found = run(f"import os\n{harm}", USUAL, ways=(way,))
         if found.passed and harm.startswith("open"):
             pytest.skip(f"this kernel has no {way}")
         assert re.search("Permission denied|Read-only|cross-device", found.remark), (harm, found.remark)
@@ -97,7 +98,7 @@ def test_what_is_not_guarded_is_said_once(caplog: pytest.LogCaptureFixture) -> N
 
 def test_no_network() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        found = run(f"import socket\nsocket.create_connection(('127.0.0.1', {server.getsockname()[1]}), 1)", SHORT)
+        found = run(f"import socket\nsocket.create_connection(('127.0.0.1', {server.getsockname()[1]}), 1)", USUAL)
     if found.passed:
         pytest.skip("this system lets no process give its network up")
     assert "unreachable" in found.remark
@@ -111,12 +112,12 @@ def test_limits_that_cannot_be() -> None:
 def test_the_hubs_metric_is_replaced() -> None:
     """As lm-eval's code tasks use it."""
     usual = evaluate.load
-    with in_sandbox(SHORT):
+    with in_sandbox(USUAL):
         metric = evaluate.load("code_eval")
         good, bad = "def add(a, b): return a + b", "def add(a, b): return a * b"
         tests = ["assert add(2, 3) == 5", "assert add(1, 1) == 2"]
         scores, runs = metric.compute(references=tests, predictions=[[good, bad], [bad, bad]], k=[1, 2, 3])
-    assert evaluate.load is usual and CODE_EVAL.limits == SHORT
+    assert evaluate.load is usual and CODE_EVAL.limits == USUAL
     assert scores == {"pass@1": 0.25, "pass@2": 0.5}
     assert [[outcome["passed"] for _, outcome in runs[i]] for i in (0, 1)] == [[True, False], [False, False]]
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.rank_processes import free_port
 from support.serving import served
 from unit.rollouts.test_weights import answers, folders, new_weights, pipeline  # noqa: F401, a fixture
 
@@ -21,12 +21,6 @@ from dinfer.rollouts.weights import WeightsIncomplete
 from dinfer.serving.settings import Settings
 
 ROOT = Path(__file__).parents[3]
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 def started(port: int, *given: str) -> subprocess.Popen[bytes]:
@@ -46,7 +40,7 @@ def test_broadcasts(how: str, folders: Any, monkeypatch: pytest.MonkeyPatch) -> 
     pipe, new = pipeline(folders("llada", "A"), "llada"), new_weights(folders, "llada")
     port, last = free_port(), "3" if lost else str(len(new))
     with started(port, str(folders("llada", "B") / "model.safetensors"), str(int(how == "flat")), last) as trainer:
-        group = join("127.0.0.1", port, 1, 2, name="weight_update_group", patience=60)
+        group = join("127.0.0.1", port, 1, 2, name="weight_update_group", patience=240)
         told = [*new], [str(one.dtype) for one in new.values()], [[*one.shape] for one in new.values()]
         try:
             if lost:

@@ -13,7 +13,7 @@ from dinfer.rollouts.transport import broadcast, join, leave
 
 def main(port: str, file: str, flat: str, last: str) -> None:
     """`last`: the number of tensors after which it ends without a word; "wait": it waits to be killed."""
-    group = join("127.0.0.1", int(port), 0, 2, patience=60)
+    group = join("127.0.0.1", int(port), 0, 2, patience=240)
     if last == "wait":
         signal.pause()
     every = [*load_file(file).values()]

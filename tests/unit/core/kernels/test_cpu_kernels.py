@@ -324,18 +324,18 @@ def test_what_the_thread_of_the_load_compiles_no_other_compiles_again(monkeypatc
     def compiler(*given: Any, **named: Any) -> None:
         runs.append(threading.current_thread().name)
         began.set()
-        go_on.wait(10)
+        go_on.wait(120)
         raise OSError("nothing was kept")
 
     monkeypatch.setattr(native.subprocess, "run", compiler)
     threads = [threading.Thread(target=native.library) for _ in range(2)]
     threads[0].start()
-    assert began.wait(10)
+    assert began.wait(120)
     threads[1].start()
     time.sleep(0.05)  # in which the second comes to wait
     go_on.set()
     for thread in threads:
-        thread.join(10)
+        thread.join(120)
     assert runs == [threads[0].name] and native.library() is None
 
 

@@ -78,7 +78,7 @@ def failed(ranks: Leader, said: str) -> None:
         with pytest.raises(RankFailed, match=said):
             while True:
                 ranks.together("say", 1, work=int)
-    assert until(lambda: not any(map(runs, processes)), 2)
+    assert until(lambda: not any(map(runs, processes)))
 
 
 def test_a_rank_that_meets_an_error_says_which(start: Start) -> None:

@@ -27,7 +27,7 @@ def test_all_kernels_of_a_step_and_of_those_that_follow_are_compiled_in_threads(
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": path(), "TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-m", "support.compiled_ahead"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
     assert (found["prepares for cpu"], found["prepares for cuda"]) == (False, True)
