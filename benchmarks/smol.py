@@ -259,7 +259,12 @@ def models(
     for adapter in given.adapter:
         for block in given.blocks:
             pipe = loaded(given.base, adapter, block, quantize=given.quantize, **where)
-            yield {"model": adapter, "block": block}, pipe, [{"threshold": one} for one in given.thresholds]
+            has = hasattr(pipe.recipe.decoder, "threshold")
+            yield (
+                {"model": adapter, "block": block},
+                pipe,
+                [{"threshold": x} for x in given.thresholds] if has else [{}],
+            )
 
 
 def of_options(pipe: Pipeline, runtime: Runtime, options: dict[str, Any]) -> Pipeline:
@@ -281,7 +286,7 @@ def main() -> None:
     parser.add_argument("--strides", type=int, nargs="*", default=[], help="of drafts: most tokens of a step")
     parser.add_argument("--rules", nargs="+", default=["{}"], help="of drafts: options of decoder=isd, as JSON")
     parser.add_argument("--blocks", type=int, nargs="+", default=[16, 32])
-    parser.add_argument("--thresholds", type=float, nargs="+", default=[1.0, 0.9, 0.7, 0.5])
+    parser.add_argument("--thresholds", type=float, nargs="+", default=[1.0, 0.9, 0.7, 0.5], help="where one applies")
     parser.add_argument("--seconds", type=float, default=86400.0, help="no part begins later")
     parser.add_argument("--slice", type=int, help="requests at a time; no speed, and the same command goes on")
     bounds(parser)
