@@ -331,6 +331,57 @@ class Rendering(ABC):
         return b"".join(name + sse([piece]) for name, piece in zip(names, pieces, strict=True))
 
 
+class Blocks(Rendering):
+    """Objects of an API whose answers are one block after the other: a thought, a text, and each call."""
+
+    named = True
+
+    def __init__(self, answer: Answer) -> None:
+        super().__init__(answer)
+        self.choice = answer.choices[0]
+        self.block: Part | None = None  # the part that began the block which is being sent
+        self.index = -1  # of the last block
+
+    def pieces(self, event: Event) -> list[dict[str, Any]]:
+        made = [piece for part in self.answer.take(event) for piece in self.part(part)]
+        if event.canvas is not None:
+            made = made or self.silent()
+            made[-1] |= {"dinfer": {"canvas": event.canvas}}
+        return made
+
+    def part(self, part: Part) -> Iterator[dict[str, Any]]:
+        """The events of a part of the answer, which begins a block or adds to one."""
+        kind = "call" if part.kind == "arguments" else part.kind
+        if self.block is None or part.kind == "call" or kind != self.block.kind:
+            yield from self.end()
+            self.block, self.index = part, self.index + 1
+            yield from self.begun(part)
+        if part.kind != "call":
+            yield from self.added(part)
+
+    def end(self) -> Iterator[dict[str, Any]]:
+        """The events at the end of the block that is being sent, if there is one."""
+        if self.block is not None:
+            yield from self.ended(self.block)
+        self.block = None
+
+    @abstractmethod
+    def begun(self, part: Part) -> Iterator[dict[str, Any]]:
+        """The events that begin a block."""
+
+    @abstractmethod
+    def added(self, part: Part) -> Iterator[dict[str, Any]]:
+        """The events that add text to it."""
+
+    @abstractmethod
+    def ended(self, part: Part) -> Iterator[dict[str, Any]]:
+        """The events that end it. `part`: what began it."""
+
+    @abstractmethod
+    def silent(self) -> list[dict[str, Any]]:
+        """An event that says nothing of the answer, and carries a canvas."""
+
+
 class Stream(StreamingResponse):
     """Server-sent events. Unlike Starlette's response it needs no task: `Guard` sees clients leave."""
 

@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from dinfer.core.pipeline.inputs import encodable, texts_in
 from dinfer.core.pipeline.tokenizer import OWNED
 from dinfer.serving.errors import SHOWN, invalid, refused
-from dinfer.serving.forms import Held, HeldFields, Strict
+from dinfer.serving.forms import Given, Held, HeldFields, Strict
 from dinfer.serving.pictures import ImagePart, content_of, opened_in
 
 SEEDS = 2**53  # others are taken modulo this, so that a float64 holds them
@@ -91,26 +91,21 @@ class StreamOptions(Strict):
     include_obfuscation: Literal[False] = False
 
 
-class Neutral(Strict):
-    """A request in which a field that is null, or asks for nothing, counts as absent."""
+class Neutral(Given):
+    """A request in which a field that asks for nothing counts as absent, too."""
 
     aliases: ClassVar[Mapping[str, str]] = {}  # other names of fields
 
     model: str = ""  # empty: the first that is served
 
-    @model_validator(mode="before")
     @classmethod
-    def _refuse(cls, data: Any) -> Any:
-        """Drops fields that ask for nothing. Raises ApiError for fields that this server cannot honour."""
-        if not isinstance(data, dict):
-            return data
+    def checked(cls, data: dict[str, Any]) -> dict[str, Any]:
         kept = {}
         for alias, field in cls.aliases.items():
-            if data.get(alias) is not None and data.get(field) not in (None, data[alias]):
+            if alias in data and data.get(field, data[alias]) != data[alias]:
                 raise invalid(alias, f" and {field} contradict each other: give one")
-        given = {cls.aliases.get(field, field): value for field, value in data.items() if value is not None}
-        for field, value in given.items():
-            if value is None or (field == "tools" and data.get("tool_choice") == "none"):
+        for field, value in {cls.aliases.get(field, field): value for field, value in data.items()}.items():
+            if field == "tools" and data.get("tool_choice") == "none":
                 continue
             neutral, reason = NOT_SUPPORTED.get(field, ((), ""))
             # 0 and 0.0 are the same, 0 and False are not.

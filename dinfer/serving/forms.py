@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from dinfer.serving.errors import ApiError, at_field, invalid, refused
 from dinfer.structure import Compiler, Constraint, ConstraintError, Language, choice, grammar, json_schema, regex
@@ -46,6 +46,28 @@ class Strict(BaseModel):
     """Takes only its own fields, and converts no value to another type."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class Returned(Strict):
+    """What a client may send back as it got it, with fields of its own and of other servers."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+
+class Given(Strict):
+    """A request in which a field that is null counts as absent."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _given(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        return cls.checked({field: value for field, value in data.items() if value is not None})
+
+    @classmethod
+    def checked(cls, data: dict[str, Any]) -> dict[str, Any]:
+        """The body as its fields are read. Raises ApiError for what this server cannot honour."""
+        return data
 
 
 class PlainText(Strict):

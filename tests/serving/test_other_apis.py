@@ -84,6 +84,13 @@ def streamed(path: str, response: httpx.Response) -> tuple[str, str, list[Any]]:
     return thought, text, [json.loads(one) for one in (*calls, *blocks.values()) if one]
 
 
+def started(response: httpx.Response) -> list[str]:
+    """What each block of a stream is."""
+    begun = [one.get("content_block") or one["item"] for one in events(response)
+             if one["type"] in ("content_block_start", "response.output_item.added")]  # fmt: skip
+    return [one["type"] for one in begun]
+
+
 @pytest.mark.rest(but=1)
 @pytest.mark.parametrize("path", [MESSAGES, RESPONSES])
 def test_streams_join_to_the_whole_answer(client: Client, path: str) -> None:
@@ -96,6 +103,7 @@ def test_streams_join_to_the_whole_answer(client: Client, path: str) -> None:
         assert bool(calls) == (more is TOOLS[path]) and not thought
         drafts = client.ask(path, ask | {"stream": True, "dinfer": {"drafts": True}})
         assert streamed(path, drafts) == streamed(path, told) and any("dinfer" in one for one in events(drafts))
+        assert started(drafts) == started(told), "a draft begins no block"
 
 
 @pytest.mark.rest(but=1)
@@ -217,6 +225,10 @@ def test_a_thought_stands_apart_and_no_mark_is_told(client: Client, path: str, m
         thought, text, _ = said(path, answer.json())
         assert thought and SCHEMA["required"] == [*json.loads(text)] and "think>" not in thought + text
         assert streamed(path, own.ask(path, ask | {"stream": True})) == (thought, text, [])
+        if path != CHAT:
+            shown = {"thinking": {"type": "adaptive", "display": "omitted"}} if path == MESSAGES else {}
+            drafts = own.ask(path, ask | shown | {"stream": True, "dinfer": {"drafts": True}})
+            assert streamed(path, drafts) == ("" if shown else thought, text, []) and len(started(drafts)) == 2
         usage = json.dumps(answer.json()["usage"])
         assert '"reasoning_tokens": ' in usage or '"thinking_tokens": ' in usage
         switch = {"thinking": {"type": "disabled"}} if path == MESSAGES else {"reasoning": {"effort": "none"}}

@@ -7,18 +7,18 @@ import hmac
 import json
 import secrets
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Response
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from dinfer.serving.answers import Answer, Part, Rendering, id_of
+from dinfer.serving.answers import Answer, Blocks, Part, id_of
 from dinfer.serving.apis.chats import CappedRequest, canonical, placed
 from dinfer.serving.errors import ApiError, anthropic, invalid, refused, spelled
 from dinfer.serving.fields import Own, Stop, Text
-from dinfer.serving.forms import Schema, Strict
+from dinfer.serving.forms import Given, Returned, Schema, Strict
 from dinfer.serving.generating import Shown, encoded, generated
 from dinfer.serving.pictures import ImagePart, content_of, joined, objects_in, opened_in
 from dinfer.serving.rows import Event
@@ -39,13 +39,7 @@ BLOCKS = {
 }  # fmt: skip
 
 
-class Block(Strict):
-    """What a client may send back as it got it, with fields of its own and of other servers."""
-
-    model_config = ConfigDict(extra="ignore", strict=True)
-
-
-class TextBlock(Block):
+class TextBlock(Returned):
     type: Literal["text"]
     text: Text
 
@@ -58,26 +52,26 @@ class TextBlock(Block):
         return data
 
 
-class ToolUse(Block):
+class ToolUse(Returned):
     type: Literal["tool_use"]
     id: Text
     name: Text
     input: dict[Text, Any]
 
 
-class ToolResult(Block):
+class ToolResult(Returned):
     type: Literal["tool_result"]
     tool_use_id: Text
     content: Text | list[TextBlock] | None = None
     is_error: bool | None = None
 
 
-class Thinking(Block):
+class Thinking(Returned):
     type: Literal["thinking"]
     thinking: Text  # its signature may be missing or foreign: clients switch servers within a conversation
 
 
-class Redacted(Block):
+class Redacted(Returned):
     type: Literal["redacted_thinking"]
 
 
@@ -141,7 +135,7 @@ class OutputConfig(Strict):
     task_budget: None = None
 
 
-class CountRequest(Strict):
+class CountRequest(Given):
     """Fields that say what the model reads."""
 
     model: str
@@ -169,13 +163,8 @@ class CountRequest(Strict):
     workspace_id: Any = None
     diagnostics: Any = None
 
-    @model_validator(mode="before")
     @classmethod
-    def _refuse(cls, data: Any) -> Any:
-        """Drops fields that are null. Raises ApiError for what this server cannot honour."""
-        if not isinstance(data, dict):
-            return data
-        data = {field: value for field, value in data.items() if value is not None}
+    def checked(cls, data: dict[str, Any]) -> dict[str, Any]:
         if "thread" in data:
             details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
             raise ApiError(400, f"thread {NO_STATE}", "thread", "unsupported_value", details=details)
@@ -276,20 +265,16 @@ def _check_blocks(messages: Any) -> None:
                     raise ApiError(400, told, path, "unsupported_value")
 
 
-class Message(Rendering):
-    """Anthropic's message: blocks of a thought, of text, and of each call."""
-
-    named = True
+class Message(Blocks):
+    """Anthropic's message."""
 
     def __init__(self, body: CountRequest, answer: Answer, asked: CappedRequest, shown: Shown) -> None:
         super().__init__(answer)
-        self.id, self._choice = f"msg_{uuid.uuid4().hex}", answer.choices[0]
+        self.id = f"msg_{uuid.uuid4().hex}"
         self._hidden = body.thinking is not None and body.thinking.display == "omitted"
-        self._open: str | None = None  # the kind of the block that is being sent
-        self._index = -1  # of the last block
 
     def whole(self) -> dict[str, Any]:
-        choice, content = self._choice, list[dict[str, Any]]()
+        choice, content = self.choice, list[dict[str, Any]]()
         if choice.thought:
             shown = "" if self._hidden else choice.thought
             content.append({"type": "thinking", "thinking": shown, "signature": signature(choice.thought)})
@@ -303,48 +288,38 @@ class Message(Rendering):
         start = self._head() | {"content": [], "stop_reason": None, "stop_sequence": None, "usage": self._usage()}
         return [{"type": "message_start", "message": start}, *self.pieces(Event(0))]
 
-    def pieces(self, event: Event) -> list[dict[str, Any]]:
-        made = [piece for part in self.answer.take(event) for piece in self._part(part)]
-        if event.canvas is not None:
-            if not made or made[-1]["type"] != "content_block_delta":
-                made += self._part(Part("text" if self._open in (None, "text") else "arguments", ""))
-            made[-1] |= {"dinfer": {"canvas": event.canvas}}
-        return made
-
     def closing(self) -> list[dict[str, Any]]:
         last = {"type": "message_delta", "delta": self._end(), "usage": self._usage()}
-        return [*self._closed(), last, {"type": "message_stop"}]
+        return [*self.end(), last, {"type": "message_stop"}]
 
     def failed(self, error: ApiError, request_id: str | None) -> list[dict[str, Any]]:
         return [anthropic(error, request_id)]
 
-    def _part(self, part: Part) -> Iterator[dict[str, Any]]:
-        """The events of a part of the answer."""
-        kind = "call" if part.kind == "arguments" else part.kind
-        if kind != self._open or part.kind == "call":
-            yield from self._closed()
-            self._open, self._index = kind, self._index + 1
-            empty: dict[str, Any] = {"type": "text", "text": ""}
-            if kind == "thought":
-                empty = {"type": "thinking", "thinking": "", "signature": ""}
-            if kind == "call":
-                empty = self._call(part.call, part.text) | {"input": {}}
-            yield {"type": "content_block_start", "index": self._index, "content_block": empty}
+    def begun(self, part: Part) -> Iterator[dict[str, Any]]:
+        empty: dict[str, Any] = {"type": "text", "text": ""}
+        if part.kind == "thought":
+            empty = {"type": "thinking", "thinking": "", "signature": ""}
+        if part.kind == "call":
+            empty = self._call(part.call, part.text) | {"input": {}}
+        yield {"type": "content_block_start", "index": self.index, "content_block": empty}
+
+    def added(self, part: Part) -> Iterator[dict[str, Any]]:
         delta: dict[str, Any] = {"type": "text_delta", "text": part.text}
         if part.kind == "thought":
             delta = {"type": "thinking_delta", "thinking": part.text}
         if part.kind == "arguments":
             delta = {"type": "input_json_delta", "partial_json": part.text}
-        if part.kind != "call" and not (part.kind == "thought" and self._hidden):
-            yield {"type": "content_block_delta", "index": self._index, "delta": delta}
+        if part.kind != "thought" or not self._hidden:
+            yield {"type": "content_block_delta", "index": self.index, "delta": delta}
 
-    def _closed(self) -> Iterator[dict[str, Any]]:
-        if self._open == "thought":
-            delta = {"type": "signature_delta", "signature": signature(self._choice.thought)}
-            yield {"type": "content_block_delta", "index": self._index, "delta": delta}
-        if self._open is not None:
-            yield {"type": "content_block_stop", "index": self._index}
-        self._open = None
+    def ended(self, part: Part) -> Iterator[dict[str, Any]]:
+        if part.kind == "thought":
+            delta = {"type": "signature_delta", "signature": signature(self.choice.thought)}
+            yield {"type": "content_block_delta", "index": self.index, "delta": delta}
+        yield {"type": "content_block_stop", "index": self.index}
+
+    def silent(self) -> list[dict[str, Any]]:
+        return [{"type": "ping"}]
 
     def _head(self) -> dict[str, Any]:
         return {"id": self.id, "type": "message", "role": "assistant", "model": self.answer.model}
@@ -353,7 +328,7 @@ class Message(Rendering):
         return {"type": "tool_use", "id": id_of("toolu", self.id, index), "name": name}
 
     def _end(self) -> dict[str, Any]:
-        matched = None if self._choice.last is None else self._choice.last.matched
+        matched = None if self.choice.last is None else self.choice.last.matched
         reasons = {"calls": "tool_use", "length": "max_tokens", "stop": "end_turn", "abort": "pause_turn"}
         reason = reasons[self.answer.finish(0) or "stop"]
         if reason == "end_turn" and isinstance(matched, str):
@@ -384,17 +359,15 @@ async def read(server: Server, body: CountRequest) -> tuple[Served, CappedReques
 
 
 def add(app: FastAPI, server: Server) -> None:
-    names: Mapping[str, str] = NAMES
-
     @app.post("/v1/messages")
     async def messages(body: MessagesRequest) -> Response:
         """Answers a conversation, whole or as server-sent events, like Anthropic's API."""
-        with spelled(names):
+        with spelled(NAMES):
             served, asked, prompt = await read(server, body)
             return await generated(server, served, asked, [prompt], partial(Message, body), None)
 
     @app.post("/v1/messages/count_tokens")
     async def count(body: CountRequest) -> dict[str, int]:
         """The tokens of the prompt of a conversation."""
-        with spelled(names):
+        with spelled(NAMES):
             return {"input_tokens": len((await read(server, body))[2])}

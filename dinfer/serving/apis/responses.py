@@ -9,13 +9,13 @@ from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Response
-from pydantic import AfterValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, Field
 
-from dinfer.serving.answers import Answer, Part, Rendering, id_of
+from dinfer.serving.answers import Answer, Blocks, Part, id_of
 from dinfer.serving.apis.chats import CappedRequest, canonical, placed
 from dinfer.serving.errors import ApiError, invalid, refused, spelled
 from dinfer.serving.fields import MAX_STOPS, MAX_TOP_LOGPROBS, Own, Stop, Text, readable
-from dinfer.serving.forms import Schema, Strict
+from dinfer.serving.forms import Given, Grammar, NamedSchema, Pattern, Returned, Strict
 from dinfer.serving.generating import Shown, encoded, generated
 from dinfer.serving.pictures import ImagePart, content_of, objects_in, opened_in
 from dinfer.serving.rows import Event
@@ -40,12 +40,6 @@ NAMES = {
 }  # fmt: skip
 TEXTS = ("input_text", "output_text", "text", "refusal")
 CUT = {"length": "max_output_tokens", "abort": "aborted"}  # why an answer is incomplete
-
-
-class Returned(Strict):
-    """What a client may send back as it got it, with fields of its own and of other servers."""
-
-    model_config = ConfigDict(extra="ignore", strict=True)
 
 
 class TextPart(Returned):
@@ -113,26 +107,11 @@ class PlainFormat(Strict):
     type: Literal["text", "json_object"]
 
 
-class SchemaFormat(Strict):
+class SchemaFormat(NamedSchema):
     type: Literal["json_schema"]
-    own: Annotated[Schema, AfterValidator(readable)] = Field(alias="schema")
-    name: Text | None = None
-    strict: bool | None = None
-    description: Text | None = None
 
 
-class RegexFormat(Strict):
-    type: Literal["regex"]
-    pattern: Text
-
-
-class GrammarFormat(Strict):
-    type: Literal["grammar"]
-    grammar: Text
-    syntax: Literal["lark", "ebnf"] | None = None
-
-
-TextFormat = Annotated[PlainFormat | SchemaFormat | RegexFormat | GrammarFormat, Field(discriminator="type")]
+TextFormat = Annotated[PlainFormat | SchemaFormat | Pattern | Grammar, Field(discriminator="type")]
 
 
 class TextOptions(Strict):
@@ -155,7 +134,7 @@ class StreamOptions(Strict):
 SAMPLING = {"top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "min_tokens", "cache_salt"}
 
 
-class ResponsesRequest(Strict):
+class ResponsesRequest(Given):
     model: str = ""
     input: Text | Items
     instructions: Text | None = None
@@ -185,13 +164,9 @@ class ResponsesRequest(Strict):
     cache_salt: Any = None
     dinfer: Own = Own()
 
-    @model_validator(mode="before")
     @classmethod
-    def _refuse(cls, data: Any) -> Any:
-        """Drops what is null or asks for nothing. Raises ApiError for what this server cannot honour."""
-        if not isinstance(data, dict):
-            return data
-        data = {field: value for field, value in data.items() if value is not None and field not in IGNORED}
+    def checked(cls, data: dict[str, Any]) -> dict[str, Any]:
+        data = {field: value for field, value in data.items() if field not in IGNORED}
         for field in STATEFUL:
             if data.pop(field, None):
                 raise invalid(field, f" {NO_STATE}", "unsupported_value")
@@ -294,10 +269,8 @@ def _checked(where: str, item: Any) -> Any:
     return item
 
 
-class Output(Rendering):
-    """OpenAI's response: items of a thought, of a message, and of each call."""
-
-    named = True
+class Output(Blocks):
+    """OpenAI's response, whose blocks are items."""
 
     def __init__(
         self, body: ResponsesRequest, thinks: bool, answer: Answer, asked: CappedRequest, shown: Shown
@@ -305,37 +278,29 @@ class Output(Rendering):
         """`thinks`: whether the model has thoughts, so that an effort has an effect."""
         super().__init__(answer)
         self.body, self.asked, self.shown, self._thinks = body, asked, shown, thinks
-        self.id, self.created, self._choice = f"resp_{uuid.uuid4().hex}", int(time.time()), answer.choices[0]
+        self.id, self.created = f"resp_{uuid.uuid4().hex}", int(time.time())
         self._sent = 0  # events
-        self._open: Part | None = None  # the first part of the item that is being sent
-        self._index = -1  # of the last item
         self._tokens = 0  # of the text whose log-probabilities are told
 
     def whole(self) -> dict[str, Any]:
-        choice = self._choice
+        choice = self.choice
         items = [self._item(Part("thought", ""), choice.thought)] if choice.thought else []
-        items += (
-            [self._item(Part("text", ""), choice.said)] if choice.said or not (choice.calls or choice.thought) else []
-        )
+        if choice.said or not (choice.calls or choice.thought):
+            items.append(self._item(Part("text", ""), choice.said))
         items += [self._item(Part("call", name, i), text) for i, (name, text) in enumerate(choice.calls)]
         return self._response(items)
 
     def opening(self) -> list[dict[str, Any]]:
-        begun = self._response([], "in_progress") | {"usage": None}
-        made = [self._event(f"response.{what}", response=begun) for what in ("created", "in_progress")]
-        return [*made, *self.pieces(Event(0))]
+        return [self._begun("created"), self._begun("in_progress"), *self.pieces(Event(0))]
 
-    def pieces(self, event: Event) -> list[dict[str, Any]]:
-        made = [piece for part in self.answer.take(event) for piece in self._part(part)]
-        if event.canvas is not None:
-            if not made or not made[-1]["type"].endswith(".delta"):
-                made += self._part(self._open._replace(text="") if self._open else Part("text", ""))
-            made[-1] |= {"dinfer": {"canvas": event.canvas}}
-        return made
+    def silent(self) -> list[dict[str, Any]]:
+        if self.block is None:
+            return [self._begun("in_progress")]
+        return [*self.added(Part("arguments" if self.block.kind == "call" else self.block.kind, ""))]
 
     def closing(self) -> list[dict[str, Any]]:
-        last = [] if self._index >= 0 else [*self._part(Part("text", ""))]  # an answer of nothing is an empty text
-        last += self._closed()
+        last = [] if self.index >= 0 else [*self.part(Part("text", ""))]  # an answer of nothing is an empty text
+        last += self.end()
         found = self.whole()
         return [*last, self._event(f"response.{found['status']}", response=found)]
 
@@ -347,42 +312,41 @@ class Output(Rendering):
         self._sent += 1
         return {"type": kind, "sequence_number": self._sent - 1, **fields}
 
-    def _part(self, part: Part) -> Iterator[dict[str, Any]]:
-        """The events of a part of the answer."""
-        first = part.kind == "call"
-        if first or self._open is None or (part.kind != "arguments" and self._open.kind != part.kind):
-            yield from self._closed()
-            self._open, self._index = part, self._index + 1
-            item = self._item(part, "", "in_progress") | ({"content": []} if not first else {})
-            yield self._event("response.output_item.added", output_index=self._index, item=item)
-            if not first:
-                empty = self._content(part.kind, "")
-                yield self._event("response.content_part.added", **self._place(), content_index=0, part=empty)
-        if part.kind == "arguments":
-            yield self._event("response.function_call_arguments.delta", **self._place(), delta=part.text)
-        elif not first:
-            kind = "output_text" if part.kind == "text" else "reasoning_text"
-            scores = {"logprobs": self._scores()} if part.kind == "text" else {}
-            yield self._event(f"response.{kind}.delta", **self._place(), content_index=0, delta=part.text, **scores)
+    def _begun(self, what: str) -> dict[str, Any]:
+        return self._event(f"response.{what}", response=self._response([], "in_progress") | {"usage": None})
 
-    def _closed(self) -> Iterator[dict[str, Any]]:
-        if (part := self._open) is None:
+    def begun(self, part: Part) -> Iterator[dict[str, Any]]:
+        item = self._item(part, "", "in_progress") | ({} if part.kind == "call" else {"content": []})
+        yield self._event("response.output_item.added", output_index=self.index, item=item)
+        if part.kind != "call":
+            empty = self._content(part.kind, "")
+            yield self._event("response.content_part.added", **self._place(part), content_index=0, part=empty)
+
+    def added(self, part: Part) -> Iterator[dict[str, Any]]:
+        assert self.block is not None
+        place = self._place(self.block)
+        if part.kind == "arguments":
+            yield self._event("response.function_call_arguments.delta", **place, delta=part.text)
             return
-        self._open, choice = None, self._choice
+        kind = "output_text" if part.kind == "text" else "reasoning_text"
+        scores = {"logprobs": self._scores()} if part.kind == "text" else {}
+        yield self._event(f"response.{kind}.delta", **place, content_index=0, delta=part.text, **scores)
+
+    def ended(self, part: Part) -> Iterator[dict[str, Any]]:
+        choice, place = self.choice, self._place(part)
         if part.kind == "call":
             name, text = choice.calls[part.call]
-            yield self._event("response.function_call_arguments.done", **self._place(part), name=name, arguments=text)
+            yield self._event("response.function_call_arguments.done", **place, name=name, arguments=text)
         else:
             text, kind = (choice.said, "output_text") if part.kind == "text" else (choice.thought, "reasoning_text")
             scores = {"logprobs": self._all_scores()} if part.kind == "text" else {}
-            place = self._place(part) | {"content_index": 0}
+            place["content_index"] = 0
             yield self._event(f"response.{kind}.done", **place, text=text, **scores)
             yield self._event("response.content_part.done", **place, part=self._content(part.kind, text))
-        yield self._event("response.output_item.done", output_index=self._index, item=self._item(part, text))
+        yield self._event("response.output_item.done", output_index=self.index, item=self._item(part, text))
 
-    def _place(self, part: Part | None = None) -> dict[str, Any]:
-        part = part or self._open
-        return {"item_id": self._item_id(part), "output_index": self._index} if part else {}
+    def _place(self, part: Part) -> dict[str, Any]:
+        return {"item_id": self._item_id(part), "output_index": self.index}
 
     def _item_id(self, part: Part) -> str:
         prefix = {"thought": "rs", "text": "msg"}.get(part.kind, "fc")
@@ -407,11 +371,11 @@ class Output(Rendering):
 
     def _scores(self) -> list[dict[str, Any]]:
         """Log-probabilities of the tokens since the last call of this."""
-        since, self._tokens = self._tokens, len(self._choice.ids)
-        return self._of(self._choice.ids[since:], self._choice.logprobs[since:])
+        since, self._tokens = self._tokens, len(self.choice.ids)
+        return self._of(self.choice.ids[since:], self.choice.logprobs[since:])
 
     def _all_scores(self) -> list[dict[str, Any]]:
-        return self._of(self._choice.ids, self._choice.logprobs)
+        return self._of(self.choice.ids, self.choice.logprobs)
 
     def _of(self, ids: Sequence[int], told: Any) -> list[dict[str, Any]]:
         made = [] if self.shown.logprobs is None else self.shown.logprobs.of_chat(ids, told)
