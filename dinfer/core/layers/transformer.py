@@ -25,6 +25,7 @@ from dinfer.core.kernels.rotary import projections, queries_keys_values, rotary_
 from dinfer.core.kernels.types import Dealt, Deferred, Grouped, HeadNorm, InGroups, InputFormat, Projections, Table
 from dinfer.core.layers.format import PLAIN, untraced
 from dinfer.core.layers.linear import Embedding, Formatted, Linear, Router, apply, fused, inputs_of
+from dinfer.core.provided import provided
 from dinfer.core.ranks.ranks import ALONE, Ranks
 from dinfer.core.step.model import Attend
 from dinfer.core.terms.spec import ModelSpec
@@ -76,8 +77,7 @@ class GatedMLP(nn.Module):
     def __init__(self, hidden: int, width: int, gated: Gate = swiglu) -> None:
         super().__init__()
         self.gated = gated
-        self.gate_up = Linear(hidden, 2 * width)
-        self.down = Linear(width, hidden)
+        self.gate_up, self.down = Linear(hidden, 2 * width), Linear(width, hidden)
 
     @property
     def input_format(self) -> InputFormat:
@@ -132,9 +132,8 @@ class Experts(Routed):
     def input_format(self) -> InputFormat:
         """How whatever makes the inputs should leave them; the router takes them as they are."""
         inputs = self.formats["gate_up"].input_format(self.weight_of("gate_up"))
-        if isinstance(inputs, InGroups):
-            return inputs._replace(both=True)
-        return "both" if inputs == "rounded" else "plain"
+        rounded: InputFormat = "both" if inputs == "rounded" else "plain"
+        return inputs._replace(both=True) if isinstance(inputs, InGroups) else rounded
 
     def forward(self, x_BWD: Tensor, pos_BW: Tensor) -> Tensor:
         """[B, W, D] -> [B, W, D]; `pos_BW` says which attention block each token is of."""
@@ -233,8 +232,7 @@ class Block(nn.Module):
         self.mlp = GatedMLP(spec.hidden, spec.mlp) if dense else Experts(spec)
 
     def join(self, ranks: Ranks) -> None:
-        self.heads //= ranks.size
-        self.out.ranks = ranks
+        self.heads, self.out.ranks = self.heads // ranks.size, ranks
         self.mlp.join(ranks)
 
     def forward(
@@ -308,6 +306,8 @@ class Transformer(nn.Module):
         """See `dinfer.core.step.model.Model`. [B, W, D] -> [B, W, D] or [B, X, D]"""
         rope_dim = self.spec.rope_dim or self.spec.head_dim
         table = rotary_table(attend.pos_BW, rope_dim, self.spec.rope_theta, x_BWD.dtype, stretch=self.spec.rope_stretch)
+        if (layers := provided("layers")) is not None and (found := layers(self, x_BWD, table, attend)) is not None:
+            return found
         delta_BWD: Deferred | None = None
         for block in self.blocks:
             needed_BX = attend.needed_BX if block is self.blocks[-1] else None

@@ -38,7 +38,7 @@ from dinfer.core.kernels.moe import ExpertWeight, Gate
 from dinfer.core.kernels.types import HeadNorm, WeightPart
 from dinfer.core.terms.stats import Draw
 
-NAMES = "linear.c", "float.c", "draw.c", "copies.c", "languages.c", "blocks.h", "vectors.h"
+NAMES = "linear.c", "float.c", "draw.c", "copies.c", "languages.c", "layers.c", "blocks.h", "vectors.h"
 SOURCES = tuple(Path(__file__).with_name(name) for name in NAMES)
 FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC")
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
