@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from enum import Enum, auto
 from heapq import heappop, heappush
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -132,6 +132,7 @@ class Batch:
         self.reader = CanvasReader(self.state.canvas, self.state.held(Reports), self.state.block, worker)
         self.pages = PageAllocator(room.pages)
         self.rows: dict[int, Row] = {}  # by slot, in order of admission
+        self._extras: dict[Any, Any] = {}  # rows that ask for the same have one tuple, which a round compares by `is`
         self._free = [*range(room.slots)]  # slots, a heap
 
     @property
@@ -148,7 +149,7 @@ class Batch:
         if (shared := self._shared(row)) is None:
             return Claim.AWAITS
         need = pages_of(request, recipe, page)
-        row.extras = recipe.extras(request)
+        row.extras = self._extras.setdefault(extras := recipe.extras(request), extras)
         row.visible, row.published = need // (1 + recipe.guided(request.options)), len(shared)
         row.cached = len(shared) * page
         pages = self.pages.claim(shared, need - len(shared))

@@ -36,7 +36,7 @@ def check_asks(request: Request, recipe: Recipe, runtime: Runtime) -> None:
     if changed and (reason := refused(all_refusals(), parts, changed)) is not None:
         raise IncompatibleRecipe(reason)
     for ask in request.asks:
-        if not isinstance(ask, tuple(ability.answers for ability in recipe.abilities)):
+        if not isinstance(ask, recipe.answers):
             raise ValueError(f"a request's asks={ask!r:.80} is answered by no ability: register one that does")
     for ability in recipe.abilities:
         if (why := ability.refusal(recipe, request)) is not None:

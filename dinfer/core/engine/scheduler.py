@@ -120,7 +120,7 @@ class Scheduler:
         slots = [row.slot for row in rows if row.slot is not None]
         blocks, pages = self.recipe.iteration.blocks, max(row.visible for row in rows)
         shape = StepShape(phase, lanes or len(rows), width, blocks, self.block, pages)
-        asked = extras_of(extra for extras in {row.extras for row in rows} for extra in extras)
+        asked = extras_of(extra for extras in {id(row.extras): row.extras for row in rows}.values() for extra in extras)
         if phase == Phase.PREFILL:  # it draws and scores nothing, so one graph serves whatever the rows draw later
             return PlannedStep(shape.adding(*(extra for extra in asked if extra.prefills)), slots)
         shape = shape.adding(*asked, *more)

@@ -25,8 +25,9 @@ def made_of(model: Any) -> tuple[Any, ...]:
     """The modules and tensors of a network, with how often each tensor was written in place."""
     if not isinstance(model, nn.Module):
         return ()
-    written = [(id(x), 0 if x.is_inference() else x._version) for x in (*model.parameters(), *model.buffers())]
-    return (*((id(module), type(module)) for module in model.modules()), *written)
+    modules = [*model.modules()]
+    held = (x for one in modules for x in (*one._parameters.values(), *one._buffers.values()) if x is not None)
+    return *((id(one), type(one)) for one in modules), *((id(x), 0 if x.is_inference() else x._version) for x in held)
 
 
 class Worker:

@@ -36,10 +36,8 @@ def interval_attention(q_BWHE: Tensor, k_BSGE: Tensor, v_BSGE: Tensor, seen_BWS:
 
 
 def taken(pool: Tensor, index: Tensor) -> Tensor:
-    """Rows of a pool of keys or values, in float32 if the pool is in float8. [*index.shape, *pool.shape[1:]]"""
-    if pool.dtype != FLOAT8:
-        return pool[index]
-    return pool.view(torch.uint8)[index].view(FLOAT8).float()  # torch does not index float8 on a CPU
+    """Rows of keys or values, those of float8 in float32: torch indexes none. [*index.shape, *pool.shape[1:]]"""
+    return pool[index] if pool.dtype != FLOAT8 else pool.view(torch.uint8)[index].view(FLOAT8).float()
 
 
 def neighbours(pages_BP: Tensor) -> slice | None:

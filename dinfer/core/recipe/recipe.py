@@ -59,6 +59,10 @@ class Recipe(Parts):
     def abilities(self) -> tuple[type[Any], ...]:
         return ABILITIES.ordered()
 
+    @cached_property
+    def answers(self) -> tuple[type[Any], ...]:
+        return tuple(kind for ability in self.abilities for kind in ability.answers)
+
     def __post_init__(self) -> None:
         for kind, part in self.by_kind.items():
             if kind != "model":

@@ -96,9 +96,7 @@ class Moved:
     @property
     def entered_B(self) -> Tensor:
         """Rows that have other active blocks than before. bool [B]"""
-        if self.left_B is None:
-            return self.entered_BK[:, 0]
-        return self.entered_BK.any(-1) | (self.left_B > 0)
+        return self.entered_BK[:, 0] if self.left_B is None else self.entered_BK.any(-1) | (self.left_B > 0)
 
 
 class Component(ABC):

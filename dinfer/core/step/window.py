@@ -117,9 +117,7 @@ def widest(recipe: Parts, block: int, length: int) -> int:
     region += 1 + (recipe.model.spec.attention_block or 1)  # logits that predict the next token; whole attention blocks
     if plan.keeps:  # the region before is computed once more
         return min(2 * region, length)
-    if plan.back is None or plan.ahead is None:
-        return length
-    return min(region + plan.back + plan.ahead, length)
+    return length if plan.back is None or plan.ahead is None else min(region + plan.back + plan.ahead, length)
 
 
 def exact(cache: CachePolicy, layout: AttentionLayout, alignment: int) -> bool:

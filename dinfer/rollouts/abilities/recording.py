@@ -62,18 +62,18 @@ class RecordRead:
 
 def rows_of_all(told: Sequence[RecordRead | None]) -> Tensor:
     """What was recorded of each request, -1 where nothing was. Waits. int32 [N, 4, S]"""
-    together: dict[int, list[int]] = {}  # those that ended with each other
+    together = dict[int, tuple[RecordRead, list[int], list[int]]]()  # those that ended with each other
     for n, one in enumerate(told):
-        together.setdefault(0 if one is None else id(one.row_B4S), []).append(n)
-    widest = max((one.row_B4S.shape[2] for one in told if one is not None), default=1)
+        if one is not None:
+            _, numbers, places = together.setdefault(id(one.row_B4S), (one, [], []))
+            numbers.append(n)
+            places.append(one.at)
+    widest = max((one.row_B4S.shape[2] for one, *_ in together.values()), default=1)
     found_N4S = torch.full((len(told), 4, widest), -1, dtype=torch.int32)
-    for numbers in together.values():
-        reads = [one for n in numbers if (one := told[n]) is not None]
-        if reads:
-            reads[0].wait()
-            row_B4S = reads[0].row_B4S
-            rows_A4S = row_B4S.index_select(0, torch.tensor([one.at for one in reads]))
-            found_N4S[:, :, : row_B4S.shape[2]].index_copy_(0, torch.tensor(numbers), rows_A4S)
+    own_N4S = found_N4S.numpy()  # each call of torch takes a CPU's microseconds
+    for one, numbers, places in together.values():
+        one.wait()
+        own_N4S[numbers, :, : one.row_B4S.shape[2]] = one.row_B4S.numpy()[places]
     return found_N4S
 
 
@@ -96,7 +96,7 @@ class Trail:
     """What was recorded, by slot. The last position, and the last event, are scratch. Graphs know the addresses."""
 
     canvas: Canvas
-    levels: dict[int, int] = field(default_factory=dict)  # of the slots that ask. Host side
+    levels: dict[int, int] = field(default_factory=dict)  # by slot, 0: it asks for none. Host side
     # int32: the step that wrote a position last, and first, -1: none did; bits of its token's log-probability as said,
     # and as drawn
     row_N4S: Tensor | None = None
@@ -113,10 +113,6 @@ class Trail:
         if level >= Record.EVENTS and self.count_N is None:
             self.event_NE5 = tokens_NS.new_zeros(slots, EVENTS * capacity + 1, 5, dtype=torch.int32)
             self.count_N = tokens_NS.new_zeros(slots)
-
-    def logs(self, slots: Sequence[int]) -> bool:
-        """Whether events of one of these are asked for."""
-        return any(self.levels[slot] >= Record.EVENTS for slot in slots)
 
     def whole(self) -> Tensor:
         """A copy of `row_N4S` on the host. Its memory is taken for several at once: each call takes microseconds."""
@@ -191,11 +187,10 @@ class Recording(ByExtra[Recorded]):
 
     @classmethod
     def admit(cls, kept: Trail, slot_A: Tensor, entries: Sequence[Entry]) -> None:
-        for entry in entries:
-            kept.levels.pop(entry.slot, None)
-            if (ask := entry.request.ask(RecordAsk)) is not None:
-                kept.levels[entry.slot] = ask.level
-                kept.want(ask.level)
+        asked = {entry.slot: 0 if (ask := entry.request.ask(RecordAsk)) is None else ask.level for entry in entries}
+        kept.levels |= asked
+        if level := max(asked.values(), default=0):
+            kept.want(level)
         if kept.read is not None:
             torch.cuda.current_stream(slot_A.device).wait_event(kept.read)
         if kept.row_N4S is not None:
@@ -206,12 +201,12 @@ class Recording(ByExtra[Recorded]):
     @classmethod
     def told(cls, kept: Trail, slots: Sequence[int]) -> dict[int, RecordRead]:
         """One read of all that end, with events three. Nobody waits for it here."""
-        own = [slot for slot in slots if slot in kept.levels]
+        own = [slot for slot in slots if kept.levels.get(slot)]
         if not own or kept.row_N4S is None:
             return {}
         device, places = kept.row_N4S.device, own
-        event_BE5, count_B = None, None
-        if kept.event_NE5 is not None and kept.count_N is not None and kept.logs(own):
+        event_BE5, count_B, level = None, None, max(map(kept.levels.__getitem__, own))
+        if kept.event_NE5 is not None and kept.count_N is not None and level >= Record.EVENTS:
             slot_B, places = uploaded(torch.tensor(own), device), [*range(len(own))]
             row_B4S, count_B = host_copy(kept.row_N4S, slot_B), host_copy(kept.count_N, slot_B)
             event_BE5 = host_copy(kept.event_NE5[:, :-1], slot_B)
@@ -222,9 +217,10 @@ class Recording(ByExtra[Recorded]):
         kept.read = torch.cuda.Event() if device.type == "cuda" else None
         if kept.read is not None:
             kept.read.record()
+        events = [event_BE5 if event_BE5 is not None and kept.levels[slot] >= Record.EVENTS else None for slot in own]
         return {
-            slot: RecordRead(at, row_B4S, event_BE5 if kept.logs([slot]) else None, count_B, kept.read)
-            for slot, at in zip(own, places, strict=True)
+            slot: RecordRead(at, row_B4S, event, count_B, kept.read)
+            for slot, at, event in zip(own, places, events, strict=True)
         }
 
     def recorded(self, step: Step, record: Written) -> None:

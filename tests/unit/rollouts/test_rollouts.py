@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.models import EOS, MASK, tiny_model
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import dinfer
 from dinfer.core.layers.transformer import WholeAttend
@@ -14,7 +15,7 @@ from dinfer.core.pipeline.pipeline import Pipeline
 from dinfer.core.recipe.recipe import compose
 from dinfer.lab.likelihood import combine, logps, passes
 from dinfer.rollouts.rollouts import Rollouts
-from dinfer.rollouts.run import seed_of
+from dinfer.rollouts.run import Asked, planned, seed_of
 
 PROMPTS = [[1, 2, 3, 4, 5], [7] * 8]
 RECIPES: dict[str, tuple[str, Any, Any, Any]] = {
@@ -85,6 +86,28 @@ def test_samples_of_a_prompt_share_their_first_pass(name: str, monkeypatch: pyte
     monkeypatch.setattr(apart.model, "forward", lambda x, attend: (rows.append(len(x)), plain(x, attend))[1])
     apart.rollout(PROMPTS, **how)
     assert rows[0] == max(rows)  # a row computes the same beside any others
+
+
+def test_samples_that_end_together_are_read_together() -> None:
+    """More of them are no more calls of torch."""
+
+    class Operators(TorchDispatchMode):
+        calls = 0
+
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.calls += 1
+            return function(*args, **(kwargs or {}))
+
+    sweep = {"name": "blockwise", "block": 6, "stop": "off"}
+    recipe = compose(tiny_model(), iteration=sweep, decoder={"name": "fixed", "steps": 3}, cache="none")
+    pipe, calls = Pipeline(recipe, None, dinfer.Runtime(rows=12)), list[int]()
+    for n in (2, 6):
+        made = planned(pipe, PROMPTS, Asked(n, 6, 1, "events"), temperature=0.7)
+        done = {one.index: one.completion for one in pipe.engine.run(made.requests) if one.completion is not None}
+        with Operators() as seen:
+            assert len(made.read(done)) == 2 * n
+        calls.append(seen.calls)
+    assert calls[0] == calls[1]
 
 
 def test_what_was_drawn_from_is_what_the_options_leave() -> None:
