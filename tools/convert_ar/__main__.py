@@ -20,16 +20,19 @@ import math
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
+from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 
 from tools.convert_ar import draw, measure
-from tools.convert_ar.base import Base, ConversionError, load
+from tools.convert_ar.base import Base, ConversionError, load, whole
 from tools.convert_ar.drafts import Drafter, held_matches, tokens_per_forward
 from tools.convert_ar.train import COPIES, STATE, Settings, Texts, Trainer, adapt
 
@@ -62,6 +65,39 @@ def arguments() -> argparse.ArgumentParser:
         else:
             parser.add_argument(flag, type=type(field.default), default=field.default)
     return parser
+
+
+RANGES: dict[str, tuple[float, float]] = {
+    "steps": (1, math.inf), "seconds": (1e-3, math.inf), "batch": (1, math.inf), "length": (8, math.inf),
+    "shift": (0, 1), "rate": (1e-9, 1), "rank": (0, math.inf), "certainty": (0, math.inf), "drafts": (0, math.inf),
+    "soft": (0, 1), "save_every": (0, math.inf), "rows": (1, math.inf), "conversations": (1, math.inf),
+    "draw_seconds": (1e-3, math.inf), "temperature": (0, math.inf), "most_repeats": (0, 1), "held": (1, math.inf),
+    "new": (1, math.inf), "thresholds": (1e-9, 1),
+}  # fmt: skip
+
+
+def check_ranges(args: argparse.Namespace) -> None:
+    """Raises ConversionError for a number that is out of its range, and for a device that is not here."""
+    for name, (least, most) in RANGES.items():
+        given = getattr(args, name)
+        if wrong := [one for one in (given if isinstance(given, list) else [given]) if not least <= one <= most]:
+            range_ = f"at least {least:g}" if most == math.inf else f"from {least:g} to {most:g}"
+            raise ConversionError(f"--{name.replace('_', '-')} {wrong[0]} must be {range_}")
+    try:
+        device = torch.device(args.device)
+    except RuntimeError as error:
+        raise ConversionError(f"--device {args.device} is none of torch's: give cpu or cuda") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConversionError(f"--device {args.device}: torch finds no card here: give --device cpu")
+    if args.what in ("run", "train") and args.rank and find_spec("peft") is None:
+        raise ConversionError("an adapter is trained by peft, which is not installed: pip install peft, or --rank 0")
+
+
+def check_length(base: Base, args: argparse.Namespace) -> None:
+    """Raises ConversionError for a length that has no room for an answer, or that the base has no positions for."""
+    least = 2 * (len(base.chat.before) + len(base.chat.after)) + 8
+    if not least <= args.length <= (most := base.model.config.max_position_embeddings):
+        raise ConversionError(f"--length {args.length} must be from {least} to {most}, the positions of the base")
 
 
 def settings_of(args: argparse.Namespace, **changes: Any) -> Settings:
@@ -140,7 +176,7 @@ def write_matches(drafter: Drafter, args: argparse.Namespace, out: Path) -> None
         counts = torch.bincount(found, minlength=drafter.settings.drafts + 1).tolist()
         rates = {n: tokens_per_forward(found, n) for n in range(1, drafter.settings.drafts + 1)}
         told = {"step": drafter.step, "matches": counts, "tokens_per_forward_by_drafts": rates}
-        (out / "drafts.json").write_text(json.dumps(told, indent=1) + "\n")
+        write_json(out / "drafts.json", told)
         print(told, flush=True)
 
 
@@ -151,33 +187,41 @@ def write(base: Base, out: Path, settings: Settings, *, float8: bool) -> None:
     told |= {"eos_token_id": base.chat.stop, "shift": settings.shift}
     if settings.drafts:
         told |= {"block_size": 1, "shift": 1, "drafts": settings.drafts}
-    if settings.rank:
-        base.model.peft_config["default"].base_model_name_or_path = Path(base.model.config._name_or_path).name
-        base.model.save_pretrained(out)
-        sizes = ("hidden_size", "num_hidden_layers", "vocab_size")
-        told["base"] = {name: getattr(base.model.config, name) for name in sizes}
-        narrow(out, float8=float8)
-    else:
-        base.model.save_pretrained(out)
-        base.tokenizer.save_pretrained(out)
-        told = json.loads((out / "config.json").read_text()) | told
-        told.pop("quantization_config", None)
-    name = "diffusion.json" if settings.rank else "config.json"
-    (out / name).write_text(json.dumps(told, indent=1) + "\n")
+    with TemporaryDirectory(dir=out, prefix=".writing-") as made:  # what fails half-way leaves nothing in OUT
+        folder = Path(made)
+        if settings.rank:
+            sizes = ("hidden_size", "num_hidden_layers", "vocab_size")
+            told["base"] = {name: getattr(base.model.config, name) for name in sizes}
+            write_adapter(base, folder, float8=float8)
+        else:
+            base.model.save_pretrained(folder)
+            base.tokenizer.save_pretrained(folder)
+            told = json.loads((folder / "config.json").read_text()) | told
+            told.pop("quantization_config", None)
+        write_json(folder / ("diffusion.json" if settings.rank else "config.json"), told)
+        for file in folder.iterdir():
+            file.replace(out / file.name)
 
 
-def narrow(out: Path, *, float8: bool) -> None:
-    """Stores the adapter's matrices in float16, or in float8 with one factor, that config and tensors share."""
-    file, config = out / "adapter_model.safetensors", out / "adapter_config.json"
-    tensors = load_file(file)
-    if not float8:
-        save_file({name: one.half() for name, one in tensors.items()}, file, {"format": "pt"})
-        return
+def write_adapter(base: Base, folder: Path, *, float8: bool) -> None:
+    """In PEFT's format. Matrices are in float16, or in float8 with one factor, that config and tensors share."""
+    from peft import get_peft_model_state_dict
+
+    # Without the embedding, which peft would look up in a repository of the base's name.
+    tensors, config = get_peft_model_state_dict(base.model, save_embedding_layers=False), base.model.peft_config
     factor = 2.0 ** math.floor(math.log2(448 / max(float(one.abs().max()) for one in tensors.values())))
-    eighths = {name: (one.float() * factor).to(torch.float8_e4m3fn) for name, one in tensors.items()}
-    save_file(eighths, file, {"format": "pt"})
-    said = json.loads(config.read_text())
-    config.write_text(json.dumps(said | {"lora_alpha": said["lora_alpha"] / factor**2}, indent=1) + "\n")
+    factor, dtype = (factor, torch.float8_e4m3fn) if float8 else (1.0, torch.float16)
+    narrow = {name: (one.detach().float() * factor).to(dtype).contiguous() for name, one in tensors.items()}
+    save_file(narrow, folder / "adapter_model.safetensors", {"format": "pt"})
+    named = Path(base.model.config._name_or_path).name
+    own = {"base_model_name_or_path": named, "inference_mode": True}
+    config = replace(config["default"], **own, lora_alpha=config["default"].lora_alpha / factor**2)
+    config.save_pretrained(folder)
+
+
+def write_json(path: Path, told: dict[str, Any]) -> None:
+    with whole(path) as part:
+        part.write_text(json.dumps(told, indent=1) + "\n")
 
 
 def measured(base: Base, args: argparse.Namespace, out: Path) -> None:
@@ -196,22 +240,23 @@ def measured(base: Base, args: argparse.Namespace, out: Path) -> None:
         pipe = make(args.base, out, **way, device=args.device)
         table.append(way | measure.scored(base, pipe, prompts, args.new))
         print({name: value for name, value in table[-1].items() if name != "samples"}, flush=True)
-    (out / "scores.json").write_text(json.dumps({"command": sys.argv, "scores": table}, indent=1) + "\n")
+    write_json(out / "scores.json", {"command": sys.argv, "scores": table})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status."""
     args = arguments().parse_args(argv)
+    again = f"what is in {args.out} is whole: the same command goes on from it"
     if "RANK" in os.environ:
         args.device = f"cuda:{os.environ['LOCAL_RANK']}" if args.device.startswith("cuda") else args.device
         if args.device.startswith("cuda"):
             torch.cuda.set_device(args.device)
         dist.init_process_group("nccl" if args.device.startswith("cuda") else "gloo")
-    device = torch.device(args.device)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     try:
-        settings = settings_of(args)
-        base = load(args.base, device, dtype, args.mask)
+        check_ranges(args)
+        settings, device = settings_of(args), torch.device(args.device)
+        base = load(args.base, device, torch.bfloat16 if device.type == "cuda" else torch.float32, args.mask)
+        check_length(base, args)
         args.out.mkdir(parents=True, exist_ok=True)
         if args.what == "run" or (args.what == "draw" and not args.text):
             write_drawn(base, args)
@@ -231,10 +276,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             train(base, args, paced, args.out, args.out / "first")
             barrier()
         if args.what in ("run", "measure"):
-            measured(base, args, args.weights or args.out)
+            try:
+                measured(base, args, args.weights or args.out)
+            except ValueError as error:  # of the engine, which loads what was written
+                raise ConversionError(str(error)) from error
     except ConversionError as error:
         print(f"python -m tools.convert_ar: {error}", file=sys.stderr)
         return 1
+    except (OSError, SafetensorError) as error:  # such as a full disk
+        print(f"python -m tools.convert_ar: {error}; {again}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"python -m tools.convert_ar: interrupted; {again}", file=sys.stderr)
+        return 130
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,17 @@ Weights = dict[str, Any]  # of a layer: tensors, or None where the family has no
 
 class ConversionError(ValueError):
     """What is asked for cannot be done; the message says why, and what to do instead."""
+
+
+@contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """A file that takes the place of `path` once it is written: nothing half-written stays."""
+    part = path.with_name(f"{path.name}.part")
+    try:
+        yield part
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
@@ -89,8 +101,9 @@ def load(path: Path, device: torch.device, dtype: torch.dtype, mask: str | None 
     try:
         tokenizer = AutoTokenizer.from_pretrained(where, local_files_only=True, **extra)
         model: Any = AutoModelForCausalLM.from_pretrained(where, local_files_only=True, dtype=torch.float32, **extra)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConversionError(f"{path} could not be read by transformers: {str(error).splitlines()[0]}") from error
+    except Exception as error:  # of any of its parts: files cut short, a package that GGUF needs
+        said = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ConversionError(f"{path} could not be read by transformers: {said}") from error
     if model.config.model_type not in FAMILIES:
         raise ConversionError(
             f"{path}: model_type={model.config.model_type!r} cannot be converted; the base must be one of "
@@ -110,8 +123,12 @@ def chat_of(tokenizer: Any, config: Any, mask: str | None) -> Chat:
     marked = tokenizer.apply_chat_template(
         [{"role": "user", "content": "\0question\0"}], add_generation_prompt=True, tokenize=False
     )
-    before, after = marked.split("\0question\0")
+    before, said, after = marked.partition("\0question\0")
     opening, closing = (tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in (before, after))
+    if not said or not closing:
+        raise ConversionError(
+            "the base's chat template must write a question and something behind it: give it another chat_template"
+        )
     names = [mask] if mask else ["<|mask|>", "<empty_output>", "<|fim_pad|>", "<|reserved_special_token_0|>"]
     vocabulary = tokenizer.get_vocab()
     found = [vocabulary[name] for name in names if vocabulary.get(name, config.vocab_size) < config.vocab_size]

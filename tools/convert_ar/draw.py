@@ -140,6 +140,7 @@ def openings(base: Base, rows: int, length: int, draws: random.Random, *, plain:
         ids = list(base.chat.before)
         if not plain and draws.random() < 0.5:
             ids += base.tokenizer(draws.choice(STARTS), add_special_tokens=False)["input_ids"]
+        ids = ids[: length // 2]  # a question ends within half of a row
         forced[row, : len(ids)] = torch.tensor(ids)
     return forced
 
@@ -162,6 +163,16 @@ def before_repeats(tokens: list[int], most: float, n: int = 4) -> list[int]:
     return tokens[:end]
 
 
+def lines_of(part: Path) -> int:
+    """How many lines a file has that was broken off; a line without an end is taken away."""
+    if not part.is_file():
+        return 0
+    text = part.read_bytes()
+    with part.open("r+b") as file:
+        file.truncate(text.rfind(b"\n") + 1)
+    return text.count(b"\n")
+
+
 def write_text(
     sampler: Sampler, path: Path, *, conversations_wanted: int, seconds: float, seed: int, most_repeats: float = 1.0,
     whole: bool = False,
@@ -169,15 +180,17 @@ def write_text(
     """Draws until there are as many conversations as wanted, or the time is up. Returns how many were kept.
 
     A line of the file has `tokens` and `answer`, the index of the answer's first token. `whole`: only conversations
-    that end, whose questions begin as the model likes. An answer that repeats itself is cut before it does.
+    that end, whose questions begin as the model likes. An answer that repeats itself is cut before it does. What was
+    drawn before a stop stays.
     """
-    torch.manual_seed(seed)
-    base, draws, begun, kept, drawn = sampler.base, random.Random(seed), time.monotonic(), 0, 0
+    part = path.with_suffix(".part")
+    kept = lines_of(part)
+    torch.manual_seed(seed + kept)
+    base, draws, begun, drawn = sampler.base, random.Random(seed + kept), time.monotonic(), 0
     if base.device.type == "cuda":
         sampler.capture()
-    bar = tqdm(total=conversations_wanted, desc="drawing", unit="conversation", mininterval=5)
-    part = path.with_suffix(".part")
-    with part.open("w") as file:
+    bar = tqdm(total=conversations_wanted, initial=kept, desc="drawing", unit="conversation", mininterval=5)
+    with part.open("a") as file:
         for tokens, answer in sampler.conversations(lambda n: openings(base, n, sampler.length, draws, plain=whole)):
             drawn += len(tokens)
             if most_repeats < 1 and repeats(tokens[answer:]) > most_repeats:
@@ -186,7 +199,7 @@ def write_text(
                 file.write(json.dumps({"tokens": tokens, "answer": answer}) + "\n")
                 kept += 1
                 bar.update()
-            if kept == conversations_wanted or time.monotonic() - begun > seconds:
+            if kept >= conversations_wanted or time.monotonic() - begun > seconds:
                 break
     bar.close()
     part.replace(path)

@@ -8,12 +8,13 @@ token of a block comes from the clean block before it (arXiv:2509.26328); or wit
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,10 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 from tqdm import tqdm
 
-from tools.convert_ar.base import LINEAR, Base, ConversionError, Layer, cast, hidden, masked_layer, visible
+from tools.convert_ar.base import LINEAR, Base, ConversionError, Layer, cast, hidden, masked_layer, visible, whole
 
 STATE, PROGRESS = "state.safetensors", "state.json"
+FREE = ("steps", "seconds", "save_every", "compile", "flex")  # settings that a run may go on with changed
 COPIES = 2  # noised ones of each answer
 
 
@@ -60,22 +62,41 @@ def _lines(path: Path, base: Base) -> Iterator[tuple[list[int], int]]:
     """Tokens of a conversation, and the index of its answer's first."""
     if not path.is_file():
         raise ConversionError(f"{path} is no file: give --text, or draw text from the base first")
-    encode = lambda text: base.tokenizer(text, add_special_tokens=False)["input_ids"]  # noqa: E731
-    with path.open() as file:
+    with path.open("rb") as file:
         for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
             try:
                 one = json.loads(line)
             except ValueError as error:
                 raise ConversionError(f"{path}, line {number} is no JSON: {error}") from error
-            if "tokens" in one:
-                yield one["tokens"], one["answer"]
-                continue
-            messages = one.get("messages") or [{"role": "user", "content": one.get("prompt")}]
-            answer = one.get("answer") or (messages.pop()["content"] if messages[-1]["role"] == "assistant" else None)
-            if not isinstance(answer, str) or not all(isinstance(said.get("content"), str) for said in messages):
-                raise ConversionError(f"{path}, line {number} has no answer: give each line a prompt and an answer")
-            asked = encode(base.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
-            yield asked + encode(answer) + [base.chat.stop], len(asked)
+            try:
+                yield _conversation(one, base)
+            except ConversionError as error:
+                raise ConversionError(f"{path}, line {number} {error}") from error
+
+
+def _conversation(one: Any, base: Base) -> tuple[list[int], int]:
+    if isinstance(one, dict) and "tokens" in one:
+        ids, at, vocab = one["tokens"], one.get("answer"), base.model.config.vocab_size
+        listed = isinstance(ids, list) and all(type(each) is int and 0 <= each < vocab for each in ids)
+        if not listed or type(at) is not int:
+            raise ConversionError(f'needs "tokens", ids below {vocab}, and "answer", the index of the answer\'s first')
+        return ids, at
+    one = one if isinstance(one, dict) else {}
+    messages = one.get("messages") or [{"role": "user", "content": one.get("prompt")}]
+    if not isinstance(messages, list) or not all(isinstance(said, dict) for said in messages):
+        raise ConversionError('has "messages" that are no list of messages, each with "role" and "content"')
+    last = messages[-1].get("content") if messages[-1].get("role") == "assistant" else None
+    asked, answer = (messages, one["answer"]) if one.get("answer") else (messages[:-1], last)
+    if not isinstance(answer, str) or not asked or not all(isinstance(said.get("content"), str) for said in asked):
+        raise ConversionError("has no answer: give each line a prompt and an answer")
+    try:
+        text = base.tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
+    except Exception as error:  # of the template, such as roles that do not take turns
+        raise ConversionError(f"is refused by the base's chat template: {error}") from error
+    ids, said = (base.tokenizer(part, add_special_tokens=False)["input_ids"] for part in (text, answer))
+    return ids + said + [base.chat.stop], len(ids)
 
 
 @dataclass
@@ -329,16 +350,28 @@ class Trainer:
             for kind in ("exp_avg", "exp_avg_sq"):
                 if kind in self.optimizer.state[one]:
                     tensors[f"{kind}.{name}"] = self.optimizer.state[one][kind]
-        save_file({name: one.contiguous() for name, one in tensors.items()}, self.out / f"{STATE}.part")
-        (self.out / f"{STATE}.part").replace(self.out / STATE)
-        (self.out / PROGRESS).write_text(json.dumps({"step": self.step, "spent": self.spent}))
+        told = {"step": self.step, "spent": self.spent, "run": self.identity()}
+        with whole(self.out / PROGRESS) as progress, whole(self.out / STATE) as state:
+            save_file({name: one.contiguous() for name, one in tensors.items()}, state)
+            progress.write_text(json.dumps(told))
+
+    def identity(self) -> dict[str, Any]:
+        """What must be the same for a run to go on: the base, and settings but those of how long and how fast."""
+        some = self.base.table()[:64].detach().float().cpu().numpy().tobytes()
+        own = {name: value for name, value in asdict(self.settings).items() if name not in FREE}
+        return own | {"blocks": list(self.settings.blocks), "base": hashlib.sha256(some).hexdigest()[:16]}
 
     def resume(self, state: Path, *, weights_only: bool = False) -> None:
         """Goes on from a run's state, or begins a new run with its weights, or with those of an adapter.
 
-        Raises ConversionError for a folder that has neither, and for weights of other shapes.
+        Raises ConversionError for a folder that has neither, for weights of other shapes, and for another run's state.
         """
-        path = state / STATE
+        path, told = state / STATE, dict[str, Any]()
+        if not weights_only:
+            told, mine = json.loads((state / PROGRESS).read_text()), self.identity()
+            if other := [name for name, one in told.get("run", {}).items() if mine.get(name) != one]:
+                name = "base" if other[0] == "base" else f"--{other[0].replace('_', '-')}"
+                raise ConversionError(f"{state} holds a run with another {name}: give that, or another folder as OUT")
         stored = weights_only and not path.is_file()
         tensors = stored_weights(state) if stored else load_file(path, device=str(self.base.device))
         wrong = [name for name, one in self.parameters.items() if _shape(tensors, name) != one.shape]
@@ -349,7 +382,6 @@ class Trainer:
                 one.copy_(tensors[f"weight.{name}"])
         if weights_only:
             return
-        told = json.loads((state / PROGRESS).read_text())
         self.step, self.spent = told["step"], told["spent"]
         for name, one in self.parameters.items():
             kinds = {kind: tensors[f"{kind}.{name}"] for kind in ("exp_avg", "exp_avg_sq")}

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ from safetensors.torch import load_file
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 
+from tools.convert_ar import __main__ as converting  # noqa: E402
 from tools.convert_ar import base as bases  # noqa: E402
 from tools.convert_ar import draw, measure  # noqa: E402
+from tools.convert_ar import train as trains  # noqa: E402
 from tools.convert_ar.__main__ import main  # noqa: E402
 from tools.convert_ar.drafts import Drafter, packed_drafts, tokens_per_forward  # noqa: E402
 from tools.convert_ar.train import Batch, Settings, Texts, adapt, masks, packed, stored_weights  # noqa: E402
@@ -171,6 +174,16 @@ def test_an_adapter_that_changes_nothing_answers_as_its_base(folder: Path, base:
     [
         ({"base": "nowhere"}, "neither a GGUF file nor a folder"),
         ({"text": '{"prompt": "a"}'}, "has no answer"),
+        ({"text": "\n[1]"}, "line 2 has no answer"),
+        ({"text": '{"messages": "a", "answer": "b"}'}, "no list of messages"),
+        ({"text": '{"messages": [{"role": "assistant", "content": "b"}]}'}, "has no answer"),
+        ({"text": '{"tokens": [0, 99, 1], "answer": 1}'}, "ids below 24"),
+        ({"text": '{"tokens": [0, 9, 1]}'}, "the index of the answer's first"),
+        ({"more": "--steps 0"}, "--steps 0 must be at least 1"),
+        ({"more": "--rate nan"}, "--rate nan must be from 1e-09 to 1"),
+        ({"more": "--thresholds 0.5 2"}, "--thresholds 2.0 must be from 1e-09 to 1"),
+        ({"more": "--device tpu"}, "--device tpu is none of torch's"),
+        ({"more": "--length 4000 --width 16000"}, "--length 4000 must be from 12 to 64, the positions of the base"),
         ({"text": '{"prompt": "a", "answer": "' + "b" * 99 + '"}'}, "no line has an answer that fits"),
         ({"more": "--weights nowhere"}, "--weights nowhere has neither state.safetensors of a run nor an adapter"),
         ({"width": "150"}, "must be a multiple"),
@@ -192,6 +205,71 @@ def test_bad_input_is_one_sentence(
     (error,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("python -m")]
     assert said in error
     assert not [*(tmp_path / "out").glob("*")]
+
+
+def spoilt(folder: Path, out: Path, file: str, text: bytes) -> Path:
+    shutil.copytree(folder, out)
+    (out / file).write_bytes(text)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "said"),
+    [
+        ("model.safetensors", b"\x10\0\0\0\0\0\0\0{", "could not be read by transformers: "),
+        ("chat_template.jinja", b"no question", "chat template must write a question and something behind it"),
+        ("chat_template.jinja", b"{{ messages[0].content }}", "and something behind it"),
+    ],
+)
+def test_a_base_that_is_spoilt_is_one_sentence(
+    file: str, text: bytes, said: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = spoilt(folder, tmp_path / "base", file, text)
+    assert main(["train", str(base), str(tmp_path / "out"), "--device", "cpu"]) == 1
+    assert said in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_what_stops_half_way_leaves_whole_files_and_is_gone_on_with(
+    folder: Path, base: bases.Base, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Conversations that were drawn before a stop stay; a full disk and an interrupt are one sentence each."""
+    held = tmp_path / "out" / "held.jsonl"
+    sizes = ["--length", "24", "--held", "4", "--rows", "2", "--conversations", "4", "--device", "cpu"]
+    draws = ["draw", str(folder), str(held.parent), *sizes]
+    real, said = draw.Sampler.conversations, {"stop": [KeyboardInterrupt()]}
+
+    def broken(self: Any, *given: Any) -> Any:
+        for number, one in enumerate(real(self, *given)):
+            if number == 2 and said["stop"]:
+                raise said["stop"].pop()
+            yield one
+
+    monkeypatch.setattr(draw.Sampler, "conversations", broken)
+    monkeypatch.setattr(draw, "LEAST_KEPT", 1)
+    assert main(draws) == 130 and "interrupted; what is in" in capsys.readouterr().err
+    with (part := held.with_suffix(".part")).open("a") as file:
+        file.write('{"tokens": [0')  # what a full disk leaves
+    before = part.read_text().splitlines()[:-1]
+    assert main(draws) == 0 and not part.exists()
+    assert held.read_text().splitlines()[: len(before)] == before and len(held.read_text().splitlines()) == 4
+    trained = ["train", str(folder), str(tmp_path / "b"), "--text", str(write_text(tmp_path / "t.jsonl"))]
+    trained += ["--length", "32", "--blocks", "4", "--batch", "1", "--width", "112", "--rank", "2", "--no-compile"]
+    trained += ["--steps", "1", "--device", "cpu"]
+    full = OSError(28, "No space left on device")
+    with monkeypatch.context() as patched:
+        patched.setattr(trains, "save_file", lambda tensors, path, *more: (path.write_text("half"), raised(full)))
+        assert main(trained) == 1
+    assert "No space left on device; what is in" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "b").iterdir()] == ["loss.jsonl"]
+    assert main(trained) == 0
+    assert main([*trained, "--steps", "2", "--rate", "0.1"]) == 1
+    assert "holds a run with another --rate: give that" in capsys.readouterr().err
+    monkeypatch.setattr(converting, "find_spec", lambda name: None)
+    assert main(trained) == 1 and "pip install peft, or --rank 0" in capsys.readouterr().err
+
+
+def raised(error: Exception) -> None:
+    raise error
 
 
 def test_a_gpt2_is_no_base(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
