@@ -35,6 +35,7 @@ KINDS: dict[str, Any] = {
     **dict.fromkeys(LENGTHS, int),
 }  # fmt: skip
 OURS = (*KINDS, *FORMS)
+SETTINGS = ("dtype", "quantize", "preset", "rows", "max_new_tokens")  # of `--model_args`, beside components
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,18 +147,28 @@ class DinferLM(TemplateLM):
     def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None) -> Self:
         """Makes a model from lm-eval's `--model_args`: `model=tiny`, `decoder.threshold=0.8`, like dinfer's commands.
 
-        Others are `likelihood.samples=32`, `dtype`, `max_new_tokens`, and `rows`, the requests in flight. `rows` is by
-        default lm-eval's batch size if above 1, else 32. Raises ValueError.
+        Others are `likelihood.samples=32`, `preset`, `quantize`, `dtype`, `max_new_tokens`, and `rows`, the requests in
+        flight. `rows` is by default lm-eval's batch size if above 1, else 32. `pretrained` and `revision` are what
+        lm-eval's models call `model` and `model.revision`. Raises ValueError.
         """
         settings = arg_dict | {name: value for name, value in (additional_config or {}).items() if value is not None}
+        for usual, name in (("pretrained", "model"), ("revision", "model.revision")):
+            if usual in settings and name in settings:
+                raise ValueError(f"model_args: {usual} and {name} are one setting: give one of them")
+            if usual in settings:
+                settings[name] = settings.pop(usual)
         size, device = settings.pop("batch_size", None), settings.pop("device", None)
-        settings.pop("max_batch_size", None)
-        dtype, rows, length = (settings.pop(name, None) for name in ("dtype", "rows", "max_new_tokens"))
+        for name in ("max_batch_size", "trust_remote_code"):  # lm-eval's own flags; the last is for data sets, too
+            settings.pop(name, None)
+        dtype, quantize, preset, rows, length = (settings.pop(name, None) for name in SETTINGS)
+        dtype = None if dtype == "auto" else dtype  # as lm-eval's models call it
         parts, likelihood = _parts(settings)
         among = replicas(None if device == "cuda:0" else device)  # cuda:0 is lm-eval's default
         rows = rows or (int(size) if str(size).isdigit() and int(size) > 1 else 32)
         runtime = Runtime(rows=rows, graphs=among.device.type == "cuda")
-        pipe = load(**parts, device=among.device, dtype=dtype, runtime=runtime)
+        pipe = load(
+            **parts, preset=preset, device=among.device, dtype=dtype, quantize=quantize, runtime=runtime
+        )  # fmt: skip
         return cls(pipe, likelihood=Likelihood(**likelihood), among=among, max_new_tokens=length)
 
     @classmethod
@@ -360,7 +371,7 @@ def _cost(bounds: Sequence[Bound]) -> dict[str, Any]:
 def _parts(settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Components as arguments of `load`, and the settings of `Likelihood`. Raises ValueError."""
     kinds, likelihood = [registry.kind for registry in REGISTRIES], list(Likelihood.__dataclass_fields__)
-    known = [*kinds, *(f"{kind}.OPTION" for kind in kinds), *(f"likelihood.{name}" for name in likelihood)]
+    known = [*kinds, *(f"{kind}.OPTION" for kind in kinds), *SETTINGS, *(f"likelihood.{name}" for name in likelihood)]
     options: dict[str, dict[str, Any]] = {}
     found: dict[str, Any] = {}
     for name, value in settings.items():
@@ -372,6 +383,6 @@ def _parts(settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         else:
             raise unknown("name in model_args:", name, known)
     if "name" not in options.get("model", {"name": None}):
-        raise ValueError("model_args: options of a model need its family, such as model=llada")
+        raise ValueError("model_args: options of a model need the model, such as model=FOLDER")
     # A name alone stands by itself: `load` takes "tiny", a hub name or a folder.
     return {kind: given["name"] if [*given] == ["name"] else given for kind, given in options.items()}, found

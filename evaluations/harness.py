@@ -35,13 +35,14 @@ def main() -> None:
         sys.exit("dinfer-lm-eval needs lm-eval: pip install 'dinfer[eval]'")
     from lm_eval.__main__ import cli_evaluate
 
+    from dinfer.cli.terminal import reported
     from evaluations.sandbox import Limits, in_sandbox
 
     register()
     runs = len(sys.argv) > 1 and sys.argv[1] not in ("ls", "validate", "-h", "--help")
     if runs and not any(arg.partition("=")[0] == "--include_path" for arg in sys.argv):
         sys.argv += ["--include_path", str(TASKS)]
-    with in_sandbox(Limits()):
+    with reported(), in_sandbox(Limits()):
         cli_evaluate()
 
 

@@ -668,7 +668,7 @@ def blocks_of(
     for name, place in placements.items():
         found = tensors[name]
         if found.dtype in BLOCKS and len(found.shape) > 1 and name not in changed and place.expert is None:
-            size = found.size // math.prod(found.shape[:-1])
+            size = found.bytes_of(None) // math.prod(found.shape[:-1])
             section = Section(found.dtype, found.shape[-2], size)
             sections.setdefault(place.parameter, []).append((place.row, section))
         else:

@@ -82,7 +82,7 @@ class InParts(Stored):
     parts: Mapping[str, Stored]  # by role; the values have the role "values"
 
     def bytes_of(self, part: Slices | None) -> int:
-        return sum(one.size for one in self.parts.values())  # any part needs all of it
+        return sum(one.bytes_of(None) for one in self.parts.values())  # any part needs all of it
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,7 @@ class Inspection:
         try:
             yield
         except (ValueError, OSError, RuntimeError) as error:  # torch raises RuntimeError for impossible sizes
-            self.problems.append(str(error))
+            self.problems += [str(error)] if str(error) not in self.problems else []
 
 
 def inspect(folder: Path, given: Mapping[str, Any]) -> Inspection:
@@ -135,6 +135,8 @@ def inspect(folder: Path, given: Mapping[str, Any]) -> Inspection:
         _describe_weights(found, family, config)
     with found.noting():
         found.tokens = [*_tokens(found, files, given, ids)]
+    with found.noting():
+        _check_tokenizer(files)
     with found.noting():
         _render_chat(found, files)
     if folder.suffix == GGUF:
@@ -335,6 +337,17 @@ def _tokens(found: Inspection, files: SmallFiles, given: Mapping[str, Any], ids:
     for role, text in dict.fromkeys(named_roles(files)):
         token, source = known.get(text, (None, ""))
         yield SpecialToken(role, token if type(token) is int else None, text, source or None)
+
+
+def _check_tokenizer(files: SmallFiles) -> None:
+    """Raises ValueError for a tokenizer.json that is JSON, but no tokenizer."""
+    if isinstance(files, Path) and small_object(files, "tokenizer.json"):
+        from tokenizers import Tokenizer
+
+        try:
+            Tokenizer.from_file(str(files / "tokenizer.json"))
+        except Exception as error:  # the package raises bare ones
+            raise ValueError(f"{files / 'tokenizer.json'} cannot be read: {error}. Get it once more") from error
 
 
 def _render_chat(found: Inspection, files: SmallFiles) -> None:

@@ -53,7 +53,7 @@ OUTSIDE: dict[str, set[str]] = {
     "huggingface_hub": {"families/hub"},
     "numpy": {"formats/gguf_file", "lab/metrics", "structure"},
     "gguf": {"formats/gguf_file"},
-    "tokenizers": {"core/pipeline/tokenizer"},
+    "tokenizers": {"core/pipeline/tokenizer", "lab/inspect"},
     "jinja2": {"core/pipeline/tokenizer", "lab/inspect"},
     "vllm": set(),
     "sglang": set(),

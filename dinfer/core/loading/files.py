@@ -46,7 +46,7 @@ def small_object(files: SmallFiles, name: str) -> dict[str, Any]:
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file. Raises CheckpointError, OSError."""
     try:
-        pointer = (text := path.read_text()).startswith(POINTER)
+        pointer = (text := path.read_text("utf-8-sig")).startswith(POINTER)
         found = None if pointer else json.loads(text)
     except ValueError as error:  # not JSON, or not even text
         raise CheckpointError(f"{path} is not JSON: {error}") from error

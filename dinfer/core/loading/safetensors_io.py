@@ -41,11 +41,6 @@ class Stored:
         """The dtype of a network that holds its values as they are; None: they need scales."""
         return FLOATS.get(self.dtype)
 
-    @property
-    def size(self) -> int:
-        """Its bytes."""
-        return self.bytes_of(None)
-
     def bytes_of(self, part: Slices | None) -> int:
         """The bytes of a part of it; None: of all."""
         sizes = self.shape if part is None else (piece.stop - piece.start for piece in part)
@@ -120,6 +115,12 @@ def mismatches(
     tensors: Mapping[str, Stored], shapes: Mapping[str, tuple[int, ...]], scaled: Collection[str] = ()
 ) -> Iterator[str]:
     """Tensors that are missing or unexpected, that have another shape, or that are neither floats nor `scaled`."""
+    for part, whole, what in ((shapes, tensors, "begin"), (tensors, shapes, "do not begin")):
+        some = next(iter(part), ".")
+        for lead in [name.removesuffix(some) for name in whole if name.endswith(f".{some}")]:
+            if all(lead + name in whole for name in part):
+                yield f"names {what} with {lead!r}: save the model itself, neither a wrapper of it nor a part of it"
+                return
     yield from (f"missing: {name}" for name in shapes if name not in tensors)
     yield from (f"unexpected: {name}" for name in tensors if name not in shapes)
     for name in shapes.keys() & tensors.keys():
@@ -147,7 +148,7 @@ def read_slices(parts: Sequence[tuple[Stored, Slices | None]]) -> Iterator[Tenso
                 files.close()
                 file, path, size = files.enter_context(one.opened()), one.path, 0
             yield one.values(file, part)
-            size += one.size  # pages between slices are in memory too
+            size += one.bytes_of(None)  # pages between slices are in memory too
 
 
 def weight_map(folder: Path) -> dict[str, str]:

@@ -132,13 +132,14 @@ class Keywords(FormKeywords, total=False):
 
 # What users of other libraries write, and what to write here.
 REMEDIES = {
-    "max_tokens": "use max_new_tokens", "max_length": "use max_new_tokens", "max_gen_toks": "use max_new_tokens",
-    "max_completion_tokens": "use max_new_tokens", "num_return_sequences": "use n", "stop_strings": "use stop",
-    "until": "use stop", "do_sample": "leave it out: temperature=0.7 draws, and temperature=0 does not",
+    **dict.fromkeys(("max_tokens", "max_length", "max_gen_toks", "max_completion_tokens"), "use max_new_tokens"),
+    "num_return_sequences": "use n", "stop_strings": "use stop", "until": "use stop", "torch_dtype": "use dtype",
+    "do_sample": "leave it out: temperature=0.7 draws, and temperature=0 does not", "device_map": "use device",
     "sampling_params": "give its fields by name, such as temperature=0.7", "streamer": "use pipe.stream(prompt)",
-    "num_beams": "leave it out: there is no beam search", "torch_dtype": "use dtype", "device_map": "use device",
-    "trust_remote_code": "leave it out: code of a checkpoint is never run", "load_in_8bit": "use quantize='int8'",
-    "load_in_4bit": "use quantize='int4'", "tensor_parallel_size": "use runtime=dinfer.Runtime(tensor_parallel=2)",
+    "num_beams": "leave it out: there is no beam search", "load_in_8bit": "use quantize='int8'",
+    "trust_remote_code": "leave it out: code of a checkpoint is never run", "load_in_4bit": "use quantize='int4'",
+    "revision": "use model={'name': NAME, 'revision': REVISION}",
+    "tensor_parallel_size": "use runtime=dinfer.Runtime(tensor_parallel=2)",
     "images": "give them to generate, stream, updates, read or rollout, beside a text",
 }  # fmt: skip
 

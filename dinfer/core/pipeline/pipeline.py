@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NoReturn, TypedDict, Unpack, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypedDict, Unpack
 
 import torch
 
@@ -21,7 +21,7 @@ from dinfer.core.engine.engine import Engine
 from dinfer.core.engine.request import Ask, Completion, Counts, Request, Resolved, Update, Wants
 from dinfer.core.engine.runtime import Runtime
 from dinfer.core.loading.checkpoint import family_of, load_network, read_config, spec_of
-from dinfer.core.loading.files import locate
+from dinfer.core.loading.files import local, locate
 from dinfer.core.models.family import ModelFamily
 from dinfer.core.pipeline.inputs import (
     FormKeywords,
@@ -142,13 +142,6 @@ class Pipeline:
         """Compiles what answers are held to. Raises ValueError if no constraint can be guaranteed here."""
         return _of_forms("compiler_of")(self.recipe, self.need_tokenizer())
 
-    def _form(self, held: FormKeywords) -> Any:
-        """What answers are held to; None: they are free."""
-        return _of_forms("form_of")(held) if held else None
-
-    def _language(self, held: FormKeywords) -> Any | None:
-        return None if (form := self._form(held)) is None else form.language(self.compiler)
-
     @cached_property
     def _chat(self) -> ChatTemplate:
         return ChatTemplate(self.need_tokenizer())
@@ -203,7 +196,7 @@ class Pipeline:
         """Like `generate`, for prompts that are token ids. Texts are decoded if there is a tokenizer."""
         asked, chosen = self._by_name("generate_ids" if "images" in more else "generate", more)
         n, until, progress = asked.pop("n", None), texts_of(asked.pop("stop", None)), asked.pop("progress", None)
-        form = self._form(cast(FormKeywords, asked))
+        form = _of_forms("form_of")(asked) if asked else None
         if form is not None and until:
             form = replace(form, constraint=replace(form.constraint, stop=until))
         language = None if form is None else form.language(self.compiler)
@@ -276,7 +269,8 @@ class Pipeline:
         """One request whose answer is shown as it grows."""
         held, chosen = self._by_name(function, more)
         refuse_names(function, held, [*FormKeywords.__annotations__, *chosen])
-        return self.requests([ids], new, joined(options, chosen), self._language(cast(FormKeywords, held)))
+        form = _of_forms("form_of")(held) if held else None
+        return self.requests([ids], new, joined(options, chosen), form and form.language(self.compiler))
 
     @user_errors
     def updates(
@@ -335,7 +329,6 @@ class Pipeline:
 
     def written(self, messages: Sequence[Mapping[str, Any]], **how: Any) -> str:
         """The text that the chat template makes of a conversation. Raises ValueError."""
-        self.need_tokenizer()
         return self._chat.write(messages, **how)
 
     def requests(
@@ -401,7 +394,7 @@ class Pipeline:
 
     def need_tokenizer(self) -> PreTrainedTokenizerBase:
         if self.tokenizer is None:
-            raise ValueError("the checkpoint has no tokenizer: use generate_ids with token ids")
+            raise ValueError("the checkpoint has no tokenizer: add its tokenizer.json, or use generate_ids")
         return self.tokenizer
 
 
@@ -466,15 +459,14 @@ def load(
     Give each component as a name ("threshold"), as a mapping with a `name` and options, or as options alone, which then
     change the usual component of the model.
 
-    `model`: the name of a preset, a hub name, a folder, a GGUF file, or a mapping {"name": family, "checkpoint": ...};
-    None: that of `preset`, or "tiny". `preset`: a name of `dinfer.presets()`, whose recipe is used and, unless `model`
-    is a mapping, whose options of the family. Parts that are not given are those of the preset, of the preset for this
-    hub name or folder, or of the family's published recipe, as on the command line. `device`:
-    None takes CUDA if there is any. `dtype`: None takes float32 on a CPU and the checkpoint's own elsewhere.
-    `quantize`: "fp8", "int8" or "int4" rounds the weights of linear layers and experts (`dinfer.formats.rounding`).
-    `runtime`: None runs up to 32 requests at a time, as CUDA graphs where the device is CUDA. With `tensor_parallel`
-    above 1, other processes have the other shares of the model (docs/scaling/tensor_parallel.md). Raises ValueError for
-    parts or settings that do not fit, and CheckpointError, also one, for a checkpoint that cannot be had or read.
+    `model`: a preset, a hub name, a folder or a GGUF file; with options of its family {"name": FOLDER, "block": 16}, or
+    {"name": family, "checkpoint": FOLDER}; None: that of `preset`, or "tiny". `preset`: a name of `dinfer.presets()`,
+    whose recipe and options of the family are used. Parts that are not given are those of the preset, of the preset for
+    this hub name or folder, or of the family's published recipe, as on the command line. `device`: None takes CUDA if
+    there is any. `dtype`: None takes float32 on a CPU and the checkpoint's own elsewhere. `quantize`: "fp8", "int8" or
+    "int4" rounds the weights of linear layers and experts (`dinfer.formats.rounding`). `runtime`: None runs up to 32
+    requests at a time, as CUDA graphs where the device is CUDA. Raises ValueError for parts or settings that do not
+    fit, and CheckpointError, also one, for a checkpoint that cannot be had or read.
     """
     refuse_names("load", parts, [*RecipeParts.__annotations__])
     if runtime is not None and not isinstance(runtime, Runtime):
@@ -512,18 +504,22 @@ def _part(kind: str, part: Any, usual: Any) -> Any:
 
 def _chosen(model: Any, preset: str | None) -> tuple[Any, dict[str, Any]]:
     """The family of a model, and the components that it is decoded with by default."""
-    wanted = None if preset is None else presets.preset(preset)
+    wanted, more = None if preset is None else presets.preset(preset), dict[str, Any]()
+    given = model.get("name") if isinstance(model, Mapping) and "checkpoint" not in model else None
+    given = given if isinstance(given, str) and given not in MODELS.names() else ""
+    if given in presets.presets() or "/" in given or (given and local(given).exists()):
+        more, model = {option: value for option, value in model.items() if option != "name"}, given
     if model is None:
         found = wanted or presets.preset("tiny")
     elif isinstance(model, (str, os.PathLike)):
         name = os.fspath(model)
-        found = presets.named(name) or presets.chosen(name, family_of(read_config(locate(name))))
+        found = presets.named(name) or presets.chosen(name, family_of(read_config(locate(name, more.get("revision")))))
         if wanted is not None:
             found = replace(wanted, model=wanted.model | {"checkpoint": found.model["checkpoint"]})
     else:
         family = MODELS.build(model)
         return family, (wanted or presets.chosen(family.checkpoint, MODELS.name_of(family))).parts()
-    return MODELS.build(found.model), found.parts()
+    return MODELS.build({**found.model, **more}), found.parts()
 
 
 @cache
@@ -540,7 +536,7 @@ def _tell_if_inexact(family: str, layout: AttentionLayout, cache: CachePolicy, a
 def dtype_of(name: str) -> torch.dtype:
     """The type with this name. Raises ValueError."""
     if name not in DTYPES:
-        raise ValueError(f"dtype={name!r} is not known; use one of {', '.join(DTYPES)}")
+        raise ValueError(f"dtype={name!r} is not known; use one of {', '.join(DTYPES)}, or quantize= to round")
     return DTYPES[name]
 
 

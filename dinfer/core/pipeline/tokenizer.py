@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from dinfer.core.engine.request import Completion, Update
 from dinfer.core.loading.checkpoint import small_files
-from dinfer.core.loading.files import ADAPTER, SmallFiles, locate, read_object, small_object
+from dinfer.core.loading.files import ADAPTER, SmallFiles, locate, small_object
 from dinfer.core.pipeline.inputs import NoTools, encodable, texts_in
 
 if TYPE_CHECKING:
@@ -57,7 +57,8 @@ def _read_tokenizer(folder: Path, name: str | None) -> PreTrainedTokenizerBase |
         try:
             return PreTrainedTokenizerFast.from_pretrained(folder)
         except Exception as error:  # the tokenizers package raises bare ones
-            read_object(folder / "tokenizer.json")  # says it if this is not even JSON
+            for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+                small_object(folder, name)  # says it if this is not even JSON
             raise ValueError(f"{folder / 'tokenizer.json'} cannot be read: {error}") from error
     if not (folder / "tokenizer_config.json").is_file():
         return None

@@ -36,9 +36,6 @@ class Said:
     log_sum: Tensor  # log-sum-exp over the vocabulary, the mask token included
     drawn: Tensor  # log-probability under the distribution that tokens were drawn from; NaN where none was
 
-    def viewed(self, shape: tuple[int, int]) -> "Said":
-        return Said(self.logit.view(shape), self.log_sum.view(shape), self.drawn.view(shape))
-
     @property
     def logprob(self) -> Tensor:
         """The natural logarithm of the probability."""
@@ -101,7 +98,8 @@ def decided(step: Step, made: Decision) -> Written:
     pos_BX, old_BX, new_BX, masked_BX, open_BX = (x_RL.reshape(by_lane) for x_RL in (pos_RL, *values))
 
     def tells() -> Said:
-        return said_of(step, commits.tokens_RL, pos_RL >= 0).viewed(by_lane)
+        said = said_of(step, commits.tokens_RL, pos_RL >= 0)
+        return Said(said.logit.view(by_lane), said.log_sum.view(by_lane), said.drawn.view(by_lane))
 
     return Written(lanes.slot_B, made.lanes.steps_B, pos_BX, old_BX, new_BX, masked_BX, open_BX, tells)
 

@@ -210,8 +210,19 @@ def test_arguments_of_lm_evals_command_line() -> None:
     lm = DinferLM.create_from_arg_obj(args, {"batch_size": 3, "max_batch_size": None, "device": "cpu"})
     assert lm.pipe.recipe.decoder.threshold == 0.8 and lm.likelihood.samples == 7
     assert lm.pipe.engine.runtime.rows == 3
+    usual = {
+        "pretrained": "tiny",
+        "model.stop_ids": [3],
+        "dtype": "auto",
+        "trust_remote_code": True,
+        "quantize": "int8",
+    }
+    lm = DinferLM.create_from_arg_obj(usual, {"batch_size": "auto", "device": "cpu"})
+    assert 3 in lm.pipe.model.spec.stop_ids and lm.pipe.engine.runtime.rows == 32
     for wrong, message in (
         ({"decodr": "x"}, "'decodr'. Did you mean 'decoder'"),
+        ({"pretrained": "tiny", "model": "tiny"}, "pretrained and model are one setting"),
+        ({"mc_num": 3}, "Known: .*quantize, preset, rows"),
         ({"likelihood.x": 1}, "likelihood.x"),
     ):
         with pytest.raises(ValueError, match=message):

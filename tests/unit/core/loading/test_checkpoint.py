@@ -143,6 +143,27 @@ def test_a_long_list_of_differences_is_cut(folder: Path) -> None:
     assert str(error.value).count("unexpected") == 20
 
 
+@pytest.mark.parametrize(
+    ("renamed", "told"),
+    [("module.{}", "names begin with 'module.'"), ("_orig_mod.{}", "names begin with '_orig_mod.'"),
+     ("{}", "names do not begin with 'model.'")],
+)  # fmt: skip
+def test_names_of_a_wrapper_or_of_a_part_are_told_in_a_sentence(folder: Path, renamed: str, told: str) -> None:
+    """As DistributedDataParallel, torch.compile and the state of `model.model` leave them."""
+    tensors = load_file(folder / "model.safetensors")
+    names = {name: name.removeprefix("model.") if renamed == "{}" else renamed.format(name) for name in tensors}
+    save_file({names[name]: tensor for name, tensor in tensors.items()}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=told) as error:
+        reading(folder)
+    assert "missing" not in str(error.value) and "unexpected" not in str(error.value)
+
+
+def test_a_config_that_windows_wrote(folder: Path) -> None:
+    text = (folder / "config.json").read_text()
+    (folder / "config.json").write_bytes(b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode())
+    assert read_config(folder) == json.loads(text)
+
+
 def test_a_tensor_that_two_shards_have_is_the_one_that_the_index_names(folder: Path) -> None:
     shard(folder)
     want = reading(folder).state_dict()

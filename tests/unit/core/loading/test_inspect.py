@@ -187,6 +187,8 @@ def broken(folder: Path, how: str) -> None:
         (folder / INDEX).write_text(json.dumps({"weight_map": where}))
     elif how == "map of numbers":
         (folder / INDEX).write_text(json.dumps({"weight_map": {"a": 1}}))
+    elif how == "no tokenizer":
+        (folder / "tokenizer.json").write_text('{"version": "1.0"}')
     elif how == "template":
         (folder / "chat_template.jinja").write_text("{% for")
     elif how == "template that fails":
@@ -208,6 +210,7 @@ def broken(folder: Path, how: str) -> None:
         ("shards alone", "put the index beside model-00001-of-00001.safetensors"),
         ("lost shard", f"{INDEX} names files that are not there: lost.safetensors"),
         ("map of numbers", "weight_map={'a': 1} must name a file for each tensor"),
+        ("no tokenizer", "tokenizer.json cannot be read"),
         ("template", "chat_template.jinja: the chat template fails"),
         ("template that fails", "chat_template.jinja: the chat template fails"),
         ('{"model_type": "gpt2"}', "belong to no family that dinfer knows"),
@@ -225,7 +228,7 @@ def test_what_is_broken_is_a_problem(how: str, problem: str, tmp_path: Path) -> 
     folder = write_checkpoint(tmp_path / "one")
     broken(folder, how)
     problems = inspected(folder).problems
-    assert any(problem in text for text in problems), problems
+    assert any(problem in text for text in problems) and len({*problems}) == len(problems), problems
 
 
 WRONG: tuple[Any, ...] = (

@@ -33,6 +33,18 @@ def test_options_n_stop_and_tools_are_keywords(pipe: dinfer.Pipeline) -> None:
     assert "".join(pipe.stream(QUESTION, **drawn)) == again[0].text
 
 
+def test_options_of_a_family_go_with_a_name_or_a_folder(pipe: dinfer.Pipeline) -> None:
+    """As on the command line: `model=FOLDER model.stop_ids=[3]`."""
+    assert pipe.origin is not None
+    for name in ("tiny", str(pipe.origin[1])):
+        own = dinfer.load({"name": name, "stop_ids": [3]})
+        assert own.recipe.parts == pipe.recipe.parts and own.model.spec.stop_ids == (*pipe.model.spec.stop_ids, 3)
+    with pytest.raises(ValueError, match="unknown option of model 'llada': 'blok'"):
+        dinfer.load({"name": "tiny", "blok": 16})
+    with pytest.raises(ValueError, match="unknown model 'tny'"):
+        dinfer.load({"name": "tny", "block": 16})
+
+
 @pytest.mark.parametrize(
     ("given", "remedy"),
     [
@@ -50,9 +62,12 @@ def test_other_names_say_what_to_write(pipe: dinfer.Pipeline, given: dict[str, A
 
 def test_other_names_of_load_and_stream_do_too(pipe: dinfer.Pipeline) -> None:
     for given, remedy in (({"torch_dtype": "auto"}, "use dtype"), ({"device_map": "auto"}, "use device"),
-                          ({"trust_remote_code": True}, "never run")):  # fmt: skip
+                          ({"trust_remote_code": True}, "never run"), ({"revision": "main"}, "'revision': REVISION"),
+                          ):  # fmt: skip
         with pytest.raises(TypeError, match=remedy):
             dinfer.load("tiny", **given)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="or quantize= to round"):
+        dinfer.load("tiny", dtype="fp8")
     with pytest.raises(TypeError, match="stream takes no n: only generate does"):
         pipe.stream(QUESTION, n=3)
     with pytest.raises(ValueError, match="a prompt is a text, a list of messages, or a list of such prompts, not None"):
