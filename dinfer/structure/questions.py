@@ -171,14 +171,19 @@ def mean(options: Sequence[str], weights: Sequence[Sequence[float]]) -> Slot:
         raise ValueError(
             f"the model gives none of the options {[*options]!r:.200} a probability that can be told from 0"
         )
-    shares = [[math.exp(value) / total for value in row] for row, total in zip(weights, masses, strict=True)]
-    columns = [*zip(*shares, strict=True)]
-    means = dict(zip(options, map(statistics.fmean, columns), strict=True))
-    errors = None
-    if len(shares) > 1:
-        scale = math.sqrt(len(shares))
-        errors = {option: statistics.stdev(column) / scale for option, column in zip(options, columns, strict=True)}
-    return Slot(max(means, key=means.__getitem__), means, statistics.fmean(masses), errors)
+    means, errors = averaged(
+        [[math.exp(value) / total for value in row] for row, total in zip(weights, masses, strict=True)]
+    )
+    told = dict(zip(options, means, strict=True))
+    spread = None if errors is None else dict(zip(options, errors, strict=True))
+    return Slot(max(told, key=told.__getitem__), told, statistics.fmean(masses), spread)
+
+
+def averaged(reads: Sequence[Sequence[float]]) -> tuple[list[float], list[float] | None]:
+    """The mean of each column, and its standard error; None: of one read."""
+    columns, scale = [*zip(*reads, strict=True)], math.sqrt(len(reads))
+    errors = [statistics.stdev(column) / scale for column in columns] if len(reads) > 1 else None
+    return [*map(statistics.fmean, columns)], errors
 
 
 def log_sum(values: Sequence[float]) -> float:

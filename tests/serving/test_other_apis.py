@@ -343,7 +343,12 @@ def test_decisions_are_reads(client: Client) -> None:
     for path, fields, status, param in (
         ("/v1/decisions", {"state": "x"}, 400, "state"),
         ("/v1/decisions", {"stream": True}, 400, "stream"),
-        ("/v1/decisions", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, 400, "input.type"),
+        (
+            "/v1/decisions",
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            400,
+            "input.0.content.0",
+        ),
         ("/v1/decisions", {"questions": [questions[0] | {"choices": [choices[1]] * 2}]}, 400, "questions.0.choices"),
         ("/v1/systemone", {"questions": own}, 422, "state"),
         ("/v1/systemone", {"state": "x", "images": [1]}, 400, "images"),

@@ -14,25 +14,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from string import ascii_uppercase
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from fastapi import FastAPI
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from dinfer.core.engine.request import Completion, Counts, Request
 from dinfer.lab.calibration import tempered
 from dinfer.serving.answers import cost
 from dinfer.serving.errors import at_field, invalid, refused
 from dinfer.serving.fields import MAX_CHOICES, SEEDS, SWITCHES, Own, Text, readable
-from dinfer.serving.forms import Strict
+from dinfer.serving.forms import Given, Strict
 from dinfer.serving.generating import encoded
-from dinfer.serving.pictures import objects_in
 from dinfer.serving.served import Served
 from dinfer.serving.server import Server
 from dinfer.serving.settings import Labels
 from dinfer.structure.abilities.reading import STEPS
 from dinfer.structure.infilling import escaped
-from dinfer.structure.questions import MARKER
+from dinfer.structure.questions import MARKER, averaged
 
 PROMPT = 1  # the version of the wording of questions, on which thresholds depend
 IGNORED = {"prompt_cache_key", "prompt_cache_options", "safety_identifier"}
@@ -53,6 +52,11 @@ class Question:
     values: bool = False  # an option itself stands in the slot, and not its label
 
     @property
+    def lettered(self) -> bool:
+        """Whether a label belongs to a place, and not to an option."""
+        return self.kind == "choice" and not self.values
+
+    @property
     def labels(self) -> list[str]:
         """What may stand in the slot."""
         if self.values:
@@ -69,31 +73,27 @@ class Question:
         """What the model is to write."""
         if self.values:
             return "one of these"
-        asked = {"predicate": "yes or no", "score": "one number"}.get(self.kind, "one letter")
-        return "the letters of one" if len(self.options) > 26 else asked
+        if len(self.options) > 26:
+            return "the letters of one"
+        return {"predicate": "yes or no", "score": "one number"}.get(self.kind, "one letter")
 
     def written(self, shift: int = 0) -> str:
         """The question and its options. `shift`: of how many the first stand last."""
-        lines: list[str] = []
-        shifted = self.shifted(shift)
-        for label, (text, about) in zip(self.labels, self.options, strict=True):
-            if self.kind == "choice" and not self.values:  # the label belongs to the place
-                text, about = shifted[len(lines)]
-            said = [one for one in ("" if self.values or self.kind == "predicate" else text, about) if one]
-            lines.append(f"{label}) {': '.join(said)}".removesuffix(") ") if said or self.values else "")
-        if self.kind != "choice" or self.values:
-            lines = [*lines[shift % len(lines) :], *lines[: shift % len(lines)]]
-        return "\n".join(filter(None, [self.text, *lines]))
-
-    def shifted(self, shift: int) -> Sequence[tuple[str, str]]:
-        shift %= len(self.options)
-        return [*self.options[shift:], *self.options[:shift]]
+        lines, count = [self.text] if self.text else [], len(self.options)
+        for place in range(count):
+            option = (place + shift) % count
+            label, (text, about) = self.labels[place if self.lettered else option], self.options[option]
+            told = [about] if self.values or self.kind == "predicate" else [text, about]
+            if shown := ": ".join(filter(None, told)):
+                lines.append(f"{label}) {shown}")
+            elif self.values:
+                lines.append(label)
+        return "\n".join(lines)
 
     def shares(self, probabilities: Mapping[str, float], shift: int) -> list[float]:
         """The probability of each option, of those of the labels."""
         told = [probabilities[label] for label in self.labels]
-        shift = -shift % len(told) if self.kind == "choice" and not self.values else 0
-        return [*told[shift:], *told[:shift]]
+        return [told[(i - shift) % len(told)] for i in range(len(told))] if self.lettered else told
 
 
 class Reads(Own):
@@ -106,9 +106,7 @@ class Reads(Own):
     seed: Annotated[int, Field(ge=0, lt=SEEDS - MAX_CHOICES)] = 0
     # Below it, the other seeds are read too; null: all are.
     sure: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
-    joint: bool | None = (
-        None  # all questions stand in one prompt and all slots in one answer; null: as the server has it
-    )
+    joint: bool | None = None  # all questions in one prompt, all slots in one answer; null: as the server has it
     answer: Text | None = None  # the text around the slots, as [SLOT:name]; nothing is written behind the input then
     # Of a calibration; null: the server's.
     temperature: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
@@ -157,7 +155,22 @@ class QuestionTurn(Strict):
     phase: Any = None
 
 
+def _plain(value: Any) -> str:
+    """A text as it is, other values as compact JSON."""
+    if value is None or isinstance(value, str):
+        return value or ""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def _text(content: str | list[Any]) -> str:
+    if isinstance(content, str):
+        return content
+    return "".join(one.text if isinstance(one, QuestionText) else _plain(one.data) for one in content)
+
+
 class Asked(Strict):
+    """A question. It tells its options, and what is found of them."""
+
     instructions: QuestionContent
     name: Text | None = None
 
@@ -165,15 +178,40 @@ class Asked(Strict):
 class Predicate(Asked):
     type: Literal["predicate"]
 
+    @property
+    def options(self) -> list[tuple[str, str]]:
+        return [("yes", ""), ("no", "")]
+
+    def told(self, found: Decided) -> dict[str, Any]:
+        return {"probability": found.probabilities[0]}
+
 
 class Option(Strict):
     value: Text | bool
     description: Text | None = None
 
 
+def _distinct(options: list[Option]) -> list[Option]:
+    values = [(type(option.value), option.value) for option in options]
+    if repeated := next((value for value in values if values.count(value) > 1), None):
+        raise ValueError(f"{repeated[1]!r:.80} is given twice")
+    return options
+
+
 class Choice(Asked):
     type: Literal["choice"]
-    choices: Annotated[list[Option], Field(min_length=2, max_length=255)]
+    choices: Annotated[list[Option], Field(min_length=2, max_length=255), AfterValidator(_distinct)]
+
+    @property
+    def options(self) -> list[tuple[str, str]]:
+        return [(_plain(one.value), one.description or "") for one in self.choices]
+
+    def told(self, found: Decided) -> dict[str, Any]:
+        pairs = zip(self.choices, found.probabilities, strict=True)
+        return {
+            "confidence": found.confidence("choice"), "choice": self.choices[found.best].value,
+            "probabilities": [{"value": one.value, "probability": share} for one, share in pairs],
+        }  # fmt: skip
 
 
 class Level(Strict):
@@ -185,8 +223,19 @@ class Score(Asked):
     type: Literal["score"]
     levels: Annotated[list[Level], Field(min_length=2, max_length=255)]
 
+    @property
+    def options(self) -> list[tuple[str, str]]:
+        return [(one.label, one.description or "") for one in self.levels]
 
-class DecisionRequest(Strict):
+    def told(self, found: Decided) -> dict[str, Any]:
+        levels = enumerate(zip(self.levels, found.probabilities, strict=True))
+        return {
+            "confidence": found.confidence("score"), "score": found.score,
+            "probabilities": [{"value": i, "label": one.label, "probability": share} for i, (one, share) in levels],
+        }  # fmt: skip
+
+
+class DecisionRequest(Given):
     model: str = ""
     input: Text | list[QuestionTurn]
     questions: Annotated[
@@ -194,28 +243,11 @@ class DecisionRequest(Strict):
     ]
     dinfer: Reads = Reads()
 
-    @model_validator(mode="before")
     @classmethod
-    def _refuse(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
+    def checked(cls, data: dict[str, Any]) -> dict[str, Any]:
         if "state" in data:
             raise invalid("state", " is System One's: send this to /v1/systemone", "unsupported_value")
-        asked = [(f"questions.{i}", one) for i, one in objects_in(data.get("questions"))]
-        places = [("input", data.get("input")), *asked]
-        for where, part in ((where, part) for where, one in places for part in _parts(one)):
-            if part.get("type") in ("input_image", "input_file", "input_audio"):
-                raise refused(f"{where}.type", part["type"], "is not supported: text input only")
-        return {field: value for field, value in data.items() if value is not None and field not in IGNORED}
-
-    @model_validator(mode="after")
-    def _options(self) -> Self:
-        for i, one in enumerate(self.questions):
-            if isinstance(one, Choice):
-                values = [(type(option.value), option.value) for option in one.choices]
-                if repeated := next((value for value in values if values.count(value) > 1), None):
-                    raise invalid(f"questions.{i}.choices", f": {repeated[1]!r:.80} is given twice")
-        return self
+        return {field: value for field, value in data.items() if field not in IGNORED}
 
     @property
     def conversation(self) -> list[dict[str, Any]]:
@@ -226,42 +258,28 @@ class DecisionRequest(Strict):
 
     @property
     def asked(self) -> list[Question]:
-        made = []
-        for i, one in enumerate(self.questions):
-            told: list[tuple[str, str]] = [("yes", ""), ("no", "")]
-            if isinstance(one, Choice):
-                told = [(_plain(option.value), option.description or "") for option in one.choices]
-            if isinstance(one, Score):
-                told = [(level.label, level.description or "") for level in one.levels]
-            made.append(Question(f"questions.{i}", one.name, one.type, _text(one.instructions), told))
-        return made
+        return [
+            Question(f"questions.{i}", one.name, one.type, _text(one.instructions), one.options)
+            for i, one in enumerate(self.questions)
+        ]
 
 
-def _parts(value: Any) -> list[dict[str, Any]]:
-    """All objects in a value that have a type."""
-    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    own = [value] if isinstance(value, dict) and isinstance(value.get("type"), str) else []
-    return own + [part for one in inside for part in _parts(one)]
+class Judged(Strict):
+    """As `Asked`, of System One."""
+
+    kind: ClassVar[Kind]
+    instructions: Plain = None
+
+    @property
+    def text(self) -> str:
+        return _plain(self.instructions)
 
 
-def _text(content: str | list[Any]) -> str:
-    if isinstance(content, str):
-        return content
-    return "".join(one.text if isinstance(one, QuestionText) else _plain(one.data) for one in content)
-
-
-def _plain(value: Any) -> str:
-    """A text as it is, other values as compact JSON."""
-    if value is None or isinstance(value, str):
-        return value or ""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-
-
-class Noul(Strict):
+class Noul(Judged):
     """Whether a statement holds."""
 
+    kind = "predicate"
     type: Literal["noul"]
-    instructions: Plain = None
     criteria: Plain = None
 
     @model_validator(mode="after")
@@ -270,20 +288,55 @@ class Noul(Strict):
             raise ValueError("needs instructions or criteria: say what is asked")
         return self
 
+    @property
+    def text(self) -> str:
+        sided = isinstance(self.criteria, dict | None)
+        return "\n".join(filter(None, [_plain(self.instructions), "" if sided else _plain(self.criteria)]))
 
-class SystemChoice(Strict):
+    @property
+    def options(self) -> list[tuple[str, str]]:
+        sides = self.criteria if isinstance(self.criteria, dict) else {}
+        return [("yes", _plain(sides.get("true"))), ("no", _plain(sides.get("false")))]
+
+    def told(self, found: Decided) -> dict[str, Any]:
+        return {"noul": found.probabilities[0]}
+
+
+class SystemChoice(Judged):
+    kind = "choice"
     type: Literal["choice"]
-    instructions: Plain = None
     criteria: Annotated[dict[Text, Plain], Field(min_length=1, max_length=255)]
 
+    @property
+    def options(self) -> list[tuple[str, str]]:
+        return [(option, _plain(about)) for option, about in self.criteria.items()]
 
-class SystemScore(Strict):
+    def told(self, found: Decided) -> dict[str, Any]:
+        options = [*self.criteria]
+        return {
+            "confidence": found.confidence("choice"), "choice": options[found.best],
+            "probabilities": dict(zip(options, found.probabilities, strict=True)),
+        }  # fmt: skip
+
+
+class SystemScore(Judged):
+    kind = "score"
     type: Literal["score"]
-    instructions: Plain = None
     criteria: Annotated[list[Plain], Field(min_length=1, max_length=10)]
 
+    @property
+    def options(self) -> list[tuple[str, str]]:
+        return [(_plain(level), "") for level in self.criteria]
 
-class SystemOneRequest(BaseModel):
+    def told(self, found: Decided) -> dict[str, Any]:
+        return {
+            "confidence": found.confidence("score"), "score": found.score,
+            "probabilities": {str(i): share for i, share in enumerate(found.probabilities)},
+            "legend": {str(i): level for i, level in enumerate(self.criteria)},
+        }  # fmt: skip
+
+
+class SystemOneRequest(Given):
     """As other servers do, it ignores fields that it does not know."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
@@ -296,20 +349,15 @@ class SystemOneRequest(BaseModel):
     instructions: Text | None = None
     dinfer: Reads = Reads()
 
-    @model_validator(mode="before")
     @classmethod
-    def _ours(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
+    def checked(cls, data: dict[str, Any]) -> dict[str, Any]:
         for field in ("assets", "images"):
             if data.get(field):
                 raise invalid(field, " is not supported: the model reads text alone", "unsupported_value")
         if not isinstance(data.get("state", ""), str | dict | list):
             raise invalid("state", " must be a text, an object or a list")
-        own = {name: data[name] for name in ("seed", "temperature") if data.get(name) is not None}
-        if own and isinstance(data.get("dinfer") or {}, dict):
-            data = data | {"dinfer": own | (data.get("dinfer") or {})}
-        return {field: value for field, value in data.items() if value is not None}
+        own, told = {name: data[name] for name in ("seed", "temperature") if name in data}, data.get("dinfer", {})
+        return data | {"dinfer": own | told} if own and isinstance(told, dict) else data
 
     @property
     def conversation(self) -> list[dict[str, Any]]:
@@ -318,20 +366,10 @@ class SystemOneRequest(BaseModel):
 
     @property
     def asked(self) -> list[Question]:
-        made = []
-        for name, one in self.questions.items():
-            kind: Kind = "predicate" if isinstance(one, Noul) else one.type
-            text, criteria = _plain(one.instructions), one.criteria
-            if isinstance(one, SystemChoice):
-                told = [(option, _plain(about)) for option, about in one.criteria.items()]
-            elif isinstance(one, SystemScore):
-                told = [(_plain(level), "") for level in one.criteria]
-            else:
-                sides = criteria if isinstance(criteria, dict) else {}
-                text = text if isinstance(criteria, dict | None) else "\n".join(filter(None, [text, _plain(criteria)]))
-                told = [("yes", _plain(sides.get("true"))), ("no", _plain(sides.get("false")))]
-            made.append(Question(f"questions.{name:.60}", name, kind, text, told))
-        return made
+        return [
+            Question(f"questions.{name:.60}", name, one.kind, one.text, one.options)
+            for name, one in self.questions.items()
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,10 +384,7 @@ class Decided:
     @classmethod
     def over(cls, reads: Sequence[tuple[list[float], float]]) -> Decided:
         """The mean of reads, each probabilities and mass."""
-        columns = [*zip(*(shares for shares, _ in reads), strict=True)]
-        scale, many = math.sqrt(len(reads)), len(reads) > 1
-        errors = [statistics.stdev(column) / scale for column in columns] if many else None
-        means = [*map(statistics.fmean, columns)]
+        means, errors = averaged([shares for shares, _ in reads])
         return cls(means, statistics.fmean(mass for _, mass in reads), errors, len(reads))
 
     @property
@@ -524,7 +559,8 @@ def add(app: FastAPI, server: Server) -> None:
         """How probable the answers to questions are, like OpenAI's API."""
         served = server.catalogue.find(body.model, body.dinfer.decoder)
         answers, told, tokens = await decided(server, served, body)
-        shown = [_openai(one, found) for one, found in zip(body.questions, answers, strict=True)]
+        pairs = zip(body.questions, answers, strict=True)
+        shown = [{"type": one.type, "name": one.name, **one.told(found)} for one, found in pairs]
         details = {"input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0}}
         return {
             "model": served.name, "answers": shown,
@@ -539,36 +575,10 @@ def add(app: FastAPI, server: Server) -> None:
         """How probable the answers to questions about a state are, as System One's protocol has it."""
         served = server.catalogue.find(body.model, body.dinfer.decoder)
         answers, told, tokens = await decided(server, served, body)
-        pairs = zip(body.questions.items(), answers, strict=True)
+        found = dict(zip(body.questions, answers, strict=True))
         return {
-            "model": served.name, "answers": {name: _systemone(one, found) for (name, one), found in pairs},
+            "model": served.name,
+            "answers": {name: {"type": one.type, **one.told(found[name])} for name, one in body.questions.items()},
             "usage": {"input_tokens": tokens, "output_tokens": 0, "dinfer": told},
-            "diagnostics": {name: {"label_mass": one.mass} for name, one in zip(body.questions, answers, strict=True)},
+            "diagnostics": {name: {"label_mass": one.mass} for name, one in found.items()},
         }  # fmt: skip
-
-
-def _openai(question: Predicate | Choice | Score, found: Decided) -> dict[str, Any]:
-    head: dict[str, Any] = {"type": question.type, "name": question.name}
-    shares = found.probabilities
-    if isinstance(question, Predicate):
-        return head | {"probability": shares[0]}
-    head |= {"confidence": found.confidence(question.type)}
-    if isinstance(question, Choice):
-        told = [{"value": one.value, "probability": p} for one, p in zip(question.choices, shares, strict=True)]
-        return head | {"choice": question.choices[found.best].value, "probabilities": told}
-    levels = enumerate(zip(question.levels, shares, strict=True))
-    told = [{"value": i, "label": level.label, "probability": p} for i, (level, p) in levels]
-    return head | {"score": found.score, "probabilities": told}
-
-
-def _systemone(question: Noul | SystemChoice | SystemScore, found: Decided) -> dict[str, Any]:
-    shares = found.probabilities
-    if isinstance(question, Noul):
-        return {"type": "noul", "noul": shares[0]}
-    head: dict[str, Any] = {"type": question.type, "confidence": found.confidence(question.type)}
-    if isinstance(question, SystemChoice):
-        options = [*question.criteria]
-        return head | {"choice": options[found.best], "probabilities": dict(zip(options, shares, strict=True))}
-    legend = {str(i): level for i, level in enumerate(question.criteria)}
-    told = {str(i): p for i, p in enumerate(shares)}
-    return head | {"score": found.score, "probabilities": told, "legend": legend}
