@@ -135,7 +135,8 @@ class Served:
         for where, name, value in given:
             full = next((full for full in known if name in (full, full.partition(".")[2])), None)
             if full is None:
-                why = f"is not an option of {self.name!r}. It has {', '.join(known)}, drafts, decoder, deadline."
+                has = [one for one in known if one.partition(".")[2] not in self.recipe.decoder.refuses]
+                why = f"is not an option of {self.name!r}. It has {', '.join(has)}, drafts, decoder, deadline."
                 raise refused(where, value, why)
             if full in chosen:
                 raise invalid(where, f" and {chosen[full]} say the same: give one")

@@ -320,6 +320,14 @@ def test_a_large_body_is_413() -> None:
         assert chat(client).status_code == 413
 
 
+def test_an_unknown_option_is_told_those_that_the_decoder_honours() -> None:
+    with served(surest={"decoder": "entropy_bound"}) as client:  # which refuses eos_last
+        asked = {"model": "tiny:surest", "dinfer": {"bond": 0.3}}
+        told = client.ask(CHAT, ASK | asked).json()["error"]["message"]
+        card = client.ask("/v1/models/tiny:surest").json()["dinfer"]["options"]
+    assert {one.rpartition(".")[2] for one in told.partition(" It has ")[2].split(", ")[:-3]} == {*card}
+
+
 def test_metrics_count_what_was_served() -> None:
     with served() as client:
         answer = chat(client).json()
