@@ -108,7 +108,8 @@ def after(sweeps: Sweeps, state: Tensor, classes: Tensor) -> Tensor:
     meta = sweeps.meta_B8.view(len(sweeps.meta_B8), *(1,) * (state.dim() - 1), 8)
     known = classes < meta[..., 1]
     place = meta[..., 2] + torch.where(known, classes, 0) * meta[..., 0] + state
-    return torch.where(known, sweeps.languages.next_Y[place].to(torch.int64), -1)
+    next_state = sweeps.languages.next_Y[place].to(torch.int64)
+    return torch.where(known & (next_state < sweeps.states), next_state, -1)  # more has a language that nobody is in
 
 
 def leads(sweeps: Sweeps, state: Tensor, room: Tensor) -> Tensor:
