@@ -5,7 +5,6 @@
     python -m benchmarks.card --compare $OUT/old.json $OUT/new.json --out FILE
     python -m benchmarks.card parity --goldens shared/goldens shared/goldens-next --out $OUT/parity.json
     python -m benchmarks.card gpu_tests --slice 1/4 --out $OUT/tests-1.json
-    python -m benchmarks.card head --out $OUT/head.json
     python -m benchmarks.card graph_kernels step_times parity gpu_tests --tiny --device cpu --out /tmp/dry.json
     python -m benchmarks.card starts --device cpu --out new.json        # in turns with --root OLD, then --compare
 
@@ -13,9 +12,8 @@
 
 `graph_kernels`: names and order of the kernels of each captured graph; on a CPU operators. `step_times`: medians of a
 step in three runs, and their spread. `parity`: the recorded runs on the card, several processes at a time. `gpu_tests`:
-a slice of `pytest -m gpu` in several processes. `head`: the LM head of 2,048 rows of LLaDA2-mini, and the statistics of
-its logits, in bfloat16 and in float8, with torch's statistics beside. `starts`: CPU seconds of commands and of the
-first text on the CPU, a run for each call. All stop before `--seconds` are over and say what they left out.
+a slice of `pytest -m gpu` in several processes. `starts`: CPU seconds of commands and of the first text on
+the CPU, a run for each call. All stop before `--seconds` are over and say what they left out.
 Results are written as they come to OUT, and the output of the last two parts' processes to an archive beside it.
 """
 
@@ -163,62 +161,6 @@ def shapes(given: argparse.Namespace, report: dict[str, Any], save: Callable[[],
         torch.cuda.empty_cache() if given.device == "cuda" else None
 
 
-def graph_ms(work: Callable[[], object], cuda: bool) -> float:
-    """The median of replays of some work as a CUDA graph. On a CPU it runs once, and takes 0."""
-    import torch
-
-    work()
-    if not cuda:
-        return 0.0
-    graph, found = torch.cuda.CUDAGraph(), []
-    with torch.cuda.graph(graph):
-        work()
-    for _ in range(60):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record(), graph.replay(), end.record()
-        end.synchronize()
-        found.append(begin.elapsed_time(end))
-    return round(statistics.median(found[20:]), 4)
-
-
-def head(given: argparse.Namespace, report: dict[str, Any], save: Callable[[], None]) -> None:
-    """ms of the product, of the statistics and of both, as many rows at a time as a step takes. Each is run twice."""
-    import torch
-
-    from dinfer.core.kernels.dispatch import VARIABLE
-    from dinfer.core.kernels.token_stats import token_stats
-    from dinfer.core.layers.linear import Linear
-    from dinfer.formats.holding import format_of
-    from dinfer.speed.abilities.open_positions import TOGETHER
-
-    cuda, part = given.device == "cuda", 4 if given.tiny else TOGETHER
-    rows, vocab, hidden = 2 * part, *((320, 32) if given.tiny else (157184, 2048))
-    dtype, ms = torch.bfloat16 if cuda else torch.float32, dict[str, list[float]]()
-    report["head"] = {"rows": rows, "vocabulary": vocab, "hidden": hidden, "at a time": part, "ms": ms}
-    scored = partial(token_stats, mask_id=1, dtype=torch.float32)
-    for name, format_, kernels in (("bf16", "", "triton"), ("fp8", "fp8", "triton"), ("bf16, torch", "", "torch")):
-        os.environ[VARIABLE] = kernels
-        with torch.inference_mode(), torch.device(given.device):
-            linear = Linear(hidden, vocab).to(dtype)
-            if format_:
-                held = format_of(format_, torch.device(given.device))
-                linear.hold("weight", held.settled(held.make(linear.weight)), held)
-            parts = torch.randn(rows, hidden, dtype=dtype).split(part)
-            logits_1RV = linear(parts[0])[None]
-            for what, work in {
-                "product": lambda linear, parts, _: [linear(x) for x in parts],
-                "product and statistics": lambda linear, parts, _: [scored(linear(x)[None]) for x in parts],
-                "product and statistics with entropy and margin": lambda linear, parts, _: [
-                    scored(linear(x)[None], needs=("entropy", "margin")) for x in parts
-                ],
-                "statistics": lambda _, parts, logits_1RV: [scored(logits_1RV) for _ in parts],
-            }.items():
-                found = [graph_ms(partial(work, linear, parts, logits_1RV), cuda) for _ in range(2)]
-                ms[f"{name}: {what}"] = found
-                print(name, what, found, flush=True)
-        save()
-
-
 def processes(given: argparse.Namespace, commands: dict[str, list[str]]) -> dict[str, dict[str, Any]]:
     """Runs commands, `--workers` at a time, until the time is over. Their output goes to files beside OUT."""
     waiting, running, found = list(commands.items()), dict[str, Any](), dict[str, dict[str, Any]]()
@@ -364,7 +306,7 @@ def told(name: str, found: dict[str, Any]) -> str:
 
 def main(args: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", help="graph_kernels, step_times, head, parity, gpu_tests, starts")
+    parser.add_argument("parts", nargs="*", help="graph_kernels, step_times, parity, gpu_tests, starts")
     parser.add_argument("--root", type=Path, help="checkout whose packages are imported")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=[*CASES])
     parser.add_argument("--goldens", type=Path, nargs="+", default=[Path("tests/goldens")])
@@ -382,7 +324,7 @@ def main(args: list[str] | None = None) -> None:
         if given.out:
             given.out.write_text(json.dumps(found, indent=1) + "\n")
         return
-    known = ("graph_kernels", "step_times", "head", "parity", "gpu_tests", "starts")
+    known = ("graph_kernels", "step_times", "parity", "gpu_tests", "starts")
     if not given.parts or given.out is None or {*given.parts} - {*known}:
         parser.error(f"give parts, of {', '.join(known)}, and --out")
     given.end = time.monotonic() + given.seconds
@@ -400,8 +342,6 @@ def main(args: list[str] | None = None) -> None:
 
     if {"graph_kernels", "step_times"} & set(given.parts):
         shapes(given, report, save)
-    if "head" in given.parts:
-        head(given, report, save)
     if "starts" in given.parts:
         starts(given, report, save)
     given.logs = given.out.with_suffix("")

@@ -40,7 +40,9 @@ def begun(given: Namespace, device: torch.device) -> dict[str, Any]:
 def save(report: dict[str, Any], out: Path | None) -> None:
     """Writes the report if `--out` names a file. Call it after every run, so that an aborted run leaves figures."""
     if out is not None:
-        out.write_text(json.dumps(report, indent=1, default=str) + "\n")
+        out.with_name(out.name.removesuffix(".json") + ".json").write_text(
+            json.dumps(report, indent=1, default=str) + "\n"
+        )
 
 
 def show(report: dict[str, Any], out: Path | None) -> None:

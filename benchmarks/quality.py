@@ -5,7 +5,7 @@
     python -m benchmarks.quality --preset further --out benchmarks/results/tiny-further-cpu
     python -m benchmarks.quality --preset several --adapter tiny-d2f --block 32 --rows 1000 --device cuda --out OUT
 
-It writes OUT.json, with command, commit, hardware and refused recipes, and OUT.csv. Counts are those of
+It writes OUT.json, with command, commit, hardware and refused recipes. Counts are those of
 `dinfer.Counts`: tokens from the first stop token on do not count, and forwards are summed over the problems. On a GPU
 every iteration and cache runs once before timing, so that no wall time includes compilation. `docs/metrics.md` defines
 the columns.
@@ -13,7 +13,6 @@ the columns.
 
 from __future__ import annotations
 
-import csv
 import json
 import re
 import time
@@ -30,7 +29,7 @@ from typing import Any
 import torch
 
 import dinfer
-from benchmarks.provenance import command_line, provenance
+from benchmarks.provenance import begun, command_line, save
 from dinfer.core.loading.checkpoint import family_of, read_config
 from dinfer.core.loading.files import locate
 from dinfer.core.terms.spec import ModelSpec
@@ -257,21 +256,10 @@ def main() -> None:
         for recipe in legal:
             row: dict[str, Any] = {}
             for row in measured(base, problems, given, recipe, pool):
-                if given.out:
-                    setting = {"setting": vars(given) | {"out": str(given.out)}, "refused": refused}
-                    write(given.out, [*rows, row], setting | provenance(device))
+                save(begun(given, device) | {"refused": refused, "rows": [*rows, row]}, given.out)
             rows.append(row)
             figures = "{accuracy:5.1f}%  NFE {nfe:6.2f}  TPF {tpf:6.3f}  {seconds:6.2f} s".format_map(row)
             print(f"{label(recipe):60} {figures}", flush=True)
-
-
-def write(out: Path, table: list[dict[str, Any]], about: dict[str, Any]) -> None:
-    """Writes OUT.json and OUT.csv. Call it after every row, so that an aborted run leaves figures."""
-    out.with_suffix(".json").write_text(json.dumps(about | {"rows": table}, indent=1) + "\n")
-    with out.with_suffix(".csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(table[0]))
-        writer.writeheader()
-        writer.writerows(table)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import subprocess
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +29,33 @@ def commits(found: Any) -> Iterator[str]:
             yield from commits(value)
 
 
+def written(text: str) -> Iterator[str]:
+    """The names in a text, with each of `{a,b}`."""
+    for word in re.findall(r"[\w{},*.-]+", text):
+        parts = [part[1:-1].split(",") if part.startswith("{") else [part] for part in re.split(r"(\{[^{}]*\})", word)]
+        yield from map("".join, itertools.product(*parts))
+
+
 NAMED = {path.name: {*commits(json.loads(path.read_text()))} for path in FILES}
 
 
 def test_every_file_names_a_clean_commit() -> None:
     wrong = {name: some for name, some in NAMED.items() if not some or not all(map(OURS.fullmatch, some))}
     assert wrong == {}
+
+
+def test_every_file_is_named_by_a_page_and_says_how_it_was_made() -> None:
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("benchmarks/**/*.md"), *ROOT.glob("docs/**/*.md")]
+    names = {name.removesuffix(".json") for page in pages for name in written(page.read_text())}
+    globs = [name for name in names if "*" in name and len(name) > 6]
+    assert [
+        path.name for path in FILES if path.stem not in names and not any(fnmatch(path.stem, some) for some in globs)
+    ] == []
+    ways = {"command", "commands", "note", "what"}, {"hardware", "cpu", "machine"}
+    reports = {path.name: path.read_text() for path in FILES if path.name != "tiny-token-counts.json"}
+    assert [
+        name for name, text in reports.items() if not all(any(f'"{key}":' in text for key in keys) for keys in ways)
+    ] == []
 
 
 def test_the_commits_exist() -> None:
