@@ -9,6 +9,7 @@ import signal
 from collections import defaultdict
 from collections.abc import Generator
 from typing import Any
+from zlib import crc32
 
 import pytest
 import torch
@@ -52,6 +53,24 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """What a module's fixtures draw without a seed is the same at each run, whichever test asks for them first."""
+    seed(str(item.path.relative_to(item.config.rootpath)))
+
+
+@pytest.fixture(autouse=True)
+def drawn_alike(request: pytest.FixtureRequest) -> None:
+    """The same for what a test draws, which is not what its module's fixtures draw."""
+    seed(request.node.nodeid)
+
+
+def seed(text: str) -> None:
+    number = crc32(text.encode())
+    random.seed(number)
+    torch.default_generator.manual_seed(number)  # torch.manual_seed is slow: it keeps the stack for CUDA
 
 
 @pytest.hookimpl(tryfirst=True)

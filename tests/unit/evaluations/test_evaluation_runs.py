@@ -156,7 +156,7 @@ metric_list: [{{metric: !function evaluations.sandbox.pass_at_1, aggregation: me
 
 def test_lm_evals_code_tasks_use_the_sandbox() -> None:
     folder = Path(lm_eval.__file__).parent / "tasks"
-    with in_sandbox(Limits()):
+    with in_sandbox(Limits(seconds=60)):
         for name, judge in (("humaneval", "pass_at_k"), ("mbpp", "pass_at_1"), ("humaneval_infilling", "pass_at_k")):
             module = _import_func_in_yml(f"utils.{judge}", folder / name).__globals__
             assert CODE_EVAL in module.values(), name

@@ -76,7 +76,7 @@ def test_right_and_wrong_answers_are_told_apart(
     task: str, splits: Any, texts: tuple[str, ...], metric: str, score: float, tmp_path: Path
 ) -> None:
     model = Scripted(*texts)
-    with in_sandbox(Limits(seconds=5)):
+    with in_sandbox(Limits(seconds=60)):
         tasks = load_tasks(Settings(tasks=(local(task, splits, tmp_path),), allow_code=True))
         found = lm_eval.evaluate(model, tasks, bootstrap_iters=0, confirm_run_unsafe_code=True)
     assert found is not None and found["results"][f"{task}_local"][metric] == score

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from support.serving import Client, served
 
 import dinfer
+from dinfer.core.engine.engine import Engine
 from dinfer.serving.settings import Settings
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "3 + 4 = ?"}], "max_tokens": 32}
@@ -82,7 +84,7 @@ def test_vllms_four_phases_and_what_waits_meanwhile(client: Client) -> None:
     assert client.ask("/get_world_size").json() == {"world_size": 1}
 
 
-def test_what_a_pause_aborts_says_so(client: Client) -> None:
+def test_what_a_pause_aborts_says_so(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither a stop token nor the length ended it."""
     user, slow = [{"role": "user", "content": "3 + 4 = ?"}], {"threshold": 1.0, "min_tokens": 150}
     asked: dict[str, dict[str, Any]] = {
@@ -92,8 +94,15 @@ def test_what_a_pause_aborts_says_so(client: Client) -> None:
         "/generate": {"text": "3 + 4 = ?", "sampling_params": {"max_new_tokens": 160}, "dinfer": slow},
     }
 
+    loop, step, aborts = client.pipe.engine.loop, Engine.step, threading.Event()
+
+    def held(engine: Engine) -> Any:
+        """Once all run, none ends before it is aborted."""
+        if len(loop.running) == len(asked):
+            aborts.wait(120)
+        return step(engine)
+
     async def ended() -> list[Any]:
-        loop = client.pipe.engine.loop
         await client.http.post("/pause?mode=keep")  # or the first could end before the last enters
         posts = [client.http.post(path, json={"model": "tiny"} | body) for path, body in asked.items()]
         tasks = [asyncio.create_task(post) for post in posts]
@@ -102,11 +111,14 @@ def test_what_a_pause_aborts_says_so(client: Client) -> None:
         await client.http.post("/resume")
         while len(loop.running) < len(tasks) and not any(task.done() for task in tasks):
             await asyncio.sleep(0.001)
-        assert (await client.http.post("/pause?mode=abort")).status_code == 200
+        aborted = await client.http.post("/pause?mode=abort")
+        aborts.set()
+        assert aborted.status_code == 200
         found = [(await task).json() for task in tasks]
         await client.http.post("/resume")
         return found
 
+    monkeypatch.setattr(Engine, "step", held)
     chat, message, response, sample = client.loop.run(ended())
     assert chat["choices"][0]["finish_reason"] == "abort" and message["stop_reason"] == "pause_turn"
     assert (response["status"], response["incomplete_details"]) == ("incomplete", {"reason": "aborted"})
