@@ -337,8 +337,7 @@ class Constraints(ByExtra[Constrained]):
     def allow(self, step: Step, view: BlockView, logits_RLV: Tensor) -> Tensor:
         sweeps, line, _ = self.line(step, view)
         layout, allowed_BXC = self.layout(step, view), sweeps.allowed(line)
-        spec = step.recipe.model.spec
-        if isinstance(step.recipe.decoder, Drafts) and spec.causal_block == spec.shift == 1:
+        if verifies_drafts(step.recipe):
             allowed_BXC = behind_drafts(sweeps, line, layout.by_lane(drafts_of(step)), allowed_BXC)
         if view.edits:
             loose_BXC = sweeps.allowed(self._loose(step, view, line, step.lanes))
@@ -482,6 +481,11 @@ class Constraints(ByExtra[Constrained]):
         line = Line(layout.by_lane(view.tokens_RL), layout.by_lane(view.masked_RL), outside_BX, state_B, room_B)
         step.notes[Constraints] = sweeps, view.tokens_RL, line, live_B
         return sweeps, line, live_B
+
+
+def verifies_drafts(recipe: Parts) -> bool:
+    """Whether a causal model reads drafts at open positions, and writes what it would write one by one."""
+    return isinstance(recipe.decoder, Drafts) and recipe.model.spec.causal_block == recipe.model.spec.shift == 1
 
 
 def drafts_of(step: Step) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor
 from dinfer.core.abilities.registry import ABILITIES
 from dinfer.core.kernels.canvas import uploaded
 from dinfer.core.step.ability import Ability, BlockView, Canvas, Entry, Extra, Parts, Request, Step, StepShape
-from dinfer.structure.abilities.constraints import Constraints, InLanguage
+from dinfer.structure.abilities.constraints import Constraints, InLanguage, verifies_drafts
 from dinfer.structure.kernels.languages import Sweeps
 from dinfer.structure.kernels.lines import Line
 
@@ -44,6 +44,8 @@ class Posterior(Ability):
 
     @classmethod
     def of(cls, recipe: Parts, shape: StepShape) -> Self | None:
+        if verifies_drafts(recipe):  # one by one, nothing is said yet of what follows a token
+            return None
         constraints = Constraints.of(recipe, shape) if shape.extra(Weighed) else None
         return None if constraints is None else cls(constraints)
 

@@ -219,7 +219,10 @@ def test_drafts_change_no_token_of_an_answer(rejected: str) -> None:
     written = []
     for parts in ({"iteration": {"name": "block_diffusion", "block": 1}, "decoder": "threshold"}, isd):
         recipe = compose(tiny_model("drafts"), cache="block", **parts)
-        asked = [(Request.behind([1, 2, 3 + i], 17), language_of(p)) for i, p in enumerate(PATTERNS * 3)]
+        asked = [
+            (Request.behind([1, 2, 3 + i], 17), replace(language_of(p), posterior=i % 3 == 0))
+            for i, p in enumerate(PATTERNS * 3)
+        ]
         requests = [one if i % 5 == 4 else bound(one, found) for i, (one, found) in enumerate(asked)]
         done = completions(engine_for(recipe, rows=24), requests)
         written.append([one.output for one in done])
