@@ -225,9 +225,11 @@ def test_every_page_is_in_the_navigation_once() -> None:
     assert sorted(named) == sorted(pages)
 
 
-TUTORIALS = (  # three generate much; README's example runs in `make test`, too
-    *(pytest.param(name, marks=pytest.mark.rest, id=name) for name in ("first_answer", "choose", "how_it_works")),
+LONG = ("first_answer", "choose", "how_it_works", "rollouts")  # README's example runs in `make test`, too
+TUTORIALS = (
+    *(pytest.param(name, marks=pytest.mark.rest, id=name) for name in LONG),
     "evaluate", "read_a_trace", "add_a_cache", "add_an_iteration", "add_a_model", "multi-block",
+    "likelihoods",
 )  # fmt: skip
 # Each page is a program of its own. All run in one process, which is not that of the tests: a page may register
 # components, and importing torch takes longer than most pages.
