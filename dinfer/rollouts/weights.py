@@ -54,6 +54,7 @@ class Weights:
         if (state := state_of(pipe.model)) is None:
             raise ValueError(f"{type(pipe.model).__name__} is no module of torch, so its weights cannot be updated")
         self.state: WeightsState = state
+        self._parameters: writing.Parameters | None = None
 
     @property
     def version(self) -> int:
@@ -71,6 +72,19 @@ class Weights:
         if self.pipe.origin is None:
             raise ValueError("an update needs a model that dinfer.load read: nobody knows the names of its tensors")
         return self.pipe.origin[0]
+
+    @property
+    def parameters(self) -> writing.Parameters:
+        """Those of the network as it is now."""
+        if self._parameters is None or not self._parameters.stand:
+            self._parameters = writing.Parameters(self.pipe.model)
+        return self._parameters
+
+    def check_bare(self) -> writing.Names:
+        """The names of the network's tensors. Raises ValueError if something is around modules of it."""
+        names = writing.names_of(self.pipe.model, self.family)
+        self.parameters.check_bare(names)
+        return names
 
     @contextmanager
     def updating(
@@ -95,7 +109,8 @@ class Weights:
         try:
             with self._stopped(pending):
                 try:
-                    writing_everywhere(self.recipe, writing.begin, sink.family)
+                    known = (self.parameters,) if sink.alone else ()
+                    writing_everywhere(self.recipe, writing.begin, sink.family, *known)
                     yield sink
                     sink.launch()
                     for engine in self.engines:  # while a card copies
@@ -201,7 +216,7 @@ class Weights:
 
     def tensors(self) -> dict[str, Tensor]:
         """What is held, by its names in a checkpoint: views, so clone what is to stay. Only for floats on one card."""
-        writing.check_bare(self.pipe.model, self.family)
+        self.check_bare()
         if self.recipe.ranks.size > 1:
             raise ValueError("tensors are of a model on one card")
         places, held = self.family.weights(self.pipe.model.spec), dict(self.pipe.model.named_parameters())
@@ -214,8 +229,7 @@ class Weights:
 
         Where ranks divide the model, one for each rank, joined by commas. `names`: None takes all.
         """
-        writing.check_bare(self.pipe.model, self.family)
-        own = writing.names_of(self.pipe.model, self.family)
+        own = self.check_bare()
         for name in names or ():
             own.place(name)
         with self._stopped("keep"):
@@ -381,7 +395,7 @@ class WeightSink:
     def __init__(self, weights: Weights, family: Any, staged: bool) -> None:
         self._weights, self._recipe, self._staged = weights, weights.recipe, staged
         self._names, self._bare = writing.names_of(weights.pipe.model, family), False
-        self.family = self._names.told
+        self.family, self.alone = self._names.told, self._recipe.ranks.size == 1
         self._held: deque[tuple[str, Tensor]] = deque()  # what waits to be written, and is not written over meanwhile
         self._bytes = 0
         self.ended = False
@@ -405,19 +419,28 @@ class WeightSink:
                 self.load(*_pair(pair))
             return
         self._going()
-        for name, tensor in (known := [*map(_pair, pairs)]):
+        known = [*tensors.items()] if isinstance(tensors, Mapping) else [*map(_pair, pairs)]
+        writer = writing.writer_of(self._weights.pipe.model) if self.alone and not self._staged else None
+        found = None if writer is None else writer.known(known)
+        for name, tensor in known if found is None else [known[at] for at in found[0].rest]:
             self._check(name, tensor)
         if self._staged:
             for name, tensor in known:
                 self._keep(name, tensor)
             return
+        self._flush()
+        if writer is not None and (found := found or writer.planned(known)) is not None:
+            self._see_bare()
+            self.touched |= found[0].covered
+            writer.launch(*found)
+            known = [known[at] for at in found[0].rest]
         self._held.extend(known)
         self._flush()
 
     def from_folder(self, folder: str | Path) -> None:
         """A whole checkpoint of safetensors, of which every rank reads its share. Raises CheckpointError."""
         self._flush()
-        writing.check_bare(self._weights.pipe.model, self._names.family)
+        self._weights.check_bare()
         self._everywhere(writing.check_folder, str(folder))
         self.touched |= {*self._names.pieces}
         self._everywhere(writing.fill_from, str(folder))
@@ -489,11 +512,14 @@ class WeightSink:
         """Waits for the end. Raises ValueError for what was not finite."""
         self._everywhere(writing.end)
 
+    def _see_bare(self) -> None:
+        if not self._bare:
+            self._weights.check_bare()
+            self._bare = True
+
     def _told(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> None:
         """Raises ValueError for a tensor that cannot be written, before it is."""
-        if not self._bare:
-            writing.check_bare(self._weights.pipe.model, self._names.family)
-            self._bare = True
+        self._see_bare()
         self._names.check(name, shape, dtype)
 
     def _going(self) -> None:
@@ -526,8 +552,7 @@ class WeightSink:
 
     def _flush(self) -> None:
         """Writes what is kept. One card soon has something to do while the host looks at the rest."""
-        alone = self._recipe.ranks.size == 1
-        most = FIRST if alone else BUCKET
+        most = FIRST if self.alone else BUCKET
         while self._held:
             some: list[tuple[str, Tensor]] = []
             size = 0
@@ -535,7 +560,7 @@ class WeightSink:
                 some.append(self._held.popleft())
                 size += some[-1][1].nbytes
             self._write(some)
-            most *= 4 if alone else 1
+            most *= 4 if self.alone else 1
         self._bytes = 0
 
     def _write(self, tensors: Sequence[tuple[str, Tensor]]) -> None:

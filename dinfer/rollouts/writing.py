@@ -8,7 +8,8 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
+from operator import attrgetter, is_, or_
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import increment_version
+from torch.nn import Parameter
 
 from dinfer.core.kernels.dispatch import native, triton, use_triton
 from dinfer.core.layers.format import PLAIN, Plain
@@ -25,11 +27,11 @@ from dinfer.core.loading.files import ADAPTER, CheckpointError, locate, refuse
 from dinfer.core.loading.safetensors_io import FLOATS, read_slices
 from dinfer.core.models.family import ModelFamily, Placement
 from dinfer.core.provided import needed
-from dinfer.core.ranks.split import Rank
 from dinfer.core.registry import MODELS, values_of
 from dinfer.core.terms.spec import ExpertLayout
 from dinfer.rollouts.state import state_of
 
+PLANS = 64  # of a network that are kept
 PIECE = 1 << 19  # values that are looked at and copied at a time: they stay in the cache of a CPU
 DTYPES = frozenset(FLOATS.values())
 WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # what values of these are added up in
@@ -117,33 +119,102 @@ def names_of(network: Any, family: ModelFamily) -> Names:
     return state.names
 
 
-def parameters_of(network: Any) -> dict[str, Any]:
-    """What `named_parameters` gives, which takes ten times as long: each name passes through all modules above it."""
-    found, left = dict[str, Any](), [("", network)]
-    while left:
-        prefix, module = left.pop()
-        found |= {prefix + name: one for name, one in module._parameters.items() if one is not None}
-        left += [(f"{prefix}{name}.", one) for name, one in module._modules.items() if one is not None]
-    return found
+class Parameters:
+    """The parameters of a network by name. A later update finds that they are still there in a hundredth of the time.
+
+    `named_parameters` takes ten times as long as this: each name passes through all modules above it.
+    """
+
+    def __init__(self, network: Any) -> None:
+        self.by_name: dict[str, Any] = {}
+        self.plans: dict[tuple[str, ...], CopyPlan] = {}  # by the names of what came together
+        self._bare: Names | None = None  # of which all were there
+        self._edges: tuple[list[Any], list[str], list[Any]] = [], [], []  # tables, names in them, and what they gave
+        left = [("", network)]
+        while left:
+            prefix, module = left.pop()
+            for table in (module._parameters, module._modules):
+                for name, one in table.items():
+                    if one is None:
+                        continue
+                    for column, value in zip(self._edges, (table, name, one), strict=True):
+                        column.append(value)
+                    if table is module._modules:
+                        left.append((f"{prefix}{name}.", one))
+                    else:
+                        self.by_name[prefix + name] = one
+
+    @property
+    def stand(self) -> bool:
+        """Whether the network has all of them where they were found."""
+        tables, names, found = self._edges
+        return all(map(is_, map(dict.get, tables, names), found))
+
+    def check_bare(self, names: Names) -> None:
+        """Raises ValueError if something is around modules of the network, as peft puts its own around them."""
+        for name, place in names.pieces.items() if self._bare is not names else ():
+            if place.parameter not in self.by_name:
+                raise ValueError(f"{name} goes into {place.parameter}, which something is around: train an adapter on "
+                                 "a copy of pipe.model, or merge it first")  # fmt: skip
+        self._bare = names
 
 
-def check_bare(network: Any, family: ModelFamily) -> None:
-    """Raises ValueError if something is around modules of a network, as peft puts its own around them."""
-    held = parameters_of(network)
-    for name, place in names_of(network, family).pieces.items():
-        if place.parameter not in held:
-            raise ValueError(f"{name} goes into {place.parameter}, which something is around: train an adapter on a "
-                             "copy of pipe.model, or merge it first")  # fmt: skip
+SHAPE, DTYPE, LAYOUT = attrgetter("shape"), attrgetter("dtype"), attrgetter("layout")
+
+
+class CopyPlan:
+    """How tensors that come together are copied: in a launch for each pair of types. It serves all alike."""
+
+    def __init__(self, kernel: Any, tensors: Sequence[tuple[str, Tensor]], parts: Mapping[str, Any]) -> None:
+        """`parts`: what `kernel` copies of these, by name. The first tensor of a name counts."""
+        self._kernel, self.covered = kernel, frozenset[str]()  # the pieces that all of them write
+        by_types, self.rest = dict[Any, dict[str, int]](), list[int]()  # the places of what takes more than a copy
+        for at, (name, tensor) in enumerate(tensors):
+            once = by_types.setdefault((tensor.dtype, parts[name][0].dtype), {}) if name in parts else {name: at}
+            if once.setdefault(name, at) != at or name not in parts:
+                self.rest.append(at)
+        self.launches = [
+            ([*some], [parts[name][0] for name in some], kernel.Copies([parts[name] for name in some]))
+            for some in by_types.values()
+        ]
+        self._own = [at for some in by_types.values() for at in some.values()]
+        self._held = [one for _, held, _ in self.launches for one in held]
+        self._like, self._into = self._told([tensors[at][1] for at in self._own]), self._places()
+
+    def sources(self, tensors: Sequence[tuple[str, Any]]) -> list[int] | None:
+        """The addresses of what is copied, in the order of launches.
+
+        None: the plan is not for such tensors, or not for the parameters as they are now.
+        """
+        own = [tensors[at][1] for at in self._own]
+        told = self._told(own)
+        if told is None or told != self._like or self._places() != self._into:
+            return None
+        sources = [*map(Tensor.data_ptr, own)]
+        return None if reduce(or_, sources, 0) % self._kernel.ALIGNED else sources
+
+    def _places(self) -> Any:
+        held = self._held
+        return [*map(Tensor.data_ptr, held)], [*map(DTYPE, held)], {*map(Tensor.is_contiguous, held)}
+
+    @staticmethod
+    def _told(tensors: Sequence[Any]) -> Any:
+        """All that a launch depends on but addresses; None: something is no plain tensor. In C, for all at once."""
+        if not {*map(type, tensors)} <= {Tensor, Parameter} or {*map(LAYOUT, tensors)} - {torch.strided}:
+            return None
+        devices, whole = {*map(Tensor.get_device, tensors)}, {*map(Tensor.is_contiguous, tensors)}
+        return [*map(SHAPE, tensors)], [*map(DTYPE, tensors)], devices, whole
 
 
 class Writer:
     """Writes to the share of one rank."""
 
-    def __init__(self, network: Any, family: ModelFamily, adapter: Any = None) -> None:
-        """`adapter`: merged into what it changes, as when a checkpoint is loaded."""
-        self.network, self.names, self.adapter = network, names_of(network, family), adapter
-        self.rank: Rank = network.ranks.rank
-        self._parameters = parameters_of(network)
+    def __init__(self, network: Any, family: ModelFamily, held: Parameters | None = None) -> None:
+        """`held`: what is known of the network's parameters, which still stand."""
+        self.network, self.names, self.rank = network, names_of(network, family), network.ranks.rank
+        self.adapter: Any = None  # merged into what it changes, as when a checkpoint is loaded
+        self._known = held or Parameters(network)
+        self._parameters = self._known.by_name
         self._whose: dict[str, str] = {}  # by the tied tensor, under which of its names it came
         self._copies: list[tuple[str, Any]] = []  # on a card, what one launch will copy
         self._checks: list[tuple[list[str], Tensor]] = []  # on a card: not 0 if not finite, unread as yet
@@ -151,15 +222,49 @@ class Writer:
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Writes this rank's pieces of a whole tensor. Raises ValueError, also for one that is not finite."""
-        if (span := self._span(name)) is not None:
-            part = self._parameters[span.parameter], span.first, tensor
-            if tensor.is_cuda and self._kernel is not None and self._kernel.takes(*part):
-                self._copies.append((name, part))
-                return
+        if (part := self._part(name, tensor)) is not None:
+            self._copies.append((name, part))
+            return
         if self.names.spare(name):
             return
         place = self.names.place(name)
         self.fill(name, ((tensor[source], source, target) for source, target in place.pieces(self.rank)))
+
+    def known(self, tensors: Sequence[tuple[str, Tensor]]) -> tuple[CopyPlan, list[int]] | None:
+        """The plan of an earlier update for tensors like these, and its `sources`; None: there is none that fits."""
+        plan = None if self._fast is None else self._known.plans.get(tuple(name for name, _ in tensors))
+        sources = None if plan is None else plan.sources(tensors)
+        return None if plan is None or sources is None else (plan, sources)
+
+    def planned(self, tensors: Sequence[tuple[str, Tensor]]) -> tuple[CopyPlan, list[int]] | None:
+        """As `known`, made for tensors that have been checked, and kept; None: nothing copies them at once."""
+        if (kernel := self._fast) is None:
+            return None
+        parts = {name: part for name, one in tensors if (part := self._part(name, one)) is not None}
+        plan, plans = CopyPlan(kernel, tensors, parts), self._known.plans
+        if (sources := plan.sources(tensors)) is None:
+            return None
+        plan.covered = frozenset(piece for name, _ in tensors for piece in self.names.covered(name))
+        if not any(self._span(tensors[at][0]) for at in plan.rest):  # else others of these names may be copied
+            if len(plans) >= PLANS:
+                plans.clear()
+            plans[tuple(name for name, _ in tensors)] = plan
+        return plan, sources
+
+    def launch(self, plan: CopyPlan, sources: list[int]) -> None:
+        """Copies what a plan copies, whose memory the caller may write over then."""
+        for names, held, copies in plan.launches:
+            own, sources = sources[: len(names)], sources[len(names) :]
+            broken_X = self._zeros(len(names), held[0].device)
+            copies.launch(own, broken_X)
+            increment_version(held)  # torch does not see what our kernels write
+            self._checks.append((names, broken_X))
+
+    @property
+    def _fast(self) -> Any | None:
+        """The kernel, where it takes whatever it can."""
+        with torch.no_grad():
+            return None if self.adapter is not None else self._kernel
 
     def fill(self, name: str, pieces: Iterable[tuple[Tensor, tuple[slice, ...], tuple[slice, ...]]]) -> None:
         """Writes pieces of a tensor: the values, the part of the tensor that they are, and where they go."""
@@ -193,7 +298,8 @@ class Writer:
     def finish(self) -> None:
         """Raises ValueError if a tensor was not finite. The one place that waits for a card."""
         names = [name for some, _ in self._checks for name in some]
-        broken = torch.cat([broken_X for _, broken_X in self._checks]).tolist() if names else []
+        all_broken = [broken_X for _, broken_X in self._checks]
+        broken = (torch.cat(all_broken) if len(all_broken) > 1 else all_broken[0]).tolist() if names else []
         if wrong := [name for name, one in zip(names, broken, strict=True) if one]:
             raise ValueError(f"{wrong[0]} has values that are not finite (NaN or infinite)")
 
@@ -223,6 +329,13 @@ class Writer:
     def _kernel(self) -> Any | None:
         """What copies many tensors at once; None: nothing does. Asked for where no gradient is kept."""
         return triton("copies") if use_triton(next(iter(self._parameters.values())), "linear") else None
+
+    def _part(self, name: str, tensor: Tensor) -> Any | None:
+        """A tensor as a part that the kernel copies; None: it does not."""
+        if self._kernel is None or (span := self._span(name)) is None:
+            return None
+        part = self._parameters[span.parameter], span.first, tensor
+        return part if self._kernel.takes(*part) else None
 
     def _span(self, name: str) -> OnePiece | None:
         """Where a tensor goes as it is, and as one piece; None: it takes more than that."""
@@ -313,16 +426,24 @@ def named(family: ModelFamily) -> dict[str, Any]:
     return {"name": MODELS.name_of(family), **values_of(family)}
 
 
-def begin(network: Any, family: Mapping[str, Any]) -> None:
-    """Begins an update. An adapter that was merged as the model was loaded is merged into what comes."""
+def begin(network: Any, family: Mapping[str, Any], held: Parameters | None = None) -> None:
+    """Begins an update. An adapter that was merged as the model was loaded is merged into what comes.
+
+    `held`: see `Writer`, where one rank has the whole model.
+    """
     state, adapter = state_of(network), None
     known = None if state is None or state.names is None or state.names.told != family else state.names.family
     own = MODELS.build(dict(family)) if known is None else known
-    writer = Writer(network, own)
+    writer = Writer(network, own, held)
     if own.adapter:
         adapter = needed("read_adapter", f"model.adapter={own.adapter}", "formats")
         writer.adapter = adapter(locate(own.adapter, needed=ADAPTER), writer.names.pieces)
     _writers[id(network)] = writer
+
+
+def writer_of(network: Any) -> Writer:
+    """That of the update under way, on this rank."""
+    return _writers[id(network)]
 
 
 def end(network: Any) -> None:

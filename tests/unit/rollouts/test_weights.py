@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.families import CONFIGS, family_for
+from support.kernels import CUDA
 from support.models import CONFIG, GEMMA
 from support.ranks import MODELS as DIVIDED
 
@@ -18,7 +19,7 @@ from dinfer.core.recipe import presets
 from dinfer.families.models.diffusion_gemma import DiffusionGemma
 from dinfer.formats.saving import save_network
 from dinfer.lab.random_network import random_network
-from dinfer.rollouts import sleeping
+from dinfer.rollouts import sleeping, writing
 from dinfer.rollouts.abilities.versions import MadeWith
 from dinfer.rollouts.weights import Aborted, WeightsIncomplete
 from dinfer.rollouts.writing import largest
@@ -154,6 +155,61 @@ def test_autograd_sees_an_update(folders: Any, monkeypatch: pytest.MonkeyPatch) 
     for loss in losses:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
+
+
+@pytest.mark.skipif(CUDA, reason="interprets the kernel, on a CPU")
+def test_a_plan_serves_what_it_was_made_for_alone(folders: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one update finds out is used again for tensors of the same names, shapes and types."""
+    copies, made = pytest.importorskip("dinfer.kernels.triton.copies"), list[int]()
+
+    class Seen(copies.Copies):  # type: ignore[misc, name-defined]
+        def __init__(self, parts: Any) -> None:
+            made.append(len(parts))
+            super().__init__(parts)
+
+    monkeypatch.setattr(copies, "Copies", Seen)
+    monkeypatch.setattr(writing, "use_triton", lambda *given: True)
+    pipe = pipeline(folders("llada", "A"), "llada")
+    new, old = (
+        {name: one.clone() for name, one in new_weights(folders, "llada", letter).items()}  # files have them anywhere
+        for letter in "BA"
+    )
+    name = max(new, key=lambda one: new[one].dim())
+
+    def check(tensors: Any) -> None:
+        own = pipe.weights.tensors()
+        assert all(torch.equal(own[one], tensor.to(own[one])) for one, tensor in tensors.items())
+
+    def update(tensors: Any) -> int:
+        made.clear()
+        with pipe.updating() as into:
+            into.load_all(tensors)
+        check(tensors)
+        return len(made)
+
+    assert update(new_weights(folders, "llada")) == update(old) - 1 == 0 and made == [len(old)]
+    assert update(new) == 0
+    assert update(old) == update(new) == 0
+    assert update({one: tensor.half() for one, tensor in new.items()}) == 1
+    assert update(old) == 1 and update(dict(reversed(new.items()))) == 1 and update({name: old[name]}) == 1
+    assert update({one: tensor.mT.contiguous().mT if tensor.dim() > 1 else tensor for one, tensor in old.items()}) == 1
+    assert made[0] < len(old) and update(new) == 0
+    for parameter in pipe.model.parameters():
+        parameter.data = parameter.data.clone()
+    assert update(old) == 1 and update(new) == 0
+    for wrong, told in ((new[name][:-1], "has the shape"), (new[name].to(torch.int8), "must be one of")):
+        with pytest.raises(ValueError, match=told), pipe.updating() as into:
+            into.load_all(old | {name: wrong})
+        check(new)
+    norm, pipe.model.norm = pipe.model.norm, torch.nn.Sequential(pipe.model.norm)
+    with pytest.raises(ValueError, match="something is around"), pipe.updating() as into:
+        into.load_all(old)
+    pipe.model.norm = norm
+    with pytest.raises(ValueError, match=f"{name} has values that are not finite"), pipe.updating() as into:
+        into.load_all(old | {name: torch.full_like(old[name], torch.nan)})
+    with pytest.raises(WeightsIncomplete, match=f"an update failed: {name}"):
+        answers(pipe)
+    assert update(new) == 0
 
 
 @pytest.mark.parametrize("quantize", [None, "int8", "int4"])
