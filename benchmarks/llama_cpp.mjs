@@ -10,23 +10,26 @@ const model = await llama.loadModel({modelPath: path});
 const context = await model.createContext({contextSize: 512, threads: 1, batchSize: 512});
 const rows = readFileSync(held, "utf8").trim().split("\n").slice(0, Number(most)).map((line) => JSON.parse(line));
 const ids = [];
-let seconds = 0;
+let seconds = 0, cpu = 0;
 for (const pass of [0, 1]) { // the first one warms up
-  ids.length = seconds = 0;
+  ids.length = seconds = cpu = 0;
   for (const {tokens, answer} of rows) {
     const sequence = context.getSequence();
     const found = [];
-    const begun = performance.now();
+    const begun = performance.now(), used = process.cpuUsage();
     for await (const token of sequence.evaluate(tokens.slice(0, answer), {temperature: 0})) {
       found.push(token);
       if (token === model.tokens.eot || token === model.tokens.eos || found.length >= Number(fresh)) break;
     }
     seconds += (performance.now() - begun) / 1e3;
+    const {user, system} = process.cpuUsage(used);
+    cpu += (user + system) / 1e6;
     ids.push(found);
     sequence.dispose();
   }
 }
 const count = ids.reduce((sum, one) => sum + one.length, 0);
 const release = llama.llamaCppRelease?.release;
-console.log(JSON.stringify({engine: "llama.cpp", release, tokens: count, seconds, tokens_per_s: count / seconds, ids}));
+const speed = {seconds, tokens_per_s: count / seconds, cpu_seconds: cpu, tokens_per_cpu_s: count / cpu};
+console.log(JSON.stringify({engine: "llama.cpp", release, tokens: count, ...speed, ids}));
 process.exit(0);

@@ -26,7 +26,7 @@ def fill(
 ) -> None:
     """Fills an empty network, whose parameters have `formats`, and `wanted` the others. Warns of what is widened."""
     filling = _Filling(plan, network, formats, rank)
-    if network.device.type == "cpu" and filling.alone and TABLE in formats:
+    if network.device.type == "cpu" and filling.alone and TABLE in formats and not plan.spec.tied_head:
         filling.map_table()
     filling.fill_unchanged()
     filling.fill(dtype, wanted)
@@ -61,10 +61,11 @@ class _Filling:
 
     def fill_unchanged(self) -> None:
         """Fills the weights whose tensors know how a format holds them: blocks and packed integers."""
+        tables = set() if self.plan.spec.tied_head else {TABLE}
         held = {
             name
             for name in self.plan.tensors.keys() - self.scales.keys()
-            if self._parameter(name) in self.formats.keys() & self.weights.keys() - {TABLE}
+            if self._parameter(name) in self.formats.keys() & self.weights.keys() - tables
         }
         for name, source, target in (piece for piece in self.pieces if piece[0] in held):
             module, own = self.weights[self._parameter(name)]

@@ -654,17 +654,19 @@ def _plain(value: Any) -> Any:
 
 
 def blocks_of(
-    tensors: Mapping[str, Stored], placements: Mapping[str, Placement], changed: Collection[str]
+    tensors: Mapping[str, Stored], placements: Mapping[str, Placement], changed: Collection[str], mapped: str | None
 ) -> dict[str, Blocks]:
     """The parameters that can keep their blocks on a CPU, whose kernels multiply with them.
 
     These are matrices all of whose weights are blocks of some type. `changed`: weights that an adapter changes.
+    `mapped`: the parameter that stays as the file has it.
     """
-    from dinfer.core.kernels.dispatch import has_native  # only here: networks are heavy to import
+    from dinfer.core.kernels.dispatch import has_native, in_c  # only here: networks are heavy to import
     from dinfer.formats.rounding.blocks import Blocks, Section
 
     sections: dict[str, list[tuple[int, Section]]] = {}
     others = set() if has_native() else {place.parameter for place in placements.values()}
+    tiles = (kernels := in_c()) is not None and kernels.in_tiles()
     for name, place in placements.items():
         found = tensors[name]
         if found.dtype in BLOCKS and len(found.shape) > 1 and name not in changed and place.expert is None:
@@ -674,7 +676,7 @@ def blocks_of(
         else:
             others.add(place.parameter)
     return {
-        parameter: Blocks([section for _, section in sorted(found)], dequantised)
+        parameter: Blocks([section for _, section in sorted(found)], dequantised, tiles and parameter != mapped)
         for parameter, found in sections.items()
         if parameter not in others
     }

@@ -46,7 +46,7 @@ def kept_formats(
             found[parameter] = takes[kind[0]].like(*kind[1:])
     found.pop(TABLE, None)  # none of these formats looks up rows
     if blocks:
-        found |= blocks_of(plan.tensors, plan.placements, changed)
+        found |= blocks_of(plan.tensors, plan.placements, changed, None if plan.spec.tied_head else TABLE)
     table = table_of(plan)
     narrow = None if table is None or plan.spec.tied_head or table in changed else FLOATS.get(plan.tensors[table].dtype)
     if narrow is not None and narrow.itemsize < dtype.itemsize and (found or quantize):

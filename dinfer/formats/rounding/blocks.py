@@ -11,7 +11,16 @@ from dinfer.core.kernels.dispatch import prepare_native
 from dinfer.core.kernels.moe import ExpertWeight
 from dinfer.core.kernels.types import Deferred, WeightPart
 from dinfer.core.layers.format import Format, Weight, untraced
-from dinfer.formats.kernels.packed import BlockExperts, Dequantise, blocks_linear, widened
+from dinfer.formats.kernels.packed import (
+    LANES,
+    TILES,
+    BlockExperts,
+    Dequantise,
+    blocks_linear,
+    in_tiles,
+    plain,
+    widened,
+)
 
 
 class Section(NamedTuple):
@@ -27,8 +36,10 @@ class Blocks(Format):
 
     stored = fixed = "blocks of a GGUF file"
 
-    def __init__(self, sections: Sequence[Section], dequantise: Dequantise) -> None:
+    def __init__(self, sections: Sequence[Section], dequantise: Dequantise, tiles: bool = False) -> None:
+        """`tiles`: sections of kinds that kernels also read in tiles are held so."""
         self.sections, self.dequantise = tuple(sections), dequantise
+        self.tiled = [tiles and one.kind in TILES and one.outputs % LANES == 0 for one in sections]
 
     def check(self, device: torch.device, what: str) -> None:
         prepare_native(device)
@@ -43,26 +54,31 @@ class Blocks(Format):
     def parts(self, weight: Weight) -> list[WeightPart]:
         pieces = weight[0].detach().split([section.outputs * section.bytes for section in self.sections], -1)
         return [
-            WeightPart(section.kind, piece.unflatten(-1, (section.outputs, section.bytes)))
-            for section, piece in zip(self.sections, pieces, strict=True)
+            WeightPart(f"{one.kind} in tiles" if tiled else one.kind, piece.unflatten(-1, (one.outputs, one.bytes)))
+            for one, piece, tiled in zip(self.sections, pieces, self.tiled, strict=True)
         ]
 
     def held(self, weight: Weight, at: tuple[slice, ...]) -> Sequence[Tensor]:
-        return [weight[0].detach()]
+        return [plain(part).values for part in self.parts(weight)]
 
     def place(self, weight: Weight, row: int, blocks: Tensor) -> None:
         """Fills rows of a weight, or of each of several weights, with blocks of a file. uint8 [..., O, B]"""
-        for part in self.parts(weight):
+        for part, section, tiled in zip(self.parts(weight), self.sections, self.tiled, strict=True):
             if row == 0:
-                part.values.copy_(blocks)
+                part.values.copy_(in_tiles(section.kind, blocks) if tiled else blocks)
             row -= part.outputs
 
     def widened(self, weight: Weight) -> Tensor:
         return widened(self.parts(weight), self.dequantise)
 
     def rows(self, weight: Weight, index: Tensor) -> Tensor:
-        (part,) = self.parts(weight)
-        return self.dequantise(part.kind, part.values[index])
+        (part,), (tiled,) = self.parts(weight), self.tiled
+        if not tiled:
+            return self.dequantise(part.kind, part.values[index])
+        tile_XLB = part.values.unflatten(0, (-1, LANES))[index.flatten() // LANES]
+        kind, values_XLB, _ = plain(part._replace(values=tile_XLB))
+        rows_XB = values_XLB[torch.arange(index.numel()), index.flatten() % LANES]
+        return self.dequantise(kind, rows_XB.view(*index.shape, -1))
 
     @untraced
     def linear(self, x: Deferred, weight: Weight, bias_O: Tensor | None, *, parts: bool = False) -> Tensor:

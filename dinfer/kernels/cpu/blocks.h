@@ -143,9 +143,9 @@ typedef struct {
     void (*decode)(const uint8_t *from, uint8_t *u, float *d, float *m); /* d and m of group g go to place g * LANES */
 } Kind;
 
-enum { INT8, INT4, FIRST_BLOCK, Q8_0 = FIRST_BLOCK, Q4_0, Q4_1 };
+enum { INT8, INT4, FIRST_BLOCK, Q8_0 = FIRST_BLOCK, Q4_0, Q4_1, FIRST_TILED = 13 };
 
-/* In the order of `dinfer.kernels.cpu.linear.KINDS`. */
+/* In the order of `dinfer.kernels.cpu.linear.KINDS`; behind them those that lie in tiles. */
 static const Kind KINDS[] = {
     {32, 32, 32, 8, 0},
     {32, 16, 32, 4, 0},
@@ -160,4 +160,7 @@ static const Kind KINDS[] = {
     {256, 176, 32, 5, q5_k},
     {256, 210, 16, 6, q6_k},
     {32, 18, 32, 8, iq4_nl},
+    {32, 34, 32, Q8_0_BITS, q8_0},
+    {32, 18, 32, 4, q4_0},
+    {32, 20, 32, 4, q4_1},
 };

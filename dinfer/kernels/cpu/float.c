@@ -103,49 +103,75 @@ int dinfer_linear_float(const float *x, const float *w, float *out, int64_t R, i
 INLINE float total(Floats x) {
     float each[LANES], sum = 0;
     STORE_FLOATS(each, x);
+#pragma omp simd reduction(+ : sum)
     for (int i = 0; i < LANES; i++) sum += each[i];
     return sum;
+}
+
+#define SHORT 4 /* rows of a tile of low-rank parts: mostly few are open */
+
+/* low[rows][S], at place s: w[K] times rows of x. */
+INLINE void downward(const float *const *x, const uint16_t *w, int64_t K, float *low, int64_t S, int rows) {
+    Floats sum[TALL];
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++) sum[r] = FLOAT_ZERO;
+    for (int64_t k = 0; k < K; k += LANES) {
+        Floats each = OF_BFLOATS(w + k);
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++) sum[r] = MULTIPLY_ADD(each, LOAD_FLOATS(x[r] + k), sum[r]);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++) low[r * S] = total(sum[r]);
+}
+
+/* y[r] += rows of low[ranks] times w[ranks][piece], of 2 * LANES outputs, or of LANES without `both`. */
+INLINE void upward(float *const *y, const float *low, int64_t S, const uint16_t *w, int64_t ranks, int64_t piece, int both,
+                   int rows, int64_t stored) {
+    Floats sum[2 * TALL];
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++) sum[2 * r] = sum[2 * r + 1] = FLOAT_ZERO;
+    for (int64_t j = 0; j < ranks; j++) {
+        Floats a = OF_BFLOATS(w + j * piece), b = both ? OF_BFLOATS(w + j * piece + LANES) : a;
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++) {
+            Floats each = EACH_FLOAT(low[r * S + j]);
+            sum[2 * r] = MULTIPLY_ADD(a, each, sum[2 * r]);
+            if (both) sum[2 * r + 1] = MULTIPLY_ADD(b, each, sum[2 * r + 1]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++) {
+        if (r >= stored) break;
+        STORE_FLOATS(y[r], ADD_FLOATS(LOAD_FLOATS(y[r]), sum[2 * r]));
+        if (both) STORE_FLOATS(y[r] + LANES, ADD_FLOATS(LOAD_FLOATS(y[r] + LANES), sum[2 * r + 1]));
+    }
 }
 
 /* y[R, O] += B A x of the rows of x[R, K] that are open. a[S, K] and b[P, ranks, piece] are bfloat16, O = P * piece;
    outputs of piece p take the `ranks` rows of a from first[p] on. K and piece are multiples of 16. */
 int dinfer_low_rank(const float *x, const uint8_t *open, const uint16_t *a, const uint16_t *b, const int32_t *first, float *y,
                     int64_t R, int64_t K, int64_t S, int64_t P, int64_t ranks, int64_t piece, int64_t threads) {
-    int64_t n = 0, *at = malloc((R + 1) * sizeof *at), parts = piece / LANES;
-    float *low = malloc((R + 1) * S * sizeof *low);
+    int64_t n = 0, *at = malloc((R + 1) * sizeof *at), parts = (piece + 2 * LANES - 1) / (2 * LANES);
+    float *low = malloc((R + SHORT) * S * sizeof *low);
     if (!at || !low) return free(at), free(low), 1;
     for (int64_t r = 0; r < R; r++)
         if (open[r]) at[n++] = r;
 #pragma omp parallel for num_threads(threads)
     for (int64_t s = 0; s < S; s++)
-        for (int64_t g = 0; g < n; g += TALL) {
-            const float *from[TALL];
-            Floats sum[TALL];
-            for (int r = 0; r < TALL; r++) from[r] = x + at[least(g + r, n - 1)] * K, sum[r] = FLOAT_ZERO;
-            for (int64_t k = 0; k < K; k += LANES) {
-                Floats w = OF_BFLOATS(a + s * K + k);
-#pragma GCC unroll 8
-                for (int r = 0; r < TALL; r++) sum[r] = MULTIPLY_ADD(w, LOAD_FLOATS(from[r] + k), sum[r]);
-            }
-            for (int r = 0; r < TALL && g + r < n; r++) low[(g + r) * S + s] = total(sum[r]);
+        for (int64_t g = 0; g < n; g += SHORT) {
+            const float *from[SHORT];
+            for (int r = 0; r < SHORT; r++) from[r] = x + at[least(g + r, n - 1)] * K;
+            downward(from, a + s * K, K, low + g * S + s, S, SHORT);
         }
 #pragma omp parallel for num_threads(threads)
     for (int64_t task = 0; task < P * parts; task++) {
-        int64_t p = task / parts, o = task % parts * LANES;
+        int64_t p = task / parts, o = task % parts * 2 * LANES;
         const uint16_t *w = b + p * ranks * piece + o;
-        for (int64_t g = 0; g < n; g += TALL) {
-            const float *from[TALL];
-            Floats sum[TALL];
-            for (int r = 0; r < TALL; r++) from[r] = low + least(g + r, n - 1) * S + first[p], sum[r] = FLOAT_ZERO;
-            for (int64_t j = 0; j < ranks; j++) {
-                Floats each = OF_BFLOATS(w + j * piece);
-#pragma GCC unroll 8
-                for (int r = 0; r < TALL; r++) sum[r] = MULTIPLY_ADD(each, EACH_FLOAT(from[r][j]), sum[r]);
-            }
-            for (int r = 0; r < TALL && g + r < n; r++) {
-                float *to = y + (at[g + r] * P + p) * piece + o;
-                STORE_FLOATS(to, ADD_FLOATS(LOAD_FLOATS(to), sum[r]));
-            }
+        for (int64_t g = 0; g < n; g += SHORT) {
+            float *to[SHORT];
+            for (int r = 0; r < SHORT; r++) to[r] = y + (at[least(g + r, n - 1)] * P + p) * piece + o;
+            if (o + LANES < piece) upward(to, low + g * S + first[p], S, w, ranks, piece, 1, SHORT, n - g);
+            else upward(to, low + g * S + first[p], S, w, ranks, piece, 0, SHORT, n - g);
         }
     }
     return free(at), free(low), 0;
@@ -179,13 +205,13 @@ INLINE void softmax(float *score, int64_t n, const int32_t *from, const int32_t 
 
 /* Each query of q[B, W, H, E] attends to the keys [from, to) of its lane, in pages[B, P] of k and v[, T, G, E].
 
-   WIDE queries are the columns of a tile, over which keys pass, and then the dimensions of the values. E is a multiple of
-   WIDE, and at most DEEP. */
+   WIDE queries, of all heads that share keys, are the columns of a tile, over which keys pass, and then the dimensions of the
+   values. E is a multiple of WIDE, and at most DEEP. */
 int dinfer_attention(const float *q, const float *k, const float *v, const int64_t *pages, const int64_t *from,
                      const int64_t *to, float *out, int64_t B, int64_t W, int64_t H, int64_t G, int64_t E, int64_t P, int64_t T,
                      int64_t threads) {
     static const float nothing[DEEP];
-    int64_t pieces = (W + WIDE - 1) / WIDE;
+    int64_t shared = H / G, columns = W * shared, pieces = (columns + WIDE - 1) / WIDE;
     int failed = 0;
 #pragma omp parallel num_threads(threads)
     {
@@ -196,21 +222,24 @@ int dinfer_attention(const float *q, const float *k, const float *v, const int64
             failed = 1;
         }
 #pragma omp for schedule(dynamic)
-        for (int64_t task = 0; task < B * H * pieces; task++) {
-            int64_t piece = task % pieces, h = task / pieces % H, b = task / pieces / H, row = b * W + piece * WIDE;
-            int64_t queries = least(WIDE, W - piece * WIDE), low = P * T, high = 0;
+        for (int64_t task = 0; task < B * G * pieces; task++) {
+            int64_t piece = task % pieces, g = task / pieces % G, b = task / pieces / G;
+            int64_t queries = least(WIDE, columns - piece * WIDE), low = P * T, high = 0, row[WIDE], place[WIDE];
             int32_t first[WIDE], last[WIDE];
             const float *rows[WIDE];
             if (!score || !at) continue;
-            for (int64_t i = row; i < row + queries; i++) low = least(low, from[i]), high = to[i] > high ? to[i] : high;
+            for (int64_t i = 0; i < WIDE; i++) {
+                int64_t column = piece * WIDE + least(i, queries - 1);
+                row[i] = b * W + column / shared, place[i] = (row[i] * H + g * shared + column % shared) * E;
+                low = least(low, from[row[i]]), high = to[row[i]] > high ? to[row[i]] : high;
+            }
             high = least(high, P * T);
             for (int64_t i = 0; i < WIDE; i++) {
-                int64_t own = row + least(i, queries - 1);
-                first[i] = from[own] - low, last[i] = least(to[own], high) - low;
-                rows[i] = i < queries ? q + (own * H + h) * E : nothing;
+                first[i] = from[row[i]] - low, last[i] = least(to[row[i]], high) - low;
+                rows[i] = i < queries ? q + place[i] : nothing;
             }
             arrange(rows, E, tile);
-            for (int64_t s = low; s < high; s++) at[s - low] = ((pages[b * P + s / T] * T + s % T) * G + h / (H / G)) * E;
+            for (int64_t s = low; s < high; s++) at[s - low] = ((pages[b * P + s / T] * T + s % T) * G + g) * E;
             for (int64_t s = 0; s < high - low; s += TALL) {
                 for (int64_t i = 0; i < TALL; i++) rows[i] = k + at[least(s + i, high - low - 1)];
                 multiply(rows, 0, tile, E, score + s * WIDE, WIDE, high - low - s, WIDE, 1);
@@ -227,7 +256,7 @@ int dinfer_attention(const float *q, const float *k, const float *v, const int64
                     transpose(rows, i, some + e, E);
                 }
                 for (int64_t j = 0; j < least(8, queries - i); j++)
-                    memcpy(out + ((row + i + j) * H + h) * E, some + j * E, E * sizeof *out);
+                    memcpy(out + place[i + j], some + j * E, E * sizeof *out);
             }
         }
         free(score), free(at);

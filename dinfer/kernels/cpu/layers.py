@@ -22,7 +22,7 @@ from dinfer.core.kernels.types import InGroups, Table
 from dinfer.core.layers.linear import Linear, fused, inputs_of
 from dinfer.core.layers.transformer import Block, GatedMLP, RMSNorm, Transformer
 from dinfer.core.memory import PagedAttend
-from dinfer.kernels.cpu.linear import KINDS, TILE, WIDEST, call, fields
+from dinfer.kernels.cpu.linear import KINDS, TILE, TILED, WIDEST, call, fields
 
 GROUPS: tuple[Group, ...] = "linear", "packed", "attention", "rotary", "norm", "gate"
 
@@ -91,7 +91,9 @@ class LayersPlan:
             raise Unfit
         takes, parts = inputs_of(own), own.expert("weight").parts()
         memory = own.weight.untyped_storage().data_ptr()
-        held = all(part.kind in KINDS and part.values.untyped_storage().data_ptr() == memory for part in parts)
+        held = all(
+            part.kind in (*KINDS, *TILED) and part.values.untyped_storage().data_ptr() == memory for part in parts
+        )
         if not parts or not held or not (takes == "plain" or isinstance(takes, InGroups)):
             raise Unfit
         structs = [one for part in parts for one in fields(part, own.in_features)]

@@ -145,13 +145,15 @@ INLINE void tile_16(const int32_t *x, const int16_t *w, const float *d, int64_t 
 }
 
 /* `rows` rows times a tile of weights in fewer bits: x[n / 4][ROWS] and w[n / 4][LANES] are four values each.
-   `group`: inputs that share a scale. `run`: products of pairs whose sum fits 16 bits. */
+   `group`: inputs that share a scale. `run`: products of pairs whose sum fits 16 bits. `ahead`: where the next tile's weights
+   lie, `step` bytes for each group, which memory brings meanwhile. */
 INLINE void tile_8(const int32_t *x, const uint8_t *w, const float *d, const float *m, int64_t n, int group, int run,
-                   int rows, const float *scale, const float *total, Floats *sum) {
+                   int rows, const float *scale, const float *total, const uint8_t *ahead, int64_t step, Floats *sum) {
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++) sum[r] = FLOAT_ZERO;
     for (int64_t k = 0; k < n; k += group, d += LANES, m += LANES, scale += ROWS, total += ROWS) {
         Ints all[ROWS];
+        for (const uint8_t *end = ahead + step; ahead < end; ahead += 64) _mm_prefetch((const char *)ahead, _MM_HINT_T0);
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++) all[r] = ZERO;
         for (int i = 0; i < group / 4; i += run) {
@@ -189,12 +191,12 @@ INLINE void tile_8(const int32_t *x, const uint8_t *w, const float *d, const flo
 /* As `tile_8`; for few rows the loops over them are shorter. */
 #define TILE_OF(name, group, run)                                                                                       \
     static void name(const int32_t *x, const uint8_t *w, const float *d, const float *m, int64_t n, int64_t rows,         \
-                     const float *s, const float *t, Floats *sum) {                                                     \
-        if (rows == 1) tile_8(x, w, d, m, n, group, run, 1, s, t, sum);                                                 \
-        else if (rows <= 3) tile_8(x, w, d, m, n, group, run, 3, s, t, sum);                                            \
-        else if (rows <= ROWS - 3) tile_8(x, w, d, m, n, group, run, ROWS - 3, s, t, sum);                              \
-        else if (rows < ROWS) tile_8(x, w, d, m, n, group, run, ROWS - 1, s, t, sum);                                   \
-        else tile_8(x, w, d, m, n, group, run, ROWS, s, t, sum);                                                        \
+                     const float *s, const float *t, const uint8_t *ahead, int64_t step, Floats *sum) {                 \
+        if (rows == 1) tile_8(x, w, d, m, n, group, run, 1, s, t, ahead, step, sum);                                                 \
+        else if (rows <= 3) tile_8(x, w, d, m, n, group, run, 3, s, t, ahead, step, sum);                                            \
+        else if (rows <= ROWS - 3) tile_8(x, w, d, m, n, group, run, ROWS - 3, s, t, ahead, step, sum);                              \
+        else if (rows < ROWS) tile_8(x, w, d, m, n, group, run, ROWS - 1, s, t, ahead, step, sum);                                   \
+        else tile_8(x, w, d, m, n, group, run, ROWS, s, t, ahead, step, sum);                                                        \
     }
 TILE_OF(tile_4_bits, 32, 8)
 TILE_OF(tile_5_bits, 32, 4)
@@ -272,65 +274,54 @@ static void arrange(const uint8_t *rows, int64_t n, int wide, uint8_t *tile) {
 }
 
 #ifdef __AVX512VNNI__
-/* Sixteen bytes of each of 16 rows that are `step` bytes apart, as vectors of four bytes a row. */
-INLINE void columns(const uint8_t *rows, int64_t step, __m512i *to) {
-    __m512i a[4], b[4];
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        const uint8_t *from = rows + i * step;
-        a[i] = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)from));
-        a[i] = _mm512_inserti32x4(a[i], _mm_loadu_si128((const __m128i *)(from + 4 * step)), 1);
-        a[i] = _mm512_inserti32x4(a[i], _mm_loadu_si128((const __m128i *)(from + 8 * step)), 2);
-        a[i] = _mm512_inserti32x4(a[i], _mm_loadu_si128((const __m128i *)(from + 12 * step)), 3);
-    }
-    for (int i = 0; i < 4; i += 2) b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]), b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
-    for (int i = 0; i < 2; i++)
-        to[2 * i] = _mm512_unpacklo_epi64(b[i], b[i + 2]), to[2 * i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
+/* The half floats in the low or, `shift` by 16, high bits of 16 values. */
+INLINE Floats halves(__m512i both, int shift) {
+    return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(both, shift)));
 }
 
-/* The half floats at the same place of each of 16 rows. */
-INLINE Floats halves(const uint8_t *rows, int64_t step) {
-    int16_t h[LANES];
-#pragma GCC unroll 16
-    for (int i = 0; i < LANES; i++) memcpy(h + i, rows + i * step, 2);
-    return _mm512_cvtph_ps(_mm256_setr_epi16(h[0], h[1], h[2], h[3], h[4], h[5], h[6], h[7], h[8], h[9], h[10], h[11], h[12],
-                                             h[13], h[14], h[15]));
-}
-
-/* `decode` and `arrange` of LANES outputs in one pass, without rows in between. Returns 0 for kinds that it does not know. */
-static int decode_tile(const Part *p, int64_t segment, int64_t output, int64_t k, int64_t n, uint8_t *tile, float *d, float *m) {
-    const int32_t base = p->kind == Q4_0 ? -8 : -128;
-    const int64_t step = p->row_bytes, bytes = KINDS[p->kind].bytes, ahead = bytes - (p->kind == Q8_0 ? 32 : 16);
-    const uint8_t *rows = (const uint8_t *)p->values + segment * p->segment_bytes + output * step + k / 32 * bytes;
+/* A tile of a kind that lies in tiles: of each block of 16 outputs the scales, and then vectors of four bytes an output
+   (`dinfer.formats.kernels.packed.in_tiles`). Nothing crosses lanes, and memory is read from front to back. */
+static void decode_tile(const Part *p, int64_t segment, int64_t output, int64_t k, int64_t n, uint8_t *tile, float *d, float *m) {
+    const int64_t bytes = LANES * KINDS[p->kind].bytes, kind = p->kind - FIRST_TILED + FIRST_BLOCK;
+    const uint8_t *from = (const uint8_t *)p->values + segment * p->segment_bytes + output * p->row_bytes + k / 32 * bytes;
     const __m512i low = _mm512_set1_epi8(15), sign = _mm512_set1_epi8(-128);
-    if (p->kind != Q4_0 && p->kind != Q4_1 && p->kind != Q8_0) return 0;
-    const uint8_t *next = (const uint8_t *)p->values + segment * p->segment_bytes + (output + LANES) * step + k / 32 * bytes * LANES;
-    for (int64_t i = 0; i < n; i += 32, rows += bytes, d += LANES, m += LANES, tile += 32 * LANES) {
-        __m512i some[8];
-        for (const uint8_t *end = next + LANES * bytes; next < end; next += 64) _mm_prefetch((const char *)next, _MM_HINT_T0);
-        columns(rows + ahead, step, some);
-        if (p->kind == Q8_0) {
-            columns(rows + ahead + 16, step, some + 4);
-            for (int j = 0; j < 8; j++) some[j] = _mm512_xor_si512(some[j], sign);
-        } else
+    const Floats base = EACH_FLOAT(kind == Q4_0 ? -8 : -128);
+    for (int64_t i = 0; i < n; i += 32, from += bytes, d += LANES, m += LANES, tile += 32 * LANES) {
+        const uint8_t *values = from + (kind == Q4_1 ? 4 : 2) * LANES;
+        if (kind == Q4_1) {
+            __m512i both = LOAD(from);
+            STORE_FLOATS(d, halves(both, 0)), STORE_FLOATS(m, halves(both, 16));
+        } else {
+            Floats scale = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
+            STORE_FLOATS(d, scale), STORE_FLOATS(m, MULTIPLY(scale, base));
+        }
+        if (kind == Q8_0)
+            for (int j = 0; j < 8; j++)
+                _mm512_store_si512(tile + 4 * LANES * j, _mm512_xor_si512(LOAD(values + 4 * LANES * j), sign));
+        else
             for (int j = 0; j < 4; j++) {
-                some[4 + j] = _mm512_and_si512(_mm512_srli_epi16(some[j], 4), low);
-                some[j] = _mm512_and_si512(some[j], low);
+                __m512i some = LOAD(values + 4 * LANES * j);
+                _mm512_store_si512(tile + 4 * LANES * j, _mm512_and_si512(some, low));
+                _mm512_store_si512(tile + 4 * LANES * (4 + j), _mm512_and_si512(_mm512_srli_epi16(some, 4), low));
             }
-        for (int j = 0; j < 8; j++) _mm512_store_si512(tile + 4 * LANES * j, some[j]);
-        Floats scale = halves(rows, step);
-        STORE_FLOATS(d, scale);
-        STORE_FLOATS(m, p->kind == Q4_1 ? halves(rows + 2, step) : MULTIPLY(scale, EACH_FLOAT(base)));
     }
-    return 1;
 }
 #else
-#define decode_tile(...) 0
+#define decode_tile(...) (void)0
 #endif
 
 typedef struct {
     int64_t row, rows; /* of the inputs: up to ROWS of one segment */
 } Block;
+
+/* Whether these are the kernels that read kinds in tiles. */
+int dinfer_in_tiles(void) {
+#ifdef __AVX512VNNI__
+    return 1;
+#else
+    return 0;
+#endif
+}
 
 /* out[R, O] = x[R, K] times the transpose of the weight of each row's segment; segment s has rows first[s] to first[s + 1].
    `parts` make up the O outputs of a weight. Returns 0, or 1 without memory. */
@@ -389,7 +380,11 @@ int dinfer_linear(const float *x, int64_t R, int64_t K, const int64_t *first, in
             const Inputs *in = inputs + which;
             for (int64_t k = 0; k < K; k += deep) {
                 int64_t n = least(deep, K - k), groups = K / kind->group;
-                if (lanes < LANES || !decode_tile(part, segment, o, k, n, tile, d, m)) {
+                const uint8_t *ahead = (const uint8_t *)part->values + segment * part->segment_bytes
+                    + (o + LANES) * part->row_bytes + k / kind->group * (LANES * part->row_bytes / groups);
+                if (part->kind >= FIRST_TILED)
+                    decode_tile(part, segment, o, k, n, tile, d, m);
+                else {
                     if (lanes < LANES) memset(rows, 0, LANES * DEEP), memset(d, 0, sizeof d), memset(m, 0, sizeof m);
                     for (int64_t lane = 0; lane < lanes; lane++)
                         decode(part, segment, o + lane, k, n, rows + lane * DEEP, d + lane, m + lane);
@@ -404,7 +399,8 @@ int dinfer_linear(const float *x, int64_t R, int64_t K, const int64_t *first, in
                         tile_16((const int32_t *)from, (const int16_t *)tile, d, n, in->scale + b * ROWS, sum);
                     else
                         (which == 2 ? tile_of_16 : kind->bits == 4 ? tile_4_bits : tile_5_bits)(
-                            (const int32_t *)from, tile, d, m, n, block[b].rows, scale, total, sum);
+                            (const int32_t *)from, tile, d, m, n, block[b].rows, scale, total, ahead,
+                            b == begin[segment] ? LANES * part->row_bytes / groups : 0, sum);
                     add_to(out + block[b].row * O + to + o, O, block[b].rows, lanes, !k, sum);
                 }
             }

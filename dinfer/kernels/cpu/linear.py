@@ -46,6 +46,8 @@ KINDS = (
     "int8", "int4", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL",
 )  # fmt: skip
 """Formats that the kernels read: our own, and the block types of GGUF files. In the order of `blocks.h`."""
+TILED = "Q8_0 in tiles", "Q4_0 in tiles", "Q4_1 in tiles"
+"""Formats that the kernels also read, where `in_tiles`: see `dinfer.formats.kernels.packed.in_tiles`."""
 SCALES = (torch.float32, torch.float16, torch.bfloat16)
 EXPONENT = {torch.bfloat16: (0x7F80, 16), torch.float16: (0x7C00, 16), torch.float32: (0x7F800000, 32)}  # and the bits
 ALL_AT_ONCE = 1 << 18  # bytes; fewer are faster through the caches
@@ -56,12 +58,18 @@ log = logging.getLogger(__name__)
 def fields(part: WeightPart, width: int) -> list[int]:
     """The struct `WeightPart` of `linear.c`."""
     of_segment = part.values.stride(0) if part.values.dim() == 3 else 0
-    where = [KINDS.index(part.kind), part.outputs, part.values.data_ptr(), part.values.shape[-1], of_segment]
+    where = [(*KINDS, *TILED).index(part.kind), part.outputs, part.values.data_ptr(), part.values.shape[-1], of_segment]
     if part.scale is None:
         return [*where, 0, 0, 0, 0, 0, 0]
     *lead, by_output, by_group = part.scale.stride()
     at = [part.scale.data_ptr(), SCALES.index(part.scale.dtype), by_output, by_group, *(lead or [0])]
     return [*where, *at, width // part.scale.shape[-1]]
+
+
+@cache
+def in_tiles() -> bool:
+    """Whether there are kernels that read weights in tiles."""
+    return (found := library()) is not None and bool(found.dinfer_in_tiles())
 
 
 @cache

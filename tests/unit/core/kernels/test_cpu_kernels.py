@@ -28,6 +28,7 @@ from dinfer.formats.gguf_file import dequantised
 from dinfer.formats.kernels import packed
 from dinfer.formats.kernels.packed import widened
 from dinfer.formats.kernels.scaled import scaled_linear
+from dinfer.formats.rounding.blocks import Blocks, Section
 from dinfer.kernels.cpu import linear as native
 
 SHAPES = [(2, 64, 7), (3, 128, 13), (4, 2048, 12), (9, 4160, 29)]  # rows, inputs, outputs: whole tiles and the rest
@@ -96,6 +97,23 @@ def test_blocks_of_gguf_files(kind: str) -> None:
         assert error(got[:, here], want[:, here]) < (1e-4 if kind == "IQ4_NL" and not here.start else 1.5e-2)
     assert torch.equal(native.native_linear(x, [WeightPart(kind, parts[0].values[:9])]), got[:, :9])
     assert all(torch.equal(native.native_linear(x[:rows], parts), got[:rows]) for rows in range(1, 9))
+
+
+@pytest.mark.parametrize("kind", packed.TILES)
+def test_blocks_in_tiles(kind: str) -> None:
+    """What the same blocks give row by row, of experts too; and they become rows of blocks again."""
+    x, part = torch.randn(9, 1536), blocks(kind, 2, 48, width=1536)
+    tiled = WeightPart(f"{kind} in tiles", packed.in_tiles(kind, part.values))
+    assert packed.plain(tiled).kind == kind and torch.equal(packed.plain(tiled).values, part.values)
+    count = torch.tensor([2, 7])
+    if native.in_tiles():
+        assert torch.equal(native.native_linear(x, [tiled], count), native.native_linear(x, [part], count))
+    held = Blocks([Section(kind, 48, part.values.shape[-1])], dequantised, tiles=True)
+    (weight,) = held.empty((48, 1536), torch.float32)
+    held.place((weight,), 0, part.values[1])
+    want, index = dequantised(kind, part.values[1]), torch.tensor([[47, 0], [16, 31]])
+    assert not torch.equal(weight, part.values[1].flatten()) and torch.equal(held.widened((weight,)), want)
+    assert torch.equal(held.rows((weight,), index), want[index])
 
 
 def test_experts() -> None:
