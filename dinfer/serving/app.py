@@ -105,7 +105,7 @@ def handle_errors(app: FastAPI) -> None:
         told = f"{request.method} {path:.80}: {error.detail}"
         served = sorted({route.path for route in app.routes if isinstance(route, APIRoute)} - {"/"})
         if error.status_code == 404:
-            close = get_close_matches(path, served, 1)
+            close = get_close_matches(path, served, 1, cutoff=0.8)
             told = f"{told}. {f'Did you mean {close[0]}?' if close else 'GET /docs shows what is served'}"
         raise ApiError(error.status_code, told, headers=dict(error.headers or {}))  # such as Allow
 

@@ -205,9 +205,11 @@ class Server:
             raise ApiError(503, f"the engine has failed: {type(self.failure).__name__}", code="engine_failed")
 
     def check(self) -> None:
-        """Raises ApiError unless the server takes requests."""
+        """Raises ApiError, or Unready, unless the server takes requests."""
         self.check_engines()
         self.admission.check_open()
+        for engine in self.catalogue.engines.values():
+            engine.engine.gate()
 
     def seconds(self, own: Own, *, stream: bool = False) -> float:
         """What a request may take. Raises ApiError for fields of ours that contradict others."""

@@ -154,6 +154,7 @@ def test_sleep_and_wake(client: Client) -> None:
     assert client.ask("/is_sleeping").json() == {"is_sleeping": True}
     refused = client.ask("/v1/chat/completions", CHAT)
     assert refused.status_code == 503 and "sleep" in refused.json()["error"]["message"]
+    assert client.ask("/ready").status_code == 503 and client.ask("/health").status_code == 200
     assert client.ask("/resume_memory_occupation", {"tags": ["weights"]}).json()["success"]
     assert not client.ask("/continue_generation", {}).json()["success"]  # nothing is there yet
     assert client.ask("/update_weights_from_disk", {"model_path": str(client.pipe.origin[1])}).json()["success"]
