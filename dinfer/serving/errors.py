@@ -150,7 +150,9 @@ def of_validation(error: RequestValidationError) -> ApiError:
 def _of_validation(error: RequestValidationError) -> ApiError:
     # Of a field with several types, what fits best.
     first = max(error.errors(), key=lambda one: (len(one["loc"]), not one["type"].endswith("_type")))
-    where = ".".join(_fields(first["loc"][1:], error.body, missing=first["type"] == "missing")) or "body"
+    place, *inner = first["loc"]
+    found = _fields(inner, error.body, missing=first["type"] == "missing") if place == "body" else map(str, inner)
+    where = ".".join(found) or "body"
     if first["type"] == "missing":
         return invalid(where, " is missing", "missing_field")
     if first["type"] == "json_invalid":

@@ -163,6 +163,7 @@ def test_sleep_and_wake(client: Client) -> None:
     woken = "/wake_up?tags=weights&tags=kv_cache"  # as vLLM's clients send a list
     for path in ("/sleep?level=1", woken, "/sleep?level=1", "/wake_up", "/flush_cache", "/pause?mode=wait", "/resume"):
         assert client.ask(path, {}).status_code == 200, path
+    assert client.ask("/pause?mode=x", {}).json()["error"]["param"] == "mode"
     assert client.ask("/update_weight_version", {"new_version": 13, "abort_all_requests": True}).json()["success"]
     assert client.ask("/weight_version").json() == {"weight_version": "13"} and text(client) == before
 
