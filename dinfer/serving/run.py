@@ -120,8 +120,11 @@ class Connection(asyncio.Protocol):
 
     def _begin(self, head: bytes) -> None:
         """Hands the head of a request to uvicorn."""
-        names = [name for name, _ in self._fields]
-        if self._parser.get_http_version() == "1.1" and names.count(b"host") != 1:
+        names, version = [name for name, _ in self._fields], self._parser.get_http_version()
+        if version not in ("1.0", "1.1"):  # uvicorn would wait for more of it
+            told = f"HTTP/{version} is not spoken here: let the client, or the proxy, ask with HTTP/1.1"
+            return self._refuse(ApiError(505, told, code="invalid_http"))
+        if version == "1.1" and names.count(b"host") != 1:
             return self._refuse(ApiError(400, "a request in HTTP/1.1 needs one header Host", "Host", "invalid_http"))
         self._body = int(dict(self._fields).get(b"content-length", 0))
         if b"transfer-encoding" in names:

@@ -189,6 +189,11 @@ def test_an_old_client_is_answered(port: Port) -> None:
     assert heard.startswith(b"HTTP/1.1 200 ") and json.loads(heard.partition(b"\r\n\r\n")[2])["object"] == "list"
 
 
+@pytest.mark.parametrize("head", [b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", LAST.replace(b"HTTP/1.1", b"HTTP/2.0")])
+def test_a_client_that_speaks_http_2_at_once_is_told_so(port: Port, head: bytes) -> None:
+    assert error(said(port, [head])) == (505, "invalid_http")
+
+
 def test_a_long_name_is_cut_in_the_answer(port: Port) -> None:
     for path in (b"/v1/models/", b"/nowhere/"):
         heard = said(port, [LAST.replace(b"/v1/models", path + b"a" * 60_000)])
