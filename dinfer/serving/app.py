@@ -107,6 +107,8 @@ def handle_errors(app: FastAPI) -> None:
         if error.status_code == 404:
             close = get_close_matches(path, served, 1, cutoff=0.8)
             told = f"{told}. {f'Did you mean {close[0]}?' if close else 'GET /docs shows what is served'}"
+        if allowed := (error.headers or {}).get("Allow"):
+            told = f"{told}. Ask with {allowed}"
         raise ApiError(error.status_code, told, headers=dict(error.headers or {}))  # such as Allow
 
 

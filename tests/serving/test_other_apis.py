@@ -361,7 +361,8 @@ def test_decisions_are_reads(client: Client) -> None:
 def test_other_errors_have_the_shape_of_their_api_and_say_what_is_not_served(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert client.ask(MESSAGES).status_code == 405 and client.ask(MESSAGES).json()["type"] == "error"
+    wrong = client.ask(MESSAGES)
+    assert wrong.status_code == 405 and wrong.json()["type"] == "error" and "Ask with POST" in wrong.text
     absent = client.ask(f"{MESSAGES}/batches", {})
     assert absent.status_code == 404 and "dinfer batch" in absent.json()["error"]["message"]
     assert client.ask(f"{RESPONSES}/resp_1").json()["error"]["param"] == "path"
