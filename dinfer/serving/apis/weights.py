@@ -25,6 +25,11 @@ from dinfer.serving.server import Server
 
 T = TypeVar("T")
 PICKLES = "would be a pickle, which may run code: give `handles` as dinfer.rollouts.transport.handle_of makes them"
+ENGINE = (
+    "weights come by groups of torch.distributed, not by vLLM's NCCL engine, with which TRL's VLLMClient sends them: "
+    "make a group by dinfer.rollouts.transport.join and tell a backend (nccl, gloo), as examples/trainer_over_http.py "
+    "does, or train in one process, as examples/trl_grpo.py does"
+)
 
 
 def _number(version: Any) -> Any:
@@ -251,6 +256,9 @@ class Init(Change):
     init_info: Joins
 
     def act(self, updates: Updates) -> None:
+        """vLLM's own engine, which would wait for minutes, names no backend."""
+        if "backend" not in self.init_info.model_fields_set:
+            raise ValueError(f"init_info has no backend: {ENGINE}")
         self.init_info.act(updates)
 
 
@@ -288,7 +296,7 @@ class Chunks(Change):
             if told.names:
                 group = next(iter(updates.groups.values()), None)
                 if group is None:
-                    raise ValueError("there is no group: make it first, with /init_weight_transfer_engine")
+                    raise ValueError(f"there is no group: {ENGINE}")
                 into.receive(group, told.names, told.dtype_names, told.shapes, flat=told.packed)
             updates.stack = stack.pop_all()  # nothing failed: it goes on
 
@@ -427,13 +435,13 @@ def add_infos(app: FastAPI, updates: Updates) -> None:
 
     @app.get("/server_info")
     @app.get("/get_server_info")
-    async def server_info() -> dict[str, Any]:
-        """What slime asks of SGLang's servers, and TRL of vLLM's. Groups are joined by torch, not by vLLM's engine."""
-        told = {"logprobs_mode": "raw_logprobs", "max_model_len": weights.pipe.model.spec.max_length}
+    async def server_info(config_format: str | None = None) -> dict[str, Any]:
+        """What slime asks of SGLang's servers. TRL asks for vLLM's configuration before it sends weights."""
+        if config_format is not None:
+            raise ApiError(501, f"this server has no configuration of vLLM: {ENGINE}", "config_format", "unsupported")
         return {
             "model_path": str(weights.pipe.origin[1]), "tp_size": weights.recipe.ranks.size, "dp_size": 1, "pp_size": 1,
             "ep_size": 1, "weight_version": str(weights.version),
-            "vllm_config": {"model_config": told, "weight_transfer_config": None},
         }  # fmt: skip
 
     @app.get("/v1/loads")

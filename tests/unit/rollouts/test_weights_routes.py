@@ -84,6 +84,21 @@ def test_vllms_four_phases_and_what_waits_meanwhile(client: Client) -> None:
     assert client.ask("/get_world_size").json() == {"world_size": 1}
 
 
+def test_trl_is_told_how_weights_come(client: Client) -> None:
+    """By the texts of errors, which `VLLMClient` of TRL 1.16 shows: `init_communicator` and `update_named_param`."""
+    info = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2, "packed": True}
+    chunk = {"names": ["model.norm.weight"], "dtype_names": ["float32"], "shapes": [[2]], "packed": True}
+    answers = [
+        client.ask("/server_info?config_format=json"),
+        client.ask("/init_weight_transfer_engine", {"init_info": info}),
+        client.ask("/start_weight_update", {}),
+        client.ask("/update_weights", {"update_info": chunk}),
+    ]
+    assert [one.status_code for one in answers] == [501, 400, 200, 400]
+    assert all("transport.join" in one.json()["error"]["message"] for one in answers if one.status_code != 200)
+    assert client.ask("/server_info").status_code == 200 and text(client)  # nothing waits for the update that failed
+
+
 def test_what_a_pause_aborts_says_so(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither a stop token nor the length ended it."""
     user, slow = [{"role": "user", "content": "3 + 4 = ?"}], {"threshold": 1.0, "min_tokens": 150}
