@@ -67,6 +67,11 @@ class Weights:
         return [engine for engine in ENGINES if state_of(engine.recipe.model) is self.state]
 
     @property
+    def loops(self) -> list[Any]:
+        """Those of the engines."""
+        return [engine.loop for engine in self.engines]
+
+    @property
     def family(self) -> Any:
         """Raises ValueError for a model whose checkpoint names nobody knows."""
         if self.pipe.origin is None:
@@ -113,8 +118,8 @@ class Weights:
                     writing_everywhere(self.recipe, writing.begin, sink.family, *known)
                     yield sink
                     sink.launch()
-                    for engine in self.engines:  # while a card copies
-                        engine.loop.worker.renewed()
+                    for loop in self.loops:  # while a card copies
+                        loop.worker.renewed()
                     sink.finish()
                 except BaseException as error:
                     self._failed(sink, error)
@@ -130,20 +135,20 @@ class Weights:
             state.turn.release()
             self._go_on()
         if state.torn:
-            raise self._incomplete()
+            raise incomplete(self.state)
 
     def pause(self, pending: Pending = "keep") -> None:
         """Stops rounds until `resume`. `pending`: as for `updating`."""
         self.state.held = True
         with self._stopped(pending):
             if pending == "recompute":
-                for loop in (engine.loop for engine in self.engines if engine.loop.running):
+                for loop in self.loops:
                     _restart(loop)
 
     def resume(self) -> None:
         """Ends a pause. Raises WeightsIncomplete where weights are missing."""
         if self.state.torn:
-            raise self._incomplete()
+            raise incomplete(self.state)
         self.state.held = False
         self._go_on()
 
@@ -197,20 +202,21 @@ class Weights:
             if "weights" in tags and "weights" in state.asleep:
                 writing_everywhere(self.recipe, sleeping.restore)
                 del state.asleep["weights"]
-                for loop in (engine.loop for engine in self.engines):
+                for loop in self.loops:
                     loop.worker.renewed()
             if "keys" in tags and "keys" in state.asleep:
-                for loop in (engine.loop for engine in self.engines if engine.loop.batch is not None):
-                    loop.worker.do(sleeping.rouse)
+                for loop in self.loops:
+                    if loop.batch is not None:
+                        loop.worker.do(sleeping.rouse)
                 del state.asleep["keys"]
-            state.held = False if not state.asleep else state.held
+            state.held = state.held and bool(state.asleep)
         self._go_on()
 
     def forget_keys(self) -> None:
         """No later request shares keys that were computed until now."""
         with self._stopped("keep"):
-            for engine in self.engines:
-                engine.loop.worker.renewed()
+            for loop in self.loops:
+                loop.worker.renewed()
             self._renew(recompute=False)
         self._go_on()
 
@@ -279,14 +285,13 @@ class Weights:
     def _renew(self, *, recompute: bool) -> None:
         """Forgets what was computed with the old weights."""
         self.state.told = True
-        for loop in (engine.loop for engine in self.engines):
-            if (batch := loop.batch) is None:
+        for loop in self.loops:
+            if loop.batch is None:
                 continue
-            batch.pages.epoch += 1
+            loop.batch.pages.epoch += 1
             for row in loop.running:
-                assert row.slot is not None
-                batch.state.held(Seen).changed(row.slot, row.cursors.steps)
-            if recompute and loop.running:
+                loop.batch.state.held(Seen).changed(row.slot, row.cursors.steps)
+            if recompute:
                 _restart(loop)
 
     def _failed(self, sink: "WeightSink", error: BaseException) -> None:
@@ -295,13 +300,10 @@ class Weights:
         if sink.touched:
             self.state.torn |= sink.touched
             self.state.why = f"an update failed: {str(error) or type(error).__name__}"
-            for loop in (engine.loop for engine in self.engines):
+            for loop in self.loops:
                 loop.worker.renewed()
                 if loop.batch is not None:
                     loop.batch.pages.epoch += 1
-
-    def _incomplete(self) -> WeightsIncomplete:
-        return incomplete(self.state)
 
 
 def _check_tags(tags: Sequence[str]) -> None:
@@ -357,6 +359,8 @@ def _abort(engine: Engine) -> None:
 def _restart(loop: Any) -> None:
     """The next pass of every row computes all its keys anew."""
     recipe, rows = loop.recipe, loop.running
+    if not rows:
+        return
     phases = [int(first_phase(recipe.cache, recipe.model.spec, row.cursors.start)) for row in rows]
     loop.worker.do(restart, [row.slot for row in rows], phases)
     for row, phase in zip(rows, phases, strict=True):
@@ -409,7 +413,7 @@ class WeightSink:
         self._check(name, tensor)
         self._take(name, tensor)
         if not self._staged:
-            self._flush()  # the caller may use its memory again
+            self.launch()  # the caller may use its memory again
 
     def load_all(self, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
         """Many tensors, such as a state dict. All are checked before the first is written, but those of an iterator."""
@@ -428,22 +432,22 @@ class WeightSink:
             for name, tensor in known:
                 self._keep(name, tensor)
             return
-        self._flush()
+        self.launch()
         if writer is not None and (found := found or writer.planned(known)) is not None:
             self._see_bare()
             self.touched |= found[0].covered
             writer.launch(*found)
             known = [known[at] for at in found[0].rest]
         self._held.extend(known)
-        self._flush()
+        self.launch()
 
     def from_folder(self, folder: str | Path) -> None:
         """A whole checkpoint of safetensors, of which every rank reads its share. Raises CheckpointError."""
-        self._flush()
+        self.launch()
         self._weights.check_bare()
         self._everywhere(writing.check_folder, str(folder))
         self.touched |= {*self._names.pieces}
-        self._everywhere(writing.fill_from, str(folder))
+        self._everywhere(writing.fill)
 
     def receive(
         self, group: Any, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], *,
@@ -473,7 +477,7 @@ class WeightSink:
 
     def changed(self) -> None:
         """The caller has written to the parameters of `pipe.model` itself, to whichever and however."""
-        self._flush()
+        self.launch()
 
     def lora(self, adapter: str | Path | Mapping[str, Tensor], config: Mapping[str, Any] | None = None) -> None:
         """A LoRA adapter alone: it is merged into the weights of the checkpoint on disk, in place of the last one.
@@ -484,13 +488,12 @@ class WeightSink:
         family, folder = self._weights.pipe.origin
         if family.adapter:
             raise ValueError(f"model.adapter={family.adapter} is merged into this model: load it without, to change it")
-        if isinstance(adapter, Mapping):
-            with TemporaryDirectory() as place:
+        with TemporaryDirectory() as place:
+            if isinstance(adapter, Mapping):
                 tensors = {name: one.contiguous() for name, one in adapter.items()}
                 save_file(tensors, Path(place, "adapter_model.safetensors"))
                 Path(place, ADAPTER).write_text(json.dumps(config or {}, default=list))  # peft has sets of names
-                found = needed("read_adapter", "lora", "formats")(Path(place), self._names.pieces)
-        else:
+                adapter = place
             found = needed("read_adapter", "lora", "formats")(Path(adapter), self._names.pieces)
         state, plan = self._weights.state, LoadPlan.read(folder, family)
         wanted = {*found.pairs} | state.merged
@@ -503,10 +506,6 @@ class WeightSink:
             self.merged.add(name)
             self.load(name, found.merged(name, base, self._weights.pipe.model.device, part))
         self.adapted = {*found.pairs}
-
-    def launch(self) -> None:
-        """Writes what waits. A card may still be at it."""
-        self._flush()
 
     def finish(self) -> None:
         """Waits for the end. Raises ValueError for what was not finite."""
@@ -539,7 +538,7 @@ class WeightSink:
         """Keeps a tensor to be written, and not too much of them."""
         self._keep(name, tensor)
         if self._bytes >= BUCKET and not self._staged:
-            self._flush()
+            self.launch()
 
     def _keep(self, name: str, tensor: Tensor) -> None:
         """Keeps a tensor to be written, with others in one launch."""
@@ -550,8 +549,8 @@ class WeightSink:
         self._held.append((name, tensor))
         self._bytes += tensor.nbytes
 
-    def _flush(self) -> None:
-        """Writes what is kept. One card soon has something to do while the host looks at the rest."""
+    def launch(self) -> None:
+        """Writes what waits; a card may still be at it. One card soon has work, while the host looks at the rest."""
         most = FIRST if self.alone else BUCKET
         while self._held:
             some: list[tuple[str, Tensor]] = []

@@ -213,6 +213,9 @@ class Writer:
         """`held`: what is known of the network's parameters, which still stand."""
         self.network, self.names, self.rank = network, names_of(network, family), network.ranks.rank
         self.adapter: Any = None  # merged into what it changes, as when a checkpoint is loaded
+        self.sent: Sequence[Tensor] = ()  # on rank 0, what it sends to the others next
+        self.plan: LoadPlan | None = None  # of a folder that was checked
+        self.fresh: Mapping[str, Tensor] | None = None  # what it holds, if it is rounded
         self._known = held or Parameters(network)
         self._parameters = self._known.by_name
         self._whose: dict[str, str] = {}  # by the tied tensor, under which of its names it came
@@ -417,8 +420,6 @@ def copy(held: Tensor, values: Tensor, look: Callable[[Tensor], None]) -> None:
 # What all ranks do, as rank 0 tells them: functions of the network and of plain values.
 
 _writers: dict[int, Writer] = {}  # of updates under way, by the network
-_here: dict[int, Sequence[Tensor]] = {}  # on rank 0, the tensors that it sends, by the network
-_read: dict[int, dict[str, Tensor]] = {}  # what a rounded checkpoint holds, by the network
 
 
 def named(family: ModelFamily) -> dict[str, Any]:
@@ -454,22 +455,20 @@ def end(network: Any) -> None:
 def drop(network: Any) -> None:
     """Ends an update that has failed."""
     _writers.pop(id(network), None)
-    _read.pop(id(network), None)
 
 
 def write(network: Any, told: Sequence[tuple[str, str, Sequence[int]]]) -> None:
     """Writes whole tensors, which rank 0 has and sends to the others. `told`: their names, dtypes and shapes."""
     writer, ranks = _writers[id(network)], network.ranks
-    tensors = iter(_here.pop(id(network), ()))
+    sent, writer.sent = iter(writer.sent), ()
     with torch.no_grad():
         for name, dtype, shape in told:
-            if ranks.size == 1:
-                tensor = next(tensors)
-            elif ranks.index == 0:
-                tensor = next(tensors).to(network.device).contiguous()
+            if ranks.index == 0:
+                tensor = next(sent)
             else:
                 tensor = torch.empty(*shape, dtype=vars(torch)[dtype], device=network.device)
             if ranks.size > 1:
+                tensor = tensor.to(network.device).contiguous()
                 dist.broadcast(tensor, group=ranks.group, group_src=0)
             writer.write(name, tensor)
         writer.flush()
@@ -477,30 +476,35 @@ def write(network: Any, told: Sequence[tuple[str, str, Sequence[int]]]) -> None:
 
 def sends(network: Any, tensors: Sequence[Tensor]) -> None:
     """Keeps tensors on rank 0 until `write` takes them."""
-    _here[id(network)] = tensors
+    _writers[id(network)].sent = tensors
 
 
-def fill_from(network: Any, path: str) -> None:
-    """Writes all tensors of a folder that `check_folder` has seen, of which each rank reads its share."""
-    writer, read = _writers[id(network)], _read.pop(id(network), None)
+def fill(network: Any) -> None:
+    """Writes all tensors of the folder that `check_folder` has seen, of which each rank reads its share."""
+    writer = _writers[id(network)]
+    assert writer.plan is not None
     with torch.no_grad():
-        if read is not None:
+        if writer.fresh is not None:
             for name, held in everything(network).items():
-                held.copy_(read[name])
+                held.copy_(writer.fresh[name])
+            writer.fresh = None
             return
-        plan = planned(writer, Path(path))
-        for name in plan.tensors:
-            writer.fill(name, _pieces(plan, name, writer))
+        for name in writer.plan.tensors:
+            writer.fill(name, _pieces(writer.plan, name, writer))
         writer.flush()
 
 
 def check_folder(network: Any, path: str) -> None:
-    """Raises CheckpointError for a folder that `fill_from` cannot take. A rounded one is read, as loading does."""
+    """Raises CheckpointError for a folder that cannot be written. A rounded one is read, as loading does."""
     writer, folder = _writers[id(network)], Path(path)
     if not folder.is_file() and not (folder / "config.json").is_file():  # a file is of GGUF
         raise CheckpointError(f"{path or 'the path'} has no config.json: give a folder as pipe.save makes it")
-    plan = planned(writer, folder)
+    plan = writer.plan = LoadPlan.read(folder, writer.names.family)
+    if plan.spec != network.spec:
+        raise CheckpointError(f"{folder} holds another model than the one that runs: its config.json differs")
+    refuse([*plan.problems()], f"the tensors in {folder} do not fit its config.json")
     plan.check_values()
+    writer.fresh = None
     rounded = plan.scales.stored or any(one.packed for one in plan.tensors.values())
     if not rounded and not any(writer.names.fixed.values()):
         return
@@ -512,7 +516,7 @@ def check_folder(network: Any, path: str) -> None:
     if forms[0] != forms[1] or shapes[0] != shapes[1]:
         raise CheckpointError(f"{folder} is rounded otherwise than what runs: a checkpoint of the same types can take "
                               "its place, and floats where the model was loaded with quantize")  # fmt: skip
-    _read[id(network)] = read
+    writer.fresh = read
 
 
 def everything(network: Any) -> dict[str, Tensor]:
@@ -524,15 +528,6 @@ def kinds(network: Any) -> dict[str, Any]:
     """How each parameter is held, with all that its format knows of it."""
     found = {name: module.formats[own] for name, (module, own) in formatted(network, embeddings=True).items()}
     return {name: (type(form), vars(form)) for name, form in found.items()}
-
-
-def planned(writer: Writer, folder: Path) -> LoadPlan:
-    """How a folder is read. Raises CheckpointError for a checkpoint of another model."""
-    plan = LoadPlan.read(folder, writer.names.family)
-    if plan.spec != writer.network.spec:
-        raise CheckpointError(f"{folder} holds another model than the one that runs: its config.json differs")
-    refuse([*plan.problems()], f"the tensors in {folder} do not fit its config.json")
-    return plan
 
 
 def _pieces(plan: LoadPlan, name: str, writer: Writer) -> Iterator[tuple[Tensor, tuple[slice, ...], tuple[slice, ...]]]:
