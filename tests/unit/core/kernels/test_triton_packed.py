@@ -109,7 +109,8 @@ def test_norm_and_gate_leave_rounded_rows(reference: None, rows: int, width: int
     for plain, grouped in (norms, (triton_norm.swiglu(gate_up), triton_norm.swiglu(gate_up, inputs))):
         assert_rounded(grouped, plain, inputs.group)
         got, want = (triton_packed.linear(given, *weight, None) for given in (grouped, plain))
-        torch.testing.assert_close(got, want, atol=0.03, rtol=0.02, equal_nan=True)
+        torch.testing.assert_close(got, want, atol=0.1, rtol=0.02, equal_nan=True)  # a few inputs are rounded apart
+        assert (got - want).nan_to_num().float().norm() < 0.02 * want.nan_to_num().float().norm()
         assert want.isnan().any()
         if grouped.wide is not None:
             torch.testing.assert_close(grouped.wide, plain, equal_nan=True)
