@@ -1,20 +1,16 @@
-"""What one session on a lent card answers, in parts of under ten minutes: the same code as before, as fast, as correct?
+"""The same code as before, as fast? Two checkouts side by side, in parts of under ten minutes.
 
     python -m benchmarks.card graph_kernels step_times --out $OUT/new.json         # ten shapes; goes on with a file
     python benchmarks/card.py --root OLD graph_kernels step_times --out $OUT/old.json   # an older one
     python -m benchmarks.card --compare $OUT/old.json $OUT/new.json --out FILE
-    python -m benchmarks.card parity --goldens shared/goldens shared/goldens-next --out $OUT/parity.json
-    python -m benchmarks.card gpu_tests --slice 1/4 --out $OUT/tests-1.json
-    python -m benchmarks.card graph_kernels step_times parity gpu_tests --tiny --device cpu --out /tmp/dry.json
+    python -m benchmarks.card graph_kernels step_times --tiny --device cpu --out /tmp/dry.json
     python -m benchmarks.card starts --device cpu --out new.json        # in turns with --root OLD, then --compare
 
 `--root` is a checkout of 7fb8a893 or later.
 
 `graph_kernels`: names and order of the kernels of each captured graph; on a CPU operators. `step_times`: medians of a
-step in three runs, and their spread. `parity`: the recorded runs on the card, several processes at a time. `gpu_tests`:
-a slice of `pytest -m gpu` in several processes. `starts`: CPU seconds of commands and of the first text on
-the CPU, a run for each call. All stop before `--seconds` are over and say what they left out.
-Results are written as they come to OUT, and the output of the last two parts' processes to an archive beside it.
+step in three runs, and their spread. `starts`: CPU seconds of commands and of the first text on the CPU, a run for each
+call. All stop before `--seconds` are over and say what they left out. Results are written as they come to OUT.
 """
 
 from __future__ import annotations
@@ -24,7 +20,6 @@ import gc
 import json
 import os
 import resource
-import shutil
 import statistics
 import subprocess
 import sys
@@ -161,68 +156,6 @@ def shapes(given: argparse.Namespace, report: dict[str, Any], save: Callable[[],
         torch.cuda.empty_cache() if given.device == "cuda" else None
 
 
-def processes(given: argparse.Namespace, commands: dict[str, list[str]]) -> dict[str, dict[str, Any]]:
-    """Runs commands, `--workers` at a time, until the time is over. Their output goes to files beside OUT."""
-    waiting, running, found = list(commands.items()), dict[str, Any](), dict[str, dict[str, Any]]()
-    while waiting or running:
-        while waiting and len(running) < given.workers and time.monotonic() < given.end:
-            name, command = waiting.pop(0)
-            log = given.logs / f"{name.replace('/', '-')}.log"
-            began = time.monotonic()
-            child = subprocess.Popen([sys.executable, *command], stdout=log.open("w"), stderr=subprocess.STDOUT)
-            running[name] = child, began, log
-        late = time.monotonic() > given.end
-        for name, (child, began, log) in [*running.items()]:
-            if child.poll() is None and not late:
-                continue
-            if child.poll() is None:
-                child.kill()
-            status, lines = child.wait(), log.read_text(errors="replace").splitlines()
-            failed = [line for line in lines if line.startswith("FAILED") or " FAILED" in line or " ERROR" in line]
-            found[name] = {
-                "status": "out of time" if late else status, "seconds": round(time.monotonic() - began),
-                "last": lines[-1] if lines else "", "passed": sum("PASSED" in line for line in lines), "failed": failed,
-            }  # fmt: skip
-            print(name, {key: value for key, value in found[name].items() if value}, flush=True)
-            del running[name]
-        if late:
-            return found | {name: {"status": "not begun"} for name, _ in waiting}
-        time.sleep(0.1)
-    return found
-
-
-def parity(given: argparse.Namespace, report: dict[str, Any], save: Callable[[], None]) -> None:
-    """`tests.parity` on the device, a process for each folder of each set."""
-    from tests.parity.check import find
-
-    commands = {}
-    for root in given.goldens:
-        for name in dict.fromkeys("/".join(case.id.split("/")[:2]) for case in find(root)):
-            only = ["--only", name, "--device", given.device, "--verbose"]
-            commands[f"{root.name}/{name}"] = ["-m", "tests.parity", str(root), *only]
-    some = dict([*commands.items()][-2:]) if given.tiny else commands
-    report["parity"] = processes(given, some)
-    save()
-
-
-def gpu_tests(given: argparse.Namespace, report: dict[str, Any], save: Callable[[], None]) -> None:
-    """A slice of the tests that need a card, dealt out to the processes. Without a card, the same tests are skipped."""
-    base = ["-m", "pytest", "-p", "no:cacheprovider", "-o", "addopts=", "-m", "gpu"]
-    listed = subprocess.run([sys.executable, *base, "--collect-only", "-q"], capture_output=True, text=True)
-    ids = [line for line in listed.stdout.splitlines() if "::" in line]
-    at, of = map(int, given.slice.split("/"))
-    own = ids[at - 1 :: of][: 4 if given.tiny else None]
-    commands = {}
-    for worker in range(min(given.workers, len(own))):
-        file = given.logs / f"ids-{worker}.txt"
-        file.write_text("\n".join(own[worker :: given.workers]) + "\n")
-        commands[f"tests-{worker}"] = [*base, "-v", "--tb=short", f"@{file}"]
-    report["gpu_tests"] = {"in all": len(ids), "in this slice": len(own)} | processes(given, commands)
-    if not ids:
-        report["gpu_tests"]["error"] = listed.stdout[-500:] + listed.stderr[-500:]
-    save()
-
-
 COMMAND = "import sys; sys.path.insert(0, {root!r}); sys.argv[0] = 'dinfer'; from dinfer.__main__ import main; main()"
 FIRST = """
 import statistics, sys, time
@@ -306,13 +239,10 @@ def told(name: str, found: dict[str, Any]) -> str:
 
 def main(args: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", help="graph_kernels, step_times, parity, gpu_tests, starts")
+    parser.add_argument("parts", nargs="*", help="graph_kernels, step_times, starts")
     parser.add_argument("--root", type=Path, help="checkout whose packages are imported")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=[*CASES])
-    parser.add_argument("--goldens", type=Path, nargs="+", default=[Path("tests/goldens")])
-    parser.add_argument("--slice", default="1/1", help="of the tests, such as 2/4")
-    parser.add_argument("--workers", type=int, default=8, help="processes at a time")
-    parser.add_argument("--seconds", type=float, default=520, help="after which no more is begun, and processes end")
+    parser.add_argument("--seconds", type=float, default=520, help="after which no more is begun")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small shapes and a few cases: a dry run")
     parser.add_argument("--compare", type=Path, nargs=2, metavar=("OLD", "NEW"))
@@ -324,7 +254,7 @@ def main(args: list[str] | None = None) -> None:
         if given.out:
             given.out.write_text(json.dumps(found, indent=1) + "\n")
         return
-    known = ("graph_kernels", "step_times", "parity", "gpu_tests", "starts")
+    known = ("graph_kernels", "step_times", "starts")
     if not given.parts or given.out is None or {*given.parts} - {*known}:
         parser.error(f"give parts, of {', '.join(known)}, and --out")
     given.end = time.monotonic() + given.seconds
@@ -344,13 +274,6 @@ def main(args: list[str] | None = None) -> None:
         shapes(given, report, save)
     if "starts" in given.parts:
         starts(given, report, save)
-    given.logs = given.out.with_suffix("")
-    for part in (part for part in (parity, gpu_tests) if part.__name__ in given.parts):
-        given.logs.mkdir(exist_ok=True)
-        part(given, report, save)
-    if given.logs.is_dir():  # as one file, since a lent machine sends back few
-        shutil.make_archive(str(given.logs), "gztar", given.logs)
-        shutil.rmtree(given.logs)
 
 
 if __name__ == "__main__":

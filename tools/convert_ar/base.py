@@ -102,7 +102,7 @@ def load(path: Path, device: torch.device, dtype: torch.dtype, mask: str | None 
         tokenizer = AutoTokenizer.from_pretrained(where, local_files_only=True, **extra)
         model: Any = AutoModelForCausalLM.from_pretrained(where, local_files_only=True, dtype=torch.float32, **extra)
     except Exception as error:  # of any of its parts: files cut short, a package that GGUF needs
-        said = (str(error).splitlines() or [type(error).__name__])[0]
+        said = " ".join(str(error).split())[:300] or type(error).__name__
         raise ConversionError(f"{path} could not be read by transformers: {said}") from error
     if model.config.model_type not in FAMILIES:
         raise ConversionError(
