@@ -41,7 +41,7 @@ from tools.convert_ar.measure import Score, drafting, each, loaded
 
 def ran(given: Namespace, pipe: Pipeline, work: Callable[[], Any]) -> tuple[Lap, dict[str, Any]]:
     """Runs some work as often as its time needs to be fair; of a slice, whose time nobody looks at, once."""
-    once = partial(lap, work, pipe.engine)
+    once = partial(lap, work, pipe.engine, cpu=given.cpu)
     return (once(), {}) if given.slice else settled(once, given.passes, given.warm_up)
 
 
@@ -293,6 +293,7 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--flights", type=int, nargs="+", default=[16], help="requests in flight")
     parser.add_argument("--most", type=int, default=200, help="prompts; fewer with few in flight")
+    parser.add_argument("--cpu", action="store_true", help="seconds of the process: others do not lengthen them")
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--recipe", nargs="+", default=["{}"], help="other parts of recipes, as JSON")
     parser.add_argument("--tasks", nargs="*", default=[], help="of lm-eval, with the most requests in flight")

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import is_
 from typing import Any, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
@@ -47,24 +48,30 @@ class LayersPlan:
     layers: ctypes.Array[ctypes.c_int64]
     held: list[Any]  # keeps alive what `layers` points to
     gates: list[Any]  # one or none
-    places: list[tuple[dict[str, Any], str, Any]]  # modules and tensors, and where they belong
-    kinds: list[type[nn.Module]]
+    places: list[tuple[dict[str, Any], str]]  # of modules and tensors
+    there: list[Any]  # what is at these places
+    kinds: list[type]
+    owned: list[dict[str, Any]]  # the attributes of each module
+    hooks: list[dict[Any, Any]]
+    tensors: list[Tensor]
     addresses: list[int]
     versions: list[tuple[Tensor, int]]  # of tensors that C has copies of
 
     @classmethod
     def of(cls, network: Transformer) -> LayersPlan:
         """Raises Unfit."""
-        plan = cls((ctypes.c_int64 * 0)(), [], [], [], [], [], [])
+        plan = cls((ctypes.c_int64 * 0)(), *([] for _ in range(10)))
         given = [one for place, block in enumerate(network.blocks) for one in plan.block(network, place, block)]
         for module in network.blocks.modules():
-            plan.places.extend((module._modules, name, child) for name, child in module.named_children())
-            tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-            plan.places.extend((vars(module)[kind_of(module, name)], name, tensor) for name, tensor in tensors)
-        kinds = [type(one) for _, _, one in plan.places]
-        addresses = [one.data_ptr() for _, _, one in plan.places if isinstance(one, Tensor)]
-        array = (ctypes.c_int64 * len(given))(*given)
-        return cls(array, plan.held, plan.gates, plan.places, kinds, addresses, plan.versions)
+            for own in (module._modules, module._parameters, module._buffers):
+                plan.places.extend((own, name) for name in own)
+            plan.owned.append(vars(module))
+            plan.hooks.extend((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks))
+        plan.there.extend(own[name] for own, name in plan.places)
+        plan.kinds.extend(map(type, plan.there))
+        plan.tensors.extend(one for one in plan.there if isinstance(one, Tensor))
+        plan.addresses.extend(one.data_ptr() for one in plan.tensors)
+        return replace(plan, layers=(ctypes.c_int64 * len(given))(*given))
 
     def block(self, network: Transformer, place: int, block: nn.Module) -> Iterator[int]:
         """The struct `Layer` of `layers.c`."""
@@ -123,21 +130,16 @@ class LayersPlan:
         return tensor.data_ptr()
 
     def holds(self) -> bool:
-        """Whether the network is as it was."""
-        found = [own.get(name) for own, name, _ in self.places]
-        same = all(one is before for one, (_, _, before) in zip(found, self.places, strict=True))
+        """Whether the network is as it was. It asks what `untouched` asks, of all modules at once."""
+        found = [own.get(name) for own, name in self.places]
         return (
-            same
-            and [type(one) for one in found] == self.kinds
-            and [one.data_ptr() for one in found if isinstance(one, Tensor)] == self.addresses
-            and all(untouched(one) for one in found if isinstance(one, nn.Module))
+            all(map(is_, found, self.there))
+            and [*map(type, found)] == self.kinds
+            and [one.data_ptr() for one in self.tensors] == self.addresses
+            and not any(self.hooks)
+            and not any("forward" in own for own in self.owned)
             and all(one._version == version for one, version in self.versions)
         )
-
-
-def kind_of(module: nn.Module, name: str) -> str:
-    """Which dictionary of a module has this tensor."""
-    return "_parameters" if name in module._parameters else "_buffers"
 
 
 PLANS: WeakKeyDictionary[Transformer, LayersPlan] = WeakKeyDictionary()
