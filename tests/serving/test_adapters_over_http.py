@@ -68,10 +68,11 @@ def test_adapters_are_models_beside_their_base(client: Client, folders: list[str
 
 
 def test_an_adapter_is_unloaded_when_its_last_request_has_ended(client: Client, folders: list[str]) -> None:
+    """Another one of its name that is loaded meanwhile comes then."""
     client.ask("/v1/load_lora_adapter", {"lora_name": "one", "lora_path": folders[0]})
     long = QUESTION | {"model": "tiny:one", "max_tokens": 64, "ignore_eos": True, "dinfer": {"threshold": 1.0}}
 
-    async def both() -> tuple[Any, Any, Any]:
+    async def all_of() -> list[Any]:
         asked = asyncio.ensure_future(client.http.post("/v1/chat/completions", json=long))
         while not (client.pipe.engine.loop.running or asked.done()):
             await asyncio.sleep(0.001)
@@ -80,11 +81,13 @@ def test_an_adapter_is_unloaded_when_its_last_request_has_ended(client: Client, 
         while "one" in client.server.catalogue.variants and not unloaded.done():
             await asyncio.sleep(0.001)
         late = await client.http.post("/v1/chat/completions", json=QUESTION | {"model": "tiny:one"})
-        return await asked, await unloaded, late
+        loaded = await client.http.post("/v1/load_lora_adapter", json={"lora_name": "one", "lora_path": folders[1]})
+        return [await asked, await unloaded, late, loaded]
 
-    answer, unloaded, late = client.loop.run(both())
+    answer, unloaded, late, loaded = client.loop.run(all_of())
     assert answer.json()["usage"]["completion_tokens"] == 64
-    assert (unloaded.status_code, late.status_code) == (200, 404)
+    assert (unloaded.status_code, late.status_code, loaded.status_code) == (200, 404, 200), loaded.text
+    assert client.ask("/v1/models/tiny:one").json()["root"] == folders[1]
 
 
 def test_what_is_wrong_is_said(client: Client, folders: list[str], tmp_path: Path) -> None:

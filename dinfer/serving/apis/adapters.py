@@ -80,9 +80,16 @@ async def unload(server: Server, name: str) -> None:
 
 
 def add(app: FastAPI, server: Server) -> None:
+    leaving = set[str]()  # names of adapters whose requests are to end
+
     @app.post("/v1/load_lora_adapter")
     async def load_adapter(body: Load) -> PlainTextResponse:
-        """Loads an adapter, which requests then ask for as MODEL:ADAPTER or by its name alone."""
+        """Loads an adapter, which requests then ask for as MODEL:ADAPTER or by its name alone.
+
+        It waits for an adapter of this name that is being unloaded.
+        """
+        while body.lora_name in leaving:
+            await asyncio.sleep(POLL)
         with at_field("lora_name"):
             try:
                 await asyncio.to_thread(load, server.catalogue, body.lora_name, body.lora_path)
@@ -112,6 +119,10 @@ def add(app: FastAPI, server: Server) -> None:
             raise ApiError(
                 404, f"lora_name={body.lora_name!r:.80} is not loaded. Loaded: {known}", "lora_name", "not_found"
             )
-        with at_field("lora_name"):
-            await unload(server, body.lora_name)
+        leaving.add(body.lora_name)
+        try:
+            with at_field("lora_name"):
+                await unload(server, body.lora_name)
+        finally:
+            leaving.remove(body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
