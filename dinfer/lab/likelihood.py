@@ -430,12 +430,14 @@ def readings(
 
 
 @dataclass(slots=True)
-class _Keeping:
-    """Attention of clean texts over themselves, whose keys and values are kept for those behind them."""
+class _Attention:
+    """Attention of texts over themselves, and of masked blocks over the clean text before them, too."""
 
     pos_BW: Tensor
-    seen_BWS: Tensor | None
-    kept: dict[int, tuple[Tensor, Tensor]] | None = None
+    seen_BWS: Tensor | None  # clean keys, then those of the row itself; None: all
+    kept: dict[int, tuple[Tensor, Tensor]] | None = None  # by layer, keys and values for what comes behind
+    clean: dict[int, tuple[Tensor, Tensor]] | None = None  # those that were kept for these rows
+    lane_B: Tensor | None = None  # which of the clean texts is before each row
     context_BW: None = None
     needed_BX: None = None
 
@@ -443,25 +445,9 @@ class _Keeping:
         q, k, v = queries_keys_values(qkv)
         if self.kept is not None:
             self.kept[layer] = k, v
-        return interval_attention(q, k, v, self.seen_BWS)
-
-
-@dataclass(slots=True)
-class _Behind:
-    """Attention of masked blocks over themselves and over the clean text before them."""
-
-    pos_BW: Tensor
-    seen_BWS: Tensor  # clean keys, then those of the row itself
-    clean: _Keeping
-    lane_B: Tensor  # the clean text of each row
-    context_BW: None = None
-    needed_BX: None = None
-
-    def __call__(self, layer: int, qkv: Any, needed_BX: Tensor | None = None) -> Tensor:
-        q, k, v = queries_keys_values(qkv)
-        assert self.clean.kept is not None
-        clean_k, clean_v = self.clean.kept[layer]
-        k, v = torch.cat((clean_k[self.lane_B], k), 1), torch.cat((clean_v[self.lane_B], v), 1)
+        if self.clean is not None:
+            clean_k, clean_v = self.clean[layer]
+            k, v = torch.cat((clean_k[self.lane_B], k), 1), torch.cat((clean_v[self.lane_B], v), 1)
         return interval_attention(q, k, v, self.seen_BWS)
 
 
@@ -485,7 +471,7 @@ def _whole(network: Model, passes: Passes, batch_tokens: int, *, bare: bool) -> 
         pos_BW = torch.arange(width).expand(len(m_B), width)
         real_BW = pos_BW < length_M[m_B][:, None]
         seen_BWS = None if bool(real_BW.all()) else real_BW[:, None].expand(-1, width, -1)
-        h_BWD = _forward(network, _tokens(passes, m_B, pos_BW, bare=bare), _Keeping(pos_BW, seen_BWS))
+        h_BWD = _forward(network, _tokens(passes, m_B, pos_BW, bare=bare), _Attention(pos_BW, seen_BWS))
         index_X = torch.isin(passes.pass_X, m_B).nonzero()[:, 0]
         row_X = torch.searchsorted(m_B, passes.pass_X[index_X])
         read_X = passes.place_X[index_X] - passes.shift
@@ -503,9 +489,9 @@ def _blockwise(
     real_BW = pos_BW < width_B[:, None]
     seen_BWS = (block_BW[:, None] <= block_BW[..., None]) & real_BW[:, None]
     seen_BWS[..., 0] |= ~seen_BWS.any(-1)  # so that the softmax of padding is defined
-    clean = _Keeping(pos_BW, seen_BWS, {})
+    kept: dict[int, tuple[Tensor, Tensor]] = {}
     tokens_BW = torch.where(_prompts(passes, n_B, pos_BW) & bare, passes.mask_id, passes.ids_NT[n_B][:, pos_BW[0]])
-    h_BWD = _forward(network, tokens_BW, clean)
+    h_BWD = _forward(network, tokens_BW, _Attention(pos_BW, seen_BWS, kept))
     index_X = torch.isin(passes.sequence_M[passes.pass_X], n_B).nonzero()[:, 0]
     n_X, place_X = passes.sequence_M[passes.pass_X[index_X]], passes.place_X[index_X]
     read_X = place_X - passes.shift
@@ -524,24 +510,25 @@ def _blockwise(
     for chunk in _chunks([*fed], [int(fed_T.sum()) for fed_T in fed.values()], batch_tokens):
         m_B = torch.tensor(chunk)
         yield _noised(
-            network, passes, m_B, [fed[m].nonzero()[:, 0] for m in chunk], (clean, n_B, real_BW), index_X, bare
+            network, passes, m_B, [fed[m].nonzero()[:, 0] for m in chunk], (kept, n_B, real_BW), index_X, bare
         )
 
 
 def _noised(
-    network: Model, passes: Passes, m_B: Tensor, places: list[Tensor], behind: tuple[_Keeping, Tensor, Tensor],
+    network: Model, passes: Passes, m_B: Tensor, places: list[Tensor], behind: tuple[Any, Tensor, Tensor],
     index_X: Tensor, bare: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The masked blocks of some passes. `behind`: clean texts, their sequences, and what is real of them."""
+    """The masked blocks of some passes. `behind`: keys and values of clean texts, their sequences, what is real."""
     assert passes.block_NT is not None
-    clean, n_L, real_LS = behind
+    kept, n_L, real_LS = behind
     pos_BW, real_BW = _stack(places), _stack([torch.ones_like(place, dtype=torch.bool) for place in places])
     n_B = passes.sequence_M[m_B]
     lane_B = torch.searchsorted(n_L, n_B)
     block_BW = passes.block_NT[n_B[:, None], pos_BW]
     before_BWS = (passes.block_NT[n_B][:, None, : real_LS.shape[1]] < block_BW[..., None]) & real_LS[lane_B][:, None]
     own_BWW = (block_BW[:, None] == block_BW[..., None]) & real_BW[:, None]
-    attend = _Behind(pos_BW, torch.cat((before_BWS, own_BWW), -1), clean, lane_B.to(network.device))
+    seen_BWS, on_card_B = torch.cat((before_BWS, own_BWW), -1), lane_B.to(network.device)
+    attend = _Attention(pos_BW, seen_BWS, clean=kept, lane_B=on_card_B)
     h_BWD = _forward(network, _tokens(passes, m_B, pos_BW, bare=bare), attend)
     index_X = index_X[torch.isin(passes.pass_X[index_X], m_B)]
     row_X, read_X = torch.searchsorted(m_B, passes.pass_X[index_X]), passes.place_X[index_X] - passes.shift
@@ -637,15 +624,13 @@ def _check_network(spec: ModelSpec, passes: Passes) -> None:
         raise ValueError(f"these passes are of a bidirectional model, and {spec.family} is block-causal")
 
 
-def _padded(rows: list[list[int]], pad: int = 0) -> Tensor:
-    return torch.tensor([row + [pad] * (max(map(len, rows)) - len(row)) for row in rows], dtype=torch.int64).view(
-        len(rows), -1
-    ) if rows else torch.zeros(0, 0, dtype=torch.int64)  # fmt: skip
+def _padded(rows: Sequence[Sequence[int]], pad: int = 0) -> Tensor:
+    return _stack([torch.tensor(row, dtype=torch.int64) for row in rows], pad).long()
 
 
-def _stack(rows: Sequence[Tensor]) -> Tensor:
-    """Rows side by side, padded with 0."""
-    return nn.utils.rnn.pad_sequence([*rows], batch_first=True) if rows else torch.zeros(0, 0, dtype=torch.bool)
+def _stack(rows: Sequence[Tensor], pad: int = 0) -> Tensor:
+    """Rows side by side, padded."""
+    return nn.utils.rnn.pad_sequence([*rows], True, pad) if rows else torch.zeros(0, 0, dtype=torch.bool)
 
 
 def _cat(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
