@@ -291,11 +291,11 @@ class Output(Blocks):
         return self._response(items)
 
     def opening(self) -> list[dict[str, Any]]:
-        return [self._begun("created"), self._begun("in_progress"), *self.pieces(Event(0))]
+        return [self._started("created"), self._started("in_progress"), *self.pieces(Event(0))]
 
     def silent(self) -> list[dict[str, Any]]:
         if self.block is None:
-            return [self._begun("in_progress")]
+            return [self._started("in_progress")]
         return [*self.added(Part("arguments" if self.block.kind == "call" else self.block.kind, ""))]
 
     def closing(self) -> list[dict[str, Any]]:
@@ -312,7 +312,7 @@ class Output(Blocks):
         self._sent += 1
         return {"type": kind, "sequence_number": self._sent - 1, **fields}
 
-    def _begun(self, what: str) -> dict[str, Any]:
+    def _started(self, what: str) -> dict[str, Any]:
         return self._event(f"response.{what}", response=self._response([], "in_progress") | {"usage": None})
 
     def begun(self, part: Part) -> Iterator[dict[str, Any]]:

@@ -38,7 +38,7 @@ def _number(version: Any) -> Any:
 
 
 Version = Annotated[int, Field(ge=0, lt=2**63), BeforeValidator(_number)]
-BOTH = ["weights", "keys"]
+BOTH: list[Any] = ["weights", "keys"]
 Tag = Annotated[Literal["weights", "kv_cache", "keys"], AfterValidator(lambda tag: tag.replace("kv_cache", "keys"))]
 Tags = Annotated[list[Tag] | None, AfterValidator(lambda tags: BOTH if tags is None else tags)]
 
@@ -357,13 +357,14 @@ def route(updates: Updates, kind: type[Change], done: str | None = None) -> Call
     """
     default: Any = ... if any(field.is_required() for field in kind.model_fields.values()) else kind()
 
-    async def answer(body: kind = default) -> Any:  # type: ignore[valid-type]
+    async def answer(body: Any = default) -> Any:
         work = partial(body.act, updates)
         if done is None:
             return await updates.told(work)
         await updates.run(work)
         return {"message": done}
 
+    answer.__annotations__["body"] = kind  # as FastAPI reads it
     return answer
 
 
