@@ -160,7 +160,7 @@ def _of_validation(error: RequestValidationError) -> ApiError:
     if where == "body" and isinstance(first.get("input"), bytes):
         return ApiError(400, "the header Content-Type must be application/json", "Content-Type", "invalid_value")
     if first["type"] == "extra_forbidden":  # the value may be a prompt
-        return invalid(where, ": is not a field of this request")
+        return invalid(where, ": is not a field of this request: leave it out")
     what = first["msg"].removeprefix("Value error, ")
     return ApiError(400, f"{named(where, first.get('input'))}: {what}", where, "invalid_value")
 

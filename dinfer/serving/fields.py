@@ -36,6 +36,12 @@ REASONS: dict[str, dict[str, tuple[Any, ...]]] = {
     "is not supported: answers are text.": {"modalities": (["text"],), "audio": ()},
     "is not supported.": {"prediction": (), "web_search_options": (), "documents": ([],)},
     "is not supported here: it is for chats and reads.": {"chat_template_kwargs": ({},)},
+    'is not supported here. Use chat_template_kwargs, such as {"enable_thinking": false}, or reasoning_effort.': {
+        "enable_thinking": (), "thinking": (), "reasoning": (),
+    },
+    "is not supported here. The server is started with its length (runtime.max_length), and keeps its model.": {
+        "options": ({},), "keep_alive": (), "num_ctx": (),
+    },
     "is not supported: all requests are served alike.": {"service_tier": ("auto", "default"), "priority": (0,)},
     "is not supported. Use n for several answers.": {"use_beam_search": (False,)},
     "is for beam search, which is not supported.": {"length_penalty": (1,)},
@@ -351,7 +357,7 @@ class Scored(Strict):
 
     @model_validator(mode="after")
     def _top(self) -> Self:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise invalid("top_logprobs", " needs logprobs=true")
         return self
 

@@ -120,6 +120,15 @@ def test_a_silent_stream_gets_signs_of_life(client: Client, path: str, monkeypat
     assert "ping" not in client.ask(path, ask | {"stream": False}).text
 
 
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [(CHAT, {"logprobs": False, "top_logprobs": 0}), (RESPONSES, {"client_metadata": {"turn": "1"}})],
+)
+def test_fields_that_clients_send_and_that_ask_for_nothing_are_taken(client: Client, path: str, fields: Any) -> None:
+    plain, told = (client.ask(path, {"model": "tiny"} | ASKS[path] | more).json() for more in ({}, fields))
+    assert said(path, told) == said(path, plain)
+
+
 @pytest.mark.parametrize("path", [CHAT, RESPONSES, "/v1/completions"])
 def test_a_request_without_a_model_goes_to_the_first(client: Client, path: str) -> None:
     own = {"/v1/completions": {"prompt": QUESTION, "max_tokens": 8}, RESPONSES: {"top_k": 3, "repetition_penalty": 1.1}}

@@ -29,7 +29,7 @@ STATEFUL = (
 )  # fmt: skip
 IGNORED = (
     "user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "store",
-    "include", "max_tool_calls",
+    "include", "max_tool_calls", "client_metadata",
 )  # fmt: skip
 # Fields of a chat, and what they are called here.
 NAMES = {
