@@ -152,7 +152,9 @@ def add_operations(app: FastAPI, server: Server) -> None:
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         """The served models, with their recipes and per-request options."""
-        return {"object": "list", "data": server.catalogue.cards}
+        cards = server.catalogue.cards
+        pages = {"has_more": False, "first_id": cards[0]["id"], "last_id": cards[-1]["id"]}  # Anthropic's
+        return {"object": "list", "data": cards, **pages}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:

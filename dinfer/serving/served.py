@@ -243,6 +243,8 @@ class Served:
         return {
             "id": self.name, "object": "model", "created": self.created, "owned_by": "dinfer",
             "root": self.root or self.name, "parent": self.parent, "max_model_len": self.max_length,
+            "type": "model", "display_name": self.name, "lifecycle": "active",  # Anthropic's, and the next
+            "created_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self.created)),
             "dinfer": {
                 "max_length": self.max_length,
                 "max_new_tokens": self.max_new_tokens,

@@ -172,6 +172,9 @@ def test_a_gap_before_a_suffix_is_filled(client: Client) -> None:
     told = [piece["choices"][0] for piece in pieces(client.ask(TEXT, ask | {"stream": True}))]
     assert "".join(one["text"] for one in told) == choice["text"]
     assert told[-1]["finish_reason"] == choice["finish_reason"]
+    assert choice["message"]["content"] == choice["text"] and "message" not in client.ask(TEXT, ask).text  # Mistral's
+    told = [piece["choices"][0] for piece in pieces(client.ask("/v1/fim/completions", ask | {"stream": True}))]
+    assert "".join(one["delta"].get("content", "") for one in told) == choice["text"]
     none, plain = (client.ask(TEXT, ask | {"suffix": text}).json()["choices"] for text in ("<|endoftext|>", ""))
     assert none == plain != whole["choices"]
     long = client.ask(TEXT, ask | {"max_tokens": 4000, "n": 2, "temperature": 1.0, "random_seed": 3, "prompt": ""})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -135,6 +136,13 @@ def test_a_request_without_a_model_goes_to_the_first(client: Client, path: str) 
     answer = client.ask(path, ASKS.get(path, {}) | own.get(path, {}))
     assert answer.status_code == 200 and answer.json()["model"] == "tiny", answer.text
     assert client.ask(path, ASKS.get(path, {}) | own.get(path, {}) | {"top_k": "x"}).json()["error"]["param"] == "top_k"
+
+
+def test_models_are_listed_as_anthropic_lists_them_too(client: Client) -> None:
+    told = client.ask("/v1/models").json()
+    assert (told["has_more"], told["first_id"], told["last_id"]) == (False, "tiny", "claude-x")
+    fields = {"type": "model", "display_name": "tiny", "lifecycle": "active"}
+    assert all(one | fields == one and re.fullmatch(r"[-\d]{10}T[:\d]{8}Z", one["created_at"]) for one in told["data"])
 
 
 def test_the_tokenizer_is_told_without_paths_of_this_machine(client: Client) -> None:

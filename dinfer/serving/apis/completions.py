@@ -162,19 +162,39 @@ class Completion(Rendering):
         return ids | ({} if since else {"prompt_token_ids": self.answer.prompts[row // self.asked.n]})
 
 
+class FilledIn(Completion):
+    """Mercury's clients read `text`, Mistral's a message."""
+
+    empty = {"text": "", "delta": {}}
+
+    def said(self, row: int) -> dict[str, Any]:
+        told = super().said(row)
+        return told | {"message": {"role": "assistant", "content": told["text"]}}
+
+    def body(self, row: int, part: Part) -> dict[str, Any] | None:
+        return (told := super().body(row, part)) and told | {"delta": {"role": "assistant", "content": part.text}}
+
+
 def add(app: FastAPI, server: Server) -> None:
-    @app.post("/v1/completions")
     @app.post("/v1/fim/completions")
-    async def completions(body: CompletionRequest) -> Response:
+    async def fill_in(body: CompletionRequest) -> Response:
+        """Continues texts or token ids, or fills in before a suffix, as Mercury and Mistral do."""
+        return await completions(body, FilledIn)
+
+    @app.post("/v1/completions")
+    async def complete(body: CompletionRequest) -> Response:
         """Continues texts or token ids, or fills in before a suffix, whole or as server-sent events, as OpenAI does."""
+        return await completions(body, Completion)
+
+    async def completions(body: CompletionRequest, kind: type[Completion]) -> Response:
         served = server.catalogue.find(body.model, body.dinfer.decoder)
         if body.suffix is not None:
             given, rows = await served.gap_rows(str(body.prompt), body.suffix, body, body.dinfer.gap)
-            return await generated(server, served, body, [given], Completion, body.logprobs, rows=rows)
+            return await generated(server, served, body, [given], kind, body.logprobs, rows=rows)
         server.admission.check(len(body.prompts) * body.n)  # before any of them is encoded
         prompts = [await encoded(server, served, p, "prompt") if isinstance(p, str) else p for p in body.prompts]
         echoes = await echoed(server, served, body, prompts) if body.echo else []
-        return await generated(server, served, body, prompts, Completion, body.logprobs, echoes)
+        return await generated(server, served, body, prompts, kind, body.logprobs, echoes)
 
 
 async def echoed(server: Server, served: Served, body: CompletionRequest, prompts: list[list[int]]) -> list[Event]:
