@@ -94,7 +94,7 @@ def test_what_the_wheel_holds(installed: Installed) -> None:
 
 
 def test_ctrl_c_ends_it_quietly(installed: Installed) -> None:
-    said = installed.in_terminal("generate", "a", "--watch", "delay=0.5", "device=cpu", interrupt_after="step   2")
+    said = installed.in_terminal("generate", "a", "--watch", "delay=2", "device=cpu", interrupt_after="step   2")
     assert said.status == 130 and "Traceback" not in said.out
     assert "\x1b[?25h" in said.out, "the cursor is back"
 

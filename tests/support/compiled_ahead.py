@@ -97,9 +97,12 @@ def main() -> None:
         return BatchState.alloc(recipe, PoolSize(2, 64, 8, 16), dtype=torch.bfloat16, device=device, block=8)
 
     found: dict[str, Any] = {}
+    begun, start = list[str](), threading.Thread.start
+    threading.Thread.start = lambda thread: (begun.append(thread.name), start(thread))[1]  # type: ignore[method-assign]
     for device in ("cpu", "cuda"):
         prepare(torch.device(device))
-        found[f"prepares for {device}"] = any(t.name.startswith("dinfer-prepare") for t in threading.enumerate())
+        found[f"prepares for {device}"] = any(name.startswith("dinfer-prepare") for name in begun)
+    threading.Thread.start = start  # type: ignore[method-assign]
     prepared()
     found["imported"] = "dinfer.kernels.triton.moe" in sys.modules
 

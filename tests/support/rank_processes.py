@@ -46,9 +46,9 @@ def children(process: int) -> list[int]:
     found = []
     for child in psutil.Process(process).children():
         with suppress(psutil.NoSuchProcess):
-            if "dinfer.scale.parallel" in " ".join(child.cmdline()):
-                found.append(child.pid)
-    return sorted(found)
+            if "dinfer.scale.parallel" in " ".join(words := child.cmdline()):
+                found.append((int(words[-1]), child.pid))  # its rank; process ids may begin anew
+    return [pid for _, pid in sorted(found)]
 
 
 class Program:
