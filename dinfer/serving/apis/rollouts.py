@@ -80,6 +80,11 @@ class GenerateRequest(Strict):
     dinfer: Own = Own()
 
 
+class AbortRequest(Strict):
+    rid: str | None = None
+    abort_all: bool = False
+
+
 class Sequence(Strict):
     """An answer to a prompt."""
 
@@ -108,7 +113,7 @@ def add(app: FastAPI, server: Server) -> None:
     @app.post("/generate")
     async def generate(body: GenerateRequest) -> Any:
         """Samples with what every step did. A list if there are several prompts, or n > 1."""
-        served, asked = model_of(server, body.model or body.lora_path), body.sampling_params
+        served, asked = server.catalogue.find(body.model or body.lora_path or ""), body.sampling_params
         several, prompts = prompts_of(served, body)
         made = rounds(served, body, prompts)
         rid = body.rid or uuid.uuid4().hex
@@ -137,20 +142,10 @@ def add(app: FastAPI, server: Server) -> None:
     @app.post("/score")
     async def score(body: ScoreRequest) -> dict[str, Any]:
         """Likelihoods of answers, in nats. The masks may be had, and used again for another policy."""
-        served = model_of(server, body.model)
+        served = server.catalogue.find(body.model or "")
         if served.pipe.recipe.ranks.size > 1:
             raise ApiError(400, "likelihoods are of a model on one card", code="unsupported_value")
         return await server.recording.run(partial(scored, served, body))
-
-
-class AbortRequest(Strict):
-    rid: str | None = None
-    abort_all: bool = False
-
-
-def model_of(server: Server, name: str | None) -> Served:
-    """A served model; None: the first one."""
-    return server.catalogue.find(next(iter(server.catalogue)) if name is None else name)
 
 
 def prompts_of(served: Served, body: GenerateRequest) -> tuple[bool, list[list[int]]]:
@@ -289,8 +284,8 @@ def of_json(given: dict[str, Any], like: Passes) -> Passes:
         if not (own.equal(value) if isinstance(own, torch.Tensor) else own == value):
             raise ValueError(f"{name} is not that of these sequences and this estimator")
     made, samples_N = Passes.of(found), found["samples_N"]
-    for suffix in ("_M", "_X"):
-        rows = {name: len(value) for name, value in found.items() if name.partition("_")[2].startswith(suffix[1])}
+    for letter in "MX":  # names end in the shape
+        rows = {name: len(value) for name, value in found.items() if name.partition("_")[2].startswith(letter)}
         if len({*rows.values()}) > 1:
             raise ValueError(f"{', '.join(rows)} have different lengths")
     if samples_N.shape != like.samples_N.shape or made.masked_MT.shape[1] != like.masked_MT.shape[1]:
