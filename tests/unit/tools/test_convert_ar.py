@@ -54,6 +54,12 @@ def folder(request: Any, tmp_path_factory: Any) -> Path:
 
 
 @pytest.fixture(scope="module")
+def llama(tmp_path_factory: Any) -> Path:
+    """For what does not depend on the family."""
+    return write_base(tmp_path_factory.mktemp("base"), "llama")
+
+
+@pytest.fixture(scope="module")
 def base(folder: Path) -> bases.Base:
     return bases.load(folder, torch.device("cpu"), torch.float32)
 
@@ -195,11 +201,11 @@ def test_an_adapter_that_changes_nothing_answers_as_its_base(folder: Path, base:
     ],
 )
 def test_bad_input_is_one_sentence(
-    change: dict[str, str], said: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    change: dict[str, str], said: str, llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = tmp_path / "text.jsonl"
     text.write_text(change.get("text", '{"prompt": "a", "answer": "b"}') + "\n")
-    args = ["train", change.get("base", str(folder)), str(tmp_path / "out"), "--text", str(text), "--blocks", "4"]
+    args = ["train", change.get("base", str(llama)), str(tmp_path / "out"), "--text", str(text), "--blocks", "4"]
     args += ["--length", "32", "--width", change.get("width", "128"), "--rank", "2", "--steps", "1"]
     assert main([*args, "--device", "cpu", *change.get("more", "").split()]) == 1
     (error,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("python -m")]
@@ -222,20 +228,20 @@ def spoilt(folder: Path, out: Path, file: str, text: bytes) -> Path:
     ],
 )
 def test_a_base_that_is_spoilt_is_one_sentence(
-    file: str, text: bytes, said: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    file: str, text: bytes, said: str, llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    base = spoilt(folder, tmp_path / "base", file, text)
+    base = spoilt(llama, tmp_path / "base", file, text)
     assert main(["train", str(base), str(tmp_path / "out"), "--device", "cpu"]) == 1
     assert said in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 def test_what_stops_half_way_leaves_whole_files_and_is_gone_on_with(
-    folder: Path, base: bases.Base, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Conversations that were drawn before a stop stay; a full disk and an interrupt are one sentence each."""
     held = tmp_path / "out" / "held.jsonl"
     sizes = ["--length", "24", "--held", "4", "--rows", "2", "--conversations", "4", "--device", "cpu"]
-    draws = ["draw", str(folder), str(held.parent), *sizes]
+    draws = ["draw", str(llama), str(held.parent), *sizes]
     real, said = draw.Sampler.conversations, {"stop": [KeyboardInterrupt()]}
 
     def broken(self: Any, *given: Any) -> Any:
@@ -252,7 +258,7 @@ def test_what_stops_half_way_leaves_whole_files_and_is_gone_on_with(
     before = part.read_text().splitlines()[:-1]
     assert main(draws) == 0 and not part.exists()
     assert held.read_text().splitlines()[: len(before)] == before and len(held.read_text().splitlines()) == 4
-    trained = ["train", str(folder), str(tmp_path / "b"), "--text", str(write_text(tmp_path / "t.jsonl"))]
+    trained = ["train", str(llama), str(tmp_path / "b"), "--text", str(write_text(tmp_path / "t.jsonl"))]
     trained += ["--length", "32", "--blocks", "4", "--batch", "1", "--width", "112", "--rank", "2", "--no-compile"]
     trained += ["--steps", "1", "--device", "cpu"]
     full = OSError(28, "No space left on device")
