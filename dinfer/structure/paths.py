@@ -71,6 +71,8 @@ def likeliest(
         value_BPK = worth_BDK[:, place, None].masked_fill(~fits_BPK, float("-inf"))
         total_BP1 = value_BPK.logsumexp(-1, keepdim=True).clamp_min(-1e9)  # -inf less -inf is NaN
         chance_BPW, best_BPW = (value_BPK - total_BP1).topk(wide)
+        if found:  # a path that surely goes on is confirmed with what follows, which needs no lane beside its own
+            found[-1] = found[-1][0].masked_fill(chance_BPW[..., 0] > SURE, float("-inf")), found[-1][1]
         worth_BP = (worth_BP[..., None] + chance_BPW).flatten(1)
         draft_BP = token_BDK[:, place].gather(1, best_BPW.flatten(1)).masked_fill(worth_BP == float("-inf"), -1)
         state_BP = state_BPK.gather(2, best_BPW).flatten(1).clamp_min(0)
