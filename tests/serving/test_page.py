@@ -231,6 +231,7 @@ def test_the_newest_answer_stays_in_view_unless_the_reader_scrolled_up(page: Bro
     bottom = "[...document.querySelectorAll('.turn .canvas, .turn .below')].at(-1).getBoundingClientRect().bottom"
     seen = f"{bottom} <= document.querySelector('footer').getBoundingClientRect().top"
     ask(page, "First")
+    page.js("window.most = 12")  # the first block and a half
     page.type("#question", "Second" + ENTER)
     for paragraphs in (1, 5):
         written = f"document.querySelectorAll('.turn:nth-child(2) .text p').length >= {paragraphs}"
@@ -241,7 +242,7 @@ def test_the_newest_answer_stays_in_view_unless_the_reader_scrolled_up(page: Bro
           document.getElementById("ask").getBoundingClientRect().bottom];
     """)
     assert answer <= 760 and over <= 0 and composer <= 800
-    page.js("document.getElementById('log').scrollTop = 0")
+    page.js("document.getElementById('log').scrollTop = 0; window.most = Infinity")
     page.until("!document.getElementById('newest').hidden")
     page.until(ANSWERED)
     assert page.js("return document.getElementById('log').scrollTop") == 0
@@ -269,9 +270,10 @@ def test_the_length_follows_the_room_and_a_full_conversation_offers_a_new_one(pa
 
 
 def test_what_a_model_writes_becomes_text_and_never_markup_of_its_own(page: Browser) -> None:
-    page.js(SCRIPTED, MARKDOWN, 10, "It *thinks*.")
+    page.js(SCRIPTED, MARKDOWN, 10, "It *thinks*.", 10)
     page.type("#question", "Write" + ENTER)
     page.until("document.querySelector('.running .text h1') !== null && document.querySelector('.canvas .token')")
+    page.js("window.most = Infinity")
     page.until(ANSWERED)
     assert texts(page, ".thought summary") == ["Thoughts"] and texts(page, ".thought[open]") == []
     has = "return arguments[0].map((css) => document.querySelectorAll(`.answer .body > .text ${css}`).length)"
@@ -341,7 +343,7 @@ def test_what_fails_can_be_tried_again_and_what_runs_can_be_stopped(page: Browse
     page.click(".notice button")
     page.until(f"{ANSWERED} && document.querySelector('.facts') !== null")
     assert texts(page, ".notice") == [] and len(texts(page, ".turn")) == 1
-    page.js(SCRIPTED, "word " * 128, 50)
+    page.js(SCRIPTED, "word " * 128, 1, "", 4)
     page.type("#question", "Go on" + ENTER)
     page.until("document.querySelectorAll('.canvas .decided').length > 3")
     page.type("#question", ESCAPE)

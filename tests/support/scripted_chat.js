@@ -1,12 +1,15 @@
-// Answers chats with a text of the test's own, in blocks whose places are written in a fixed scattered order.
+// Answers chats with a text of the test's own, in blocks whose places are written in a fixed scattered order. Of each
+// answer it sends `most` pieces, and the others once the test raises `window.most`.
 const real = (window.real ??= window.fetch);
-const [text, pause, thought] = arguments;
+const [text, pause, thought, most] = arguments;
+window.most = most ?? Infinity;
 window.fetch = (path, given) => {
   if (path !== "v1/chat/completions") return real(path, given);
   const { max_tokens: length } = JSON.parse(given.body);
   const words = (text.match(/\s?\S+|\s/g) ?? []).slice(0, length);
   const send = (message) => `data: ${JSON.stringify({ choices: [{ delta: {} }], ...message })}\n\n`;
   const said = [];
+  let sent = 0;
   for (let block = 0; block < length && block <= words.length; block += 32) {
     const end = Math.min(block + 32, length), order = [];
     for (let i = 0; i < 32; i++) if (block + (i * 13) % 32 < end) order.push(block + (i * 13) % 32);
@@ -23,9 +26,10 @@ window.fetch = (path, given) => {
   const encode = new TextEncoder();
   const body = new ReadableStream({
     async pull(stream) {
+      do await new Promise((done) => setTimeout(done, pause));
+      while (sent >= window.most && !given.signal.aborted);
       if (given.signal.aborted) return stream.error(new DOMException("aborted", "AbortError"));
-      await new Promise((done) => setTimeout(done, pause));
-      if (said.length) stream.enqueue(encode.encode(said.shift()));
+      if (said.length) stream.enqueue(encode.encode(said.shift())), sent++;
       else stream.close();
     },
   });
