@@ -101,12 +101,24 @@ def tree_of(config: DictConfig, *, resolve: bool) -> dict[str, Any]:
     return {str(key): value for key, value in tree.items()}
 
 
+USUAL = {
+    "gen_length": "max_new_tokens", "max_gen_toks": "max_new_tokens", "max_length": "max_new_tokens",
+    "block_length": "iteration.block", "block_size": "iteration.block", "cfg_scale": "sampling.guidance",
+    "cfg": "sampling.guidance", "remasking": "decoder", "alg": "decoder", "batch_size": "runtime.rows",
+}  # fmt: skip
+"""What LLaDA's, Dream's and Fast-dLLM's scripts and lm-eval call some settings."""
+
+
 def unknown_setting(key: str, parent: Any) -> UnknownName:
     """The error for a key that the node of the configuration above it does not have."""
     prefix, _, name = key.rpartition(".")
     tree = tree_of(parent, resolve=False) if isinstance(parent, DictConfig) else {}
     if not prefix:
-        return unknown("setting", name, sorted(dotted(tree)))
+        known = sorted(dotted(tree))
+        if meant := [each for each in known if each in (USUAL.get(name), *(f"{part}.{name}" for part in tree))]:
+            hint = " or ".join(map(repr, meant))
+            return UnknownName(f"unknown setting {name!r}. Did you mean {hint}? Known: {', '.join(known)}.")
+        return unknown("setting", name, known)
     known = [sibling for sibling in tree if sibling != "name"]
     if "name" in tree:
         return unknown(f"option of {prefix} {tree['name']!r}:", name, known)

@@ -11,8 +11,9 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
-from support.command_line import CommandLine, write_checkpoint
+from support.command_line import CommandLine, loggers_kept, write_checkpoint
 
+from dinfer.__main__ import main
 from dinfer.cli.application import divided
 from dinfer.cli.commands import generate
 from dinfer.core.pipeline import Pipeline, load
@@ -47,6 +48,10 @@ WRONG = [
     (["generate", "a", "+decoder.foo=1"], "unknown option of decoder 'threshold': 'foo'"),
     (["generate", "a", "treshold=1"], "unknown setting 'treshold'. Did you mean 'decoder.threshold'? Known: cache,"),
     (["generate", "a", "foo=1"], "unknown setting 'foo'"),
+    (["generate", "a", "seed=1"], "Did you mean 'sampling.seed'?"),
+    (["generate", "a", "block=8"], "Did you mean 'iteration.block' or 'model.block'?"),
+    (["generate", "a", "block_length=8"], "Did you mean 'iteration.block'?"),
+    (["generate", "a", "gen_length=8"], "Did you mean 'max_new_tokens'?"),
     (["generate", "treshold=1"], "unknown setting 'treshold'"),
     (["generate", "a", "runtime.row=1"], "unknown setting of runtime: 'row'. Did you mean 'rows'?"),
     (["generate", "a", "--model", "tiny"], "--model is no flag. Settings have no dashes: model=tiny."),
@@ -388,16 +393,17 @@ def test_a_shell_completes_names(shell: str, dinfer: CommandLine, monkeypatch: p
         assert expected <= {*said.out.split()} and other not in said.out.split(), typed
 
 
-def test_the_log_level(dinfer: CommandLine, checkpoint: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_level(caplog: pytest.LogCaptureFixture) -> None:
     import logging
 
     log = logging.getLogger("dinfer.core.loading.checkpoint")
     for flags, seen in (([], "w"), (["-v"], "iw"), (["-vv"], "diw"), (["-v", "--verbose"], "diw"), (["-q"], "")):
         for line in (["list", "cache", *flags], [*flags, "list", "cache"]):
-            assert dinfer(*line).status == 0
-            caplog.clear()
-            for level, text in ((logging.DEBUG, "d"), (logging.INFO, "i"), (logging.WARNING, "w")):
-                log.log(level, text)
+            with loggers_kept():
+                main(line)
+                caplog.clear()
+                for level, text in ((logging.DEBUG, "d"), (logging.INFO, "i"), (logging.WARNING, "w")):
+                    log.log(level, text)
             assert "".join(record.message for record in caplog.records) == seen, line
 
 

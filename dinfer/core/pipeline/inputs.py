@@ -138,6 +138,7 @@ REMEDIES = {
     "sampling_params": "give its fields by name, such as temperature=0.7", "streamer": "use pipe.stream(prompt)",
     "num_beams": "leave it out: there is no beam search", "load_in_8bit": "use quantize='int8'",
     "trust_remote_code": "leave it out: code of a checkpoint is never run", "load_in_4bit": "use quantize='int4'",
+    "gen_length": "use max_new_tokens", "block_length": "give load iteration={'block': 8}", "cfg_scale": "use guidance",
     "revision": "use model={'name': NAME, 'revision': REVISION}",
     "tensor_parallel_size": "use runtime=dinfer.Runtime(tensor_parallel=2)",
     "images": "give them to generate, stream, updates, read or rollout, beside a text",

@@ -49,7 +49,8 @@ def test_options_of_a_family_go_with_a_name_or_a_folder(pipe: dinfer.Pipeline) -
     ("given", "remedy"),
     [
         ({"max_tokens": 5}, "generate takes no max_tokens: use max_new_tokens"),
-        ({"do_sample": True}, "temperature=0.7 draws"), ({"temprature": 1.0}, "did you mean temperature"),
+        ({"do_sample": True}, "temperature=0.7 draws"), ({"block_length": 32}, "give load iteration="),
+        ({"temprature": 1.0}, "did you mean temperature"),
         ({"stop": [""]}, "none of them empty"), ({"n": 0}, "n=0 must be at least 1"),
         ({"temperature": 1.0, "options": {"temperature": 0.5}}, "temperature is given by keyword and in options"),
         ({"max_new_tokens": 10**6}, r"^(?!prompt 0)"),
