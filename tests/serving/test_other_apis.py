@@ -300,6 +300,7 @@ def test_a_length_is_a_cap_and_an_alias_stands_for_a_model(client: Client) -> No
         (MESSAGES, {"messages": [{"role": {}, "content": [{"type": "image"}]}]}, "messages.0"),
         (RESPONSES, {"tools": 1.5}, "tools"),
         (RESPONSES, {"conversation": "x"}, "conversation"), (RESPONSES, {"tools": [{"type": "mcp"}]}, "tools.0.type"),
+        (RESPONSES, {"tools": [{"type": "web_search"}]}, "tools.0.type"),
         (RESPONSES, {"input": [{"type": "item_reference", "id": "x"}]}, "input.0.type"),
         (RESPONSES, {"input": [{"type": "function_call_output", "call_id": "x", "output": ""}]}, "input.0.call_id"),
         (RESPONSES, {"input": "2 + 3 " * 300}, "input"), (RESPONSES, {"input": []}, "input"),
@@ -317,6 +318,25 @@ def test_a_refusal_names_the_field_as_its_api_does(client: Client, path: str, fi
         assert body["error"]["message"].startswith(field), body
     else:
         assert body["error"]["param"].startswith(field), body
+
+
+def test_codex_offers_namespaces_and_a_search_that_stays_here(client: Client) -> None:
+    """A function of a namespace is called by both names, as Codex runs it; what no model is told of is not echoed."""
+    clock = {"type": "namespace", "name": "clock", "tools": [{"type": "function", "name": "now", "parameters": SCHEMA}]}
+    tools = {"tools": [clock, {"type": "web_search", "external_web_access": False}], "tool_choice": "required"}
+    ask = {"model": "tiny"} | ASKS[RESPONSES] | tools
+    whole = client.ask(RESPONSES, ask).json()
+    (call,) = whole["output"]
+    assert (call["namespace"], call["name"]) == ("clock", "now") and [one["name"] for one in whole["tools"]] == [
+        "clock"
+    ]
+    told = events(client.ask(RESPONSES, ask | {"stream": True}))[-1]["response"]["output"][0]
+    assert all(told[field] == call[field] for field in ("namespace", "name", "arguments"))
+    back = [*TURNS, call, {"type": "function_call_output", "call_id": call["call_id"], "output": "noon"}]
+    assert client.ask(RESPONSES, ask | {"input": back}).status_code == 200
+    clock["tools"] *= 2
+    error = client.ask(RESPONSES, ask).json()["error"]
+    assert error["param"] == "tools.0.tools.1.name" and "'clock__now' is taken" in error["message"]
 
 
 def test_decisions_are_reads(client: Client) -> None:

@@ -33,8 +33,8 @@ IGNORED = (
 )  # fmt: skip
 # Fields of a chat, and what they are called here.
 NAMES = {
-    r"tools\.(\d+)\.function": r"tools.\1", "response_format.json_schema.schema": "text.format.schema",
-    "response_format": "text.format", "tool_choice.function.name": "tool_choice.name", "messages": "input",
+    "response_format.json_schema.schema": "text.format.schema", "response_format": "text.format",
+    "tool_choice.function.name": "tool_choice.name", "messages": "input",
     r"tool_choice\.allowed_tools\.tools\.(\d+)\.function": r"tool_choice.tools.\1", "max_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning.effort", "verbosity": "text.verbosity",
 }  # fmt: skip
@@ -62,6 +62,7 @@ class FunctionCall(Returned):
     call_id: Text
     name: Text
     arguments: Text
+    namespace: Text | None = None
 
 
 class CallOutput(Returned):
@@ -90,6 +91,21 @@ class FunctionTool(Strict):
     description: Text | None = None
     strict: bool | None = None
     defer_loading: Literal[False] | None = None
+
+
+class Namespace(Strict):
+    """Functions under one name, as Codex sends them."""
+
+    type: Literal["namespace"]
+    name: Annotated[Text, Field(min_length=1)]
+    description: Text | None = None
+    tools: list[FunctionTool]
+
+
+class OfflineSearch(Returned):
+    """A search that may not leave the server, as Codex offers it. The model is not told of it: nothing is there."""
+
+    type: Literal["web_search"]
 
 
 class Named(Strict):
@@ -143,7 +159,7 @@ class ResponsesRequest(Given):
     top_p: float | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
-    tools: list[FunctionTool] = []
+    tools: list[Annotated[FunctionTool | Namespace | OfflineSearch, Field(discriminator="type")]] = []
     tool_choice: Annotated[Literal["auto", "none", "required"] | Named | Allowed, Field(union_mode="smart")] = "auto"
     parallel_tool_calls: bool = True
     text: TextOptions = TextOptions()
@@ -171,7 +187,8 @@ class ResponsesRequest(Given):
             if data.pop(field, None):
                 raise invalid(field, f" {NO_STATE}", "unsupported_value")
         for i, tool in objects_in(data.get("tools")):
-            if tool.get("type") != "function":
+            offline = tool.get("type") == "web_search" and tool.get("external_web_access") is False
+            if tool.get("type") not in ("function", "namespace") and not offline:
                 raise refused(f"tools.{i}.type", tool.get("type"), "is not supported: tools are functions")
         if isinstance(items := data.get("input"), list):
             checked = [_checked(f"input.{n}", item) for n, item in enumerate(items)]
@@ -191,12 +208,23 @@ class ResponsesRequest(Given):
             "logprobs": self.top_logprobs is not None, "top_logprobs": self.top_logprobs,
             **self.model_dump(include=SAMPLING),
         }  # fmt: skip
-        if self.tools:
-            body["tools"] = [{"type": "function", "function": _bare(one)} for one in self.tools]
+        if offered := [*self.functions()]:
+            body["tools"] = [
+                {"type": "function", "function": _bare(one) | {"name": _qualified(one.name, space)}}
+                for _, one, space in offered
+            ]
             body["parallel_tool_calls"] = self.parallel_tool_calls
-        if self.tools or self.tool_choice not in ("auto", "none"):
+        if offered or self.tool_choice not in ("auto", "none"):
             body["tool_choice"] = self._choice()
         return canonical(body)
+
+    def functions(self) -> Iterator[tuple[str, FunctionTool, str | None]]:
+        """Each function: the field that has it, itself, and its namespace."""
+        for i, tool in enumerate(self.tools):
+            if isinstance(tool, FunctionTool):
+                yield f"tools.{i}", tool, None
+            elif isinstance(tool, Namespace):
+                yield from ((f"tools.{i}.tools.{n}", one, tool.name) for n, one in enumerate(tool.tools))
 
     def _choice(self) -> Any:
         chosen = self.tool_choice
@@ -226,7 +254,8 @@ class ResponsesRequest(Given):
                 thought = {"reasoning_content": text} if text else {}
             elif isinstance(item, FunctionCall):
                 spoken = spoken or {"role": "assistant", "content": "", **thought}
-                call = {"id": item.call_id, "function": {"name": item.name, "arguments": item.arguments}}
+                name = _qualified(item.name, item.namespace)
+                call = {"id": item.call_id, "function": {"name": name, "arguments": item.arguments}}
                 spoken["tool_calls"], thought = [*spoken.get("tool_calls", []), call], {}
             else:
                 yield from [spoken] if spoken else []
@@ -239,6 +268,11 @@ class ResponsesRequest(Given):
                     parts = item.content if isinstance(item.content, list) else []
                     yield {"role": item.role, "content": content_of(parts, _text(item.content))}
         yield from [spoken] if spoken else []
+
+
+def _qualified(name: str, namespace: str | None) -> str:
+    """The name that the model sees and calls. It holds what providers allow in names of functions."""
+    return name if namespace is None else f"{namespace}__{name}"
 
 
 def _bare(tool: FunctionTool) -> dict[str, Any]:
@@ -279,6 +313,10 @@ class Output(Blocks):
         super().__init__(answer)
         self.body, self.asked, self.shown, self._thinks = body, asked, shown, thinks
         self.id, self.created = f"resp_{uuid.uuid4().hex}", int(time.time())
+        self._names = {  # what clients call the functions
+            _qualified(one.name, space): {"name": one.name} | ({} if space is None else {"namespace": space})
+            for _, one, space in body.functions()
+        }
         self._sent = 0  # events
         self._tokens = 0  # of the text whose log-probabilities are told
 
@@ -336,6 +374,7 @@ class Output(Blocks):
         choice, place = self.choice, self._place(part)
         if part.kind == "call":
             name, text = choice.calls[part.call]
+            name = self._names[name]["name"]
             yield self._event("response.function_call_arguments.done", **place, name=name, arguments=text)
         else:
             text, kind = (choice.said, "output_text") if part.kind == "text" else (choice.thought, "reasoning_text")
@@ -362,7 +401,7 @@ class Output(Blocks):
         status = status or ("incomplete" if self.answer.finish(0) in CUT else "completed")
         item: dict[str, Any] = {"id": self._item_id(part)}
         if part.kind == "call":
-            call = {"call_id": id_of("call", self.id, part.call), "name": part.text, "arguments": text}
+            call = {"call_id": id_of("call", self.id, part.call), **self._names[part.text], "arguments": text}
             return item | {"type": "function_call", **call, "status": status}
         if part.kind == "thought":
             return item | {"type": "reasoning", "summary": [], "content": [self._content("thought", text)]}
@@ -381,13 +420,22 @@ class Output(Blocks):
         made = [] if self.shown.logprobs is None else self.shown.logprobs.of_chat(ids, told)
         return [one | {"bytes": one["bytes"] or []} for one in made]
 
+    def _tools(self) -> Iterator[dict[str, Any]]:
+        """The tools that the model was told of."""
+        plain: dict[str, Any] = {"type": "function", "parameters": None, "strict": None}
+        for tool in self.body.tools:
+            if isinstance(tool, FunctionTool):
+                yield plain | _bare(tool)
+            elif isinstance(tool, Namespace):
+                functions = [plain | _bare(one) for one in tool.tools]
+                yield tool.model_dump(exclude={"tools"}, exclude_none=True) | {"tools": functions}
+
     def _response(self, items: Sequence[dict[str, Any]], status: str | None = None) -> dict[str, Any]:
         body, reason = self.body, CUT.get(self.answer.finish(0) or "")
         status = status or ("completed" if reason is None else "incomplete")
         why = {"reason": reason} if status == "incomplete" else None
         form = body.text.format.model_dump(by_alias=True, exclude_none=True)
         usage = self.answer.usage()
-        tool: dict[str, Any] = {"type": "function", "parameters": None, "strict": None}
         chosen = body.tool_choice if isinstance(body.tool_choice, str) else body.tool_choice.model_dump()
         return {
             "id": self.id, "object": "response", "created_at": self.created,
@@ -397,7 +445,7 @@ class Output(Blocks):
             "previous_response_id": None, "store": False, "temperature": body.temperature, "top_p": body.top_p,
             "reasoning": {"effort": body.reasoning.effort if self._thinks else None, "summary": None},
             "text": {"format": form} | ({"verbosity": body.text.verbosity} if body.text.verbosity else {}),
-            "tool_choice": chosen, "tools": [tool | _bare(one) for one in body.tools],
+            "tool_choice": chosen, "tools": [*self._tools()],
             "truncation": body.truncation, "metadata": body.metadata,
             "usage": {
                 "input_tokens": usage.prompt,
@@ -427,7 +475,8 @@ def add(app: FastAPI, server: Server) -> None:
     @app.post("/v1/responses")
     async def responses(body: ResponsesRequest) -> Response:
         """Answers a list of items, whole or as server-sent events, like OpenAI's API. Nothing is kept."""
-        with spelled(NAMES):
+        functions = {rf"tools\.{n}\.function": field for n, (field, *_) in enumerate(body.functions())}
+        with spelled(functions | NAMES):
             served = server.catalogue.find(body.model, body.dinfer.decoder)
             asked, prompt = await read(server, served, body)
             thinks = served.marks is not None
