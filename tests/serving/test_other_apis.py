@@ -322,9 +322,16 @@ def test_a_refusal_names_the_field_as_its_api_does(client: Client, path: str, fi
 
 def test_codex_offers_namespaces_and_a_search_that_stays_here(client: Client) -> None:
     """A function of a namespace is called by both names, as Codex runs it; what no model is told of is not echoed."""
-    clock = {"type": "namespace", "name": "clock", "tools": [{"type": "function", "name": "now", "parameters": SCHEMA}]}
-    tools = {"tools": [clock, {"type": "web_search", "external_web_access": False}], "tool_choice": "required"}
-    ask = {"model": "tiny"} | ASKS[RESPONSES] | tools
+    clock: dict[str, Any] = {
+        "type": "namespace",
+        "name": "clock",
+        "tools": [{"type": "function", "name": "now", "parameters": SCHEMA}],
+    }
+    tools: dict[str, Any] = {
+        "tools": [clock, {"type": "web_search", "external_web_access": False}],
+        "tool_choice": "required",
+    }
+    ask: dict[str, Any] = {"model": "tiny"} | ASKS[RESPONSES] | tools
     whole = client.ask(RESPONSES, ask).json()
     (call,) = whole["output"]
     assert (call["namespace"], call["name"]) == ("clock", "now") and [one["name"] for one in whole["tools"]] == [
