@@ -153,9 +153,10 @@ def read_slices(parts: Sequence[tuple[Stored, Slices | None]]) -> Iterator[Tenso
 
 def weight_map(folder: Path) -> dict[str, str]:
     """The name of each tensor's file, from the index in `folder`. Raises CheckpointError."""
-    found = read_object(folder / INDEX).get("weight_map")
-    if not isinstance(found, dict) or not found or not all(isinstance(file, str) for file in found.values()):
-        raise CheckpointError(f"{folder / INDEX}: weight_map={found!r:.80} must name a file for each tensor")
+    found: Any = read_object(folder / INDEX).get("weight_map")
+    files = [*found.values()] if isinstance(found, dict) else []
+    if not files or not all(isinstance(file, str) and Path(file).name == file for file in files):
+        raise CheckpointError(f"{folder / INDEX}: weight_map={found!r:.80} must name a file beside it for each tensor")
     return found
 
 

@@ -185,8 +185,9 @@ def broken(folder: Path, how: str) -> None:
             "model.transformer.ln_f.weight": "lost.safetensors",
         }
         (folder / INDEX).write_text(json.dumps({"weight_map": where}))
-    elif how == "map of numbers":
-        (folder / INDEX).write_text(json.dumps({"weight_map": {"a": 1}}))
+    elif how.startswith("map of "):
+        where = {"a": 1 if how == "map of numbers" else "../one/model.safetensors"}
+        (folder / INDEX).write_text(json.dumps({"weight_map": where}))
     elif how == "no tokenizer":
         (folder / "tokenizer.json").write_text('{"version": "1.0"}')
     elif how == "template":
@@ -209,7 +210,8 @@ def broken(folder: Path, how: str) -> None:
         ("pickle", "Weights in pickles (pytorch_model.bin) are not read"),
         ("shards alone", "put the index beside model-00001-of-00001.safetensors"),
         ("lost shard", f"{INDEX} names files that are not there: lost.safetensors"),
-        ("map of numbers", "weight_map={'a': 1} must name a file for each tensor"),
+        ("map of numbers", "weight_map={'a': 1} must name a file beside it for each tensor"),
+        ("map of another folder", "weight_map={'a': '../one/model.safetensors'} must name a file beside it"),
         ("no tokenizer", "tokenizer.json cannot be read"),
         ("template", "chat_template.jinja: the chat template fails"),
         ("template that fails", "chat_template.jinja: the chat template fails"),
