@@ -198,9 +198,12 @@ class Joins(Change):
             if not groups:
                 with suppress(ConnectionError), updates.stack:
                     raise ConnectionError("its trainer has died")
-        groups[name] = transport.join(
-            self.master_address, self.master_port, self.rank_offset, self.world_size, self.backend, name
-        )
+        where = self.master_address, self.master_port
+        try:
+            groups[name] = transport.join(*where, self.rank_offset, self.world_size, self.backend, name)
+        except RuntimeError as error:  # torch's errors of connections are such
+            what = str(error).partition("\n")[0]
+            raise ValueError(f"master_address={where[0]!r:.80}, master_port={where[1]}: no group: {what}") from error
 
 
 class Leaves(Change):

@@ -6,12 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.rank_processes import free_port
+from support.rank_processes import free_port, until
 from support.serving import served
+from torch.distributed import TCPStore
 from unit.rollouts.test_weights import answers, folders, new_weights, pipeline  # noqa: F401, a fixture
 
 import dinfer
@@ -81,13 +83,31 @@ def test_a_trainer_that_is_started_anew_takes_the_place_of_one_that_died(folders
 
         for turn in range(2):
             port = free_port()
-            with started(port, file, "0", "0" if turn == 0 else "wait") as trainer:
+            with started(port, file, "0", "wait") as trainer:
                 assert init(port).status_code == 200
-                if turn == 1:
-                    again = init(port)
-                    assert again.status_code == 400 and "is there already" in again.text
-                    trainer.kill()
+                again = init(port)
+                assert again.status_code == 400 and "is there already" in again.text
+                trainer.kill()
                 assert trainer.wait() == -signal.SIGKILL
             assert client.ask("/start_weight_update", {"is_checkpoint_format": True}).status_code == 200, turn
         assert client.ask("/finish_weight_update", {"weight_version": 3}).status_code == 200
         assert client.ask("/weight_info").json() == {"weight_version": "3"}
+
+
+def test_a_trainer_that_dies_while_a_group_is_made_is_told() -> None:
+    port = free_port()
+    held = [TCPStore("127.0.0.1", port, 2, is_master=True, wait_for_workers=False)]
+
+    def dies() -> None:
+        """Once the engine has left its address there."""
+        before = held[0].num_keys()
+        until(lambda: held[0].num_keys() > before)
+        held.clear()
+
+    with served(Settings(rollouts=True)) as client, ThreadPoolExecutor(1) as pool:
+        pool.submit(dies)
+        where = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}
+        response = client.ask(
+            "/init_weight_transfer_engine", {"init_info": where | {"backend": "gloo", "group_name": "lost"}}
+        )
+    assert response.status_code == 400 and f"master_port={port}: no group: " in response.text, response.text
