@@ -106,7 +106,8 @@ def test_a_trainer_that_dies_while_a_group_is_made_is_told() -> None:
         until(lambda: held[0].num_keys() > before)
         held.clear()
 
-    with served(Settings(rollouts=True)) as client, ThreadPoolExecutor(1) as pool:
+    pipe = dinfer.load("tiny", device="cpu")  # others share the usual one, and would tell versions from now on
+    with served(Settings(rollouts=True), pipe) as client, ThreadPoolExecutor(1) as pool:
         pool.submit(dies)
         where = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}
         response = client.ask(
