@@ -666,7 +666,7 @@ def blocks_of(
 
     sections: dict[str, list[tuple[int, Section]]] = {}
     others = set() if has_native() else {place.parameter for place in placements.values()}
-    tiles = (kernels := in_c()) is not None and kernels.in_tiles()
+    tiles = (kernels := in_c()) is not None and kernels.reads_tiles()
     for name, place in placements.items():
         found = tensors[name]
         if found.dtype in BLOCKS and len(found.shape) > 1 and name not in changed and place.expert is None:

@@ -103,8 +103,8 @@ def handle_errors(app: FastAPI) -> None:
         if error.status_code == 404 and absent is not None:
             raise ApiError(404, f"path={path!r:.80} {absent}", "path", "not_found")
         told = f"{request.method} {path:.80}: {error.detail}"
-        served = sorted({route.path for route in app.routes if isinstance(route, APIRoute)} - {"/"})
         if error.status_code == 404:
+            served = sorted({route.path for route in app.routes if isinstance(route, APIRoute)} - {"/"})
             close = get_close_matches(path, served, 1, cutoff=0.8)
             told = f"{told}. {f'Did you mean {close[0]}?' if close else 'GET /docs shows what is served'}"
         if allowed := (error.headers or {}).get("Allow"):

@@ -47,7 +47,7 @@ KINDS = (
 )  # fmt: skip
 """Formats that the kernels read: our own, and the block types of GGUF files. In the order of `blocks.h`."""
 TILED = "Q8_0 in tiles", "Q4_0 in tiles", "Q4_1 in tiles"
-"""Formats that the kernels also read, where `in_tiles`: see `dinfer.formats.kernels.packed.in_tiles`."""
+"""Formats that the kernels also read, where `reads_tiles`: see `dinfer.formats.kernels.packed.in_tiles`."""
 SCALES = (torch.float32, torch.float16, torch.bfloat16)
 EXPONENT = {torch.bfloat16: (0x7F80, 16), torch.float16: (0x7C00, 16), torch.float32: (0x7F800000, 32)}  # and the bits
 ALL_AT_ONCE = 1 << 18  # bytes; fewer are faster through the caches
@@ -67,7 +67,7 @@ def fields(part: WeightPart, width: int) -> list[int]:
 
 
 @cache
-def in_tiles() -> bool:
+def reads_tiles() -> bool:
     """Whether there are kernels that read weights in tiles."""
     return (found := library()) is not None and bool(found.dinfer_in_tiles())
 

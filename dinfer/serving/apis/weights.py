@@ -5,6 +5,7 @@ which does it. Fields that ask for what does not exist here are refused, and no 
 this, one after the other.
 """
 
+from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -93,9 +94,9 @@ class Updates:
 class Change(Strict):
     """A request that changes something. Its text tells clients what its path does."""
 
+    @abstractmethod
     def act(self, updates: Updates) -> None:
         """Does it. Raises ValueError."""
-        raise NotImplementedError
 
 
 class NewWeights(Change):

@@ -106,7 +106,7 @@ def test_blocks_in_tiles(kind: str) -> None:
     tiled = WeightPart(f"{kind} in tiles", packed.in_tiles(kind, part.values))
     assert packed.plain(tiled).kind == kind and torch.equal(packed.plain(tiled).values, part.values)
     count = torch.tensor([2, 7])
-    if native.in_tiles():
+    if native.reads_tiles():
         assert torch.equal(native.native_linear(x, [tiled], count), native.native_linear(x, [part], count))
     held = Blocks([Section(kind, 48, part.values.shape[-1])], dequantised, tiles=True)
     (weight,) = held.empty((48, 1536), torch.float32)
