@@ -124,6 +124,7 @@ async def generated(
         endings=endings, least=asked.min_tokens or 0, named=(*asked.logprob_token_ids,),
         drafts=asked.dinfer.drafts, logprobs=top is not None,
         ids=asked.return_token_ids or top is not None or answer.choices[0].thoughts is not None,
+        ends=asked.return_token_ids,
         usage=(asked.stream_options is not None and asked.stream_options.continuous_usage_stats),
     )  # fmt: skip
     return await server.answer(served, rows, wanted, shown, asked)

@@ -73,6 +73,7 @@ class StoppableText:
         self._grown, self._held = GrowingText(decode), ""
         self.ids: list[int] = []  # the tokens so far
         self._length = 0  # characters returned so far
+        self._read = 0  # and those up to the end of what ended the text
         self.matched: str | None = None  # the stop string or the expression that ended the text
 
     @property
@@ -95,7 +96,7 @@ class StoppableText:
             piece = self._cut(piece, last)
         if ends := [(end, match.pattern) for match in self._endings if (end := match.push(piece)) is not None]:
             end, self.matched = min(ends)
-            piece = piece[:end]
+            piece, self._read = piece[:end], self._length + end
         self._length += len(piece)
         return piece
 
@@ -104,8 +105,16 @@ class StoppableText:
         """How many tokens the returned text takes, without those of a stop string."""
         if not (self.stopped or self._held or self._grown.pending):
             return len(self.ids)
+        return self._count(self._length)
+
+    @property
+    def read(self) -> int:
+        """How many tokens the returned text takes, with those of what ended it."""
+        return self._count(self._read) if self.stopped else self.tokens
+
+    def _count(self, characters: int) -> int:
         lengths = range(len(self.ids) + 1)
-        return bisect_left(lengths, self._length, key=lambda count: len(self._decode(self.ids[:count])))
+        return bisect_left(lengths, characters, key=lambda count: len(self._decode(self.ids[:count])))
 
     def _cut(self, text: str, last: bool) -> str:
         """The text before a stop string. Holds back the beginning of a possible one."""
@@ -113,6 +122,7 @@ class StoppableText:
         found = [(at + len(stop), at, stop) for stop in self._stops if (at := seen.find(stop)) >= 0]
         if found:
             end, at, self.matched = min(found)
+            self._read = self._length + end
             return seen[: end if self._keep else at]
         starts = range(max(len(text) - max(map(len, self._stops)) + 1, 0), len(text))
         begins = (at for at in starts if any(stop.startswith(text[at:]) for stop in self._stops))
@@ -195,7 +205,9 @@ class Event:
     row: int
     text: str = ""
     canvas: dict[str, Any] | None = None
-    ids: list[int] = field(default_factory=list)  # tokens whose text has been sent, if the client wants them
+    ids: list[int] = field(
+        default_factory=list
+    )  # tokens that have been sent, as text or as the end, if they are wanted
     logprobs: Sequence[TokenLogprob | None] = ()  # of `ids`; None: unknown
     finish: str | None = None  # "stop", "length" or "abort"
     matched: str | int | None = None  # the stop string or the stop token that ended the row
@@ -218,6 +230,7 @@ class Wanted:
     logprobs: bool = False
     named: tuple[int, ...] = ()  # of which log-probabilities are told first
     ids: bool = False
+    ends: bool = False  # with ids: also of what ended the answer, a stop token or a stop string
     usage: bool = False  # the counts so far with every event
 
 
@@ -229,25 +242,34 @@ async def row_events(
     text = StoppableText(served.pipe.decode, wanted.stops, keep=wanted.keep_stop, endings=wanted.endings, least=least)
     canvas = Drafts(served.pieces, request, edits=isinstance(served.recipe.decoder, Edits)) if wanted.drafts else None
     logprobs = list[TokenLogprob]()  # of all tokens; the text of the last may not be sent yet
+    closing = list[int]()  # the stop token
     sent, was_aborted = 0, provided("was_aborted") or (lambda counts: False)
     try:
-        wants = Wants(deltas="commit", drafts=wanted.drafts, logprobs=wanted.logprobs, tokens=wanted.named)
+        wants = Wants(
+            deltas="commit", drafts=wanted.drafts, logprobs=wanted.logprobs, tokens=wanted.named, ends=wanted.ends
+        )  # fmt: skip
         stream = served.engine.stream(request, wants, deadline=deadline)
         async with aclosing(stream) as updates:
             async for update in updates:
                 new, done = update.new or [], update.completion
                 matched: str | int | None = None
+                logprobs += update.logprobs or []
+                if wanted.ends and request.stops and new and new[-1] in served.pipe.model.spec.stop_ids:
+                    new, closing = new[:-1], new[-1:]
                 ends = (i for i in range(max(least - len(text.ids), 0), len(new)) if new[i] in wanted.stop_ids)
                 if (at := next(ends, None)) is not None:
-                    new, matched = new[: at + wanted.keep_stop], new[at]
+                    matched, kept = new[at], at + wanted.keep_stop
+                    new, closing = new[:kept], new[kept : at + 1] if wanted.ends else []
                 ended = done is not None or matched is not None
                 piece = text.push(new, last=ended) if new or ended else ""
                 shown = None if canvas is None else canvas.changes(update)
                 told = slice(0)
                 if wanted.ids or wanted.logprobs:
-                    logprobs += (update.logprobs or [])[: len(new)]
-                    told, sent = slice(sent, text.tokens), max(sent, text.tokens)
-                news = Event(index, piece, shown, text.ids[told], logprobs[told], cached=update.cached)
+                    until = text.tokens
+                    if wanted.ends and (ended or text.stopped):
+                        until = text.read if text.stopped else len(text.ids) + len(closing)
+                    told, sent = slice(sent, until), max(sent, until)
+                news = Event(index, piece, shown, [*text.ids, *closing][told], logprobs[told], cached=update.cached)
                 if ended or text.stopped:
                     counts = partial(update, text.tokens) if done is None else done.counts
                     if matched is None and done is not None and done.stopped:

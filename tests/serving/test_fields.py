@@ -124,7 +124,7 @@ def test_stop_tokens_and_stop_strings_end_an_answer_and_say_so(client: Client) -
     ids, text = whole["token_ids"], whole["message"]["content"]
     at = next(i for i in range(2, len(ids)) if ids[i] not in ids[:i])
     cut = chat(client, stop_token_ids=[ids[at]], return_token_ids=True).json()["choices"][0]
-    assert (cut["token_ids"], cut["matched_stop"], cut["finish_reason"]) == (ids[:at], ids[at], "stop")
+    assert (cut["token_ids"], cut["matched_stop"], cut["finish_reason"]) == (ids[: at + 1], ids[at], "stop")
     kept = chat(client, stop_token_ids=[ids[at]], return_token_ids=True, include_stop_str_in_output=True).json()
     assert kept["choices"][0]["token_ids"] == ids[: at + 1]
     word = text.split()[3]
@@ -140,6 +140,35 @@ def test_an_answer_has_at_least_min_tokens(client: Client) -> None:
     for fields in ({"stop": " "}, {"stop_regex": "."}, {"stop_token_ids": ids[:1]}):
         found = chat(client, min_tokens=len(ids) - 1, return_token_ids=True, **fields).json()["choices"][0]["token_ids"]
         assert found[: len(ids) - 1] == ids[:-1]
+
+
+def test_token_ids_hold_what_ended_the_answer_as_vllm_has_them(client: Client) -> None:
+    end, ask = client.pipe.model.spec.eos_id, {"return_token_ids": True, "max_tokens": 64, "logprobs": True}
+
+    def both(**fields: Any) -> dict[str, Any]:
+        (whole,) = chat(client, **ask | fields).json()["choices"]
+        told = [piece["choices"][0] for piece in pieces(chat(client, **ask | fields, stream=True))]
+        assert [token for one in told for token in one.get("token_ids", [])] == whole["token_ids"]
+        scores = [entry for one in told if one["logprobs"] for entry in one["logprobs"]["content"]]
+        assert scores == whole["logprobs"]["content"] and len(scores) == len(whole["token_ids"])
+        assert all(entry["logprob"] <= 0 for entry in scores)
+        return whole
+
+    usual = both()
+    *ids, last = usual["token_ids"]
+    text, decode = usual["message"]["content"], client.pipe.decode
+    assert last == end and end not in ids and decode(ids) == text
+    plain = chat(client, max_tokens=64, logprobs=True).json()
+    assert len(plain["choices"][0]["logprobs"]["content"]) == len(ids) == plain["usage"]["completion_tokens"]
+    word = text.split()[3]
+    for fields in ({"stop": word}, {"stop_regex": word}):
+        found = both(**fields)
+        assert decode(found["token_ids"][:-1]) in text[: text.find(word) + len(word) - 1]
+        assert word in decode(found["token_ids"]) and found["token_ids"] == ids[: len(found["token_ids"])]
+    assert len(both(max_tokens=4)["token_ids"]) == 4 and both(max_tokens=4)["finish_reason"] == "length"
+    assert end in both(ignore_eos=True)["token_ids"][len(ids) :]
+    *held, last = both(regex="[0-9]{2}")["token_ids"]
+    assert last == end and decode(held).isdigit()
 
 
 def test_tokens_are_ruled_out_or_preferred(client: Client) -> None:

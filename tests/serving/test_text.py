@@ -57,11 +57,11 @@ def test_a_stop_string_of_white_space_is_certain_at_once() -> None:
     assert text.push(list(b"one\n\n")) == "one" and text.stopped
 
 
-@pytest.mark.parametrize(("stops", "tokens"), [([], 6), (["d"], 3), (["a"], 0)])
-def test_tokens_of_the_text_are_counted(stops: list[str], tokens: int) -> None:
+@pytest.mark.parametrize(("stops", "tokens", "read"), [([], 6, 6), (["d"], 3, 4), (["a"], 0, 1), (["bcd"], 1, 4)])
+def test_tokens_of_the_text_are_counted(stops: list[str], tokens: int, read: int) -> None:
     text = StoppableText(decode, stops)
     said(text, [b"abc", b"def"])
-    assert text.tokens == tokens
+    assert (text.tokens, text.read) == (tokens, read)
 
 
 @pytest.mark.parametrize("separator", ["", " "])  # some tokenizers write a space between tokens, and none in front

@@ -68,6 +68,7 @@ def joined(told: list[dict[str, Any]]) -> tuple[str | None, list[dict[str, Any]]
     [
         ({"tool_choice": allowed("required", "now")}, {"now"}, "tool_calls"),
         ({"tool_choice": "required"}, {"buy", "now"}, "tool_calls"),
+        ({"tool_choice": "any"}, {"buy", "now"}, "tool_calls"),
         ({"tool_choice": "required", "parallel_tool_calls": False}, {"buy", "now"}, "tool_calls"),
         ({"tool_choice": BUY_ALONE}, {"buy"}, "stop"),
         ({"tool_choice": BUY_ALONE, "response_format": {"type": "json_object"}}, {"buy"}, "stop"),
@@ -232,7 +233,7 @@ def with_schema(schema: Any) -> dict[str, Any]:
             "tool_choice.allowed_tools.tools.0.function.name",
             "functions: now",
         ),
-        ({"tools": [NOW], "tool_choice": "any"}, "tool_choice", "'any'"),
+        ({"tools": [NOW], "tool_choice": "some"}, "tool_choice", "'some'"),
         ({"tools": [NOW, NOW]}, "tools.1.function.name", "'now' is taken"),
         ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools.0", "only tools of the form"),
         (with_schema({"properties": {"a": {"contains": {}}}}), "tools.f.parameters.properties.a.contains", "contains"),

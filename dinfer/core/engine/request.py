@@ -22,6 +22,7 @@ class Wants:
     drafts: bool = False  # the active blocks, drafts included
     logprobs: bool = False  # with deltas: log-probabilities of new output
     tokens: tuple[int, ...] = ()  # with logprobs: of these first
+    ends: bool = False  # with deltas: also the stop token that ended the output
 
     @property
     def canvas(self) -> bool:

@@ -146,11 +146,11 @@ class Row:
         whole = self.wants.deltas == "block" or isinstance(recipe.decoder, Edits)
         end, at = min(self.cursors.start, request.asked) if whole and not done else request.asked, self.settled
         while at < end and (done or self.canvas[at] >= 0):
-            if self.open_before[at] < self.open_before[at + 1]:
-                if request.stops and self._token(at, spec) in spec.stop_ids:
-                    break
+            open = self.open_before[at] < self.open_before[at + 1]
+            stopped = open and request.stops and self._token(at, spec) in spec.stop_ids
+            if open and (self.wants.ends or not stopped):
                 self.fresh.append(at)
-            at += 1
+            at = request.asked if stopped else at + 1
         self.settled = at
 
     def _token(self, at: int, spec: ModelSpec) -> int:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Annotated, Any, Literal, Self
 
 from fastapi import FastAPI, Response
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from dinfer.lab.trace.record import document, page, record_request
 from dinfer.serving.answers import Part, id_of
@@ -72,7 +72,10 @@ class ToolFields(HeldFields):
     """Fields of a chat whose answer may call functions."""
 
     tools: Tools | None = None  # the chat template gets them as they are
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction | AllowedTools | None = None
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"] | NamedFunction | AllowedTools | None,
+        BeforeValidator(lambda choice: "required" if choice == "any" else choice),  # Mistral's clients say any
+    ] = None
     parallel_tool_calls: bool = True
 
     @property
