@@ -40,7 +40,7 @@ from hydra.types import HydraContext, RunMode, TaskFunction
 from omegaconf import DictConfig
 
 from dinfer.cli import conf
-from dinfer.cli.conf import components, explained, located, parse, ranks_of, text_of
+from dinfer.cli.conf import components, explained, leaves_of, located, parse, ranks_of, text_of
 from dinfer.cli.terminal import FAILED, INPUT_ERRORS, debugging, failures, message, reported, say, stdin_lines
 from dinfer.core.provided import homes
 from dinfer.core.registry import unknown
@@ -262,6 +262,7 @@ def names(command: str, folders: Sequence[str]) -> set[str]:
 
 def check(command: str, folders: Sequence[str], overrides: Sequence[Override], *, multirun: bool) -> None:
     """Raises ValueError for wrong overrides that Hydra would accept, or refuse without naming them."""
+    conf.check_once((leaf, str(one.input_line)) for one in overrides for leaf in leaves_of(one))
     for override in overrides:
         key, swept = override.key_or_group, override.is_sweep_override()
         if swept and not multirun:

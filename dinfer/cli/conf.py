@@ -5,7 +5,7 @@ Explains Hydra's errors.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from importlib.util import find_spec
@@ -56,6 +56,21 @@ def parse(text: str) -> Override:
         raise ValueError(
             f"{text!r} is not a valid override ({reason}); quote special characters: \"name='value'\""
         ) from error
+
+
+def check_once(given: Iterable[tuple[str, str]]) -> None:
+    """Raises ValueError for a setting that is given twice: one would win in silence. Names, and what was typed."""
+    first = dict[str, str]()
+    for name, text in given:
+        if name in first:
+            raise ValueError(f"{first[name]} and {text} both set {name}: leave one out")
+        first[name] = text
+
+
+def leaves_of(override: Override) -> list[str]:
+    """The settings that an override sets: of `runtime={rows: 2}` those within it."""
+    name, value = override.key_or_group, None if override.is_sweep_override() else override.value()
+    return [f"{name}.{leaf}" for leaf in dotted(value)] if isinstance(value, dict) else [name]
 
 
 @contextmanager

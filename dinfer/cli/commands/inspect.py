@@ -57,6 +57,7 @@ def run(args: Namespace) -> None:
     """Prints what is known of one checkpoint. Ends with status 1 if it has problems."""
     options = [word for word in args.words if word.startswith(OPTION) and "=" in word]
     names = [word for word in args.words if word not in options] + args.literal
+    conf.check_once((option.partition("=")[0], option) for option in options)
     if len(names) != 1:
         raise ValueError(f"give one folder or name of a checkpoint, not {len(names)}: dinfer inspect tiny")
     dotted: Any = OmegaConf.to_container(OmegaConf.from_dotlist([option.removeprefix(OPTION) for option in options]))

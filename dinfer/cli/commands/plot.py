@@ -22,7 +22,7 @@ from typing import Any
 
 from rich.console import RenderableType
 
-from dinfer.cli.conf import need
+from dinfer.cli.conf import check_once, need
 from dinfer.cli.terminal import say, show, table
 from dinfer.core.registry import unknown
 from dinfer.lab.outputs import check_file, replacing
@@ -36,15 +36,17 @@ NEEDED = ("problems", "accuracy", "tpf")
 
 def run(args: Namespace) -> None:
     """Reads, draws and prints."""
-    settings, paths = dict(SETTINGS), []
+    settings, paths, given = dict(SETTINGS), [], list[tuple[str, str]]()
     for arg in [*args.words, *args.literal]:
         name, equals, value = arg.partition("=")
         if not equals or Path(arg).exists():
             paths.append(Path(arg))
         elif name in SETTINGS:
             settings[name] = value
+            given.append((name, arg))
         else:
             raise unknown("setting", name, list(SETTINGS))
+    check_once(given)
     if not paths:
         raise ValueError("nothing to plot: name a folder of runs, as in dinfer plot runs")
     need("matplotlib", "plot", "dinfer plot needs matplotlib")

@@ -50,7 +50,9 @@ def changed(changes: list[str]) -> dict[str, Any]:
 
     Where they choose a component, the first recipe's options of that component do not hold. Raises ValueError.
     """
-    keys = [parse(change).key_or_group for change in changes]
+    parsed = [parse(change) for change in changes]
+    conf.check_once((leaf, f"compare.{one.input_line}") for one in parsed for leaf in conf.leaves_of(one))
+    keys = [one.key_or_group for one in parsed]
     for key in keys:
         if (root := key.partition(".")[0]) not in MAY_DIFFER:
             raise unknown("setting to compare:", root, list(MAY_DIFFER))
