@@ -13,6 +13,7 @@ Hydra's own sweeper would refuse that command whole ("Key 'factor' is not in str
 
 import argparse
 import difflib
+import io
 import itertools
 import os
 import re
@@ -20,7 +21,7 @@ import sys
 import textwrap
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -41,7 +42,18 @@ from omegaconf import DictConfig
 
 from dinfer.cli import conf
 from dinfer.cli.conf import components, explained, leaves_of, located, parse, ranks_of, text_of
-from dinfer.cli.terminal import FAILED, INPUT_ERRORS, debugging, failures, message, reported, say, stdin_lines
+from dinfer.cli.terminal import (
+    FAILED,
+    INPUT_ERRORS,
+    debugging,
+    failures,
+    message,
+    reported,
+    say,
+    settle_stdout,
+    stdin_lines,
+    unread,
+)
 from dinfer.core.provided import homes
 from dinfer.core.registry import unknown
 
@@ -241,10 +253,13 @@ def in_hydra(argv: Sequence[str], command: str) -> None:
     """Runs Hydra's own command line, for flags that show something and stop."""
     conf.publish()
     before, sys.argv = sys.argv, ["dinfer", *argv]
+    shown = io.StringIO()
     try:
-        hydra.main(config_path=str(conf.folder()), config_name=command, version_base=conf.VERSION)(print)()
+        with redirect_stdout(shown):  # Hydra has a traceback for a reader that goes away
+            hydra.main(config_path=str(conf.folder()), config_name=command, version_base=conf.VERSION)(print)()
     finally:
         sys.argv = before
+        print(shown.getvalue(), end="")
 
 
 def roots(command: str, folders: Sequence[str]) -> set[str]:
@@ -289,10 +304,14 @@ def point(task: Task, settings: dict[str, Any]) -> Missed | None:
     """Runs one point of a sweep. Returns why it has no result, if it has none, so that the other points still run."""
     job = HydraConfig.get()
     number = "\n" if job.job.num else ""
-    print(f"{number}# {' '.join(job.overrides.task)}", flush=True)
     try:
+        print(f"{number}# {' '.join(job.overrides.task)}", flush=True)
         task(settings)
     except (*INPUT_ERRORS, *failures()) as error:
+        if unread(error):
+            settle_stdout()
+            say(f"dinfer: nobody reads standard output any more: the sweep ends at {' '.join(job.overrides.task)}")
+            raise SystemExit(FAILED) from None
         from dinfer.core.recipe.recipe import IncompatibleRecipe
 
         failed = not isinstance(error, IncompatibleRecipe)

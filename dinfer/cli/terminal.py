@@ -127,6 +127,11 @@ def settle_stdout() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def unread(error: BaseException) -> bool:
+    """Whether the reader of stdout has gone, since it has all that it wants (`dinfer list | head`)."""
+    return isinstance(error, BrokenPipeError) and error.filename in (str(STDOUT), "/dev/stdout")
+
+
 class Interrupted(KeyboardInterrupt):
     """Ctrl-C with a message: what was kept, and how to continue."""
 
@@ -155,9 +160,6 @@ def reported() -> Iterator[None]:
     try:
         with _second_interrupt_kills(), standard_streams():
             yield
-    except BrokenPipeError:  # the reader went away (`dinfer list | head`)
-        settle_stdout()
-        raise SystemExit(FAILED) from None
     except SystemExit:
         raise
     except KeyboardInterrupt as error:
@@ -165,6 +167,9 @@ def reported() -> Iterator[None]:
             say(f"dinfer: {error}")
         raise SystemExit(INTERRUPTED) from None
     except INPUT_ERRORS as error:
+        if unread(error):
+            settle_stdout()
+            raise SystemExit(0) from None
         fail(error, BAD_INPUT)
     except failures() as error:
         fail(error, FAILED)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import re
 import shlex
+import shutil
 import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -44,15 +48,54 @@ def test_a_full_stdout_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert capsys.readouterr().err == "dinfer: standard output: No space left on device\n"
 
 
-def test_a_reader_that_goes_away_is_no_error(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@contextmanager
+def unread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A standard output whose reader has gone."""
     reader, writer = os.pipe()
     os.close(reader)
-    with open(writer, "w") as pipe:
-        monkeypatch.setattr(sys, "stdout", pipe)
-        assert ended(["list", "cache"]) == 1
-    assert capsys.readouterr().err == ""
+    with open(writer, "w") as pipe, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", pipe)
+        yield
+
+
+@pytest.mark.parametrize(
+    ("line", "status"),
+    [
+        (["list", "cache"], 0), (["models", "llada2"], 0), (["models", "--json"], 0), (["help"], 0),
+        (["inspect", "tiny"], 0), (["inspect", "FOLDER"], 3), (["generate", "--cfg", "job"], 0),
+        (["generate", "a", "max_new_tokens=4", "MODEL"], 0), (["infill", "a [MASK:2]", "MODEL"], 0),
+        (["audit", "a", "max_new_tokens=4", "MODEL", "out=FOLDER/audit"], 0), (["likelihood", "FILE", "MODEL"], 0),
+        (["read", "a", "choice=[b,c]", "MODEL"], 0), (["demo", "MODEL"], 0),
+    ],
+)  # fmt: skip
+def test_a_reader_that_goes_away_is_no_error(
+    line: list[str], status: int, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    (tmp_path / "pairs.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
+    shutil.copy(folder / "config.json", tmp_path)  # without weights nobody knows whether it loads
+    words = {"MODEL": f"model.checkpoint={folder}", "FILE": f"{tmp_path}/pairs.jsonl"}
+    with pytest.raises(SystemExit) as end, unread(monkeypatch):
+        main([words.get(word, word.replace("FOLDER", str(tmp_path))) for word in line])
+        raise SystemExit(0)
+    said = capsys.readouterr().err
+    assert end.value.code == status and "Broken pipe" not in said and "Traceback" not in said
+    if line[0] == "audit":
+        assert (tmp_path / "audit.json").is_file()
+
+
+def test_a_sweep_that_nobody_reads_says_where_it_ends(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with unread(monkeypatch):
+        assert ended(["generate", "a", f"model.checkpoint={folder}", "-m", "cache=none,dual", "max_new_tokens=4"]) == 1
+    assert re.search("nobody reads standard output any more: the sweep ends at .*cache=none", capsys.readouterr().err)
+
+
+def test_a_pipe_that_is_not_standard_output_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end, reported():
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+    assert end.value.code == 2 and "Broken pipe" in capsys.readouterr().err
 
 
 def test_a_closed_stdout_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

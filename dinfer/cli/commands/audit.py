@@ -46,11 +46,11 @@ def measure(config: dict[str, Any]) -> None:
         pipe = pipeline(config)
         progress.at(f"auditing {several(len(questions), 'answer')}")
         found = audit(pipe, [pipe.encode(text) for text in questions], max_new_tokens=new_tokens)
-    show(report(found))
     for path in paths:
         with replacing(path) as part:
             writers[path.suffix[1:]](found, part)
         say(f"wrote {path}")
+    show(report(found))
 
 
 def report(found: Audit) -> RenderableType:

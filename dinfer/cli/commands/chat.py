@@ -23,7 +23,7 @@ from typing import Any
 
 from dinfer.cli.application import launch
 from dinfer.cli.conf import pipeline, text_of
-from dinfer.cli.terminal import debugging, failures, message, say, stdin_lines
+from dinfer.cli.terminal import debugging, failures, message, say, stdin_lines, unread
 
 PROMPT, MORE = "> ", ". "
 
@@ -55,7 +55,7 @@ def chat(config: dict[str, Any], *, folders: Sequence[str]) -> None:
             except Ended:
                 return
             except survived as error:
-                if debugging():
+                if debugging() or unread(error):
                     raise
                 say(f"dinfer: {message(error)}")
 

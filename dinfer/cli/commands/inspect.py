@@ -31,7 +31,7 @@ from rich.text import Text
 import dinfer.core.recipe.presets as presets
 from dinfer.cli import conf
 from dinfer.cli.application import Parser
-from dinfer.cli.terminal import FAILED, show
+from dinfer.cli.terminal import FAILED, settle_stdout, show
 from dinfer.core.loading.files import SMALL, boxed, local, locate
 from dinfer.core.recipe.presets import attention
 from dinfer.core.registry import MODELS, unknown
@@ -70,10 +70,13 @@ def run(args: Namespace) -> None:
     if given.get("adapter"):
         found.unknown.append(f"adapter {given['adapter']}: the model is inspected without it")
     use = recommended(names[0], found, options)
-    if args.json:
-        print(json.dumps(described(names[0], found, use), indent=1))
-    else:
-        shown(names[0], found, use)
+    try:
+        if args.json:
+            print(json.dumps(described(names[0], found, use), indent=1))
+        else:
+            shown(names[0], found, use)
+    except BrokenPipeError:  # the status is for whom the first lines are enough, too
+        settle_stdout()
     if found.loads is not True:
         raise SystemExit(UNKNOWN if found.loads is None else FAILED)
 

@@ -137,11 +137,11 @@ def calibrate(config: dict[str, Any], labelled: str, command: str) -> None:
             f"{after.ece:.3f} after, log loss {before.log_loss:.3f} and {after.log_loss:.3f}"
             + (", the most there is: this model's answers tell nothing" if after.temperature > 0.99 * MOST else "")
         )
-    print("\n".join(lines))
     known = found.form | {one.kind: round(one.after.temperature, 4) for one in found.temperatures}
     head = ["# @package _global_", f"# Fitted by `{command}`.", *(f"# {line}" for line in lines)]
     write(path, "\n".join([*head, OmegaConf.to_yaml({"calibration": known})]))
     say(f"wrote {path}")
+    print("\n".join(lines))
     folder = path.parent.parent
     where = "" if folder.resolve() == conf.folder().resolve() else f"--config-dir {folder} "
     print(
@@ -191,8 +191,6 @@ def finish(config: dict[str, Any], found: Found, path: Path, command: str) -> No
             f"{drop.points:.2f} points lost (95% interval {drop.low:.2f} to {drop.high:.2f}), "
             f"{row[goal] / before[goal]:.2f} times the {goal} ({before[goal]:.4g} to {row[goal]:.4g})"
         )
-    print(f"found: {told(found.heldout, goal)}")
-    print("\n".join(lines))
     reference = ", ".join(words(kind, config[kind]) for kind in ("iteration", "decoder", "cache"))
     limit = f"At most {config['max_drop']} points lost against {reference}."
     model = config["model"].get("checkpoint") or config["model"]["name"]
@@ -202,6 +200,7 @@ def finish(config: dict[str, Any], found: Found, path: Path, command: str) -> No
         report = {"command": command, "settings": config, **asdict(found)}
         write(Path(out), json.dumps(report, indent=1) + "\n")
         say(f"wrote {out}")
+    print("\n".join([f"found: {told(found.heldout, goal)}", *lines]))
     folder = path.parent.parent
     where = "" if folder.resolve() == conf.folder().resolve() else f"--config-dir {folder} "
     same = again(command, "model", "dtype", "quantize", "device")
