@@ -219,7 +219,8 @@ def evaluated(pipe: Any, tasks: list[str], limit: int | None) -> dict[str, Any]:
 
     from evaluations.adapter import DinferLM
     from evaluations.harness import register
-    from evaluations.sandbox import Limits, in_sandbox
+    from evaluations.sandbox import in_sandbox
+    from evaluations.settings import Limits
 
     with in_sandbox(Limits()):
         found = lm_eval.simple_evaluate(

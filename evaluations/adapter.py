@@ -19,22 +19,16 @@ from dinfer.core.pipeline import Pipeline, load
 from dinfer.core.pipeline.inputs import named
 from dinfer.core.pipeline.tokenizer import cut
 from dinfer.core.recipe.recipe import Recipe
-from dinfer.core.registry import REGISTRIES, check_range, typed, unknown
+from dinfer.core.registry import REGISTRIES, unknown
 from dinfer.lab.bounds import Bound, Pair, estimator, greedy, log_likelihoods
 from dinfer.lab.metrics import Sample
 from dinfer.scale.parallel.divided_model import everywhere
 from dinfer.structure.form import Form, form_of
 from evaluations.replicas import Replicas, replicas
 from evaluations.report import Ledger, key_of
+from evaluations.settings import FORMS, OURS, Likelihood, check_kwargs
 
 DEFAULT_LENGTH = 128
-LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-FORMS = ("schema", "regex", "choice", "grammar", "posterior")  # as `Pipeline.generate` takes them
-KINDS: dict[str, Any] = {
-    "until": str | tuple[str, ...] | None, "do_sample": bool, "temperature": float, "infill": bool,
-    **dict.fromkeys(LENGTHS, int),
-}  # fmt: skip
-OURS = (*KINDS, *FORMS)
 SETTINGS = ("dtype", "quantize", "preset", "rows", "max_new_tokens")  # of `--model_args`, beside components
 
 
@@ -55,14 +49,7 @@ def parse(kwargs: Mapping[str, Any], recipe: Recipe, new_tokens: int | None) -> 
 
     Raises ValueError for a wrong value, or a name that is neither lm-eval's nor a per-request option.
     """
-    known = [name for full in recipe.request_options for name in (full.partition(".")[2], full)]
-    for name in kwargs:
-        if name not in (*OURS, *known):
-            raise unknown("name in gen_kwargs:", name, sorted({*OURS, *known}))
-    typed(KINDS, {name: value for name, value in kwargs.items() if name in KINDS}, prefix="gen_kwargs: ")
-    for name in LENGTHS:
-        if kwargs.get(name, 1) < 1:
-            raise ValueError(f"gen_kwargs: {name}={kwargs[name]} must be an integer, at least 1")
+    check_kwargs(kwargs, recipe.request_options)
     normal = normalize_gen_kwargs(dict(kwargs), DEFAULT_LENGTH)
     options = {name: value for name, value in kwargs.items() if name not in OURS}
     temperature = recipe.sampling_of().get("temperature", 0.0)
@@ -91,20 +78,6 @@ def parse(kwargs: Mapping[str, Any], recipe: Recipe, new_tokens: int | None) -> 
 Progress = Callable[..., None]  # takes what is being done, how much of it is done, and how much there is
 BATCH = 16  # forwards of likelihoods at a time
 CHUNK = 4  # batches of likelihoods between two entries in the ledger
-
-
-@dataclass(frozen=True, slots=True)
-class Likelihood:
-    """How likelihoods are estimated."""
-
-    samples: int = 128  # noised copies of each answer; fewer if that is exact
-    seed: int = 0
-    guidance: float = 0.0
-    greedy: bool = True  # check whether greedy decoding gives the answer; false: report that it does not
-
-    def __post_init__(self) -> None:
-        check_range("likelihood", self, "samples", least=1)
-        check_range("likelihood", self, "guidance", least=0)
 
 
 @dataclass(frozen=True, slots=True)

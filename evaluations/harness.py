@@ -36,7 +36,8 @@ def main() -> None:
     from lm_eval.__main__ import cli_evaluate
 
     from dinfer.cli.terminal import reported
-    from evaluations.sandbox import Limits, in_sandbox
+    from evaluations.sandbox import in_sandbox
+    from evaluations.settings import Limits
 
     register()
     runs = len(sys.argv) > 1 and sys.argv[1] not in ("ls", "validate", "-h", "--help")

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dinfer.core.pipeline.pipeline import device_of
+
 
 @dataclass(frozen=True, slots=True)
 class Replicas:
@@ -45,14 +47,15 @@ def replicas(device: str | None, tensor_parallel: int = 1) -> Replicas:
 
     With `tensor_parallel` above 1 torchrun's processes run one model and share no documents. Raises ValueError.
     """
-    cuda = device.startswith("cuda") if device else torch.cuda.is_available()
-    if tensor_parallel > 1 or int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return Replicas(0, 1, torch.device(device or ("cuda" if cuda else "cpu")))
-    if device and ":" in device:
+    alone = tensor_parallel > 1 or int(os.environ.get("WORLD_SIZE", "1")) == 1
+    if not alone and device and ":" in device:
         raise ValueError(f"device={device!r} names one card for several replicas: leave the number out")
+    where = device_of(device)
+    if alone:
+        return Replicas(0, 1, where)
     from accelerate import PartialState
 
-    state = PartialState(cpu=not cuda)
+    state = PartialState(cpu=where.type == "cpu")
     return Replicas(state.process_index, state.num_processes, state.device)
 
 

@@ -5,7 +5,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,14 @@ from lm_eval.tasks import TaskManager
 from transformers import set_seed
 
 from dinfer.core.pipeline import Pipeline
-from dinfer.core.registry import check_range
 from dinfer.lab.outputs import write
 from dinfer.lab.provenance import provenance
-from evaluations.adapter import DinferLM, Likelihood, Progress
+from evaluations.adapter import DinferLM, Progress
 from evaluations.names import TASKS, check_names, unknown_task
 from evaluations.replicas import Replicas
 from evaluations.report import Ledger, report, samples_of, sessions, write_table
-from evaluations.sandbox import Limits, in_sandbox, warn_of_gaps
+from evaluations.sandbox import in_sandbox, warn_of_gaps
+from evaluations.settings import Settings
 
 SCHEMA = "dinfer-eval/1"
 SEED = 1234  # lm-eval's, also of the examples that a task shows
@@ -32,37 +32,6 @@ SEED = 1234  # lm-eval's, also of the examples that a task shows
 TASK_ERRORS = (
     ValueError, KeyError, TypeError, AttributeError, ImportError, OSError, yaml.YAMLError, jinja2.TemplateError,
 )  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """The settings of an evaluation other than the recipe."""
-
-    tasks: tuple[str, ...]
-    include: tuple[str, ...] = ()  # folders with the user's tasks
-    limit: int | float | None = None  # documents of each task; below 1: that share of them
-    documents: tuple[int, int] | None = None  # instead of a limit: only documents [first, end)
-    num_fewshot: int | None = None
-    chat: bool | None = None  # use the chat template; None: if the tokenizer has one
-    system: str | None = None
-    gen_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    max_new_tokens: int | None = None
-    metric: str | None = None  # counts as accuracy; None: the first of each task
-    allow_code: bool = False
-    code: Limits = field(default_factory=Limits)
-    likelihood: Likelihood = field(default_factory=Likelihood)
-
-    def __post_init__(self) -> None:
-        if not self.tasks:
-            raise ValueError("tasks is empty: name at least one, such as tasks=mini_gsm or tasks=[gsm8k,ifeval]")
-        if self.limit is not None and not self.limit > 0:
-            raise ValueError(f"limit={self.limit} must be above 0: documents, or a share below 1")
-        if self.limit is not None and self.limit >= 1 and self.limit != int(self.limit):
-            raise ValueError(f"limit={self.limit} must be a whole number of documents, or a share below 1")
-        if self.documents is not None and self.limit is not None:
-            raise ValueError(f"limit={self.limit} and documents={self.documents} are given: choose one of them")
-        check_range("", self, "num_fewshot", least=0)
-        check_range("", self, "max_new_tokens", least=1)
 
 
 def stem_of(out: Path, recipe: Mapping[str, Any], settings: Settings, runtime: Mapping[str, Any]) -> Path:

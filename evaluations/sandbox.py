@@ -27,7 +27,7 @@ from typing import Any
 
 import evaluate
 
-from dinfer.core.registry import check_range
+from evaluations.settings import Limits
 
 WAYS = ("landlock", "namespaces")  # to a file system that can be read only, the first that the kernel has
 # Runs in the child. stdin holds a word, then the program. The child writes the word when the program has ended.
@@ -65,17 +65,6 @@ _PROBES = {
     "use the network": "import socket\nsocket.socket(type=socket.SOCK_DGRAM).connect(('127.0.0.1', 9))",
 }
 LOG = logging.getLogger("dinfer.evaluations")
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """The limits of a program."""
-
-    seconds: int = 5
-    megabytes: int = 1024
-
-    def __post_init__(self) -> None:
-        check_range("code", self, "seconds", "megabytes", least=1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,7 @@ from dinfer.core.registry import REGISTRIES, Registry, UnknownName, typed, unkno
 if TYPE_CHECKING:
     from dinfer.core.engine.runtime import Runtime
     from dinfer.core.pipeline import Pipeline
+    from dinfer.core.recipe.recipe import Recipe
     from dinfer.demo.problems import Problem
     from dinfer.lab.inspect import Inspection
 
@@ -298,19 +299,21 @@ def located(config: dict[str, Any]) -> None:
         locate(checkpoint, model.get("revision"), wanted=SMALL)
 
 
-def check_ahead(config: dict[str, Any], others: Mapping[str, dict[str, Any]] = MappingProxyType({})) -> None:
-    """Raises ValueError for a checkpoint, recipe or runtime that cannot be loaded, and reads no weights.
+def check_ahead(config: dict[str, Any], others: Mapping[str, dict[str, Any]] = MappingProxyType({})) -> Recipe:
+    """The recipe. Raises ValueError for a checkpoint, recipe or runtime that cannot be loaded, and reads no weights.
 
-    For models that processes of Ray will load: they can only fail with pages of tracebacks. `others`: further recipes.
+    For models that are loaded late, or by processes of Ray, which can only fail with pages of tracebacks. `others`:
+    further recipes.
     """
     from dinfer.core.recipe.recipe import compose
 
     runtime_of(config, setting(config, "device", str | None) or "cpu")
     dtype, quantize = setting(config, "dtype", str | None), setting(config, "quantize", str | None)
     described = SimpleNamespace(spec=inspected(config["model"], dtype, quantize).spec)
-    for name, parts in {"": config, **others}.items():
+    for name, parts in {**others, "": config}.items():
         with of_recipe(name):
-            compose(described, **{kind: parts[kind] for kind in GROUPS if kind != "model"})
+            found = compose(described, **{kind: parts[kind] for kind in GROUPS if kind != "model"})
+    return found
 
 
 def inspected(model: dict[str, Any], dtype: str | None, quantize: str | None) -> Inspection:

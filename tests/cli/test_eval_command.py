@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import sys
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,26 @@ def test_gaps_and_likelihoods(dinfer: CommandLine) -> None:
 )
 def test_what_is_refused(settings: list[str], message: str, dinfer: CommandLine) -> None:
     said = dinfer("eval", *settings, "out=null")
+    assert said.status == 2 and message in said.err
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("limit=0", "limit=0 must be above 0"), ("num_fewshot=-1", "num_fewshot=-1 must be 0 or more"),
+        ("code.seconds=0", "code.seconds=0 must be at least 1"), ("overwrite=x", "overwrite='x' must be true or false"),
+        ("gen_kwargs={treshold: 1}", "unknown name in gen_kwargs: 'treshold'"), ("out=/dev/null", "Not a directory"),
+        ("gen_kwargs={max_tokens: 0}", "max_tokens=0 must be an integer, at least 1"), ("regex='('", "is not closed"),
+        ("device=gpu", "device='gpu' is not known; use cpu"), ("dtype=int7", "dtype='int7' is not known"),
+        ("quantize=foo", "quantize='foo' is not known"), ("runtime.rows=0", "runtime.rows=0 must be between"),
+        ("cache=block", "cache=block"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_told_before_lm_eval_is_imported(
+    setting: str, message: str, dinfer: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "evaluations.run", None)  # an import of it fails
+    said = dinfer("eval", "tasks=mini_gsm", setting)
     assert said.status == 2 and message in said.err
 
 

@@ -11,7 +11,8 @@ import torch
 import dinfer
 from dinfer.core.pipeline import Pipeline
 from evaluations.replicas import Replicas
-from evaluations.run import Settings, evaluate, stem_of
+from evaluations.run import evaluate, stem_of
+from evaluations.settings import Settings
 
 ONE = Replicas(0, 1, torch.device("cpu"))
 RECIPE = {

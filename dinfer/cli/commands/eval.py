@@ -43,7 +43,7 @@ def run(args: Namespace) -> None:
 def evaluate(config: dict[str, Any], *, line: list[str]) -> None:
     """Evaluates one recipe, unless its report is there. `line`: the command line."""
     need("lm_eval", "eval", "dinfer eval needs lm-eval")
-    tasks_of(config)
+    check(config)
     address, count = setting(config, "ray", str | None), setting(config, "replicas", int | None)
     if address is None and count is not None:
         raise ValueError(
@@ -58,27 +58,39 @@ def evaluate(config: dict[str, Any], *, line: list[str]) -> None:
         from evaluations.replicas import on_ray
         from evaluations.run import load_tasks
 
-        settings = settings_of(config)  # this and what follows raise for what is wrong before a process starts
-        if (folder := setting(config, "out", str | None)) is not None:
-            check_folder(Path(folder))
-        check_ahead(config)
-        load_tasks(settings)
+        load_tasks(settings_of(config))  # raises for what is wrong with them before a process starts
         device = setting(config, "device", str | None)
         found = on_ray(partial(measured, config, line), address, count, cards=ranks_of(config), device=device)
     if found is not None:
         show(figures(found))
 
 
+def check(config: dict[str, Any]) -> None:
+    """Raises for what is wrong before lm-eval is imported, which takes seconds, and before the model is loaded."""
+    from evaluations.settings import check_kwargs
+
+    settings = settings_of(config)
+    setting(config, "overwrite", bool)
+    if (folder := setting(config, "out", str | None)) is not None:
+        check_folder(Path(folder))
+    from dinfer.structure.form import form_of
+
+    if (form := form_of(held_of(config))) is not None:
+        form.check()
+    check_kwargs(settings.gen_kwargs, check_ahead(config).request_options)
+
+
 def measured(config: dict[str, Any], line: list[str]) -> dict[str, Any] | None:
     """The report of a recipe on the first rank, None on others. Writes it, unless it is there."""
+    from evaluations.replicas import replicas
+
+    among = replicas(setting(config, "device", str | None), ranks_of(config))
     with Report() as progress:
         progress.at("importing lm-eval")
         from evaluations import run as runs
-        from evaluations.replicas import replicas
         from evaluations.report import kept
 
         settings = settings_of(config)
-        among = replicas(setting(config, "device", str | None), ranks_of(config))
         recipe = {kind: config[kind] for kind in GROUPS}
         runtime = {name: config[name] for name in ("dtype", "runtime")} | {"device": among.device.type}
         folder, overwrite = setting(config, "out", str | None), setting(config, "overwrite", bool)
@@ -123,9 +135,7 @@ def tasks_of(config: dict[str, Any]) -> tuple[str, ...]:
 
 def settings_of(config: dict[str, Any], documents: tuple[int, int] | None = None) -> Any:
     """The settings of `evaluations`, from the configuration."""
-    from evaluations.adapter import Likelihood
-    from evaluations.run import Settings
-    from evaluations.sandbox import Limits
+    from evaluations.settings import Likelihood, Limits, Settings
 
     gen_kwargs = config["gen_kwargs"] or {}
     if not isinstance(gen_kwargs, dict):

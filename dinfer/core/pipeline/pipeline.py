@@ -471,7 +471,7 @@ def load(
     refuse_names("load", parts, [*RecipeParts.__annotations__])
     if runtime is not None and not isinstance(runtime, Runtime):
         raise ValueError(f"runtime={runtime!r:.80} must be a dinfer.Runtime, such as runtime=dinfer.Runtime(rows=8)")
-    where = _device(device)
+    where = device_of(device)
     if isinstance(dtype, str):
         dtype = dtype_of(dtype)
     if dtype is not None and not dtype.is_floating_point:
@@ -540,7 +540,7 @@ def dtype_of(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
-def _device(device: str | torch.device | None) -> torch.device:
+def device_of(device: str | torch.device | None) -> torch.device:
     try:
         where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError as error:

@@ -31,8 +31,9 @@ from dinfer.lab.metrics import Sample
 from evaluations.names import check_names
 from evaluations.replicas import Replicas, replicas
 from evaluations.report import Ledger, files, kept, key_of, rows_of, seconds
-from evaluations.run import TASKS, Settings, evaluate, load_tasks, report_of, stem_of
-from evaluations.sandbox import CODE_EVAL, Limits, in_sandbox
+from evaluations.run import TASKS, evaluate, load_tasks, report_of, stem_of
+from evaluations.sandbox import CODE_EVAL, in_sandbox
+from evaluations.settings import Limits, Settings
 
 ROOT = Path(__file__).parents[3]
 

@@ -20,7 +20,8 @@ from dinfer.core.pipeline import Pipeline
 from dinfer.demo.problems import generate, is_correct
 from dinfer.lab.bounds import log_likelihoods
 from dinfer.lab.metrics import Sample, measure
-from evaluations.adapter import DinferLM, Likelihood
+from evaluations.adapter import DinferLM
+from evaluations.settings import Likelihood
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,9 @@ import pytest
 from lm_eval.api.model import LM
 from support.evaluation import recipe_pipe, run
 
-from evaluations.run import TASKS, Settings, load_tasks
-from evaluations.sandbox import Limits, in_sandbox
+from evaluations.run import TASKS, load_tasks
+from evaluations.sandbox import in_sandbox
+from evaluations.settings import Limits, Settings
 
 SUM = {
     "question": "Ann has 1,000 pens and buys 2. How many pens?",
