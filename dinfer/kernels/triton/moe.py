@@ -254,7 +254,8 @@ def expert_linear(
     parts = 0 if x_scale is None else x_scale.numel() // values.shape[0]
     plain = weight.shared is None and weight.each.is_contiguous() and values.dtype == weight.each.dtype
     copied = plain and copyable(values, weight.each[0])
-    many, depth, warps, most, rows, copied = _shape(plan.rows, values.dtype.itemsize, gate is not None, copied)
+    inner, size = outputs if gate else width, values.dtype.itemsize
+    many, depth, warps, most, rows, copied = _shape(plan.rows, size, gate is not None, copied, inner)
     many, depth = piece or many, width // parts if parts > 1 else depth
     few, copies = rows // 2 if rows >= (128 if copied else 64) else rows, 2 if gate else 1
     each = (many * copies * weight.each.dtype.itemsize + rows * values.dtype.itemsize) * depth
@@ -280,8 +281,12 @@ def expert_linear(
     return out if out_scale is None else Rounded(out, out_scale.mT, x.dtype)
 
 
-def _shape(rows: int, size: int, gated: bool, copied: bool) -> Shape:
-    """By measurements on an H200 with the experts of LLaDA2-mini; `size`: bytes of an input."""
+def _shape(rows: int, size: int, gated: bool, copied: bool, inner: int) -> Shape:
+    """By measurements on an H200 with the experts of LLaDA2-mini, and with a fourth of each and of LLaDA2-flash's.
+
+    `size`: bytes of an input. `inner`: values between gate and down. Of few, short pipelines leave room for more
+    programs at once.
+    """
     if size > 2:
         return Shape(64, 32, 4, 3, rows)
     if copied and rows == 128:  # of 8 bits, smaller tiles of `down` wait less for their scales
@@ -289,11 +294,13 @@ def _shape(rows: int, size: int, gated: bool, copied: bool) -> Shape:
     if size == 1 and gated:
         return Shape(128, 128, 4 if 16 < rows < 128 else 8, 4 if rows == 128 else 3, rows)
     if size == 1:
-        return Shape(64, 128, 4, 3, rows)
+        return Shape(128, 128, 4, 2, rows) if rows == 16 and inner <= 256 else Shape(64, 128, 4, 3, rows)
     if rows == 128:
         return Shape(128, 64, 8, 4, rows) if gated else Shape(128, 64, 4, 3, rows)
     if rows == 64:
         return Shape(64 if gated else 128, 64, 4, 3, rows)
+    if inner <= 128:
+        return Shape(64, 128, 4, 2, rows) if gated else Shape(128, 64, 4, 3, rows)
     return Shape(64, 128, 4, 3, rows) if gated else Shape(64, 64, 4, 4, rows)
 
 

@@ -200,7 +200,7 @@ def test_every_pair_is_in_one_tile_of_its_expert(
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
 @pytest.mark.parametrize(("tokens", "experts", "chosen", "hidden", "width", "rows", "routing"), [
     (1, 8, 2, 64, 32, 16, "spread"), (33, 8, 2, 40, 24, 32, "spread"), (20, 64, 6, 130, 48, 16, "half alike"),
-    (300, 4, 3, 64, 64, 128, "alike"), (150, 8, 1, 64, 64, 128, "half alike"),
+    (300, 4, 3, 64, 64, 128, "alike"), (150, 8, 1, 64, 64, 128, "half alike"), (9, 8, 2, 40, 136, 16, "spread"),
 ])  # fmt: skip
 def test_expert_mlps(
     reference: None, dtype: torch.dtype, tokens: int, experts: int, chosen: int, hidden: int, width: int, rows: int,
