@@ -101,10 +101,7 @@ def unknown(kind: str, got: object, known: list[str]) -> UnknownName:
 
 
 def typed(hints: Mapping[str, Any], values: Mapping[str, Any], *, prefix: str = "") -> dict[str, Any]:
-    """The values as their type hints want them; ValueError for one of another type, named with `prefix`.
-
-    The values come from a command line or a configuration file, so 1 may stand for 1.0, and a word for a number.
-    """
+    """The values as their type hints want them: 1 may stand for 1.0. ValueError for another type, after `prefix`."""
     for name, value in values.items():
         if not _fits(value, hints[name]):
             raise ValueError(f"{prefix}{name}={value!r} must be {_words(hints[name])}")
@@ -119,9 +116,9 @@ def _fits(value: Any, hint: Any) -> bool:
         return any(_fits(value, part) for part in parts)
     if origin is tuple:
         return isinstance(value, (list, tuple)) and all(_fits(item, parts[0]) for item in value)
-    if hint is float:
-        return type(value) in (int, float)
-    return type(value) is hint or hint not in (int, bool, str, type(None))
+    if dict in (origin, hint):
+        return isinstance(value, dict) and all(_fits(item, part) for part in parts[1:] for item in value.values())
+    return type(value) is hint or (type(value), hint) == (int, float) or hint not in (int, float, bool, str, type(None))
 
 
 def _words(hint: Any) -> str:
@@ -132,4 +129,5 @@ def _words(hint: Any) -> str:
         return " or ".join(map(_words, parts))
     if origin is tuple:
         return f"a list, each {_words(parts[0])}"
-    return {int: "an integer", float: "a number", bool: "true or false", str: "a text"}.get(hint, "null")
+    words = {int: "an integer", float: "a number", bool: "true or false", str: "a text", dict: "names and values"}
+    return words.get(origin or hint, "null")

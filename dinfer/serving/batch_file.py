@@ -23,24 +23,12 @@ from dinfer.serving.forms import HeldFields, Strict
 from dinfer.serving.guard import HttpRequest, messages
 from dinfer.serving.run import check
 from dinfer.serving.server import Server
-from dinfer.serving.settings import NO_LIMIT, Settings
 
 # Paths whose requests take the fields of forms, and the field of each path with the seed of what it draws.
 HELD = "/v1/chat/completions", "/v1/completions", "/v1/infill", "/v1/fim/completions", "/v1/edit/completions"
 SEEDED = {**dict.fromkeys(HELD, "seed"), "/v1/responses": "seed", "/v1/messages": "dinfer"}
 PREFIX = "batch_req_"  # of the ids of answers
 BEGIN = f'{{"id": "{PREFIX}'.encode()  # of the lines of answers
-
-
-def settings(round_timeout: float, adapters: dict[str, str] | None = None) -> Settings:
-    """Settings without limits: the caller says how many lines run at a time, and no client waits.
-
-    `round_timeout`: seconds after which a round of steps counts as hung. Raises ValueError.
-    """
-    return Settings(
-        max_requests=NO_LIMIT, max_tokens=NO_LIMIT, max_body=NO_LIMIT, deadline=NO_LIMIT, send_timeout=NO_LIMIT,
-        round_timeout=round_timeout, adapters=adapters,
-    )  # fmt: skip
 
 
 class Ask(Strict):

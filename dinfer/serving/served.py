@@ -23,6 +23,7 @@ from dinfer.serving.abilities.salting import Salt
 from dinfer.serving.async_engine import AsyncEngine, EngineThread
 from dinfer.serving.errors import SHOWN, ApiError, at_field, invalid, refused
 from dinfer.serving.fields import SEEDS, Generation, Sampled
+from dinfer.serving.settings import check_aliases
 from dinfer.structure import Language
 from dinfer.structure.abilities.bias import TokenBias
 from dinfer.structure.infilling import escaped, infill_request
@@ -265,10 +266,7 @@ class Catalogue(dict[str, Served]):
 
     def call(self, aliases: Mapping[str, str]) -> None:
         """Gives models other names. Raises ValueError."""
-        for alias, name in aliases.items():
-            if alias in self or name not in self:
-                why = "is served itself" if alias in self else f"stands for {name!r}, which is not served"
-                raise ValueError(f"aliases: {alias!r} {why}. Served: {', '.join(self)}")
+        check_aliases(aliases, self)
         self.aliases = aliases
 
     @property

@@ -3,7 +3,7 @@
 import ipaddress
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,6 +102,25 @@ class Settings:
         if not keys or any(len(key) < LEAST_KEY for key in keys):
             raise ValueError(f"{self.api_key.partition(':')[2]} must hold keys of at least {LEAST_KEY} characters")
         return keys
+
+
+def unlimited(round_timeout: float, adapters: dict[str, str] | None = None) -> Settings:
+    """Settings without limits: the caller says how many requests run at a time, and no client waits.
+
+    `round_timeout`: seconds after which a round of steps counts as hung. Raises ValueError.
+    """
+    return Settings(
+        max_requests=NO_LIMIT, max_tokens=NO_LIMIT, max_body=NO_LIMIT, deadline=NO_LIMIT, send_timeout=NO_LIMIT,
+        round_timeout=round_timeout, adapters=adapters,
+    )  # fmt: skip
+
+
+def check_aliases(aliases: Mapping[str, str], served: Collection[str]) -> None:
+    """Raises ValueError for another name of a model that has it already, or of one that is not served."""
+    for alias, name in aliases.items():
+        if alias in served or name not in served:
+            why = "is served itself" if alias in served else f"stands for {name!r}, which is not served"
+            raise ValueError(f"aliases: {alias!r} {why}. Served: {', '.join(served)}")
 
 
 def listen(settings: Settings, *, shared: bool = False) -> socket.socket:

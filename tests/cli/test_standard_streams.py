@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from support.command_line import loggers_kept
 
 import dinfer
 from dinfer.__main__ import main
@@ -166,7 +167,7 @@ def test_an_interrupted_evaluation_says_how_to_go_on(
     assert answers.count('"key"') == 4 and answers.count('"setup"') == 2
 
 
-def test_outputs_are_checked_before_anything_is_loaded(
+def test_what_is_wrong_is_told_before_anything_is_loaded(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def loaded(*given: object, **named: object) -> None:
@@ -174,16 +175,35 @@ def test_outputs_are_checked_before_anything_is_loaded(
 
     monkeypatch.setattr("dinfer.core.pipeline.pipeline.load_network", loaded)
     (tmp_path / "file").write_text("")
-    wrong = [
+    tune, serve = ["tune", f"preset={tmp_path}/conf/recipe/mine.yaml"], ["serve", "port=0"]
+    batch = ["batch", f"{tmp_path}/file", f"{tmp_path}/out"]
+    wrong: list[tuple[list[str], str]] = [
         (["trace", "a", f"out={tmp_path}/file/a.html"], "file: Not a directory"),
         (["audit", "a", f"out={tmp_path}/file/a"], "file: Not a directory"),
         (["eval", f"out={tmp_path}/file"], "file: Not a directory"),
         (["tune", f"preset={tmp_path}/file/recipe/mine.yaml"], "file/recipe: Not a directory"),
-        (["tune", f"preset={tmp_path}/conf/recipe/mine.yaml", f"out={tmp_path}"], f"{tmp_path}: Is a directory"),
+        ([*tune, f"out={tmp_path}"], f"{tmp_path}: Is a directory"),
+        ([*tune, "trials=0"], "trials=0 must be at least 1"),
+        ([*tune, "max_drop=-1"], "max_drop=-1.0 must be at"),
+        ([*tune, "max_new_tokens=0"], "max_new_tokens=0 must be at least 1"),
+        ([*tune, "space={decoder:3}"], "space.decoder=3 must say what of it"),
+        ([*tune, "tasks=mini_gsm", "metric=foo"], "metric='foo': the task mini_gsm has"),
+        (["audit", "a", "max_new_tokens=0"], "max_new_tokens=0 must be at least 1"),
+        ([*batch, "adapters=3"], "adapters=3 must be names and values or null"),
+        ([*batch, "adapters={a:/nowhere}"], "adapters: unknown checkpoint '/nowhere'"),
+        ([*batch, "round_timeout=0"], "round_timeout=0.0 must be more than 0"),
+        ([*batch, "name=a:b"], "without a colon"),
+        ([*serve, "aliases=3"], "aliases=3 must be names and values or null"),
+        ([*serve, "aliases={a:b}"], "aliases: 'a' stands for 'b', which is not served. Served: tiny"),
+        ([*serve, "adapters={a:/nowhere}"], "adapters: unknown checkpoint '/nowhere'"),
+        ([*serve, "calibration=3"], "calibration=3 must be names and values or null"),
+        ([*serve, "cache=block", "recipes=[]"], "cache=block"),
+        ([*serve, "quantize=foo"], "quantize='foo' is not known"),
     ]
-    for args, message in wrong:
-        assert ended(args) == 2
-        assert message in capsys.readouterr().err
+    with loggers_kept():  # a server writes lines of JSON
+        for args, message in wrong:
+            assert ended(args) == 2
+            assert message in capsys.readouterr().err
 
 
 def test_progress_is_a_line_now_and_then_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:

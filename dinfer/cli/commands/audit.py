@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 def measure(config: dict[str, Any]) -> None:
     """Audits one recipe, prints what it found and writes it."""
     question, count = config["prompt"], counted(config, "count")
-    new_tokens, out = setting(config, "max_new_tokens", int), setting(config, "out", str | None)
+    new_tokens, out = counted(config, "max_new_tokens"), setting(config, "out", str | None)
     questions = [question] if question else [problem.question for problem in problems_of(config, count)]
     from dinfer.lab.audit import Audit, audit, check_ranks, plot
 

@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from dinfer.cli.application import OVERRIDE, launch
-from dinfer.cli.commands.serve import made, name_of, needed, recipes
-from dinfer.cli.conf import GROUPS, check_ahead, counted, held_of, need, ranks_of, setting
+from dinfer.cli.commands.serve import check, made, name_of, needed, recipes
+from dinfer.cli.conf import GROUPS, counted, held_of, need, ranks_of, setting
 from dinfer.cli.terminal import FAILED, Interrupted, Report, fail, say, several
 from dinfer.lab.outputs import check_file
 
@@ -51,13 +51,18 @@ def run(args: Namespace) -> None:
 
 def batch(config: dict[str, Any], *, paths: list[str], line: list[str]) -> None:
     """Answers what is not answered yet. `line`: the command line."""
-    from dinfer.structure.form import form_of
-
     needed("dinfer batch")
+    from dinfer.serving.settings import unlimited
+
     source, target = paths[0], Path("/dev/stdout" if paths[1] == STANDARD else paths[1])
     target = target.resolve() if target.is_file() else target
     overwrite, others = setting(config, "overwrite", bool), recipes(config, "batch")
     counted(config, "max_new_tokens")
+    limits = unlimited(setting(config, "round_timeout", float), setting(config, "adapters", dict[str, str] | None))
+    config = config | {"name": name_of(config)}
+    check(config, others, limits)
+    from dinfer.structure.form import form_of
+
     if (form := form_of(held := held_of(config))) is not None:
         form.check()  # what is wrong with it would be so for every line
     parts = {name: config[name] for name in ("name", "dtype", "quantize", "max_new_tokens", *GROUPS)}
@@ -69,11 +74,10 @@ def batch(config: dict[str, Any], *, paths: list[str], line: list[str]) -> None:
         check_text(asked, source)
         report.at("loading")
         from dinfer.core.engine.errors import RankFailed
-        from dinfer.serving.batch_file import Output, run, settings
+        from dinfer.serving.batch_file import Output, run
         from dinfer.serving.run import EngineFailed
 
-        limits = settings(setting(config, "round_timeout", float), setting(config, "adapters", dict[str, str] | None))
-        answering = answering_of(config | {"name": name_of(config)}, others, limits)
+        answering = answering_of(config, others, limits)
         progress = Progress(report)
         with Output(target, overwrite=overwrite) as output:
             try:
@@ -103,7 +107,6 @@ def answering_of(config: dict[str, Any], others: dict[str, dict[str, Any]], limi
     need("ray", "ray", "ray= needs Ray")
     if replicas is not None:
         counted(config, "replicas")
-    check_ahead(config, others)
     from dinfer.scale.ray.cluster import connect, device_of, placed
     from dinfer.scale.ray.shards import answer_on_cluster
 

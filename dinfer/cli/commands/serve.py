@@ -28,6 +28,8 @@ from dinfer.cli import conf
 from dinfer.cli.application import launch
 from dinfer.cli.conf import check_ahead, counted, need, of_recipe, pipeline, ranks_of, runtime_of, setting
 from dinfer.cli.terminal import FAILED, check_interrupted, fail
+from dinfer.core.loading.files import locate
+from dinfer.core.provided import needed as provider
 from dinfer.core.registry import typed
 
 if TYPE_CHECKING:
@@ -63,6 +65,7 @@ def serve(config: dict[str, Any]) -> None:
         from dinfer.serving.guard import log_as_json
 
         log_as_json()  # what loading warns of too
+        check(config, others, settings)
         server = made(config, others, settings)
         from dinfer.serving.run import serve, tuned
 
@@ -79,7 +82,7 @@ def serve_replicas(config: dict[str, Any], others: dict[str, dict[str, Any]], se
     from dinfer.serving.settings import listen
 
     with listen(settings, shared=True) as socket:
-        check_ahead(config, others)
+        check(config, others, settings)
         autoscaling = setting(config, "autoscaling", dict | None)
         os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # read at the import: each request has a line of its own
         from dinfer.scale.ray.cluster import connect, device_of, placed
@@ -96,6 +99,19 @@ def serve_replicas(config: dict[str, Any], others: dict[str, dict[str, Any]], se
             run(partial(made, config | {"device": device}, others), settings, plan, socket, partial(announce, names))
         except EngineFailed as error:
             fail(error, FAILED)
+
+
+def check(config: dict[str, Any], others: dict[str, dict[str, Any]], settings: Settings) -> None:
+    """Raises ValueError for what cannot be loaded or served, before weights are read."""
+    from dinfer.serving.settings import check_aliases
+
+    check_aliases(settings.aliases or {}, [config["name"], *(f"{config['name']}:{preset}" for preset in others)])
+    check_ahead(config, others)
+    from dinfer.core.pipeline.inputs import named
+
+    for name, path in (settings.adapters or {}).items():
+        with named("adapters"):
+            locate(path, needed=provider("adapters", f"adapters={name}", "formats").ADAPTER)
 
 
 def made(config: dict[str, Any], others: dict[str, dict[str, Any]], settings: Settings) -> Server:

@@ -27,7 +27,7 @@ import shlex
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -69,8 +69,6 @@ def run_search(config: dict[str, Any], *, command: str) -> None:
     if (labelled := setting(config, "labelled", str | None)) is not None:
         return calibrate(config, labelled, command)
     need("optuna", "tune", "dinfer tune needs Optuna")
-    from dinfer.lab.tuning import Found, tune
-
     goal = setting(config, "goal", str)
     if goal not in GOALS:
         raise ValueError(f"goal={goal} must be tps (tokens a second) or tpf (tokens a forward)")
@@ -81,9 +79,11 @@ def run_search(config: dict[str, Any], *, command: str) -> None:
     reference: Components = {kind: config[kind] for kind in GROUPS if kind != "model"}
     found: Found | None = None
     tried: list[Tried] = []
-    trials, drop = setting(config, "trials", int), setting(config, "max_drop", float)
-    for name in ("count", "heldout"):
+    trials, drop = counted(config, "trials"), setting(config, "max_drop", float)
+    for name in ("count", "heldout", *(("max_new_tokens",) if config["max_new_tokens"] is not None else ())):
         counted(config, name)
+    from dinfer.lab.tuning import Found, tune
+
     with Report() as progress:
         progress.at("loading the model")
         objective = Problems(config) if config["tasks"] is None else Task(config)
@@ -111,16 +111,16 @@ def calibrate(config: dict[str, Any], labelled: str, command: str) -> None:
     path = preset_file(Path(setting(config, "preset", str)))
     check_file(path)
     from dinfer.lab.calibration import MOST
-    from dinfer.serving.batch_file import settings
     from dinfer.serving.calibrating import calibrated, parsed
     from dinfer.serving.errors import ApiError
+    from dinfer.serving.settings import unlimited
 
     try:
         with named(f"labelled={labelled}"), Path(labelled).open("rb") as file:
             asked = parsed(file)
         with Report() as progress:
             progress.at("loading the model")
-            server = made(config | {"name": "model", "max_new_tokens": 1}, {}, settings(NO_ROUND))
+            server = made(config | {"name": "model", "max_new_tokens": 1}, {}, unlimited(NO_ROUND))
             progress.at("reading")
             found = calibrated(server, asked)
     except ApiError as error:
@@ -259,14 +259,14 @@ class Problems:
         self.problems: dict[Split, list[Problem]] = {"calibration": every[:count], "heldout": every[count:]}
         self.new_tokens = setting(config, "max_new_tokens", int | None) or 128
         self.timed = config["goal"] == "tps"
-        self.base = pipeline(config)
+        self.base = cache(partial(pipeline, config))  # what is wrong with a search is told before
 
     def __call__(self, parts: Components, split: Split) -> Measured:
         from dinfer.lab.metrics import solve
         from dinfer.lab.tuning import Measured
 
         problems = self.problems[split]
-        pipe = beside(self.base, parts)
+        pipe = beside(self.base(), parts)
         if self.timed:  # memory, kernels and graphs are nobody's speed
             solve(pipe, problems[: pipe.engine.runtime.rows], self.new_tokens)
         return Measured(*solve(pipe, problems, self.new_tokens))
@@ -289,19 +289,20 @@ class Task:
         self.among = replicas(setting(config, "device", str | None), ranks_of(config))
         if self.among.size > 1:
             raise ValueError(f"dinfer tune runs on one rank, not on {self.among.size}: start it without torchrun")
-        self.base = pipeline(config | {"device": str(self.among.device)})
+        self.base = cache(partial(pipeline, config | {"device": str(self.among.device)}))
 
     def __call__(self, parts: Components, split: Split) -> Measured:
         from dinfer.lab.metrics import Metrics
         from dinfer.lab.tuning import Measured
         from evaluations import run as runs
 
-        pipe, settings = beside(self.base, parts), self.settings(documents=self.bounds[split])
+        settings = self.settings(documents=self.bounds[split])
         recipe = {"model": self.config["model"], **parts}
         with TemporaryDirectory(prefix="dinfer-tune-") as folder:
             stem = Path(folder) / "tune"
             found = runs.evaluate(
-                lambda: pipe, settings, among=self.among, recipe=recipe, runtime={}, stem=stem, command="dinfer tune",
+                lambda: beside(self.base(), parts), settings, among=self.among, recipe=recipe, runtime={}, stem=stem,
+                command="dinfer tune",
             )  # fmt: skip
             if found is None or len(found["tasks"]) != 1:
                 raise ValueError(f"tasks={self.config['tasks']} is a group of tasks: tune on one of them")
