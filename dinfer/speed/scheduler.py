@@ -15,6 +15,7 @@ from dinfer.core.engine.runtime import Runtime
 from dinfer.core.engine.scheduler import PlannedStep, Scheduler
 from dinfer.core.recipe.recipe import Recipe
 from dinfer.core.step.cursors import Cursors, Phase
+from dinfer.core.step.mixins import Slides
 from dinfer.core.step.shape import KeysOnly, Planned, StepShape
 from dinfer.speed.grouping import LATE, Group, PrefillBatching, free_positions, grouped, narrow_width, opens
 from dinfer.speed.settling import Ahead, Settling, Slicing
@@ -34,8 +35,8 @@ def stays_open(left: int, fastest: int, blocks: int = 1) -> bool:
     return left - most * (blocks - 1) / 2 > BURST * most
 
 
-def repeats(steps: Sequence[tuple[StepShape, list[int]]], rows: Collection[Row]) -> bool:
-    """Whether all rows will most likely need the one step of the last round once more."""
+def repeats(steps: Sequence[tuple[StepShape, list[int]]], rows: Collection[Row], slides: bool) -> bool:
+    """Whether all rows will most likely need the one step of the last round once more. `slides`: see `Slides`."""
     if len(steps) != 1:
         return False
     shape, slots = steps[0]
@@ -45,7 +46,7 @@ def repeats(steps: Sequence[tuple[StepShape, list[int]]], rows: Collection[Row])
         return False
     if any(row.need.width != shape.width or row.missed for row in rows):
         return False
-    if all(row.slid for row in rows):  # wherever it slides, a window is as wide; one that has ended costs its lane
+    if slides:  # wherever it slides, a window is as wide; one that has ended costs its lane
         return 2 * sum(map(ends_soon, rows)) < len(rows)
     return all(row.steady and stays_open(row.left, row.fastest, shape.blocks) for row in rows)
 
@@ -79,7 +80,7 @@ class FastScheduler(Scheduler):
 
     def __init__(self, recipe: Recipe, runtime: Runtime) -> None:
         super().__init__(recipe, runtime)
-        self.lookahead = Lookahead()
+        self.lookahead, self._sliding = Lookahead(), isinstance(recipe.iteration, Slides)
         self._free = free_positions(recipe.model.spec)
         self._prefills = PrefillBatching(self._free, runtime.positions)
         self._window = recipe.cache.plan(Phase.WINDOW)
@@ -112,7 +113,7 @@ class FastScheduler(Scheduler):
         """
         if not in_flight:
             return super().plan(rows)
-        self._repeatable = repeats(self._steps, rows)
+        self._repeatable = repeats(self._steps, rows, self._sliding)
         return self._steps if self._repeatable and self.lookahead.pays else self._predicted(rows)
 
     def _plan(self, row: Row, now: Cursors) -> None:
@@ -137,7 +138,7 @@ class FastScheduler(Scheduler):
         if self._ahead is not None:
             self._ahead.ends.record(rows)
         if self._repeatable:
-            self.lookahead.record(all(row.steady or row.slid for row in rows))
+            self.lookahead.record(all(self._sliding or row.steady for row in rows))
         self._repeatable = False
 
     def need(self, now: Cursors) -> StepWidth:

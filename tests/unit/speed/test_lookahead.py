@@ -77,12 +77,13 @@ class Watch:
     """How many launches there were, and how many of them came while an earlier round had not been looked at."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.open = self.guesses = self.rounds = 0
+        self.open = self.guesses = self.rounds = self.first = 0  # `first`: the launch that was the first guess
         request, read = CanvasReader.request, CanvasReader.read
 
         def asked(reader: CanvasReader, slots: list[int], *, blocks: bool, drafts: bool) -> CursorCopy:
             self.open, self.rounds = self.open + 1, self.rounds + 1
             self.guesses += self.open == 2
+            self.first = self.first or self.rounds * (self.open == 2)
             return request(reader, slots, blocks=blocks, drafts=drafts)
 
         def seen(reader: CanvasReader, asked: CursorCopy) -> Any:
@@ -122,6 +123,7 @@ def test_rows_whose_window_slides_take_the_same_step_again(
     want = [done.output for done in completions(engine_for(recipe, rows=rows), requests)]
     engine, watch = launched_ahead(engine_for(recipe, rows=rows)), Watch(monkeypatch)
     assert [done.output for done in completions(engine, requests)] == want
+    assert watch.first == 3  # behind the prompt and one step
     assert watch.guesses > watch.rounds / 2 and watch.open <= 1  # the step behind the last one found nobody
 
 
