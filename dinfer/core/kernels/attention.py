@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dinfer.core.kernels.dispatch import native, triton, use_triton
-from dinfer.core.kernels.types import FLOAT8, Grouped, InputFormat
+from dinfer.core.kernels.types import FLOAT8, Grouped, InputFormat, Rounded
 
 
 def interval_mask(kv_start_BW: Tensor, kv_end_BW: Tensor, keys: int) -> Tensor:
@@ -54,8 +54,8 @@ def neighbours(pages_BP: Tensor) -> slice | None:
 def paged_attention(
     q_BWHE: Tensor, k_PTGE: Tensor, v_PTGE: Tensor, pages_BP: Tensor, interval_BW: tuple[Tensor, Tensor],
     self_key_BW: Tensor | None = None, input_format: InputFormat = "plain",
-) -> Tensor | Grouped:  # fmt: skip
-    """Interval attention over keys in pages of T positions. [B, W, H, E]; [B, W, H * E] if that is the `input_format`.
+) -> Tensor | Grouped | Rounded:  # fmt: skip
+    """Interval attention over keys in pages of T positions. [B, W, H, E], or [B, W, H * E] in the `input_format`.
 
     Key s of a row is in page `pages_BP[row, s // T]`. `self_key_BW` is the place in the pool of one more key, which the
     query sees whatever its interval; -1: none. Every query must see a key. Keys outside a query's interval must be

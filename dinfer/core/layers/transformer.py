@@ -22,7 +22,7 @@ from dinfer.core.kernels.dispatch import on_own_device, untouched
 from dinfer.core.kernels.moe import Gate, Shared, block_experts, expert_mixture, route
 from dinfer.core.kernels.norm import add, add_rms_norm, rms_norm, swiglu
 from dinfer.core.kernels.rotary import projections, queries_keys_values, rotary_table
-from dinfer.core.kernels.types import Dealt, Deferred, Grouped, HeadNorm, InGroups, InputFormat, Projections, Table
+from dinfer.core.kernels.types import Dealt, Deferred, HeadNorm, InGroups, InputFormat, Projections, Table
 from dinfer.core.layers.format import PLAIN, untraced
 from dinfer.core.layers.linear import Embedding, Formatted, Linear, Router, apply, fused, inputs_of
 from dinfer.core.provided import provided
@@ -260,9 +260,9 @@ class Block(nn.Module):
         x_BWD, h_BWD = added(self.attn_norm, x_BWD, delta_BWD, inputs_of(self.qkv))
         return x_BWD, apply(self.qkv, h_BWD)
 
-    def after(self, x_BWD: Tensor, seen_BWHE: Tensor | Grouped, pos_BW: Tensor) -> tuple[Tensor, Deferred]:
+    def after(self, x_BWD: Tensor, seen_BWHE: Deferred, pos_BW: Tensor) -> tuple[Tensor, Deferred]:
         """Output projection of the attention, and MLP: the residual stream as a sum of two."""
-        seen_BWX = seen_BWHE if isinstance(seen_BWHE, Grouped) else seen_BWHE.flatten(2)
+        seen_BWX = seen_BWHE.flatten(2) if isinstance(seen_BWHE, Tensor) else seen_BWHE
         x_BWD, h_BWD = added(self.mlp_norm, x_BWD, apply(self.out, seen_BWX), inputs_of(self.mlp))
         return x_BWD, apply(self.mlp, h_BWD, pos_BW)
 

@@ -37,7 +37,7 @@ class Attend(Protocol):
         """Norms and rotates queries and keys, keeps what is to be kept, and attends. [B, W, heads, E]
 
         `needed_BX`: only the queries at these of the W places attend. [B, X, heads, E]
-        Where `qkv` says that the next layer takes groups, it may leave `dinfer.core.kernels.types.Grouped` instead.
+        Where `qkv` says that the next layer takes rounded rows, it may leave these instead: `Grouped` or `Rounded`.
         `qkv` is what `dinfer.core.kernels.rotary.projections` makes of a layer's projections; only kernels look inside.
         """
         ...

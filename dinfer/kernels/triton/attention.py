@@ -16,10 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dinfer.core.kernels.types import Grouped, InputFormat
+from dinfer.core.kernels.types import FLOAT8, LARGEST, Grouped, InputFormat, Rounded
 from dinfer.kernels.triton.launch import early, follow, stages
-from dinfer.kernels.triton.linear import empty_groups, in_groups, whole
+from dinfer.kernels.triton.linear import empty_groups, empty_rounded, in_groups, scaled, whole
 
+JOINED = 8192  # values of the splits of a row that one program joins and rounds, instead of two kernels
 LOG2_E = 1.4426950408889634  # the kernels use powers of 2, which are cheaper than powers of e
 
 
@@ -152,6 +153,29 @@ def join(
     tl.store(out_ptr + row * E + entry, out)
 
 
+@triton.jit
+def _join_rows(
+    q_ptr, part_ptr, stat_ptr, out_ptr, scale_ptr, H: tl.constexpr, E: tl.constexpr, SPLITS: tl.constexpr,
+    HEADS: tl.constexpr, LARGEST: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """All heads of a position, which is rounded to 8 bits."""
+    follow(EARLY)
+    row = tl.program_id(0).to(tl.int64)
+    head, split = tl.arange(0, HEADS), tl.arange(0, SPLITS)
+    there, each = (head < H)[:, None], (row * H + head[:, None]) * SPLITS + split[None, :]
+    top = tl.load(stat_ptr + each * 2, mask=there, other=0.0)
+    total = tl.load(stat_ptr + each * 2 + 1, mask=there, other=1.0)
+    weight = tl.exp2(top - tl.max(top, 1, keep_dims=True))
+    part_ptrs = part_ptr + each[:, :, None] * E + tl.arange(0, E)[None, None, :]
+    part = tl.load(part_ptrs, mask=there[:, :, None], other=0.0)
+    out = tl.sum(part * weight[:, :, None], 1) / tl.sum(total * weight, 1, keep_dims=True)
+    out = tl.reshape(out.to(q_ptr.dtype.element_ty).to(tl.float32), (HEADS * E,))
+    out, scale = scaled(out, 0, LARGEST)
+    place = tl.arange(0, HEADS * E)
+    tl.store(out_ptr + row * H * E + place, out.to(out_ptr.dtype.element_ty), mask=place < H * E)
+    tl.store(scale_ptr + row + tl.arange(0, 1), scale)
+
+
 class Tiles(NamedTuple):
     """How the work is divided among programs."""
 
@@ -165,13 +189,13 @@ class Tiles(NamedTuple):
 def paged_attention(
     q_BWHE: Tensor, k_PTGE: Tensor, v_PTGE: Tensor, pages_BP: Tensor, start_BW: Tensor, end_BW: Tensor,
     self_key_BW: Tensor | None = None, tiles: Tiles | None = None, input_format: InputFormat = "plain",
-) -> Tensor | Grouped:  # fmt: skip
+) -> Tensor | Grouped | Rounded:  # fmt: skip
     """See `dinfer.core.kernels.attention.paged_attention`."""
     lanes, width, heads, size = q_BWHE.shape
     _, page, groups, _ = k_PTGE.shape
     share, pages = width * heads // groups, pages_BP.shape[1]
     tile, keys, splits, warps, most = tiles or _tiles(lanes * groups, share, size, pages * page, q_BWHE.dtype.itemsize)
-    made: Tensor | Grouped
+    made: Tensor | Grouped | Rounded
     out = out_scale = made = torch.empty_like(q_BWHE, memory_format=torch.contiguous_format)
     asked, room = in_groups(input_format, lanes * width), 0
     if grouped := asked is not None and asked.group == size:
@@ -189,7 +213,13 @@ def paged_attention(
         num_stages=stages(q_BWHE.device, 2 * keys * size * k_PTGE.dtype.itemsize, most),
         **early(q_BWHE),
     )  # fmt: skip
-    if splits > 1:
+    if splits > 1 and input_format == "rounded" and heads * splits * size <= JOINED:
+        made = empty_rounded(q_BWHE[..., 0], heads * size)
+        _join_rows[(lanes * width,)](
+            q_BWHE, part, stat, made.values, made.scale, H=heads, E=size, SPLITS=splits,
+            HEADS=triton.next_power_of_2(heads), LARGEST=LARGEST[FLOAT8], num_warps=8, **early(q_BWHE),
+        )  # fmt: skip
+    elif splits > 1:
         join[(lanes * width * heads,)](
             q_BWHE, part, stat, out, out_scale, room, H=heads, E=size, SPLITS=splits,
             GROUPED=grouped, num_warps=1, **early(q_BWHE),

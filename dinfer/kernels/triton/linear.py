@@ -216,7 +216,7 @@ def config_for(
         return Config(many, 64, 64, 4, 4)
     if split and size == 2:
         # More parts take longer: what is saved here, whoever adds them up loses.
-        if outputs <= 512 and width % (4 * 256) == 0:
+        if outputs <= 768 and width % (4 * 256) == 0:
             return Config(many, 32, 256, 2, 3, parts=4)
         if outputs <= 4096 and width % (2 * 256) == 0:
             return Config(many, 64, 256, 4, 4, late=width < outputs, parts=2)

@@ -141,6 +141,23 @@ def test_keys_that_all_queries_see_need_no_mask(reference: None, splits: int, fi
     torch.testing.assert_close(got, want, **CLOSE[torch.float32])
 
 
+@pytest.mark.parametrize("heads", [6, 24])
+def test_splits_are_joined_and_rounded_in_one_kernel(heads: int) -> None:
+    """The same bits as in two; of many heads two are faster."""
+    size, page, pages, splits = 128, 8, 9, 4
+    k_PTGE, v_PTGE = (draw(pages, page, 2, size, dtype=torch.bfloat16) for _ in range(2))
+    q_BWHE = draw(1, 5, heads, size, dtype=torch.bfloat16)
+    start_BW, end_BW = (torch.full((1, 5), at, device=DEVICE) for at in (3, 70))
+    read = q_BWHE, k_PTGE, v_PTGE, torch.arange(pages, device=DEVICE)[None], start_BW, end_BW
+    tiles = triton_attention.Tiles(16, 16, splits, 4, 1)
+    want = triton_attention.paged_attention(*read, tiles=tiles).flatten(2)
+    got = triton_attention.paged_attention(*read, tiles=tiles, input_format="rounded")
+    assert isinstance(got, Rounded if heads == 6 else torch.Tensor)
+    if isinstance(got, Rounded):
+        rounded = triton_linear.round_rows(want)
+        assert torch.equal(got.values.float(), rounded.values.float()) and torch.equal(got.scale, rounded.scale)
+
+
 ROUTERS: dict[str, dict[str, Any]] = {
     "softmax": {},
     "normalized": {"normalize": True},
