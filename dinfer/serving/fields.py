@@ -34,7 +34,7 @@ REASONS: dict[str, dict[str, tuple[Any, ...]]] = {
         "cache_salt": (),
     },
     "is not supported: answers are text.": {"modalities": (["text"],), "audio": ()},
-    "is not supported.": {"prediction": (), "web_search_options": (), "documents": ([],)},
+    "is not supported.": {"prediction": (), "web_search_options": (), "documents": ([],), "safe_prompt": (False,)},
     "is not supported here: it is for chats and reads.": {"chat_template_kwargs": ({},)},
     'is not supported here. Use chat_template_kwargs, such as {"enable_thinking": false}, or reasoning_effort.': {
         "enable_thinking": (), "thinking": (), "reasoning": (),
@@ -324,10 +324,15 @@ class Conversation(Strict):
 
     @model_validator(mode="before")
     @classmethod
-    def _images(cls, data: Any) -> Any:
-        return (
-            {**data, "messages": opened_in(data["messages"])} if isinstance(data, dict) and "messages" in data else data
-        )
+    def _opened(cls, data: Any) -> Any:
+        """With images as they are read. Mistral's and DeepSeek's clients mark a last message that is continued."""
+        if not isinstance(data, dict) or "messages" not in data:
+            return data
+        data = {**data, "messages": opened_in(data["messages"])}
+        match data["messages"]:
+            case [*before, {"role": "assistant" as role, "prefix": True, **rest}]:
+                data |= {"messages": [*before, {"role": role, **rest}], "continue_final_message": True}
+        return data
 
     @property
     def conversation(self) -> list[dict[str, Any]]:

@@ -82,6 +82,7 @@ def test_a_seed_has_64_bits_and_choices_may_be_many(client: Client) -> None:
     drawn = [chat(client, temperature=1.0, seed=seed).json()["choices"] for seed in (-1, -1, -(2**63), 2**63 - 1)]
     assert drawn[0] == drawn[1] and len({json.dumps(one) for one in drawn}) > 1
     assert chat(client, seed=2**63).status_code == 400
+    assert chat(client, temperature=1.0, random_seed=-1, safe_prompt=False).json()["choices"] == drawn[0]
     assert len(chat(client, n=20, max_tokens=2).json()["choices"]) == 20
     assert chat(client, n=129).json()["error"]["param"] == "n"
 
@@ -99,6 +100,10 @@ def test_a_message_may_be_continued(client: Client) -> None:
     ids = client.ask("/tokenize", {"model": "tiny", "messages": turns, "continue_final_message": True}).json()["tokens"]
     assert client.ask("/detokenize", {"model": "tiny", "tokens": ids}).json()["prompt"].endswith("Tom has")
     assert chat(client, messages=turns, continue_final_message=True).json()["usage"]["prompt_tokens"] == len(ids)
+    marked = [*ASK["messages"], {"role": "assistant", "content": "Tom has", "prefix": True}]  # as Mistral's clients do
+    assert chat(client, messages=marked).json()["usage"]["prompt_tokens"] == len(ids)
+    early = chat(client, messages=[*marked, *ASK["messages"]])
+    assert early.status_code == 400 and early.json()["error"]["param"] == "messages.1.prefix"
     both = chat(client, messages=turns, continue_final_message=True, add_generation_prompt=True)
     assert both.json()["error"]["param"] == "continue_final_message"
 

@@ -7,7 +7,7 @@ import json
 import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from fastapi import FastAPI, Response
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -132,6 +132,7 @@ class ToolFields(HeldFields):
 
 class ChatRequest(Conversation, ToolFields, Scored, Generation):
     source = "messages"
+    aliases: ClassVar = {"random_seed": "seed"}  # Mistral's
 
     include_reasoning: bool = True  # a thought is told apart from the answer; False: the text is left whole
     separate_reasoning: bool = True  # the same
