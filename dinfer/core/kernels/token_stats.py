@@ -43,6 +43,10 @@ def whole(
     wanted_RL: Tensor | None,
 ) -> TokenStats:  # fmt: skip
     """The statistics where all logits are here."""
+    kernels = native("token_stats", logits_RLV) if draw is None and {*needs} <= {"best"} else None
+    if kernels is not None:
+        token_RL, confidence_RL, mask_RL = kernels.token_stats(logits_RLV, mask_id, wanted_RL)
+        return TokenStats(token_RL, confidence_RL, mask_RL, best_RL=token_RL if needs else None)
     prob_RLV = logits_RLV.softmax(-1)
     mask_RL = torch.zeros_like(prob_RLV[..., 0]) if mask_id is None else prob_RLV[..., mask_id]
     entropy_RL = torch.special.entr(prob_RLV).sum(-1) if "entropy" in needs else None
@@ -54,8 +58,7 @@ def whole(
         return token_RL, confidence_RL.masked_fill(score_RL == float("-inf"), float("nan")), lure_RL > score_RL
 
     token_RL, confidence_RL, _ = offered(*winner(logits_RLV, mask_id))
-    best_RL = token_RL if "best" in needs else None
-    stats = TokenStats(token_RL, confidence_RL, mask_RL, entropy_RL, margin_RL, best_RL)
+    stats = TokenStats(token_RL, confidence_RL, mask_RL, entropy_RL, margin_RL, token_RL if "best" in needs else None)
     if draw is None:
         return stats
     kernels, where_RL = native("draw", draw.logits_RLV), wanted_RL if drawn_RL is None else drawn_RL

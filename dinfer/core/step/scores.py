@@ -35,9 +35,8 @@ def logits_of(step: Step, known: Known) -> Tensor:
 
 def read_logits(step: Step, model: Network, h_RLD: Tensor) -> Tensor:
     """The logits of `needed_vocabulary`. `model`: of this step. [R, L, V]"""
-    if needed_vocabulary(step).all_gather is None or not isinstance(model, OwnLogits):
-        return model.logits(h_RLD)
-    return model.own_logits(h_RLD)
+    parted = needed_vocabulary(step).all_gather is not None
+    return model.own_logits(h_RLD) if parted and isinstance(model, OwnLogits) else model.logits(h_RLD)
 
 
 def scored(step: Step, made: Decision, logits_RLV: Tensor) -> TokenStats:
@@ -48,8 +47,7 @@ def scored(step: Step, made: Decision, logits_RLV: Tensor) -> TokenStats:
     keeps = any(ability.keeps_logits for ability in step.abilities)
     if keeps and step.shape.extra(Sampled) is None:  # a sampling has made its own
         logits_RLV = logits_RLV.clone()  # which may be changed in place
-    found = proposed_tokens(step, step.lanes, made.view, logits_RLV, made.decoder_state)
-    stats, made.adjusted_RLV, draw = found
+    stats, made.adjusted_RLV, draw = proposed_tokens(step, step.lanes, made.view, logits_RLV, made.decoder_state)
     if keeps:
         step.notes[Raw] = Raw(raw_RLV, draw)
     return stats

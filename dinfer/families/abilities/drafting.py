@@ -54,6 +54,10 @@ class Undivided(Extra):
     divides = False
 
 
+class Idle:
+    """The note of which rows of a forward nobody reads. bool [B, W]"""
+
+
 class Confirms(Drafts, ABC):
     """A decoder whose drafts are fed at open positions, and confirmed by that forward."""
 
@@ -62,6 +66,11 @@ class Confirms(Drafts, ABC):
         """The most paths that it asks for. Its state "paths", int64 [versions, D], has them, the likeliest first; -1:
         no draft."""
         return 0
+
+    @property
+    def looks(self) -> int | None:
+        """Of how many positions, from the first open one on, a row without drafts reads the logits; None: of all."""
+        return None
 
     def redraft(self, logits_RLV: Tensor, first_R: Tensor, state: State) -> None:
         """Changes its paths, if it asks for versions. `first_R`: where in this region the next one begins."""
@@ -130,12 +139,30 @@ class Drafting(ByPart[Confirms]):
         made = feeds(run, lanes, row_B, drafts_NCX, count, mask, int(Status.OPEN))
         tokens_BW, (run.tokens_BW, step.notes[Confirms]) = run.tokens_BW, made
         if not count:
-            return None
+            return self._short(step, run, drafts_NCX[:, 0].index_select(0, row_B))
         states = States(
             lanes.slot_B, lanes.live_B, lanes.start_B, lanes.end_B, lanes.length_B, run.pos_BW,
             run.tokens_BW.view(count + 1, *tokens_BW.shape),
         )  # fmt: skip
         return states.attend(state.kv, run.pos_BW, run.place_BW, [run.seen[0]] * (count + 1), step.shape.pages)
+
+    def _short(self, step: Step, run: Forward, draft_BX: Tensor) -> PagedAttend | None:
+        """The attention without masks that draft behind what a row without drafts may keep; None: as it is.
+
+        On a card the width of a step is what takes time, and reports show what is offered at every mask.
+        """
+        looks, lanes = self.part.looks, step.lanes
+        if looks is None or step.shape.extras or use_triton(run.pos_BW, "canvas"):
+            return None
+        behind_BW = run.pos_BW - lanes.start_B[:, None] >= looks - step.recipe.model.spec.shift
+        idle_BW = step.notes[Idle] = behind_BW & (draft_BX[:, :1] < 0)
+        run.pos_BW, step.notes[Confirms] = run.pos_BW.masked_fill(idle_BW, -1), step.notes[Confirms] & ~idle_BW
+        place_BW = run.place_BW.masked_fill(idle_BW, -1)
+        return step.state.kv.attend(lanes.slot_B, run.pos_BW, run.seen, step.shape.pages, place_BW=place_BW)
+
+    def ran(self, step: Step, run: Forward) -> None:
+        if (idle_BW := step.notes.get(Idle)) is not None:  # kernels leave out rows of zeros
+            run.h_BWD.masked_fill_(idle_BW[..., None], 0)
 
     def feed(self, step: Step, run: Forward) -> None:
         if step.shape.phase != Phase.PREFILL:

@@ -72,6 +72,10 @@ class ISD(Decoder, Confirms):
         return self.branches if self.rejected == "branches" else 0
 
     @property
+    def looks(self) -> int | None:
+        return None if self.versions or self.accept != "drawn" else self.stride
+
+    @property
     def needs(self) -> tuple[str, ...]:
         return ("best",)
 

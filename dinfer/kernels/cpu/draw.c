@@ -78,6 +78,40 @@ int dinfer_draw(const float *logits, const double *scale, const int64_t *seed, c
     return 0;
 }
 
+/* The sum of e^((x - highest) by) over n logits. */
+INLINE double powers(const float *x, int64_t n, float highest, float by) {
+    double total = 0;
+    for (int64_t first = 0; first < n; first += CHUNK) {
+        float sum = 0;
+        int64_t here = least(CHUNK, n - first);
+#pragma omp simd reduction(+ : sum)
+        for (int64_t j = 0; j < here; j++) sum += power((x[first + j] - highest) * by);
+        total += sum;
+    }
+    return total;
+}
+
+/* The most likely of the tokens but `mask` (-1: there is none), its probability (NaN: it has none) and that of the mask, where
+   `wanted`; elsewhere 0. */
+int dinfer_token_stats(const float *logits, const uint8_t *wanted, int64_t *token, float *confidence, float *masked, int64_t N,
+                       int64_t V, int64_t mask, int64_t threads) {
+#pragma omp parallel for num_threads(threads)
+    for (int64_t i = 0; i < N; i++) {
+        token[i] = 0, confidence[i] = masked[i] = 0;
+        if (!wanted[i]) continue;
+        const float *row = logits + i * V;
+        float best = -INFINITY, lure = mask < 0 ? -INFINITY : row[mask];
+        int64_t head = mask < 0 ? 0 : mask, tail = mask < 0 ? 0 : mask + 1, at = first_largest(row, head, &best);
+        int64_t behind = first_largest(row + tail, V - tail, &best);
+        token[i] = behind >= 0 ? tail + behind : at >= 0 ? at : 0;
+        float highest = lure > best ? lure : best;
+        double total = powers(row, V, highest, 1);
+        confidence[i] = best > -INFINITY ? (float)(power(best - highest) / total) : NAN;
+        masked[i] = lure > -INFINITY ? (float)(power(lure - highest) / total) : lure == lure ? 0 : NAN;
+    }
+    return 0;
+}
+
 /* The logarithm of the sum of e^(logit / scale) over the vocabulary, where `wanted`; elsewhere 0. */
 int dinfer_log_sums(const float *logits, const float *scale, const uint8_t *wanted, float *out, int64_t R, int64_t L, int64_t V,
                     int64_t threads) {
@@ -88,15 +122,7 @@ int dinfer_log_sums(const float *logits, const float *scale, const uint8_t *want
         out[i] = 0;
         if (!wanted[i]) continue;
         if (first_largest(row, V, &highest) < 0) highest = 0; /* all are -inf, or none is a number */
-        double total = 0;
-        for (int64_t first = 0; first < V; first += CHUNK) {
-            float sum = 0;
-            int64_t n = least(CHUNK, V - first);
-#pragma omp simd reduction(+ : sum)
-            for (int64_t j = 0; j < n; j++) sum += power((row[first + j] - highest) * by);
-            total += sum;
-        }
-        out[i] = highest * by + (float)log(total);
+        out[i] = highest * by + (float)log(powers(row, V, highest, by));
     }
     return 0;
 }

@@ -161,16 +161,19 @@ int dinfer_low_rank(const float *x, const uint8_t *open, const uint16_t *a, cons
         for (int64_t g = 0; g < n; g += SHORT) {
             const float *from[SHORT];
             for (int r = 0; r < SHORT; r++) from[r] = x + at[least(g + r, n - 1)] * K;
-            downward(from, a + s * K, K, low + g * S + s, S, SHORT);
+            if (n - g < SHORT) downward(from, a + s * K, K, low + g * S + s, S, SHORT - 1);
+            else downward(from, a + s * K, K, low + g * S + s, S, SHORT);
         }
 #pragma omp parallel for num_threads(threads)
     for (int64_t task = 0; task < P * parts; task++) {
         int64_t p = task / parts, o = task % parts * 2 * LANES;
         const uint16_t *w = b + p * ranks * piece + o;
+        for (int64_t j = 0; n && j < ranks; j++) _mm_prefetch((const char *)(w + (ranks + j) * piece), _MM_HINT_T0); /* the next */
         for (int64_t g = 0; g < n; g += SHORT) {
             float *to[SHORT];
             for (int r = 0; r < SHORT; r++) to[r] = y + (at[least(g + r, n - 1)] * P + p) * piece + o;
-            if (o + LANES < piece) upward(to, low + g * S + first[p], S, w, ranks, piece, 1, SHORT, n - g);
+            if (o + LANES < piece && n - g < SHORT) upward(to, low + g * S + first[p], S, w, ranks, piece, 1, SHORT - 1, n - g);
+            else if (o + LANES < piece) upward(to, low + g * S + first[p], S, w, ranks, piece, 1, SHORT, n - g);
             else upward(to, low + g * S + first[p], S, w, ranks, piece, 0, SHORT, n - g);
         }
     }

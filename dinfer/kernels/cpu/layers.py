@@ -9,7 +9,8 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from operator import is_
+from itertools import chain, repeat
+from operator import attrgetter, contains, is_, methodcaller
 from typing import Any, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
@@ -25,6 +26,7 @@ from dinfer.core.layers.transformer import Block, GatedMLP, RMSNorm, Transformer
 from dinfer.core.memory import PagedAttend
 from dinfer.kernels.cpu.linear import KINDS, TILE, TILED, WIDEST, call, fields
 
+ADDRESS, VERSION = methodcaller("data_ptr"), attrgetter("_version")
 GROUPS: tuple[Group, ...] = "linear", "packed", "attention", "rotary", "norm", "gate"
 
 
@@ -48,29 +50,30 @@ class LayersPlan:
     layers: ctypes.Array[ctypes.c_int64]
     held: list[Any]  # keeps alive what `layers` points to
     gates: list[Any]  # one or none
-    places: list[tuple[dict[str, Any], str]]  # of modules and tensors
+    places: list[dict[str, Any]]  # of modules and tensors
     there: list[Any]  # what is at these places
     kinds: list[type]
     owned: list[dict[str, Any]]  # the attributes of each module
     hooks: list[dict[Any, Any]]
     tensors: list[Tensor]
     addresses: list[int]
-    versions: list[tuple[Tensor, int]]  # of tensors that C has copies of
+    copied: list[Tensor]  # of which C has copies
+    versions: list[int]
 
     @classmethod
     def of(cls, network: Transformer) -> LayersPlan:
         """Raises Unfit."""
-        plan = cls((ctypes.c_int64 * 0)(), *([] for _ in range(10)))
+        plan = cls((ctypes.c_int64 * 0)(), *([] for _ in range(11)))
         given = [one for place, block in enumerate(network.blocks) for one in plan.block(network, place, block)]
         for module in network.blocks.modules():
-            for own in (module._modules, module._parameters, module._buffers):
-                plan.places.extend((own, name) for name in own)
+            plan.places.extend((module._modules, module._parameters, module._buffers))
             plan.owned.append(vars(module))
             plan.hooks.extend((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks))
-        plan.there.extend(own[name] for own, name in plan.places)
+        plan.there.extend(chain.from_iterable(map(dict.values, plan.places)))
         plan.kinds.extend(map(type, plan.there))
         plan.tensors.extend(one for one in plan.there if isinstance(one, Tensor))
-        plan.addresses.extend(one.data_ptr() for one in plan.tensors)
+        plan.addresses.extend(map(ADDRESS, plan.tensors))
+        plan.versions.extend(map(VERSION, plan.copied))
         return replace(plan, layers=(ctypes.c_int64 * len(given))(*given))
 
     def block(self, network: Transformer, place: int, block: nn.Module) -> Iterator[int]:
@@ -117,7 +120,7 @@ class LayersPlan:
         if self.gates[0] is not switched.gate:
             raise Unfit
         part, (a_SK, b_PRO) = switched.part, halves
-        self.versions.extend((one, one._version) for one in (part.a_SK, part.b_OS))
+        self.copied.extend((part.a_SK, part.b_OS))
         self.held.extend((a_SK, b_PRO))
         yield from (a_SK.data_ptr(), b_PRO.data_ptr(), part.first_P.data_ptr(), len(a_SK), *b_PRO.shape)
 
@@ -130,15 +133,19 @@ class LayersPlan:
         return tensor.data_ptr()
 
     def holds(self) -> bool:
-        """Whether the network is as it was. It asks what `untouched` asks, of all modules at once."""
-        found = [own.get(name) for own, name in self.places]
+        """Whether the network is as it was. It asks what `untouched` asks, of all modules at once.
+
+        No loop here is Python's own: a network has some thousand modules and tensors, and each forward asks.
+        """
+        found = [*chain.from_iterable(map(dict.values, self.places))]
         return (
-            all(map(is_, found, self.there))
+            len(found) == len(self.there)
+            and all(map(is_, found, self.there))
             and [*map(type, found)] == self.kinds
-            and [one.data_ptr() for one in self.tensors] == self.addresses
+            and [*map(ADDRESS, self.tensors)] == self.addresses
             and not any(self.hooks)
-            and not any("forward" in own for own in self.owned)
-            and all(one._version == version for one, version in self.versions)
+            and not any(map(contains, self.owned, repeat("forward")))
+            and [*map(VERSION, self.copied)] == self.versions
         )
 
 
@@ -170,14 +177,24 @@ def layers(network: Transformer, x_BWD: Tensor, table: Table, attend: Any) -> Te
     if not (plain and fits and all(one is None for one in beside)) or (plan := planned(network)) is None:
         return None
     opened = plan.gates[0].open_N if plan.gates else None
+    lanes, width = attend.pos_BW.shape
+    live = max((place + 1 for one in attend.pos_BW.tolist() for place, pos in enumerate(one) if pos >= 0), default=0)
+
+    def filled(one: Tensor | None) -> Tensor | None:
+        """The same without the padding behind the last position of all lanes, which nobody reads."""
+        return one if one is None or live == width else one.view(lanes, width, -1)[:, :live].contiguous()
+
     out_BWD, k_JPTGE, v_JPTGE = x_BWD.contiguous().clone(), pool.k_JPTGE, pool.v_JPTGE
+    own_BWD = out_BWD if live == width else out_BWD[:, :live].contiguous()
     sizes = (
-        len(network.blocks), *x_BWD.shape, spec.heads, spec.kv_heads, spec.head_dim, cos.shape[-1], spec.mlp,
-        attend.pages_BP.shape[1], pool.page, torch.get_num_threads(), k_JPTGE.data_ptr(), v_JPTGE.data_ptr(),
+        len(network.blocks), lanes, live, x_BWD.shape[2], spec.heads, spec.kv_heads, spec.head_dim, cos.shape[-1],
+        spec.mlp, attend.pages_BP.shape[1], pool.page, torch.get_num_threads(), k_JPTGE.data_ptr(), v_JPTGE.data_ptr(),
         k_JPTGE.stride(0),
     )  # fmt: skip
     call(
-        "layers", plan.layers, (ctypes.c_int64 * len(sizes))(*sizes), out_BWD, *table, attend.write_X, attend.pages_BP,
-        *attend.interval_BW, opened, spec.norm_eps,
+        "layers", plan.layers, (ctypes.c_int64 * len(sizes))(*sizes), own_BWD, *map(filled, table),
+        filled(attend.write_X), attend.pages_BP, *map(filled, attend.interval_BW), filled(opened), spec.norm_eps,
     )  # fmt: skip
+    if live < width:
+        out_BWD[:, :live] = own_BWD
     return out_BWD if attend.needed_BX is None else at(out_BWD, attend.needed_BX)

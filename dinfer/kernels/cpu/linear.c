@@ -50,6 +50,7 @@ typedef __m256i Ints;
 
 #define DEEP 1024 /* inputs of a tile of weights in 8 bits; of one in 16 bits, half as many */
 #define SMALLEST 1e-30f
+#define AHEAD 4096 /* bytes that memory brings meanwhile */
 
 /* Outputs of one kind, of one weight or of one for each segment. `dinfer.kernels.cpu.linear` fills it. */
 typedef struct {
@@ -306,9 +307,65 @@ static void decode_tile(const Part *p, int64_t segment, int64_t output, int64_t 
             }
     }
 }
+
+/* As `decode_tile` and then `tile_8`, for inputs of one block of rows: what is decoded does not leave the registers. */
+INLINE void tile_at_once(const uint8_t *from, int kind, const int32_t *x, int64_t n, int rows, const float *scale,
+                         const float *total, Floats *sum) {
+    const int64_t bytes = LANES * (kind == Q8_0 ? 34 : kind == Q4_1 ? 20 : 18);
+    const __m512i low = _mm512_set1_epi8(15), sign = _mm512_set1_epi8(-128);
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++) sum[r] = FLOAT_ZERO;
+    for (int64_t k = 0; k < n; k += 32, from += bytes, x += 8 * ROWS, scale += ROWS, total += ROWS) {
+        const uint8_t *values = from + (kind == Q4_1 ? 4 : 2) * LANES;
+        Ints all[ROWS];
+        for (int64_t i = 0; i < bytes; i += 64) _mm_prefetch((const char *)from + AHEAD + i, _MM_HINT_T0);
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++) all[r] = ZERO;
+#pragma GCC unroll 8
+        for (int j = 0; j < 4; j++) {
+            __m512i some = LOAD(values + 4 * LANES * (kind == Q8_0 ? 2 * j : j)), a, b;
+            if (kind == Q8_0) a = _mm512_xor_si512(some, sign), b = _mm512_xor_si512(LOAD(values + 4 * LANES * (2 * j + 1)), sign);
+            else a = _mm512_and_si512(some, low), b = _mm512_and_si512(_mm512_srli_epi16(some, 4), low);
+            const int32_t *one = x + (kind == Q8_0 ? 2 * j : j) * ROWS, *two = x + (kind == Q8_0 ? 2 * j + 1 : 4 + j) * ROWS;
+#pragma GCC unroll 8
+            for (int r = 0; r < rows; r++) all[r] = DOT_8(DOT_8(all[r], a, EACH(one[r])), b, EACH(two[r]));
+        }
+        Floats by, base;
+        if (kind == Q4_1) by = halves(LOAD(from), 0), base = halves(LOAD(from), 16);
+        else by = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from)), base = MULTIPLY(by, EACH_FLOAT(kind == Q4_0 ? -8 : -128));
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++) {
+            sum[r] = MULTIPLY_ADD(MULTIPLY(TO_FLOATS(all[r]), EACH_FLOAT(scale[r])), by, sum[r]);
+            sum[r] = MULTIPLY_ADD(base, EACH_FLOAT(total[r]), sum[r]);
+        }
+    }
+}
+
+#define AT_ONCE(name, kind)                                                                                            \
+    static void name(const uint8_t *from, const int32_t *x, int64_t n, int64_t rows, const float *s, const float *t, Floats *sum) { \
+        if (rows == 1) tile_at_once(from, kind, x, n, 1, s, t, sum);                                                   \
+        else if (rows == 2) tile_at_once(from, kind, x, n, 2, s, t, sum);                                              \
+        else if (rows == 3) tile_at_once(from, kind, x, n, 3, s, t, sum);                                              \
+        else if (rows == 4) tile_at_once(from, kind, x, n, 4, s, t, sum);                                              \
+        else if (rows == 5) tile_at_once(from, kind, x, n, 5, s, t, sum);                                              \
+        else if (rows == 6) tile_at_once(from, kind, x, n, 6, s, t, sum);                                              \
+        else if (rows == 7) tile_at_once(from, kind, x, n, 7, s, t, sum);                                              \
+        else tile_at_once(from, kind, x, n, 8, s, t, sum);                                                             \
+    }
+AT_ONCE(q8_0_at_once, Q8_0)
+AT_ONCE(q4_0_at_once, Q4_0)
+AT_ONCE(q4_1_at_once, Q4_1)
+typedef void AtOnce(const uint8_t *, const int32_t *, int64_t, int64_t, const float *, const float *, Floats *);
+static AtOnce *const TILED_AT_ONCE[] = {q8_0_at_once, q4_0_at_once, q4_1_at_once};
 #else
 #define decode_tile(...) (void)0
 #endif
+
+static int zero(const float *x, int64_t n) {
+    int64_t i = 0;
+    while (i < n && x[i] == 0) i++;
+    return i == n;
+}
 
 typedef struct {
     int64_t row, rows; /* of the inputs: up to ROWS of one segment */
@@ -327,6 +384,9 @@ int dinfer_in_tiles(void) {
    `parts` make up the O outputs of a weight. Returns 0, or 1 without memory. */
 int dinfer_linear(const float *x, int64_t R, int64_t K, const int64_t *first, int64_t segments, const Part *parts,
                   int64_t count, float *out, int64_t O, int64_t threads) {
+    int64_t all[2] = {0, first[1]}; /* without rows of zeros at the end, which stand for nothing */
+    for (; segments == 1 && all[1] && zero(x + (all[1] - 1) * K, K); all[1]--) memset(out + (all[1] - 1) * O, 0, O * sizeof *out);
+    first = segments == 1 ? all : first;
     int64_t blocks = 0, tiles = 0, failed = 0, needed[3] = {0, 0, 0}; /* inputs in 16 bits, in 8 by 32, in 8 by 16 */
     Block *block = malloc((R / ROWS + segments + 1) * sizeof *block);
     int64_t *begin = malloc((segments + 1) * sizeof *begin); /* the first block of each segment */
@@ -382,6 +442,20 @@ int dinfer_linear(const float *x, int64_t R, int64_t K, const int64_t *first, in
                 int64_t n = least(deep, K - k), groups = K / kind->group;
                 const uint8_t *ahead = (const uint8_t *)part->values + segment * part->segment_bytes
                     + (o + LANES) * part->row_bytes + k / kind->group * (LANES * part->row_bytes / groups);
+#ifdef __AVX512VNNI__
+                if (part->kind >= FIRST_TILED && begin[segment + 1] - begin[segment] == 1) {
+                    const Block *own = block + begin[segment];
+                    int64_t at = begin[segment] * ROWS * groups + k / 32 * ROWS;
+                    const uint8_t *from = (const uint8_t *)part->values + segment * part->segment_bytes + o * part->row_bytes
+                        + k / 32 * LANES * kind->bytes;
+                    Floats sum[ROWS];
+                    TILED_AT_ONCE[part->kind - FIRST_TILED](
+                        from, (const int32_t *)((const uint8_t *)in->values + (begin[segment] * K + k) * ROWS), n, own->rows,
+                        in->scale + at, in->total + at, sum);
+                    add_to(out + own->row * O + to + o, O, own->rows, lanes, !k, sum);
+                    continue;
+                }
+#endif
                 if (part->kind >= FIRST_TILED)
                     decode_tile(part, segment, o, k, n, tile, d, m);
                 else {

@@ -263,6 +263,16 @@ def draw(given: Draw, mask_id: int | None, wanted_RL: Tensor | None) -> tuple[Te
     return lure_RL, score_RL, token_RL
 
 
+def token_stats(logits_RLV: Tensor, mask_id: int | None, wanted_RL: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """The likeliest token but the mask token, its probability, and that of the mask token. [R, L] each"""
+    (*shape, vocab), mask = logits_RLV.shape, -1 if mask_id is None else mask_id
+    wanted_RL = torch.ones(shape, dtype=torch.bool) if wanted_RL is None else wanted_RL
+    token_RL, found_RL, mask_RL = torch.empty(shape, dtype=torch.int64), torch.empty(shape), torch.empty(shape)
+    sizes = token_RL.numel(), vocab, mask, torch.get_num_threads()
+    call("token_stats", logits_RLV, wanted_RL, token_RL, found_RL, mask_RL, *sizes)
+    return token_RL, found_RL, mask_RL
+
+
 def log_sums(logits_RLV: Tensor, scale_R1: Tensor, wanted_RL: Tensor | None) -> Tensor:
     """The log-sum-exp of logits divided by a scale. `wanted_RL`: only there, elsewhere 0. [R, L]"""
     out_RL = logits_RLV.new_empty(logits_RLV.shape[:2])

@@ -19,6 +19,10 @@ from dinfer.core.loading.checkpoint import family_of, load_network, read_config,
 from dinfer.core.loading.files import CheckpointError
 from dinfer.core.recipe.recipe import IncompatibleRecipe, compose
 from dinfer.core.registry import MODELS
+from dinfer.core.step.ability import Step
+from dinfer.core.step.work import Forward
+from dinfer.families.abilities.drafting import Drafting
+from dinfer.families.decoders import isd as decoders
 from dinfer.families.decoders.isd import paths_of
 from dinfer.formats.saving import save_network
 
@@ -39,6 +43,30 @@ def test_drafts_change_no_token(variant: str, parts: Any, cache: str) -> None:
     """Token by token in a causal model, and by verified drafts: the same, with any cache."""
     one_by_one = answers(tiny_model(variant), {"name": "block_diffusion", "block": 1}, "threshold")
     assert answers(tiny_model(variant), *parts, cache) == one_by_one
+
+
+@pytest.mark.parametrize("cache", ["none", "block"])
+def test_masks_that_nobody_reads_are_not_computed(cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind a correction a row reads as many logits as a step has tokens at most."""
+    recipe = compose(tiny_model("drafts"), iteration=ISD[0] | {"stop": "off"}, decoder=ISD[1], cache=cache)
+    request, ran = Request.behind([3, 7], 30, recipe.resolve({})), Drafting.ran
+
+    def outcome() -> tuple[list[int], list[int]]:
+        """The answer, and how far behind the first open position each forward computes."""
+        behind = list[int]()
+
+        def looked(self: Drafting, step: Step, run: Forward) -> None:
+            behind.append(int((run.pos_BW[0] - step.lanes.start_B[0]).max()))
+            ran(self, step, run)
+
+        monkeypatch.setattr(Drafting, "ran", looked)
+        return completions(engine_for(recipe, rows=1), [request])[0].output, behind
+
+    answer, behind = outcome()
+    monkeypatch.setattr(decoders.ISD, "looks", None)
+    wanted, whole = outcome()
+    fewer = [one for one, other in zip(behind, whole, strict=True) if one != other]
+    assert answer == wanted and fewer and set(fewer) == {recipe.decoder.stride - 2}
 
 
 def test_a_tree_of_drafts_changes_no_token_and_takes_fewer_forwards() -> None:

@@ -108,6 +108,12 @@ def test_blocks_in_tiles(kind: str) -> None:
     count = torch.tensor([2, 7])
     if native.reads_tiles():
         assert torch.equal(native.native_linear(x, [tiled], count), native.native_linear(x, [part], count))
+        one, own = (WeightPart(held.kind, held.values[1].contiguous()) for held in (tiled, part))
+        for rows in range(1, 10):  # up to eight of them meet what is decoded at once
+            assert torch.equal(native.native_linear(x[:rows], [one]), native.native_linear(x, [own])[:rows])
+        x[5:] = 0  # rows that nobody reads are left out
+        assert torch.equal(native.native_linear(x, [one])[:5], native.native_linear(x[:5], [own]))
+        assert not native.native_linear(x, [one])[5:].any() and not native.native_linear(x[5:], [one]).any()
     held = Blocks([Section(kind, 48, part.values.shape[-1])], dequantised, tiles=True)
     (weight,) = held.empty((48, 1536), torch.float32)
     held.place((weight,), 0, part.values[1])
@@ -212,6 +218,29 @@ def test_draws(mask: int | None, spread: float, monkeypatch: pytest.MonkeyPatch)
         got = stats()
         monkeypatch.setenv("DINFER_KERNELS", "torch")
         torch.testing.assert_close(got, stats(), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("mask", [None, 0, 70, 129])
+def test_statistics(mask: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of torch, of logits that are masked, or no numbers, too."""
+    logits_RLV, wanted_RL = 5 * torch.randn(3, 9, 130), torch.rand(3, 9) < 0.7
+    logits_RLV[0, :4, 5:] = logits_RLV[0, 1, :] = float("-inf")
+    logits_RLV[1, 0, 3], logits_RLV[1, 1, 3] = float("nan"), float("inf")
+    wanted_RL[0, :4] = wanted_RL[1, :2] = True
+    logits_RLV[2, 0, [7, 99]] = 40.0  # the first of the best
+
+    def stats() -> list[Tensor | None]:
+        found = token_stats(logits_RLV, mask, torch.float32, wanted_RL=wanted_RL, needs=["best"])
+        token_RL = found.token_RL.where(found.finite_RL, -1)  # of others nobody takes a token
+        assert torch.equal(found.token_RL, found.stat("best"))
+        return [token_RL, found.confidence_RL, found.mask_confidence_RL.where(found.finite_RL, -1)]
+
+    with torch.inference_mode():
+        monkeypatch.setattr(Tensor, "softmax", Mock(side_effect=AssertionError("torch goes over all logits again")))
+        got = stats()
+        monkeypatch.undo()
+        monkeypatch.setenv("DINFER_KERNELS", "torch")
+        torch.testing.assert_close(got, stats(), rtol=1e-5, atol=1e-30, equal_nan=True)
 
 
 def test_log_sums() -> None:

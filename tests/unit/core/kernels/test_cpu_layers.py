@@ -1,5 +1,6 @@
 """All layers of a network in one call of C, against the layers called one by one."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,7 @@ from dinfer.core.kernels.rotary import rotary_table
 from dinfer.core.memory import RESERVED, KVPool, PoolSize, Seen
 from dinfer.families.gated import Gate, GatedLinear, GatedTransformer, LowRank
 from dinfer.formats.holding import quantize
-from dinfer.kernels.cpu.layers import layers
+from dinfer.kernels.cpu.layers import LayersPlan, layers
 from dinfer.kernels.cpu.linear import library
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no compiler, or no CPU with AVX2")
@@ -38,12 +39,13 @@ def network_of(normed: bool) -> Any:
     return network
 
 
-def forward(network: Any, way: Callable[..., Any], needed: Tensor | None = None) -> Any:
+def forward(network: Any, way: Callable[..., Any], needed: Tensor | None = None, padded: int = 0) -> Any:
     """What a way to call the layers returns, and the keys that it leaves."""
     kv = KVPool.alloc(network.spec, PoolSize(2, 16, 4, 8), dtype=torch.float32, device="cpu")
     for row in range(2):
         kv.assign({row: [RESERVED + row, RESERVED + row + 2]})
     pos_BW = torch.tensor([[0, 1, 2, 3, 4, 9, -1], [3, 2, 7, 1, 0, 12, 6]])
+    pos_BW[:, 7 - padded :] = -1
     end_B, x_BWD = torch.tensor([10, 13]), torch.randn(2, 7, 64, generator=torch.Generator().manual_seed(1))
     seen = Seen(attention_interval(pos_BW, torch.zeros_like(end_B), end_B, 1))
     attend = replace(kv.attend(torch.arange(2), pos_BW, seen, 2), needed_BX=needed)
@@ -99,3 +101,26 @@ def test_a_network_may_change_between_forwards() -> None:
         assert changed()
         block.out = nn.Sequential(block.out)
         assert forward(network, layers)[0] is None
+
+
+def test_whether_a_network_has_changed_costs_no_loop_of_python() -> None:
+    """Each forward asks it of each module and tensor."""
+    plan, events = LayersPlan.of(network_of(False)), list[str]()
+    sys.setprofile(lambda _, event, __: events.append(event))
+    try:
+        assert plan.holds()
+    finally:
+        sys.setprofile(None)
+    assert events.count("call") == 1
+
+
+@torch.no_grad()
+def test_padding_behind_all_lanes_is_not_computed() -> None:
+    """Others get what they get beside it."""
+    network = network_of(False)
+    with network.gate.on(torch.arange(14).view(2, 7) % 3 > 0):
+        (found, *keys), (wanted, *own) = forward(network, layers, padded=3), forward(network, one_by_one, padded=3)
+        assert torch.equal(found[:, :4], wanted[:, :4]) and found.isfinite().all()
+        assert all(torch.equal(a[:, RESERVED:], b[:, RESERVED:]) for a, b in zip(keys, own, strict=True))
+        assert not torch.equal(found[:, 4:], wanted[:, 4:])
+        assert forward(network, layers, padded=7)[0].isfinite().all()
