@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from fastapi import FastAPI, Query
 from fastapi.responses import JSONResponse
@@ -58,20 +58,26 @@ class Updates:
         self.into: Any = None  # what takes its tensors
         self._thread = EngineThread()
 
-    async def run(self, work: Callable[[], T]) -> T:
-        """Does work in the thread of updates. Raises ApiError."""
+    async def run(self, work: Callable[[], T], then: Callable[[], None] | None = None) -> T:
+        """Does work in the thread of updates, and behind it what others need not wait for. Raises ApiError."""
         try:
-            return await self._thread.run(work)
+            return await self._done(work, then)
         except ValueError as error:
             raise ApiError(400, str(error), None, "invalid_value") from error
         except Unready as error:
             raise ApiError(409, str(error), None, "incomplete_weights") from error
 
-    async def told(self, work: Callable[[], object]) -> JSONResponse:
-        """Does work, and says how it went as SGLang does."""
+    async def _done(self, work: Callable[[], T], then: Callable[[], None] | None) -> T:
+        found = await self._thread.run(work)
+        if then is not None:
+            await EngineThread().run(then)
+        return found
+
+    async def told(self, work: Callable[[], object], then: Callable[[], None] | None = None) -> JSONResponse:
+        """Does both, and says how they went as SGLang does."""
         wrong = None
         try:
-            await self._thread.run(work)
+            await self._done(work, then)
         except (ValueError, RuntimeError, OSError) as error:
             wrong = f"{type(error).__name__}: {error}"
         held = sum(engine.occupancy()["running"] for engine in self.weights.engines if engine.paused)
@@ -94,9 +100,14 @@ class Updates:
 class Change(Strict):
     """A request that changes something. Its text tells clients what its path does."""
 
+    meets: ClassVar[bool] = False
+
     @abstractmethod
     def act(self, updates: Updates) -> None:
         """Does it. Raises ValueError."""
+
+    def meet(self, updates: Updates) -> None:
+        """If it `meets` another process: waits for that, while other changes go on. Raises ValueError."""
 
 
 class NewWeights(Change):
@@ -188,6 +199,7 @@ class Joins(Change):
     group_name: str = "weight_update_group"
     backend: Literal["nccl", "gloo"] = "nccl"
     packed: bool = False  # vLLM's: each update says so itself
+    meets: ClassVar[bool] = True
 
     def act(self, updates: Updates) -> None:
         """A group whose trainer has died, and its update, are given up for it."""
@@ -199,12 +211,15 @@ class Joins(Change):
             if not groups:
                 with suppress(ConnectionError), updates.stack:
                     raise ConnectionError("its trainer has died")
+
+    def meet(self, updates: Updates) -> None:
         where = self.master_address, self.master_port
         try:
-            groups[name] = transport.join(*where, self.rank_offset, self.world_size, self.backend, name)
+            group = transport.join(*where, self.rank_offset, self.world_size, self.backend, self.group_name)
         except RuntimeError as error:  # torch's errors of connections are such
             what = str(error).partition("\n")[0]
             raise ValueError(f"master_address={where[0]!r:.80}, master_port={where[1]}: no group: {what}") from error
+        updates.groups[self.group_name] = group
 
 
 class Leaves(Change):
@@ -258,12 +273,16 @@ class Init(Change):
     """Joins a trainer's group."""
 
     init_info: Joins
+    meets: ClassVar[bool] = True
 
     def act(self, updates: Updates) -> None:
         """vLLM's own engine, which would wait for minutes, names no backend."""
         if "backend" not in self.init_info.model_fields_set:
             raise ValueError(f"init_info has no backend: {ENGINE}")
         self.init_info.act(updates)
+
+    def meet(self, updates: Updates) -> None:
+        self.init_info.meet(updates)
 
 
 class Begins(Change):
@@ -362,10 +381,10 @@ def route(updates: Updates, kind: type[Change], done: str | None = None) -> Call
     default: Any = ... if any(field.is_required() for field in kind.model_fields.values()) else kind()
 
     async def answer(body: Any = default) -> Any:
-        work = partial(body.act, updates)
+        work, then = partial(body.act, updates), partial(body.meet, updates) if kind.meets else None
         if done is None:
-            return await updates.told(work)
-        await updates.run(work)
+            return await updates.told(work, then)
+        await updates.run(work, then)
         return {"message": done}
 
     answer.__annotations__["body"] = kind  # as FastAPI reads it

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -96,21 +96,24 @@ def test_a_trainer_that_is_started_anew_takes_the_place_of_one_that_died(folders
         assert client.ask("/destroy_weights_update_group", {}).status_code == 200
 
 
-def test_a_trainer_that_dies_while_a_group_is_made_is_told() -> None:
+def test_a_trainer_that_dies_while_a_group_is_made_is_told_and_others_go_on_meanwhile() -> None:
     port = free_port()
     held = [TCPStore("127.0.0.1", port, 2, is_master=True, wait_for_workers=False)]
-
-    def dies() -> None:
-        """Once the engine has left its address there."""
-        before = held[0].num_keys()
-        until(lambda: held[0].num_keys() > before)
-        held.clear()
-
+    before = held[0].num_keys()
     pipe = dinfer.load("tiny", device="cpu")  # others share the usual one, and would tell versions from now on
-    with served(Settings(rollouts=True), pipe) as client, ThreadPoolExecutor(1) as pool:
-        pool.submit(dies)
-        where = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}
-        response = client.ask(
-            "/init_weight_transfer_engine", {"init_info": where | {"backend": "gloo", "group_name": "lost"}}
-        )
-    assert response.status_code == 400 and f"master_port={port}: no group: " in response.text, response.text
+    where = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}
+    asked = {"init_info": where | {"backend": "gloo", "group_name": "lost"}}
+
+    with served(Settings(rollouts=True), pipe) as client:
+
+        async def both() -> tuple[Any, Any]:
+            lost = asyncio.ensure_future(client.http.post("/init_weight_transfer_engine", json=asked))
+            await asyncio.to_thread(until, lambda: held[0].num_keys() > before)  # the engine has left its address there
+            other = await client.http.post("/update_weight_version", json={"new_version": 5})
+            assert not lost.done()
+            held.clear()
+            return other, await lost
+
+        other, found = client.loop.run(both())
+    assert other.status_code == 200
+    assert found.status_code == 400 and f"master_port={port}: no group: " in found.text, found.text
