@@ -233,7 +233,7 @@ def asked(worker: Worker, shape: StepShape, length: int) -> list[StepShape]:
             width = min(shape.width, widest(recipe, shape.block, length))
             one = replace(one, width=width).adding(Versioned(count))
         for ability in recipe.abilities:
-            if (extra := ability.adds(recipe, one, Planned(rows))) is not None:
+            if (extra := ability.adds(recipe, one, Planned(rows, worker.runtime.positions))) is not None:
                 one = one.adding(extra)
         found.append(one)
     return [found[0], *([max(found[1:], key=computed)] if found[1:] else [])]

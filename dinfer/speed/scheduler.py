@@ -149,7 +149,7 @@ class FastScheduler(Scheduler):
 
     def grouped(self, phase: Phase, rows: Sequence[Row]) -> list[PlannedStep]:
         needs = {row.slot: row.need for row in rows if row.slot is not None}
-        slices, limit = self._slices and phase == Phase.WINDOW and divide(rows), self.runtime.positions
+        slices, limit = self._slices and phase == Phase.WINDOW and divide(rows), self.limit(phase, rows)
         groups = grouped(phase, needs, free=self._free, limit=limit, unit=self.unit(rows), slices=slices)
         return self._made(phase, rows, groups, {})
 
@@ -161,7 +161,8 @@ class FastScheduler(Scheduler):
         for group in groups:
             some = [by_slot[slot] for slot in group.slots]
             widest = group.widest if group.slices else 0
-            planned = Planned(len(some), widest=widest, open=partial(self._open, group, some, expected))
+            most, opened = self.runtime.positions, partial(self._open, group, some, expected)
+            planned = Planned(len(some), most, widest=widest, open=opened)
             more = [KeysOnly()] if group.keys_only else []
             found.append(self.step(phase, some, group.width, planned, *more, lanes=group.slices))
         return found

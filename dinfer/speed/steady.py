@@ -37,7 +37,9 @@ class SteadyScheduler(Scheduler):
         for (width, _, _), some in alike.items():
             lanes = max(min(most, self.runtime.positions // width), 1)
             parts = [some[i : i + lanes] for i in range(0, len(some), lanes)]
-            steps += [self.step(phase, part, width, Planned(lanes), lanes=lanes) for part in parts]
+            steps += [
+                self.step(phase, part, width, Planned(lanes, self.runtime.positions), lanes=lanes) for part in parts
+            ]
         return steps
 
 

@@ -47,22 +47,22 @@ class Scheduler:
 
     def ordered(self, phases: dict[Phase, list[Row]]) -> list[PlannedStep]:
         """The steps of these rows, those with most rows first."""
-        steps = [
-            step
-            for phase, rows in phases.items()
-            for some in self._apart(phase, rows)
-            if some
-            for step in self.grouped(phase, some)
-        ]
+        parts = [(phase, some) for phase, rows in phases.items() for some in self._apart(phase, rows) if some]
+        steps = [step for phase, some in parts for step in self.grouped(phase, some)]
         return sorted(steps, key=lambda step: -len(step.slots))
 
     def grouped(self, phase: Phase, rows: Sequence[Row]) -> list[PlannedStep]:
         """Steps of at most `runtime.positions` positions, and at least one row, for the rows of one phase."""
-        width, limit = max(row.need.width for row in rows), self.runtime.positions
+        width, limit, most = max(row.need.width for row in rows), self.limit(phase, rows), self.runtime.positions
         if phase == Phase.PREFILL:  # a longer prompt goes on in the next round
             unit = self.unit(rows)
             width = min(width, max(limit // unit * unit, unit))
-        return [self.step(phase, some, width, Planned(len(some))) for some in cut(rows, width, limit)]
+        return [self.step(phase, some, width, Planned(len(some), most)) for some in cut(rows, width, limit)]
+
+    def limit(self, phase: Phase, rows: Sequence[Row]) -> int:
+        """Most positions of a step of these rows, where those of versions beside them count, too."""
+        planned, width = Planned(len(rows), self.runtime.positions), min(row.need.width for row in rows)
+        return planned.positions // (1 + (self.tries and self.step(phase, rows, width, planned).shape.versions))
 
     def unit(self, rows: Sequence[Row]) -> int:
         """Length of an attention block: where prefills may be cut."""

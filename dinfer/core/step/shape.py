@@ -103,6 +103,7 @@ class Planned:
     """What the host knows of a step that it plans, beside its shape and what its rows ask for."""
 
     rows: int
+    positions: int  # that it may compute at most
     widest: int = 0  # positions of the widest row, where rows take several lanes
     open: Callable[[], int] = int  # how many positions its rows most likely have open in their active blocks
 

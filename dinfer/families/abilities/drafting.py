@@ -126,7 +126,8 @@ class Drafting(ByPart[Confirms]):
         # Powers of two, so that not each number of rows has a graph of its own.
         held = provided("in_languages")
         most = HELD_LANES if held is not None and held(shape) else LANES
-        lanes = 1 << (max(min(most // max(planned.rows, 1), shape.versions + 1), 1).bit_length() - 1)
+        room, rows = planned.positions // max(shape.width, 1), max(planned.rows, 1)
+        lanes = 1 << (max(min(min(most, room) // rows, shape.versions + 1), 1).bit_length() - 1)
         return Versioned(lanes - 1) if shape.versions else None
 
     def prepare(self, step: Step, run: Forward) -> PagedAttend | None:

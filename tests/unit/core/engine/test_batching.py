@@ -187,6 +187,33 @@ def test_steps_are_cut_to_so_many_positions(
     assert all(shape.width <= max(positions, unit) for shape in shapes if shape.phase == Phase.PREFILL)
 
 
+@pytest.mark.parametrize("positions", [20, 40])
+@pytest.mark.parametrize(
+    ("variant", "iteration", "decoder", "runtime"),
+    [
+        ("bidirectional", {"name": "blockwise", "block": 8}, "threshold", {"speculate": 4}),
+        ("bidirectional", {"name": "lopa", "blocks": 2, "block": 4}, "threshold", {}),
+        ("drafts", {"name": "sliding", "block": 4, "stop": "off"}, {"name": "isd", "rejected": "branches"}, {}),
+    ],
+)  # fmt: skip
+def test_versions_of_rows_are_among_the_positions_of_a_step(
+    variant: str, iteration: dict[str, Any], decoder: Any, runtime: dict[str, Any], positions: int
+) -> None:
+    cache = "block" if variant == "drafts" else "dual"
+    recipe = compose(tiny_model(variant), iteration=iteration, decoder=decoder, cache=cache)
+    requests = [Request.behind([3 + i, 7], 24, recipe.resolve({})) for i in range(6)]
+    whole, cut = engine_for(recipe, **runtime), engine_for(recipe, positions=positions, **runtime)
+    before, want = observed(whole), completions(whole, requests)
+    shapes, got = observed(cut), completions(cut, requests)
+    assert [one.output for one in got] == [one.output for one in want]
+
+    def large(shapes: list[StepShape]) -> list[StepShape]:
+        computed = [(one, one.lanes * (1 + one.versions) * one.width) for one in shapes if one.lanes > 1]
+        return [one for one, count in computed if count > positions]
+
+    assert large(before) and not large(shapes) and any(shape.versions for shape in shapes)
+
+
 def test_a_long_prompt_does_not_hold_up_rows_that_decode() -> None:
     recipe = block_recipe()
     engine = engine_for(recipe, positions=16, max_length=256)
