@@ -16,24 +16,29 @@ from torch.multiprocessing import reductions
 
 BUCKET = 1 << 28  # bytes that are received at a time, where tensors come one by one
 PATIENCE = 300.0  # seconds
+REACH = 30.0  # seconds in which a trainer that asks an engine to join must be there
 HEX = ("handle", "ref_counter", "event")
 
 
 def join(
     address: str, port: int, rank: int, size: int, backend: str = "gloo", name: str = "weight_update_group",
-    patience: float = PATIENCE,
+    patience: float = PATIENCE, reach: float = PATIENCE,
 ) -> Any:  # fmt: skip
     """A process group of a trainer, which is rank 0, and of engines, beside any that these processes have.
 
     All of them call this at the same time; SGLang's, slime's and AReaL's trainers make theirs so. Raises ValueError for
-    a backend that is not there, and torch's error if a process does not come in `patience` seconds.
+    a backend that is not there, and torch's error if rank 0 is not there in `reach` seconds or another process does not
+    come in `patience`.
     """
     if backend not in ("gloo", "nccl"):
         raise ValueError(f"backend={backend!r:.40} is not known; use gloo or nccl")
     if not 0 <= rank < size:
         raise ValueError(f"rank={rank} must be 0 to {size - 1}, as world_size={size}")
     wait = timedelta(seconds=patience)
-    store = dist.PrefixStore(name, dist.TCPStore(address, port, size, is_master=rank == 0, timeout=wait))
+    first = wait if rank == 0 else timedelta(seconds=min(patience, reach))
+    tcp = dist.TCPStore(address, port, size, is_master=rank == 0, timeout=first)
+    tcp.set_timeout(wait)
+    store = dist.PrefixStore(name, tcp)
     called: Any = name  # a type of its own in newer releases of torch
     group, _ = distributed_c10d._new_process_group_helper(
         size, rank, [], distributed_c10d.Backend(backend), store, group_name=called, timeout=wait

@@ -133,6 +133,9 @@ class Weights:
         finally:
             sink.ended = True
             state.turn.release()
+            if state.torn:  # nobody knows when another update comes, and none may enter from here on
+                with suppress(RuntimeError), self._stopped("abort"):
+                    pass
             self._go_on()
         if state.torn:
             raise incomplete(self.state)
@@ -271,7 +274,7 @@ class Weights:
                 for engine in engines:
                     stack.enter_context(engine.between_rounds())
                     if pending == "abort":
-                        _abort(engine)
+                        _abort(engine, str(incomplete(state)) if state.torn else "the weights were updated")
                 yield
         finally:
             state.owner = before
@@ -344,7 +347,7 @@ def _finish(engine: Engine) -> None:
                 engine.loop.waiting.extendleft(reversed(later))
 
 
-def _abort(engine: Engine) -> None:
+def _abort(engine: Engine, why: str) -> None:
     """Ends what runs with what it has, and what waits with an error."""
     loop = engine.loop
     for row in loop.running:
@@ -352,7 +355,7 @@ def _abort(engine: Engine) -> None:
     loop.drain(stop=True)
     while loop.waiting:
         row = loop.waiting.popleft()
-        row.error = RequestAborted("the request was aborted before it began: the weights were updated")
+        row.error = RequestAborted(f"the request was aborted before it began: {why}")
         loop.updates.append((row, row.update(engine.recipe)))
 
 

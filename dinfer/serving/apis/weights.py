@@ -214,8 +214,9 @@ class Joins(Change):
 
     def meet(self, updates: Updates) -> None:
         where = self.master_address, self.master_port
+        join = partial(transport.join, *where, self.rank_offset, self.world_size, self.backend, self.group_name)
         try:
-            group = transport.join(*where, self.rank_offset, self.world_size, self.backend, self.group_name)
+            group = join(reach=transport.REACH)
         except RuntimeError as error:  # torch's errors of connections are such
             what = str(error).partition("\n")[0]
             raise ValueError(f"master_address={where[0]!r:.80}, master_port={where[1]}: no group: {what}") from error

@@ -17,7 +17,7 @@ from torch.distributed import TCPStore
 from unit.rollouts.test_weights import answers, folders, new_weights, pipeline  # noqa: F401, a fixture
 
 import dinfer
-from dinfer.rollouts import weights
+from dinfer.rollouts import transport, weights
 from dinfer.rollouts.transport import join, leave
 from dinfer.rollouts.weights import WeightsIncomplete
 from dinfer.serving.settings import Settings
@@ -66,8 +66,12 @@ def test_broadcasts(how: str, folders: Any, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.rest
-def test_a_trainer_that_is_started_anew_takes_the_place_of_one_that_died(folders: Any) -> None:  # noqa: F811
+def test_a_trainer_that_is_started_anew_takes_the_place_of_one_that_died(
+    folders: Any,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It died within an update, which is given up with its group. Of one that lives, neither is."""
+    monkeypatch.setattr(transport, "REACH", 240)  # its process starts meanwhile
     file = str(folders("llada", "B") / "model.safetensors")
     with served(Settings(rollouts=True), dinfer.load("tiny", device="cpu")) as client:
 
@@ -117,3 +121,12 @@ def test_a_trainer_that_dies_while_a_group_is_made_is_told_and_others_go_on_mean
         other, found = client.loop.run(both())
     assert other.status_code == 200
     assert found.status_code == 400 and f"master_port={port}: no group: " in found.text, found.text
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "no.such.host.invalid"])
+def test_a_wrong_address_or_port_is_told_soon(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "REACH", 0.5)
+    where = {"master_address": address, "master_port": free_port(), "rank_offset": 1, "world_size": 2}
+    with served(Settings(rollouts=True), dinfer.load("tiny", device="cpu")) as client:
+        wrong = client.ask("/init_weights_update_group", where | {"backend": "gloo"})
+    assert wrong.status_code == 400 and f"master_port={where['master_port']}: no group: " in wrong.text, wrong.text

@@ -140,6 +140,51 @@ def test_what_a_pause_aborts_says_so(client: Client, monkeypatch: pytest.MonkeyP
     assert sample["meta_info"]["finish_reason"]["type"] == "abort"
 
 
+@pytest.mark.parametrize("runs", [False, True])
+def test_a_failed_update_ends_requests_on_the_way(runs: bool, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What waits hears why, what runs ends with what it has; neither waits until its deadline for another update."""
+    pipe, ends = client.pipe, threading.Event()
+    loop, step = pipe.engine.loop, Engine.step
+    old = {name: tensor.clone() for name, tensor in pipe.weights.tensors().items()}
+    body = CHAT | {"max_tokens": 160, "dinfer": {"threshold": 1.0, "min_tokens": 150}}
+
+    def held(engine: Engine) -> Any:
+        if loop.running:
+            ends.wait(120)
+        return step(engine)
+
+    def fails() -> None:
+        with pytest.raises(ValueError, match="is no tensor"), pipe.updating(pending="keep") as into:
+            into.load_all(iter(old.items()))
+            into.load("nothing.weight", torch.ones(1))
+
+    async def ended() -> Any:
+        await client.http.post("/pause?mode=keep")
+        task = asyncio.create_task(client.http.post("/v1/chat/completions", json=body))
+        while not loop.waiting:
+            await asyncio.sleep(0.001)
+        if runs:
+            await client.http.post("/resume")
+            while not (loop.running or task.done()):
+                await asyncio.sleep(0.001)
+        await asyncio.to_thread(fails)
+        ends.set()
+        return await asyncio.wait_for(task, 60)
+
+    monkeypatch.setattr(Engine, "step", held)
+    answer = client.loop.run(ended())
+    try:
+        if runs:
+            assert answer.json()["choices"][0]["finish_reason"] == "abort"
+        else:
+            assert answer.status_code == 503 and "before it began: the weights are incomplete (an" in answer.text
+    finally:
+        with pipe.updating() as into:
+            into.load_all(old)
+        pipe.weights.resume()
+    assert text(client)
+
+
 def test_a_failed_update_stops_requests_until_one_succeeds(client: Client, tmp_path: Path) -> None:
     before = text(client)
     absent = client.ask("/update_weights_from_disk", {"model_path": str(tmp_path / "nothing")})
