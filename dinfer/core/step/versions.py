@@ -109,5 +109,6 @@ def copy_keys(kv: KVPool, from_X: Tensor, to_X: Tensor, *, pages: bool = False) 
 def adopt(kv: KVPool, run: Forward, choice_B: Tensor) -> None:
     """Makes the keys that the chosen version of each lane has computed those of its row. `choice_B`: 0 is the row's"""
     write_CBW = run.attend.write_X.view(-1, *run.place_BW.shape)
-    lane_B = torch.arange(len(choice_B), device=choice_B.device)
-    copy_keys(kv, write_CBW[choice_B, lane_B].flatten(), write_CBW[0].flatten())
+    if use_triton(choice_B, "canvas"):
+        return triton("versions").adopt(kv, write_CBW, choice_B)
+    copy_keys(kv, write_CBW.gather(0, choice_B[:, None].expand_as(write_CBW[:1])).flatten(), write_CBW[0].flatten())

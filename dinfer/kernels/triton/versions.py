@@ -1,4 +1,6 @@
-"""The pages of versions of a row, in two launches; see `dinfer.core.step.versions`."""
+"""The pages of versions of a row, in two launches, and the keys of the chosen one; see `dinfer.core.step.versions`."""
+
+from collections.abc import Iterator
 
 import torch
 import triton
@@ -9,7 +11,7 @@ from dinfer.core.kernels.types import FLOAT8
 from dinfer.core.memory import NOWHERE, KVPool
 from dinfer.kernels.triton.launch import early, follow
 
-BYTES = 1024  # of a page that a program copies at a time
+MOST = 1024  # values that a program copies at a time
 
 
 @triton.jit(do_not_specialize=["lanes", "first_beside"])
@@ -40,19 +42,50 @@ def _forked(
     tl.store(place + 1, copied, mask=(ends >= 0) & (ends < tl.where(version > 0, 2, 0)))
 
 
-@triton.jit(do_not_specialize=["apart"])
-def _copy(copies_ptr, k_ptr, v_ptr, apart, size, BYTES: tl.constexpr, EARLY: tl.constexpr):
-    follow(EARLY)
-    pair, layer = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    origin, copied = tl.load(copies_ptr + 2 * pair), tl.load(copies_ptr + 2 * pair + 1)
-    at = tl.arange(0, BYTES)
-    for begin in range(0, tl.where(origin == copied, 0, size), BYTES):
+@triton.jit
+def _moved(origin, copied, k_ptr, v_ptr, apart, size, MOST: tl.constexpr):
+    layer, at = tl.program_id(1).to(tl.int64), tl.arange(0, MOST)
+    for begin in range(0, tl.where(origin == copied, 0, size), MOST):
         inside = begin + at < size
         place = layer * apart + begin + at
         k = tl.load(k_ptr + place + origin * size, mask=inside, other=0)
         v = tl.load(v_ptr + place + origin * size, mask=inside, other=0)
         tl.store(k_ptr + place + copied * size, k, mask=inside)
         tl.store(v_ptr + place + copied * size, v, mask=inside)
+
+
+@triton.jit(do_not_specialize=["apart"])
+def _copy(copies_ptr, k_ptr, v_ptr, apart, size, MOST: tl.constexpr, EARLY: tl.constexpr):
+    follow(EARLY)
+    pair = tl.program_id(0)
+    _moved(tl.load(copies_ptr + 2 * pair), tl.load(copies_ptr + 2 * pair + 1), k_ptr, v_ptr, apart, size, MOST)
+
+
+@triton.jit(do_not_specialize=["apart", "queries"])
+def _adopt(write_ptr, choice_ptr, k_ptr, v_ptr, apart, size, queries, width, MOST: tl.constexpr, EARLY: tl.constexpr):
+    follow(EARLY)
+    query = tl.program_id(0)
+    origin = tl.load(write_ptr + tl.load(choice_ptr + query // width) * queries + query)
+    _moved(origin, tl.load(write_ptr + query), k_ptr, v_ptr, apart, size, MOST)
+
+
+def sides(kv: KVPool | None) -> Iterator[tuple[Tensor, Tensor]]:
+    """Keys and values of each kind of layer, whose bits are copied."""
+    while kv is not None:
+        k, v = (x.view(torch.uint8) if x.dtype == FLOAT8 else x for x in (kv.k_JPTGE, kv.v_JPTGE))
+        yield k, v
+        kv = kv.local
+
+
+def adopt(kv: KVPool, write_CBW: Tensor, choice_B: Tensor) -> None:
+    """See `dinfer.core.step.versions.adopt`. `write_CBW`: where in the pool each version has its keys."""
+    _, lanes, width = write_CBW.shape
+    for k, v in sides(kv):
+        size = k[0, 0, 0].numel()
+        _adopt[(lanes * width, len(k))](
+            write_CBW, choice_B, k, v, k.stride(0), size, lanes * width, width,
+            MOST=min(triton.next_power_of_2(size), MOST), num_warps=1, **early(choice_B),
+        )  # fmt: skip
 
 
 def forked(kv: KVPool, slot_B: Tensor, pos_BW: Tensor, count: int) -> Tensor:
@@ -65,11 +98,8 @@ def forked(kv: KVPool, slot_B: Tensor, pos_BW: Tensor, count: int) -> Tensor:
         PAGE=kv.page, NOWHERE=NOWHERE, W=triton.next_power_of_2(width), P=triton.next_power_of_2(pages), num_warps=1,
         **early(slot_B),
     )  # fmt: skip
-    pool: KVPool | None = kv
-    while pool is not None and count:
-        k, v = (x.view(torch.uint8) if x.dtype == FLOAT8 else x for x in (pool.k_JPTGE, pool.v_JPTGE))
+    for k, v in sides(kv) if count else ():
         _copy[(len(copies_X2), len(k))](
-            copies_X2, k, v, k.stride(0), k[0, 0].numel(), BYTES=BYTES, num_warps=4, **early(slot_B)
+            copies_X2, k, v, k.stride(0), k[0, 0].numel(), MOST=MOST, num_warps=4, **early(slot_B)
         )
-        pool = pool.local
     return table_GP

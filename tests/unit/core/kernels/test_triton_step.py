@@ -391,3 +391,30 @@ def test_versions_get_pages_of_their_own(monkeypatch: pytest.MonkeyPatch, dtype:
 
     mine, theirs = both(monkeypatch, made)
     assert all(map(torch.equal, mine, theirs))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn], ids=str)
+def test_the_chosen_version_gives_its_keys(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """Of three lanes one keeps its own; one has a padded position, which all versions write to the same place."""
+    pool = KVPool.alloc(scripted_spec(), PoolSize(4, 64, 20, 8), dtype=dtype, device=DEVICE, candidates=5, window=9)
+    held = [torch.randn(side.shape, device=DEVICE).to(dtype) for side in (pool.k_JPTGE, pool.v_JPTGE)]
+    places = held[0].shape[1] * held[0].shape[2]
+    write_CBW = torch.randperm(places, device=DEVICE)[: 4 * 3 * 7].view(4, 3, 7).clone()
+    write_CBW[:, 2, 6] = write_CBW[0, 2, 6]
+    run: Any = SimpleNamespace(attend=SimpleNamespace(write_X=write_CBW.flatten()), place_BW=write_CBW[0])
+    choice_B = torch.tensor([3, 0, 1], device=DEVICE)
+
+    def made() -> list[Tensor]:
+        own = replace(pool, k_JPTGE=held[0].clone(), v_JPTGE=held[1].clone())
+        versions.adopt(own, run, choice_B)
+        return [side.float() for side in (own.k_JPTGE, own.v_JPTGE)]
+
+    mine, theirs = both(monkeypatch, made)
+    assert all(map(torch.equal, mine, theirs))
+    for before, after in zip(held, mine, strict=True):
+        was, now = (side.float().flatten(1, 2) for side in (before, after))
+        for lane, choice in enumerate(choice_B.tolist()):
+            assert torch.equal(now[:, write_CBW[0, lane]], was[:, write_CBW[choice, lane]])
+        others = torch.ones(places, dtype=torch.bool, device=DEVICE)
+        others[write_CBW[0].flatten()] = False
+        assert torch.equal(now[:, others], was[:, others])
