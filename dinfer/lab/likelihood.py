@@ -385,7 +385,8 @@ def family_blocks(spec: ModelSpec, place_T: Tensor, prompt: int) -> Tensor:
 
 
 def network_of(model: Any) -> Any:
-    """The model, if it shows the methods of a network. Raises ValueError."""
+    """The network: the model, or what is in peft's, whose own call may take other arguments. Raises ValueError."""
+    model = getattr(model, "get_base_model", lambda: model)()
     try:
         _ = model.embed, model.logits, model.spec, model.device
     except AttributeError:

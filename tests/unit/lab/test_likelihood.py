@@ -128,10 +128,13 @@ def test_gradients_are_those_of_differences(name: str, variant: str) -> None:
     assert not logps(model, drawn, grad=False).requires_grad
 
 
-def test_an_adapter_of_peft_trains() -> None:
+@pytest.mark.parametrize("task", [None, "CAUSAL_LM"])
+def test_an_adapter_of_peft_trains(task: str | None) -> None:
     peft = pytest.importorskip("peft")
     model = tiny_model(dtype=torch.float32)
-    config = peft.LoraConfig(r=2, target_modules=["qkv", "out"], init_lora_weights=False)
+    if task is not None:
+        model.prepare_inputs_for_generation = None  # as docs/fine_tune.md says
+    config = peft.LoraConfig(r=2, target_modules=["qkv", "out"], init_lora_weights=False, task_type=task)
     wrapped = peft.get_peft_model(model, config)
     drawn = passes("diffu_grpo", model.spec, samples())
     combine(drawn, logps(wrapped, drawn)).sequence.sum().backward()
