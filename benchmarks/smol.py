@@ -256,7 +256,8 @@ def models(
     for stride, text in product(given.strides, given.rules):
         rule = {"stride": stride} | json.loads(text)
         pipe = drafting(given.base, given.drafts, rule.pop("stride"), rule, **where)
-        yield {"model": "drafts", "stride": pipe.recipe.decoder.stride} | rule, pipe, [{}]
+        decoder: Any = pipe.recipe.decoder
+        yield {"model": "drafts", "stride": decoder.stride, "rejected": decoder.rejected} | rule, pipe, [{}]
     for adapter in given.adapter:
         for block in given.blocks:
             pipe = loaded(given.base, adapter, block, quantize=given.quantize, **where)

@@ -223,7 +223,7 @@ def config_for(
     if outputs <= 132 * 32 and size == 2 and width >= 4096:  # a program for each multiprocessor
         return Config(many, 32, 256, 2, 5)
     if outputs <= 8192:
-        return Config(many, 64, _divisor(width, 512 // size), 4, 4, late=outputs > 4096 and size == 2)
+        return Config(many, 64, _divisor(width, 512 // size), 4, 4)
     if outputs <= 132 * 128 and size == 2 and width % 128 == 0:  # tall tiles read the rows less often
         return Config(many, 128, 128, 4, 4)
     depth = _divisor(width, 256 if size == 1 else 128)
