@@ -16,6 +16,7 @@ B rows of a forward, W positions of a row, S clean positions, D hidden, V vocabu
 """
 
 import dataclasses
+import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -386,7 +387,8 @@ def family_blocks(spec: ModelSpec, place_T: Tensor, prompt: int) -> Tensor:
 
 def network_of(model: Any) -> Any:
     """The network: the model, or what is in peft's, whose own call may take other arguments. Raises ValueError."""
-    model = getattr(model, "get_base_model", lambda: model)()
+    if (peft := sys.modules.get("peft")) is not None and isinstance(model, peft.PeftModel):
+        model = model.get_base_model()
     try:
         _ = model.embed, model.logits, model.spec, model.device
     except AttributeError:
