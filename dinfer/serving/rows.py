@@ -205,9 +205,7 @@ class Event:
     row: int
     text: str = ""
     canvas: dict[str, Any] | None = None
-    ids: list[int] = field(
-        default_factory=list
-    )  # tokens that have been sent, as text or as the end, if they are wanted
+    ids: list[int] = field(default_factory=list)  # sent, as text or as the end, if they are wanted
     logprobs: Sequence[TokenLogprob | None] = ()  # of `ids`; None: unknown
     finish: str | None = None  # "stop", "length" or "abort"
     matched: str | int | None = None  # the stop string or the stop token that ended the row
