@@ -197,5 +197,5 @@ def test_expert_mlps_in_4_bits(
         out_PD = triton_moe.packed_expert_linear(norm.swiglu(up_PM), second, scales[1], plan, by_token=False)
         got = triton_moe.combine(out_PD, weights_NC)
         # A sum in another order may round one value between the maps to its other neighbour, which one row then shows.
-        torch.testing.assert_close(got, want, atol=0.03, rtol=0.02)
+        torch.testing.assert_close(got, want, atol=0.02, rtol=0.02)
         assert torch.isclose(got, want, **CLOSE[dtype]).all(-1).sum() >= tokens - CUDA
