@@ -67,7 +67,7 @@ def evaluate(config: dict[str, Any], *, line: list[str]) -> None:
 
 def check(config: dict[str, Any]) -> None:
     """Raises for what is wrong before lm-eval is imported, which takes seconds, and before the model is loaded."""
-    from evaluations.settings import check_kwargs
+    from evaluations.settings import FORMS, check_kwargs
 
     settings = settings_of(config)
     setting(config, "overwrite", bool)
@@ -75,7 +75,7 @@ def check(config: dict[str, Any]) -> None:
         check_folder(Path(folder))
     from dinfer.structure.form import form_of
 
-    if (form := form_of(held_of(config))) is not None:
+    if (form := form_of({name: settings.gen_kwargs.get(name) for name in FORMS})) is not None:
         form.check()
     check_kwargs(settings.gen_kwargs, check_ahead(config).request_options)
 

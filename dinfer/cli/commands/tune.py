@@ -80,8 +80,10 @@ def run_search(config: dict[str, Any], *, command: str) -> None:
     found: Found | None = None
     tried: list[Tried] = []
     trials, drop = counted(config, "trials"), setting(config, "max_drop", float)
-    for name in ("count", "heldout", *(("max_new_tokens",) if config["max_new_tokens"] is not None else ())):
+    for name in ("count", "heldout"):
         counted(config, name)
+    if config["max_new_tokens"] is not None:
+        counted(config, "max_new_tokens")
     from dinfer.lab.tuning import Found, tune
 
     with Report() as progress:

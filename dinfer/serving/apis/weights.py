@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import FastAPI, Query
 from fastapi.responses import JSONResponse
@@ -100,14 +100,12 @@ class Updates:
 class Change(Strict):
     """A request that changes something. Its text tells clients what its path does."""
 
-    meets: ClassVar[bool] = False
-
     @abstractmethod
     def act(self, updates: Updates) -> None:
         """Does it. Raises ValueError."""
 
     def meet(self, updates: Updates) -> None:
-        """If it `meets` another process: waits for that, while other changes go on. Raises ValueError."""
+        """What waits for another process, while other changes go on; of most kinds there is none. Raises ValueError."""
 
 
 class NewWeights(Change):
@@ -199,7 +197,6 @@ class Joins(Change):
     group_name: str = "weight_update_group"
     backend: Literal["nccl", "gloo"] = "nccl"
     packed: bool = False  # vLLM's: each update says so itself
-    meets: ClassVar[bool] = True
 
     def act(self, updates: Updates) -> None:
         """A group whose trainer has died, and its update, are given up for it."""
@@ -213,13 +210,14 @@ class Joins(Change):
                     raise ConnectionError("its trainer has died")
 
     def meet(self, updates: Updates) -> None:
-        where = self.master_address, self.master_port
-        join = partial(transport.join, *where, self.rank_offset, self.world_size, self.backend, self.group_name)
+        ours = self.rank_offset, self.world_size, self.backend, self.group_name
         try:
-            group = join(reach=transport.REACH)
+            group = transport.join(self.master_address, self.master_port, *ours, reach=transport.REACH)
         except RuntimeError as error:  # torch's errors of connections are such
             what = str(error).partition("\n")[0]
-            raise ValueError(f"master_address={where[0]!r:.80}, master_port={where[1]}: no group: {what}") from error
+            raise ValueError(
+                f"master_address={self.master_address!r:.80}, master_port={self.master_port}: no group: {what}"
+            ) from error
         updates.groups[self.group_name] = group
 
 
@@ -274,7 +272,6 @@ class Init(Change):
     """Joins a trainer's group."""
 
     init_info: Joins
-    meets: ClassVar[bool] = True
 
     def act(self, updates: Updates) -> None:
         """vLLM's own engine, which would wait for minutes, names no backend."""
@@ -382,7 +379,7 @@ def route(updates: Updates, kind: type[Change], done: str | None = None) -> Call
     default: Any = ... if any(field.is_required() for field in kind.model_fields.values()) else kind()
 
     async def answer(body: Any = default) -> Any:
-        work, then = partial(body.act, updates), partial(body.meet, updates) if kind.meets else None
+        work, then = partial(body.act, updates), None if kind.meet is Change.meet else partial(body.meet, updates)
         if done is None:
             return await updates.told(work, then)
         await updates.run(work, then)
