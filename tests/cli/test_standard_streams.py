@@ -59,6 +59,7 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+@pytest.mark.rest(but=7)
 @pytest.mark.parametrize(
     ("line", "status"),
     [

@@ -167,6 +167,7 @@ def test_areal_s_and_slime_s_requests_are_taken_as_they_send_them(client: Client
     assert penalty["output_ids"] == want.to_sglang()[0]["output_ids"]
 
 
+@pytest.mark.rest
 def test_an_adapter_is_asked_for_by_its_path(tmp_path: Path) -> None:
     pipe = dinfer.load("tiny", device="cpu", cache="none")
     folder = str(save_adapter(tmp_path / "one", pipe.origin[0], pipe.model.spec, 2))

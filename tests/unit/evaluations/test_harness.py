@@ -13,6 +13,7 @@ pytest.importorskip("lm_eval")
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.mark.rest
 def test_the_page_s_example_runs_in_a_fresh_process() -> None:
     page = (ROOT / "docs" / "evaluation.md").read_text()
     (block,) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)

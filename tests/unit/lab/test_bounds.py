@@ -159,6 +159,7 @@ def test_bounds_of_all_texts_sum_to_one_at_most() -> None:
     assert 0 < total <= 1
 
 
+@pytest.mark.rest
 def test_blocks_are_a_chain_rule() -> None:
     """A block-causal network: the blocks one by one, each behind its clean text, as prompt and answer."""
     model, text = tiny_model("block_causal"), [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]

@@ -29,6 +29,7 @@ print(dinfer.load(sys.argv[1], device="cpu").generate_ids([[5, 7, 9]], max_new_t
 """
 
 
+@pytest.mark.rest(but=1)
 @pytest.mark.parametrize("model", ["tiny", "tiny-llada2"])
 def test_neither_triton_nor_a_compiler_is_needed(model: str, tmp_path: Path) -> None:
     env = os.environ | {"PATH": "", "HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path), "DINFER_KERNELS": "triton"}
